@@ -1,0 +1,136 @@
+// ops.h: the contract of every kernel. Shapes here are authoritative; kernels/ref holds the definitions in
+// plain scalar code, kernels/cpu the fast versions. C++17, no allocation visible to the caller, no exceptions.
+//
+// Glossary: a *coefficient* is one number of c = E x; its *code* is the quantized integer; a head's *row* is
+// what one cell stores for one KV head (K or V): one scale byte followed by the codes of its bands.
+//
+// Row format (FORMAT.md is normative):
+//   byte 0        scale code u; s = 0 when u = 0 (zero row), else s = 2^((u - 160) / 8)
+//   then, band by band, the planes of the band's codes.
+//   A band of n coefficients (n % 8 == 0) with b bits stores its codes u_j in [0, 2^b - 1] as bit planes:
+//     8 -> [8], 6 -> [4,2], 5 -> [4,1], 4 -> [4], 3 -> [2,1], 2 -> [2]    (low bits first)
+//   A w-bit plane takes m = n*w/8 bytes: the value of coefficient j sits in byte (j % m) at bit w * (j / m).
+//   Dequantize: c_j = s * ratio * (u_j - (2^b - 1) / 2).
+//   A 16-bit band stores c_j itself as little-endian IEEE half, n*2 bytes, no scale, no ratio (it is still zero in
+//   a zero row).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace subkv {
+
+constexpr int MAX_BANDS     = 8;
+constexpr int MAX_HEAD_SIZE = 256; // d, multiple of 8
+constexpr int MAX_GROUP     = 64;  // query heads that share one KV head
+
+struct Band {
+    int32_t n;      // coefficients, multiple of 8
+    int32_t bits;   // 16, 8, 6, 5, 4, 3, 2
+    int32_t first;  // index of the band's first coefficient
+    int32_t offset; // byte offset of its codes inside the head's row
+    float   ratio;  // step of this band relative to the row's scale
+};
+
+// One KV head of one layer, K or V.
+struct HeadCodec {
+    int32_t d;         // head size
+    int32_t rank;      // coefficients kept, = sum of bands[i].n, <= d
+    int32_t row_bytes; // 1 + bytes of all planes
+    int32_t n_bands;
+    Band    bands[MAX_BANDS];
+    const float * encode; // E [rank][d]: c_i = sum_j E[i][j] x_j
+    const float * decode; // D [rank][d]: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
+};
+
+// Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
+// Start: m = -INFINITY, z = 0, acc = 0.
+//
+// Attention of n_tok * n_group query rows over n_cells coded cells of one KV head. Query row (t, g) is number
+// t * n_group + g everywhere below.
+//   logit(t,g,c) = cap( qt[t,g] . c_k(c) ) + slope[g] * bias[t][c]      cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x
+// bias = -INFINITY leaves the cell out, whatever its bytes are (a cell nobody may see can hold anything).
+// acc collects value *coefficients* of v, dequantized (scale, ratio and zero point applied).
+struct AttendArgs {
+    const HeadCodec * k;
+    const HeadCodec * v;
+    const uint8_t *   k_rows;   // this head's row of the first cell
+    const uint8_t *   v_rows;
+    int64_t           k_stride; // bytes from one cell to the next
+    int64_t           v_stride;
+    int64_t           n_cells;
+    int64_t           n_tok;
+    int64_t           n_group;
+    const float *     qt;        // [n_tok*n_group][k->rank] projected queries, gamma and softmax scale already in
+    const float *     bias;      // [n_tok][bias_stride], first n_cells of each row used
+    int64_t           bias_stride;
+    const float *     slope;     // [n_group]
+    float             softcap;   // 0: none
+    float *           m;         // [n_tok*n_group]                in/out
+    float *           z;         // [n_tok*n_group]                in/out
+    float *           acc;       // [n_tok*n_group][acc_stride]    in/out, first v->rank of each row used
+    int64_t           acc_stride;
+};
+
+// The same over n_keys exact keys: half-precision rows of full head size, gathered through pointers.
+//   logit(t,g,i) = cap( q[t,g] . k_i ) + slope[g] * bias[t][i]
+struct ExactArgs {
+    int64_t                  d_k, d_v;
+    int64_t                  n_keys;
+    const uint16_t * const * k;  // [n_keys] -> [d_k] IEEE half
+    const uint16_t * const * v;  // [n_keys] -> [d_v] IEEE half
+    int64_t                  n_tok;
+    int64_t                  n_group;
+    const float *            q;  // [n_tok*n_group][d_k], softmax scale already in
+    const float *            bias; // [n_tok][bias_stride]
+    int64_t                  bias_stride;
+    const float *            slope; // [n_group]
+    float                    softcap;
+    float *                  m;   // [n_tok*n_group]
+    float *                  z;   // [n_tok*n_group]
+    float *                  acc; // [n_tok*n_group][acc_stride], first d_v used: values, not coefficients
+    int64_t                  acc_stride;
+};
+
+struct Ops {
+    const char * name; // "ref", "avx2", ...
+
+    // c = E x, quantized, written to rows + cells[t]*row_stride for t in [0, n).
+    //   x [n][ldx] f32. The scale code is the one of a few candidates with the least squared coefficient error
+    //   (kernels/ref/encode.cpp says which). A row with a non-finite coefficient, or all zero, becomes a zero row:
+    //   scale byte 0, all codes 0. Returns the number of non-finite rows.
+    int64_t (*encode_rows)(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
+                           uint8_t * rows, int64_t row_stride);
+
+    // c [n][rank] f32 = dequantized coefficients of n consecutive cells.
+    void (*dequantize_rows)(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
+
+    // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d], x [n][ldx], y [n][ldy]
+    void (*project)(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale,
+                    float * y, int64_t ldy);
+
+    // o[j] += sum_i e[i] m[i][j];  m [r][d], e [r], o [d]
+    void (*reconstruct)(const float * m, int64_t r, int64_t d, const float * e, float * o);
+
+    void (*attend)(const AttendArgs & args);
+    void (*attend_exact)(const ExactArgs & args);
+
+    // s[i][j] += sum_t x[t][i] x[t][j] for all i, j (both triangles);  sum[i] += sum_t x[t][i]
+    //   x [n][ldx] f32, s [d][d] f64, sum [d] f64
+    void (*moment)(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
+
+    // IEEE half <-> float, n values.
+    void (*to_half)(const float * x, uint16_t * h, int64_t n);
+};
+
+const Ops & ops_ref();
+
+// Best version for this processor. SUBKV_KERNEL=ref|avx2 overrides (debugging); an unknown or unsupported name
+// is reported by ops_error() and the best version is NOT substituted: callers refuse to start.
+const Ops &  ops();
+const char * ops_error(); // nullptr when fine
+
+// Every version that runs on this processor; list ends with nullptr. For tests and benchmarks.
+const Ops * const * ops_available();
+
+} // namespace subkv

@@ -1,0 +1,38 @@
+#include "error.h"
+
+#include "subkv.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <string>
+
+namespace subkv {
+
+static thread_local std::string last_error;
+
+void set_error(const char * fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    va_list again;
+    va_copy(again, args);
+    const int n = std::vsnprintf(nullptr, 0, fmt, args);
+    va_end(args);
+    std::string text;
+    if (n > 0) {
+        text.resize((size_t) n + 1);
+        std::vsnprintf(text.data(), text.size(), fmt, again);
+        text.resize((size_t) n);
+    }
+    va_end(again);
+    last_error = std::move(text);
+}
+
+void clear_error() {
+    last_error.clear();
+}
+
+} // namespace subkv
+
+extern "C" const char * subkv_last_error(void) {
+    return subkv::last_error.c_str();
+}

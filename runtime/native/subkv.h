@@ -1,0 +1,131 @@
+// subkv.h: the public C interface of libsubkv. Every function that can fail says why in one sentence through
+// subkv_last_error() (thread-local, valid until the next call on the same thread).
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#    define SUBKV_API __declspec(dllexport)
+#else
+#    define SUBKV_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_context;
+
+typedef struct subkv_layout   subkv_layout;   // bases and bands of one model, immutable, shareable between contexts
+typedef struct subkv_observer subkv_observer; // accumulates calibration statistics
+
+SUBKV_API const char * subkv_last_error(void);
+SUBKV_API const char * subkv_kernel_name(void); // CPU kernels in use, e.g. "avx2"; NULL + last_error if none can be used
+
+//
+// layout
+//
+
+// 1: the GGUF at `path` carries subkv.* keys, 0: it does not, -1: not readable as GGUF.
+SUBKV_API int32_t subkv_layout_present(const char * path);
+
+// Reads and validates every subkv.* key (converter/FORMAT.md). `path`: a converted model or a sidecar.
+// NULL on any defect; the message names the key, what was expected and what was found.
+SUBKV_API subkv_layout * subkv_layout_load(const char * path);
+SUBKV_API void           subkv_layout_free(subkv_layout * layout);
+
+// Everything about the layout except the matrices, as JSON; owned by the layout. FORMAT.md lists the fields.
+SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
+
+// Hex SHA-256 over codec parameters, bands, ratios and bases: what a state file is bound to. Owned by the layout.
+SUBKV_API const char * subkv_layout_fingerprint(const subkv_layout * layout);
+
+// Copies E (decode = false) or D (decode = true) of one head, [rank][d] f32, to `out`; returns rank*d, or -1.
+SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
+                                     float * out, int64_t n_out);
+
+//
+// context
+//
+
+typedef struct subkv_cache_params {
+    int32_t n_sink;     // < 0: as the layout says
+    int32_t n_recent;   // < 0: as the layout says
+    int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 32
+} subkv_cache_params;
+
+// The next context that *this thread* creates with llama_init_from_model uses `layout` (it is retained by the
+// context). Consumed by that creation, successful or not; NULL cancels. `params` may be NULL.
+// If the model cannot use it, llama_init_from_model returns NULL and subkv_last_error() says why.
+SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
+
+typedef struct subkv_stats {
+    uint64_t bytes_codes;  // coefficient rows as allocated, K and V
+    uint64_t bytes_window; // exact window as allocated
+    uint64_t bytes_stock;  // K/V of layers that stay ordinary (sliding-window layers)
+    uint64_t bytes_f16;    // what an f16 cache of the same context would allocate
+    uint64_t bytes_bases;  // bases as held in memory
+    uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
+    uint64_t n_zero_rows;  // rows with non-finite input that were stored as zero rows
+    uint32_t n_layer_coded;
+    uint32_t n_cells;      // cells per stream
+    uint32_t n_stream;
+    int32_t  n_sink;
+    int32_t  n_recent;
+    int32_t  n_rollback;
+    float    bpe;          // (codes + window) bits per K/V element of the coded layers, as allocated
+} subkv_stats;
+
+// false: the context has no coefficient cache.
+SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
+
+// Fingerprint of the context's layout, NULL for an ordinary cache.
+SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
+
+//
+// calibration
+//
+
+// The next context that this thread creates with llama_init_from_model reports its queries, keys and values to
+// `obs` (ordinary f16 cache). The observer must outlive the context.
+SUBKV_API subkv_observer * subkv_observer_new(int32_t n_skip); // positions < n_skip are left out of every statistic
+SUBKV_API void             subkv_observer_free(subkv_observer * obs);
+SUBKV_API bool             subkv_observe(subkv_observer * obs);
+
+// SUBKV_ACCUMULATE adds to the second moments; SUBKV_SAMPLE copies single rows instead (held-out text):
+// k and v rows at the positions in key_pos, q rows at those in query_pos (lists are copied; each call starts a new
+// sample set, appended after the earlier ones). SUBKV_PAUSE records nothing.
+enum { SUBKV_PAUSE = 0, SUBKV_ACCUMULATE = 1, SUBKV_SAMPLE = 2 };
+SUBKV_API bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
+                                   const int32_t * query_pos, int32_t n_query);
+
+// Shapes of a layer, all zero for a layer that was never observed. Layers are 0 .. subkv_observer_n_layer()-1.
+typedef struct subkv_observed {
+    int32_t  n_head, n_head_kv, d_k, d_v;
+    float    scale;      // softmax scale of the layer
+    uint64_t n_tokens;   // tokens accumulated
+    int32_t  n_key, n_query; // sampled rows so far
+    uint64_t n_nonfinite; // tokens left out because a row held NaN or Inf
+} subkv_observed;
+SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs);
+SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);
+
+// Means over tokens as f64. what: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"
+// [n_head_kv][d_k][d_k], "v2" [n_head_kv][d_v][d_v], "q1" [n_head_kv][d_k], "k1" [n_head_kv][d_k], "v1" [n_head_kv][d_v].
+// Samples: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v].
+// Returns the number of values written, or -1 (unknown name, n_out too small).
+SUBKV_API int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out, int64_t n_out);
+
+//
+// kernels, for tests, benchmarks and other hosts of the reference (shapes: kernels/include/subkv/ops.h)
+//
+
+SUBKV_API int32_t      subkv_ops_count(void); // versions that run on this processor; 0 is the reference
+SUBKV_API const char * subkv_ops_name(int32_t i);
+SUBKV_API const void * subkv_ops_table(int32_t i); // const subkv::Ops *
+
+#ifdef __cplusplus
+}
+#endif
