@@ -1,0 +1,85 @@
+// capi_layout.cpp: section "layout" of subkv.h.
+#include "error.h"
+#include "layout.h"
+
+#include <algorithm>
+#include <exception>
+
+using namespace subkv;
+
+// Nothing may be thrown into C.
+template <typename T, typename F> static T guarded(T failed, F body) {
+    try {
+        return body();
+    } catch (const std::exception & e) {
+        set_error("layout: %s", e.what());
+        return failed;
+    }
+}
+
+extern "C" {
+
+int32_t subkv_layout_present(const char * path) {
+    return guarded<int32_t>(-1, [&] {
+        std::string err;
+        const int   present = layout_present(path, err);
+        if (present < 0) {
+            set_error("%s", err.c_str());
+        }
+        return (int32_t) present;
+    });
+}
+
+subkv_layout * subkv_layout_load(const char * path) {
+    return guarded<subkv_layout *>(nullptr, [&]() -> subkv_layout * {
+        std::string err;
+        auto        p = load_layout(path, err);
+        if (!p) {
+            set_error("%s", err.c_str());
+            return nullptr;
+        }
+        std::string json = layout_to_json(*p);
+        return new subkv_layout{ std::move(p), std::move(json) };
+    });
+}
+
+void subkv_layout_free(subkv_layout * layout) {
+    delete layout;
+}
+
+const char * subkv_layout_json(const subkv_layout * layout) {
+    return layout ? layout->json.c_str() : nullptr;
+}
+
+const char * subkv_layout_fingerprint(const subkv_layout * layout) {
+    return layout ? layout->p->fingerprint.c_str() : nullptr;
+}
+
+int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode, float * out,
+                           int64_t n_out) {
+    if (!layout) {
+        set_error("subkv_layout_basis: expected a layout, found NULL");
+        return -1;
+    }
+    const LayerCodec * layer = layout->p->layer(il);
+    if (!layer) {
+        set_error("subkv_layout_basis: il: expected a coded layer, found %d", (int) il);
+        return -1;
+    }
+    if (head_kv < 0 || head_kv >= layer->n_head_kv) {
+        set_error("subkv_layout_basis: head_kv: expected 0..%d, found %d", layer->n_head_kv - 1, (int) head_kv);
+        return -1;
+    }
+    const HeadCodec & head = (value ? layer->v : layer->k)[(size_t) head_kv];
+    const int64_t     n    = (int64_t) head.rank * head.d;
+    if (!out || n_out < n) {
+        set_error("subkv_layout_basis: n_out: expected room for %lld values, found %lld", (long long) n,
+                  (long long) (out ? n_out : 0));
+        return -1;
+    }
+    const float * src = decode ? head.decode : head.encode;
+    std::copy(src, src + n, out);
+    return n;
+}
+
+} // extern "C"

@@ -1,0 +1,110 @@
+// layout.h: the bases and bands of one model, as read from the subkv.* keys of a GGUF (converter/FORMAT.md §1-3).
+//
+// load_layout() is the only way to get a Layout: whoever holds one may rely on every limit of FORMAT.md.
+#pragma once
+
+#include "subkv.h"
+#include "subkv/ops.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace subkv {
+
+constexpr int    MAX_LAYERS       = 1024;
+constexpr int    MAX_HEADS_KV     = 1024;
+constexpr int    MAX_SINK         = 4096;
+constexpr int    MAX_RECENT       = 65536;
+constexpr size_t MAX_LAYOUT_BYTES = 16u << 20; // of the subkv.layout string
+
+// The bands of one head as subkv.layout states them.
+struct HeadSpec {
+    struct BandSpec {
+        uint16_t n;
+        uint16_t bits;
+    };
+
+    int32_t  n_bands = 0;
+    BandSpec bands[MAX_BANDS] = {};
+
+    int rank() const;
+    int row_bytes() const;
+};
+
+struct LayerSpec {
+    int                   il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
+    std::vector<HeadSpec> k, v; // [n_head_kv]
+
+    size_t basis_bytes() const; // of the decoded subkv.blk.N.basis
+};
+
+// Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
+bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);
+
+struct LayerCodec {
+    int                    il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
+    std::vector<HeadCodec> k, v;               // [n_head_kv]
+    std::vector<float>     gamma;              // [n_head_kv]
+    size_t                 k_row_bytes = 0;    // of one cell, all heads
+    size_t                 v_row_bytes = 0;
+    std::vector<size_t>    k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
+};
+
+struct Layout {
+    int         version = 0;
+    std::string codec;
+    std::string arch;
+    int         n_layer  = 0; // subkv.block_count
+    int         n_sink   = 0;
+    int         n_recent = 0;
+    float       bpe      = 0.0f; // bits per element, everything counted at bpe_context
+    float       bpe_rows = 0.0f; // coefficient rows alone
+    uint32_t    bpe_context = 0;
+    std::string gamma;
+    std::string basis_k;
+    std::string basis_v;
+    std::string base_sha256;
+    std::string calibration_sha256;
+    uint64_t    calibration_tokens = 0;
+    std::string calibration_text;
+    std::string generator;
+
+    std::vector<LayerCodec> layers; // coded layers, ascending il
+    std::string             fingerprint;
+    size_t                  bytes_bases     = 0; // E and D of all heads, f32
+    size_t                  bytes_per_token = 0; // coefficient rows of one cell, all coded layers
+
+    // nullptr: the layer keeps an ordinary cache.
+    const LayerCodec * layer(int il) const;
+
+    // Owns what HeadCodec::encode and ::decode point to; every matrix starts on a 64-byte boundary.
+    struct AlignedDelete {
+        void operator()(float * p) const;
+    };
+
+    std::unique_ptr<float[], AlignedDelete> matrices;
+};
+
+// nullptr on any defect, `err` then holds one sentence that names the key, what was expected and what was found.
+std::shared_ptr<const Layout> load_layout(const char * path, std::string & err);
+
+// 1: the GGUF carries subkv.* keys, 0: it does not, -1: not a readable GGUF (`err`).
+int layout_present(const char * path, std::string & err);
+
+// The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order): part of the fingerprint.
+std::string canonical_layout(const std::vector<LayerSpec> & layers);
+
+// FORMAT.md §5.
+std::string layout_to_json(const Layout & layout);
+
+} // namespace subkv
+
+// The C interface's handle; subkv_attach shares `p` with the context.
+struct subkv_layout {
+    std::shared_ptr<const subkv::Layout> p;
+    std::string                          json;
+};

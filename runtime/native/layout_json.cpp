@@ -1,0 +1,413 @@
+// layout_json.cpp: the JSON of subkv.layout (read, FORMAT.md §2) and of subkv_layout_json (written, FORMAT.md §5).
+//
+// The reader knows only the grammar of §2 (objects with known members, arrays, unsigned integers), so depth, member
+// names and value types are bounded by its code and a hostile text cannot make it recurse or allocate.
+#include "layout.h"
+
+#include <initializer_list>
+#include <locale>
+#include <sstream>
+
+namespace subkv {
+
+int HeadSpec::rank() const {
+    int r = 0;
+    for (int i = 0; i < n_bands; ++i) {
+        r += bands[i].n;
+    }
+    return r;
+}
+
+int HeadSpec::row_bytes() const {
+    int bytes = 1;
+    for (int i = 0; i < n_bands; ++i) {
+        bytes += bands[i].n / 8 * bands[i].bits;
+    }
+    return bytes;
+}
+
+size_t LayerSpec::basis_bytes() const {
+    size_t bytes = 0;
+    for (int h = 0; h < n_head_kv; ++h) {
+        const size_t rank_k = (size_t) k[h].rank();
+        const size_t rank_v = (size_t) v[h].rank();
+        bytes += 4 * (size_t) (1 + k[h].n_bands + v[h].n_bands) + 2 * 2 * (rank_k * (size_t) d_k + rank_v * (size_t) d_v);
+    }
+    return bytes;
+}
+
+//
+// reader
+//
+
+namespace {
+
+class LayoutReader {
+  public:
+    LayoutReader(std::string_view text, int block_count, std::string & err) :
+        text(text),
+        block_count(block_count),
+        err(err) {}
+
+    bool read(std::vector<LayerSpec> & layers) {
+        where = "top level";
+        if (text.size() > MAX_LAYOUT_BYTES) {
+            err = "expected at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes, found " + std::to_string(text.size());
+            return false;
+        }
+        const bool ok = object({ "layers" }, [&](size_t) {
+            return array([&] { return layer(layers); });
+        });
+        if (!ok) {
+            return false;
+        }
+        skip_space();
+        if (at != text.size()) {
+            return unexpected("the end");
+        }
+        if (layers.empty()) {
+            return fail("expected at least one layer, found none");
+        }
+        return true;
+    }
+
+  private:
+    bool layer(std::vector<LayerSpec> & layers) {
+        const std::string name = "layers[" + std::to_string(layers.size()) + "]";
+        LayerSpec         spec;
+        where         = name;
+        const bool ok = object({ "il", "n_head_kv", "d_k", "d_v", "k", "v" }, [&](size_t i) {
+            switch (i) {
+                case 0:  return integer("il", 0, block_count - 1, spec.il);
+                case 1:  return integer("n_head_kv", 1, MAX_HEADS_KV, spec.n_head_kv);
+                case 2:  return integer("d_k", 8, MAX_HEAD_SIZE, spec.d_k) && multiple_of_8("d_k", spec.d_k);
+                case 3:  return integer("d_v", 8, MAX_HEAD_SIZE, spec.d_v) && multiple_of_8("d_v", spec.d_v);
+                default: return heads(name, i == 4 ? "k" : "v", i == 4 ? spec.k : spec.v);
+            }
+        });
+        where = name;
+        if (!ok || !complete("k", spec.k, spec.n_head_kv, spec.d_k) || !complete("v", spec.v, spec.n_head_kv, spec.d_v)) {
+            return false;
+        }
+        if (!layers.empty() && spec.il <= layers.back().il) {
+            return fail("expected il above " + std::to_string(layers.back().il) + ", found " + std::to_string(spec.il));
+        }
+        layers.push_back(std::move(spec));
+        return true;
+    }
+
+    // Checks that need members which may come later in the text.
+    bool complete(const char * name, const std::vector<HeadSpec> & heads, int n_head_kv, int d) {
+        if ((int) heads.size() != n_head_kv) {
+            return fail(std::string("expected bands of ") + std::to_string(n_head_kv) + " heads in " + name + ", found " +
+                        std::to_string(heads.size()));
+        }
+        for (size_t h = 0; h < heads.size(); ++h) {
+            if (heads[h].rank() > d) {
+                return fail(std::string("expected at most ") + std::to_string(d) + " coefficients in " + name + "[" +
+                            std::to_string(h) + "], found " + std::to_string(heads[h].rank()));
+            }
+        }
+        return true;
+    }
+
+    bool heads(const std::string & layer, const char * name, std::vector<HeadSpec> & out) {
+        return array([&] {
+            where = layer + "." + name + "[" + std::to_string(out.size()) + "]";
+            if (out.size() >= MAX_HEADS_KV) {
+                return fail("expected at most " + std::to_string(MAX_HEADS_KV) + " heads, found more");
+            }
+            HeadSpec head;
+            if (!array([&] { return band(head); })) {
+                return false;
+            }
+            if (head.n_bands == 0) {
+                return fail("expected 1.." + std::to_string(MAX_BANDS) + " bands, found none");
+            }
+            out.push_back(head);
+            return true;
+        });
+    }
+
+    bool band(HeadSpec & head) {
+        if (head.n_bands >= MAX_BANDS) {
+            return fail("expected at most " + std::to_string(MAX_BANDS) + " bands, found more");
+        }
+        int n    = 0;
+        int bits = 0;
+        if (!expect('[') || !integer("n", 8, MAX_HEAD_SIZE, n) || !multiple_of_8("n", n) || !expect(',') ||
+            !integer("bits", 2, 16, bits) || !expect(']')) {
+            return false;
+        }
+        if (bits == 7 || (bits > 8 && bits != 16)) {
+            return fail("expected bits of a band to be one of 16, 8, 6, 5, 4, 3, 2, found " + std::to_string(bits));
+        }
+        head.bands[head.n_bands++] = { (uint16_t) n, (uint16_t) bits };
+        return true;
+    }
+
+    // { name: value, ... } with every name exactly once, in any order; member(i) reads the value of the i-th name.
+    template <typename F> bool object(std::initializer_list<std::string_view> names, F member) {
+        const std::string here = where;
+        unsigned          seen = 0;
+        if (!expect('{')) {
+            return false;
+        }
+        do {
+            std::string_view name;
+            if (!string(name)) {
+                return false;
+            }
+            size_t i = 0;
+            while (i < names.size() && names.begin()[i] != name) {
+                ++i;
+            }
+            if (i == names.size()) {
+                return fail("expected members " + join(names, ~0u) + ", found " + quoted(name));
+            }
+            if (seen >> i & 1) {
+                return fail("expected member " + quoted(name) + " once, found it twice");
+            }
+            seen |= 1u << i;
+            if (!expect(':') || !member(i)) {
+                return false;
+            }
+            where = here;
+        } while (accept(','));
+        if (!expect('}')) {
+            return false;
+        }
+        const unsigned missing = ~seen & ((1u << names.size()) - 1);
+        return missing == 0 || fail("expected member " + join(names, missing) + ", found none");
+    }
+
+    template <typename F> bool array(F element) {
+        if (!expect('[')) {
+            return false;
+        }
+        if (accept(']')) {
+            return true;
+        }
+        do {
+            if (!element()) {
+                return false;
+            }
+        } while (accept(','));
+        return expect(']');
+    }
+
+    // Member names of §2 need no escapes, so none are read.
+    bool string(std::string_view & out) {
+        if (!expect('"')) {
+            return false;
+        }
+        const size_t begin = at;
+        while (at < text.size() && text[at] >= ' ' && text[at] < 0x7f && text[at] != '"' && text[at] != '\\') {
+            ++at;
+        }
+        out = text.substr(begin, at - begin);
+        return at < text.size() && text[at] == '"' ? (++at, true) : unexpected("a member name");
+    }
+
+    bool integer(const char * name, int lo, int hi, int & out) {
+        skip_space();
+        const size_t begin = at;
+        while (at < text.size() && text[at] >= '0' && text[at] <= '9') {
+            ++at;
+        }
+        const std::string_view digits = text.substr(begin, at - begin);
+        const std::string      range  = std::string("an integer ") + std::to_string(lo) + ".." + std::to_string(hi);
+        if (digits.empty() || (digits.size() > 1 && digits[0] == '0')) {
+            at = begin;
+            return unexpected((range + " for " + name).c_str());
+        }
+        if (at < text.size() && (text[at] == '.' || text[at] == 'e' || text[at] == 'E')) {
+            return unexpected((range + " for " + name).c_str());
+        }
+        int value = 0;
+        for (char c : digits.substr(0, 7)) {
+            value = value * 10 + (c - '0');
+        }
+        if (digits.size() > 7 || value < lo || value > hi) {
+            return fail("expected " + range + " for " + name + ", found " + shortened(digits));
+        }
+        out = value;
+        return true;
+    }
+
+    bool multiple_of_8(const char * name, int value) {
+        return value % 8 == 0 ||
+               fail(std::string("expected a multiple of 8 for ") + name + ", found " + std::to_string(value));
+    }
+
+    void skip_space() {
+        while (at < text.size() && (text[at] == ' ' || text[at] == '\t' || text[at] == '\n' || text[at] == '\r')) {
+            ++at;
+        }
+    }
+
+    bool accept(char c) {
+        skip_space();
+        if (at < text.size() && text[at] == c) {
+            ++at;
+            return true;
+        }
+        return false;
+    }
+
+    bool expect(char c) {
+        const char name[] = { '\'', c, '\'', 0 };
+        return accept(c) || unexpected(name);
+    }
+
+    bool unexpected(const char * expected) {
+        std::string found = "the end of the text";
+        if (at < text.size()) {
+            const char c = text[at];
+            found = c > ' ' && c < 0x7f ? std::string("'") + c + "'" : "byte " + std::to_string((uint8_t) c);
+        }
+        return fail(std::string("expected ") + expected + " at byte " + std::to_string(at) + ", found " + found);
+    }
+
+    bool fail(const std::string & what) {
+        err = where + ": " + what;
+        return false;
+    }
+
+    static std::string shortened(std::string_view s) {
+        return s.size() > 40 ? std::string(s.substr(0, 40)) + "…" : std::string(s);
+    }
+
+    static std::string quoted(std::string_view s) { return "'" + shortened(s) + "'"; }
+
+    static std::string join(std::initializer_list<std::string_view> names, unsigned which) {
+        std::string out;
+        for (size_t i = 0; i < names.size(); ++i) {
+            if (which >> i & 1) {
+                out += (out.empty() ? "" : ", ") + quoted(names.begin()[i]);
+            }
+        }
+        return out;
+    }
+
+    std::string_view text;
+    int              block_count;
+    std::string &    err;
+    size_t           at = 0;
+    std::string      where;
+};
+
+} // namespace
+
+bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err) {
+    layers.clear();
+    return LayoutReader(text, block_count, err).read(layers);
+}
+
+//
+// writer
+//
+
+// Numbers must not depend on the process's locale.
+static std::ostringstream json_stream() {
+    std::ostringstream out;
+    out.imbue(std::locale::classic());
+    out.precision(9); // a float survives the trip through text
+    return out;
+}
+
+static void write_heads(std::ostream & out, const std::vector<HeadSpec> & heads) {
+    out << '[';
+    for (size_t h = 0; h < heads.size(); ++h) {
+        out << (h ? ",[" : "[");
+        for (int b = 0; b < heads[h].n_bands; ++b) {
+            out << (b ? ",[" : "[") << heads[h].bands[b].n << ',' << heads[h].bands[b].bits << ']';
+        }
+        out << ']';
+    }
+    out << ']';
+}
+
+std::string canonical_layout(const std::vector<LayerSpec> & layers) {
+    std::ostringstream out = json_stream();
+    out << "{\"layers\":[";
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const LayerSpec & l = layers[i];
+        out << (i ? "," : "") << "{\"il\":" << l.il << ",\"n_head_kv\":" << l.n_head_kv << ",\"d_k\":" << l.d_k
+            << ",\"d_v\":" << l.d_v << ",\"k\":";
+        write_heads(out, l.k);
+        out << ",\"v\":";
+        write_heads(out, l.v);
+        out << '}';
+    }
+    out << "]}";
+    return out.str();
+}
+
+// load_layout has checked that strings are UTF-8.
+static std::string json_string(const std::string & s) {
+    static const char hex[] = "0123456789abcdef";
+    std::string       out   = "\"";
+    for (char c : s) {
+        const uint8_t byte = (uint8_t) c;
+        if (c == '"' || c == '\\') {
+            out += '\\';
+            out += c;
+        } else if (byte < 0x20 || byte == 0x7f) {
+            out += "\\u00";
+            out += hex[byte >> 4];
+            out += hex[byte & 15];
+        } else {
+            out += c;
+        }
+    }
+    return out + '"';
+}
+
+static void write_head(std::ostream & out, const HeadCodec & head, size_t offset, const float * gamma) {
+    out << '{';
+    if (gamma) {
+        out << "\"gamma\":" << *gamma << ',';
+    }
+    out << "\"rank\":" << head.rank << ",\"row_bytes\":" << head.row_bytes << ",\"offset\":" << offset << ",\"bands\":[";
+    for (int b = 0; b < head.n_bands; ++b) {
+        const Band & band = head.bands[b];
+        out << (b ? "," : "") << "{\"n\":" << band.n << ",\"bits\":" << band.bits << ",\"first\":" << band.first
+            << ",\"offset\":" << band.offset << ",\"ratio\":" << band.ratio << '}';
+    }
+    out << "]}";
+}
+
+std::string layout_to_json(const Layout & l) {
+    std::ostringstream out = json_stream();
+    out << "{\"version\":" << l.version << ",\"codec\":" << json_string(l.codec) << ",\"arch\":" << json_string(l.arch)
+        << ",\"block_count\":" << l.n_layer << ",\"n_sink\":" << l.n_sink << ",\"n_recent\":" << l.n_recent
+        << ",\"bits_per_element\":" << l.bpe << ",\"bits_per_element_rows\":" << l.bpe_rows
+        << ",\"bpe_context\":" << l.bpe_context << ",\"gamma\":" << json_string(l.gamma)
+        << ",\"basis_k\":" << json_string(l.basis_k) << ",\"basis_v\":" << json_string(l.basis_v)
+        << ",\"base_sha256\":" << json_string(l.base_sha256)
+        << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256) << ",\"tokens\":" << l.calibration_tokens
+        << ",\"text\":" << json_string(l.calibration_text) << "},\"generator\":" << json_string(l.generator)
+        << ",\"fingerprint\":" << json_string(l.fingerprint) << ",\"bytes_per_token\":" << l.bytes_per_token
+        << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":[";
+    for (size_t i = 0; i < l.layers.size(); ++i) {
+        const LayerCodec & layer = l.layers[i];
+        out << (i ? "," : "") << "{\"il\":" << layer.il << ",\"n_head_kv\":" << layer.n_head_kv << ",\"d_k\":" << layer.d_k
+            << ",\"d_v\":" << layer.d_v << ",\"k_row_bytes\":" << layer.k_row_bytes
+            << ",\"v_row_bytes\":" << layer.v_row_bytes << ",\"k\":[";
+        for (size_t h = 0; h < layer.k.size(); ++h) {
+            out << (h ? "," : "");
+            write_head(out, layer.k[h], layer.k_offset[h], &layer.gamma[h]);
+        }
+        out << "],\"v\":[";
+        for (size_t h = 0; h < layer.v.size(); ++h) {
+            out << (h ? "," : "");
+            write_head(out, layer.v[h], layer.v_offset[h], nullptr);
+        }
+        out << "]}";
+    }
+    out << "]}";
+    return out.str();
+}
+
+} // namespace subkv

@@ -1,0 +1,24 @@
+// sha256.h: SHA-256 (FIPS 180-4), for the layout's fingerprint.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace subkv {
+
+class Sha256 {
+  public:
+    void        update(const void * data, size_t n);
+    std::string hex(); // finishes: 64 lower-case digits; the object must not be used afterwards
+
+  private:
+    void block(const uint8_t * p);
+
+    uint32_t state[8] = { 0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19 };
+    uint8_t  buf[64]  = {};
+    uint64_t n_total  = 0;
+};
+
+} // namespace subkv
