@@ -1,0 +1,100 @@
+# The pinned llama.cpp: source (cmake/llama_source.py), our patch, targets llama, ggml*, and llama-stock on request.
+find_package(Python3 3.10 COMPONENTS Interpreter REQUIRED)
+
+set(SUBKV_PIN_DIR ${CMAKE_SOURCE_DIR}/runtime/llama.cpp)
+set(SUBKV_LLAMA_CPP_TREE ${CMAKE_BINARY_DIR}/llama.cpp)
+set(SUBKV_LLAMA_CPP_STOCK ${CMAKE_BINARY_DIR}/llama.cpp-stock)
+
+# A changed patch changes the tree at the next configure step; unchanged files keep their times.
+file(GLOB SUBKV_PATCHES CONFIGURE_DEPENDS ${SUBKV_PIN_DIR}/patches/*.patch)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+    ${SUBKV_PATCHES} ${SUBKV_PIN_DIR}/VERSION
+    ${CMAKE_SOURCE_DIR}/cmake/llama_source.py ${CMAKE_SOURCE_DIR}/cmake/unified_diff.py)
+
+set(args --pin ${SUBKV_PIN_DIR} --tree ${SUBKV_LLAMA_CPP_TREE})
+if(SUBKV_STOCK)
+    list(APPEND args --stock ${SUBKV_LLAMA_CPP_STOCK})
+endif()
+if(SUBKV_LLAMA_CPP_SOURCE)
+    get_filename_component(source "${SUBKV_LLAMA_CPP_SOURCE}" ABSOLUTE BASE_DIR ${CMAKE_SOURCE_DIR})
+    list(APPEND args --source ${source})
+endif()
+execute_process(
+    COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/llama_source.py prepare ${args}
+    RESULT_VARIABLE result
+    ERROR_VARIABLE errors
+    ECHO_OUTPUT_VARIABLE)
+if(NOT result EQUAL 0)
+    message(FATAL_ERROR "the llama.cpp source could not be prepared:\n${errors}")
+endif()
+
+foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP UI)
+    set(LLAMA_BUILD_${part} OFF CACHE BOOL "not part of subkv" FORCE)
+endforeach()
+set(LLAMA_OPENSSL OFF CACHE BOOL "not part of subkv" FORCE)
+set(BUILD_SHARED_LIBS ON CACHE BOOL "subkv and llama-cpp-python bind to shared libraries" FORCE)
+# The commit of the pin, not of the repository that happens to surround the build folder.
+set(GIT_EXE "" CACHE INTERNAL "")
+set(LLAMA_BUILD_NUMBER 0)
+file(STRINGS ${SUBKV_PIN_DIR}/VERSION line REGEX "^commit ")
+string(REGEX REPLACE "^commit +" "" LLAMA_BUILD_COMMIT "${line}")
+
+add_subdirectory(${SUBKV_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXCLUDE_FROM_ALL)
+
+# The hook is compiled into libllama: it reads llama.cpp's internals.
+file(GLOB SUBKV_HOOK_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/native/llama-*.cpp)
+get_target_property(SUBKV_STOCK_SOURCES llama SOURCES)
+target_sources(llama PRIVATE ${SUBKV_HOOK_SOURCES})
+target_include_directories(llama PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native)
+set_source_files_properties(${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+if(SUBKV_SANITIZE)
+    set_property(SOURCE ${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama APPEND PROPERTY COMPILE_OPTIONS
+        -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g)
+    target_link_options(llama PRIVATE -fsanitize=address,undefined)
+endif()
+
+# Plain file names (libllama.so, no version links): what llama-cpp-python opens is what is loaded.
+get_property(SUBKV_LLAMA_TARGETS DIRECTORY ${SUBKV_LLAMA_CPP_TREE}/ggml/src PROPERTY BUILDSYSTEM_TARGETS)
+foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
+    list(APPEND SUBKV_LLAMA_TARGETS ${backend})
+endforeach()
+list(APPEND SUBKV_LLAMA_TARGETS llama)
+list(REMOVE_DUPLICATES SUBKV_LLAMA_TARGETS)
+foreach(target IN LISTS SUBKV_LLAMA_TARGETS)
+    get_target_property(type ${target} TYPE)
+    if(type MATCHES "^(SHARED|MODULE)_LIBRARY$")
+        set_property(TARGET ${target} PROPERTY VERSION)
+        set_property(TARGET ${target} PROPERTY SOVERSION)
+        set_property(TARGET ${target} PROPERTY PUBLIC_HEADER)
+        set_target_properties(${target} PROPERTIES UNITY_BUILD_RELOCATABLE ON)
+        install(TARGETS ${target} LIBRARY DESTINATION ${SUBKV_LIB_DESTINATION} COMPONENT subkv)
+    endif()
+endforeach()
+
+# libllama without our patch against the same ggml. A patched header changes the layout of classes, so no object file
+# is shared: every file is compiled from a pristine tree, with the options of target llama.
+if(SUBKV_STOCK)
+    list(TRANSFORM SUBKV_STOCK_SOURCES REPLACE "^${SUBKV_LLAMA_CPP_TREE}/src/" "")
+    list(TRANSFORM SUBKV_STOCK_SOURCES PREPEND "${SUBKV_LLAMA_CPP_STOCK}/src/")
+    add_library(llama-stock SHARED ${SUBKV_STOCK_SOURCES})
+    foreach(property COMPILE_OPTIONS COMPILE_FEATURES UNITY_BUILD UNITY_BUILD_BATCH_SIZE UNITY_BUILD_RELOCATABLE)
+        get_target_property(value llama ${property})
+        if(value)
+            set_property(TARGET llama-stock PROPERTY ${property} ${value})
+        endif()
+    endforeach()
+    set_source_files_properties(${SUBKV_STOCK_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    set(models ${SUBKV_STOCK_SOURCES})
+    list(FILTER models INCLUDE REGEX "/src/models/")
+    set_source_files_properties(${models} PROPERTIES SKIP_UNITY_BUILD_INCLUSION OFF)
+    target_compile_definitions(llama-stock PRIVATE LLAMA_BUILD LLAMA_SHARED)
+    target_include_directories(llama-stock PRIVATE
+        ${SUBKV_LLAMA_CPP_STOCK}/src ${CMAKE_BINARY_DIR}/llama.cpp-build/src ${SUBKV_LLAMA_CPP_STOCK}/include)
+    target_link_libraries(llama-stock PRIVATE ggml)
+    set_target_properties(llama-stock PROPERTIES
+        OUTPUT_NAME llama
+        LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin/stock
+        INSTALL_RPATH "${SUBKV_ORIGIN}/.."
+        POSITION_INDEPENDENT_CODE ON)
+    install(TARGETS llama-stock LIBRARY DESTINATION ${SUBKV_LIB_DESTINATION}/stock COMPONENT subkv)
+endif()

@@ -1,0 +1,364 @@
+"""The pinned llama.cpp source: fetch, verify, patch, write.
+
+    python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--source DIR]
+    python cmake/llama_source.py tree-hash DIR
+
+`--pin` holds VERSION (what to take) and patches/ (one unified diff per upstream file). Standard library and pip only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from unified_diff import DiffError, FileDiff, apply, parse  # noqa: E402
+
+Tree = dict[str, bytes]
+"""Path relative to the root of llama.cpp, with forward slashes -> content."""
+
+KEEP_FILES = ("CMakeLists.txt", "LICENSE")
+KEEP_DIRS = ("cmake", "ggml", "include", "src", "vendor")
+SKIP_DIRS = ("vendor/cpp-httplib",)
+STOCK_DIRS = ("include", "src")
+STAMP = ".subkv.json"
+VERSION_KEYS = ("package", "version", "sha256", "commit", "tree")
+
+
+class SourceError(Exception):
+    """The source cannot be used; one sentence with what was expected and found."""
+
+
+def read_version(pin: Path) -> dict[str, str]:
+    """VERSION as a dict: one `key value` pair per line, exactly the keys of VERSION_KEYS."""
+    fields: dict[str, str] = {}
+    for line in (pin / "VERSION").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(" ")
+        fields[key] = value.strip()
+    if tuple(fields) != VERSION_KEYS:
+        raise SourceError(f"{pin / 'VERSION'}: expected the keys {' '.join(VERSION_KEYS)}, found {' '.join(fields)}")
+    return fields
+
+
+def read_patches(pin: Path) -> list[FileDiff]:
+    """Every patches/*.patch in order of name. Raises SourceError when two change one file."""
+    diffs = [parse(path.name, path.read_bytes()) for path in sorted((pin / "patches").glob("*.patch"))]
+    owner: dict[str, str] = {}
+    for diff in diffs:
+        if diff.path in owner:
+            raise SourceError(f"{diff.name}: expected one patch per upstream file, {diff.path} is also in {owner[diff.path]}")
+        owner[diff.path] = diff.name
+    return diffs
+
+
+def digest(pin: Path) -> str:
+    """Hex SHA-256 over the pin and every patch: what a patched tree is identified by."""
+    h = hashlib.sha256(b"subkv patch digest 1\n")
+    for key, value in read_version(pin).items():
+        h.update(f"{key} {value}\n".encode())
+    for path in sorted((pin / "patches").glob("*.patch")):
+        h.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return h.hexdigest()
+
+
+def wanted(path: str) -> bool:
+    """Whether the build uses this file of llama.cpp."""
+    if path in KEEP_FILES:
+        return True
+    if any(path.startswith(skip + "/") for skip in SKIP_DIRS):
+        return False
+    return path.split("/")[0] in KEEP_DIRS and "/" in path
+
+
+def tree_hash(tree: Tree) -> str:
+    """Hex SHA-256 over the sorted list of paths and content hashes."""
+    h = hashlib.sha256()
+    for path in sorted(tree):
+        h.update(f"{path}\0{hashlib.sha256(tree[path]).hexdigest()}\n".encode())
+    return h.hexdigest()
+
+
+def _walk(root: Path) -> Iterator[str]:
+    for name in KEEP_FILES:
+        if (root / name).is_file():
+            yield name
+    for top in KEEP_DIRS:
+        for folder, _, names in os.walk(root / top):
+            for name in names:
+                path = (Path(folder) / name).relative_to(root).as_posix()
+                if wanted(path):
+                    yield path
+
+
+def read_dir(root: Path) -> Tree:
+    """The wanted files of a llama.cpp folder."""
+    return {path: (root / path).read_bytes() for path in _walk(root)}
+
+
+def read_sdist(archive: Path) -> Tree:
+    """The wanted files of vendor/llama.cpp in a llama-cpp-python source archive."""
+    tree: Tree = {}
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            parts = member.name.split("/", 3)
+            if len(parts) < 4 or parts[1:3] != ["vendor", "llama.cpp"] or not member.isfile() or not wanted(parts[3]):
+                continue
+            stream = tar.extractfile(member)
+            assert stream is not None
+            tree[parts[3]] = stream.read()
+    return tree
+
+
+def patched(tree: Tree, diffs: Iterable[FileDiff], reverse: bool = False) -> Tree:
+    """A copy of `tree` with all patches applied, or taken back."""
+    out = dict(tree)
+    for diff in diffs:
+        if diff.path not in out:
+            raise DiffError(f"{diff.name}: expected the file {diff.path}, found none")
+        out[diff.path] = apply(diff, out[diff.path], reverse)
+    return out
+
+
+def _differences(tree: Tree, pristine: Tree) -> str:
+    paths = sorted(p for p in tree.keys() | pristine.keys() if tree.get(p) != pristine.get(p))
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def pristine_from_dir(root: Path, pin: Path) -> Tree:
+    """The pristine files of a folder that is clean, or patched by exactly the patches of `pin`.
+
+    Raises SourceError for any other content: the libraries must be what the pin says.
+    """
+    if not (root / "src" / "llama.cpp").is_file():
+        raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {root}")
+    version = read_version(pin)
+    diffs = read_patches(pin)
+    tree = read_dir(root)
+    if tree_hash(tree) == version["tree"]:
+        return tree
+    try:
+        clean = patched(tree, diffs, reverse=True)
+        if tree_hash(clean) == version["tree"]:
+            return clean
+    except DiffError:
+        pass
+    message = (
+        f"SUBKV_LLAMA_CPP_SOURCE: expected llama.cpp {version['commit']}, pristine or with the patches of digest"
+        f" {digest(pin)[:12]}, found another content in {root} (tree {tree_hash(tree)[:12]},"
+        f" expected {version['tree'][:12]})"
+    )
+    archive = cache_dir() / archive_name(version)
+    if archive.is_file() and file_hash(archive) == version["sha256"]:
+        message += f"; differs from pristine in {_differences(tree, read_sdist(archive))}"
+    raise SourceError(message)
+
+
+#
+# the archive
+#
+
+
+def cache_dir() -> Path:
+    """Where archives are kept: $SUBKV_CACHE, else $XDG_CACHE_HOME/subkv, else ~/.cache/subkv."""
+    if os.environ.get("SUBKV_CACHE"):
+        return Path(os.environ["SUBKV_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "subkv"
+
+
+def archive_name(version: dict[str, str]) -> str:
+    """File name of the source archive."""
+    return f"{version['package'].replace('-', '_')}-{version['version']}.tar.gz"
+
+
+def file_hash(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    h = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            h.update(block)
+    return h.hexdigest()
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def pip_download(version: dict[str, str], folder: Path) -> Path:
+    """Lets pip download the pinned source archive into `folder`, with the user's index settings.
+
+    pip asks the archive for its metadata, which runs the archive's build backend; where that backend is importable
+    (it is ours too) an isolated environment for it is not needed.
+    """
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{version['package']}=={version['version']} --hash=sha256:{version['sha256']}\n")
+    command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--no-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "-d", str(folder), "-r", str(requirements)]
+    if importlib.util.find_spec("scikit_build_core") is not None:
+        command.append("--no-build-isolation")
+    # An enclosing pip leaves its own state in the environment.
+    env = {k: v for k, v in os.environ.items() if k not in ("PIP_BUILD_TRACKER", "PIP_REQ_TRACKER", "PIP_REQUIRE_HASHES")}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    archive = folder / archive_name(version)
+    if done.returncode != 0 or not archive.is_file():
+        tail = "\n".join(done.stdout.strip().splitlines()[-12:])
+        raise SourceError(
+            f"pip could not download {version['package']}=={version['version']} (exit status {done.returncode});"
+            f" give its vendor/llama.cpp as -DSUBKV_LLAMA_CPP_SOURCE=DIR instead. pip said:\n{tail}"
+        )
+    return archive
+
+
+def fetch_archive(version: dict[str, str], fallback: Path) -> Path:
+    """The pinned archive, verified, from the cache or through pip. `fallback`: used when the cache is not writable."""
+    name = archive_name(version)
+    for folder in (cache_dir(), fallback):
+        if (folder / name).is_file():
+            if file_hash(folder / name) == version["sha256"]:
+                return folder / name
+            say(f"{folder / name} does not have the pinned SHA-256: downloading it again")
+    folder = cache_dir()
+    if not _writable(folder):
+        say(f"cache {folder} is not writable: using {fallback}")
+        folder = fallback
+        folder.mkdir(parents=True, exist_ok=True)
+    say(f"downloading {version['package']} {version['version']} (77 MB) into {folder}")
+    with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as tmp:
+        archive = pip_download(version, Path(tmp))
+        found = file_hash(archive)
+        if found != version["sha256"]:
+            raise SourceError(f"{name}: expected SHA-256 {version['sha256']}, found {found}")
+        os.replace(archive, folder / name)
+    return folder / name
+
+
+#
+# the tree
+#
+
+
+def say(text: str) -> None:
+    """One status line, in CMake's style."""
+    print(f"-- llama.cpp: {text}", flush=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def read_stamp(root: Path) -> dict[str, str | None] | None:
+    """What this program last wrote into `root`; None if it never did. `tree` is None while a write is under way."""
+    try:
+        stamp = json.loads((root / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return stamp if isinstance(stamp, dict) else None
+
+
+def is_current(root: Path, want: str) -> bool:
+    """Whether `root` holds the tree of digest `want`.
+
+    Raises SourceError when someone changed files in it, or when it was not written by this program.
+    """
+    stamp = read_stamp(root)
+    if stamp is None:
+        if root.is_dir() and any(root.iterdir()):
+            raise SourceError(f"{root}: expected a tree written by this build, found other files; remove the folder")
+        return False
+    if stamp.get("tree") is None:
+        return False
+    found = tree_hash(read_dir(root))
+    if found != stamp["tree"]:
+        raise SourceError(
+            f"{root}: expected the tree as patched by digest {str(stamp.get('digest'))[:12]}, found edited files;"
+            f" turn the edits into a patch and remove the folder"
+        )
+    return stamp.get("digest") == want
+
+
+def write_tree(root: Path, tree: Tree, want: str) -> int:
+    """Makes `root` hold exactly `tree`; returns the number of files written or removed.
+
+    Files that already have their content are not touched, so that a build tool sees only what changed. May be
+    interrupted at any point: the stamp says that the next run has to write again.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _write(root / STAMP, json.dumps({"digest": want, "tree": None}).encode())
+    changed = 0
+    for path in list(_walk(root)):
+        if path not in tree:
+            (root / path).unlink()
+            changed += 1
+    for path, data in tree.items():
+        target = root / path
+        if not target.is_file() or target.read_bytes() != data:
+            _write(target, data)
+            changed += 1
+    _write(root / STAMP, json.dumps({"digest": want, "tree": tree_hash(tree)}).encode())
+    return changed
+
+
+def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None) -> None:
+    """Brings `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
+    version = read_version(pin)
+    want = digest(pin)
+    diffs = read_patches(pin)
+    clean = pristine_from_dir(source, pin) if source else None
+    stock_want = "stock " + version["tree"]
+    todo = [root for root, name in ((tree, want), (stock, stock_want)) if root and not is_current(root, name)]
+    if not todo:
+        say(f"{version['commit']} is up to date, patch digest {want[:12]}")
+        return
+    if clean is None:
+        clean = read_sdist(fetch_archive(version, tree.parent / "sdist"))
+        if tree_hash(clean) != version["tree"]:
+            raise SourceError(f"{archive_name(version)}: expected tree {version['tree']}, found {tree_hash(clean)}")
+    if tree in todo:
+        changed = write_tree(tree, patched(clean, diffs), want)
+        say(f"{version['commit']} with {len(diffs)} patches, digest {want[:12]}: {changed} files written")
+    if stock and stock in todo:
+        write_tree(stock, {p: data for p, data in clean.items() if p.split("/")[0] in STOCK_DIRS}, stock_want)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="fetch, verify and patch the pinned llama.cpp source")
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("prepare")
+    p.add_argument("--pin", type=Path, required=True)
+    p.add_argument("--tree", type=Path, required=True)
+    p.add_argument("--stock", type=Path)
+    p.add_argument("--source", type=Path)
+    p = commands.add_parser("tree-hash")
+    p.add_argument("folder", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "prepare":
+            prepare(args.pin, args.tree, args.stock, args.source)
+        else:
+            print(tree_hash(read_dir(args.folder)))
+    except (SourceError, DiffError, OSError, tarfile.TarError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
