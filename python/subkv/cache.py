@@ -1,0 +1,469 @@
+"""Choosing, attaching and measuring a KV cache: what `subkv.Llama` and the programs share.
+
+Needs llama_cpp bound to our libllama: import it through `subkv.Llama` or after `subkv._lib.load()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llama_cpp import _logger
+from llama_cpp import llama_cpp as C  # noqa: N812
+
+from subkv import _lib
+
+MIB = 1024 * 1024
+LOG_INFO, LOG_WARN, LOG_ERROR, LOG_CONT = 2, 3, 4, 5  # enum ggml_log_level; llama_cpp's own table is of an older version
+
+# name -> (ggml type, bits per element); the cache types of llama.cpp's -ctk
+STOCK_TYPES: dict[str, tuple[int, float]] = {
+    "f32": (0, 32.0),
+    "f16": (1, 16.0),
+    "bf16": (30, 16.0),
+    "q8_0": (8, 8.5),
+    "q5_1": (7, 6.0),
+    "q5_0": (6, 5.5),
+    "q4_1": (3, 5.0),
+    "q4_0": (2, 4.5),
+    "iq4_nl": (20, 4.5),
+}
+CODED = "subkv"
+AUTO = "auto"
+CACHE_TYPES = (AUTO, CODED, *STOCK_TYPES)
+
+
+class SubkvError(Exception):
+    """Bad input: `key` is the argument, flag or metadata key concerned, `reason` one sentence about it."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}" if key else reason)
+        self.key = key
+        self.reason = reason
+
+
+class ModelFileError(SubkvError, ValueError):
+    """The model file is missing, not a GGUF or damaged."""
+
+
+class CacheError(SubkvError, RuntimeError):
+    """The KV cache that was asked for cannot be made or cannot do what was asked."""
+
+
+class StateError(SubkvError, RuntimeError):
+    """A saved state that does not fit this context."""
+
+
+#
+# libsubkv
+#
+
+
+class _Params(ctypes.Structure):
+    """subkv_cache_params of subkv.h."""
+
+    _fields_ = [("n_sink", ctypes.c_int32), ("n_recent", ctypes.c_int32), ("n_rollback", ctypes.c_int32)]
+
+
+class _Stats(ctypes.Structure):
+    """subkv_stats of subkv.h."""
+
+    _fields_ = [
+        ("bytes_codes", ctypes.c_uint64),
+        ("bytes_window", ctypes.c_uint64),
+        ("bytes_stock", ctypes.c_uint64),
+        ("bytes_f16", ctypes.c_uint64),
+        ("bytes_bases", ctypes.c_uint64),
+        ("bytes_per_token", ctypes.c_uint64),
+        ("n_zero_rows", ctypes.c_uint64),
+        ("n_layer_coded", ctypes.c_uint32),
+        ("n_cells", ctypes.c_uint32),
+        ("n_stream", ctypes.c_uint32),
+        ("n_sink", ctypes.c_int32),
+        ("n_recent", ctypes.c_int32),
+        ("n_rollback", ctypes.c_int32),
+        ("bpe", ctypes.c_float),
+    ]
+
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "subkv_last_error": (ctypes.c_char_p, []),
+    "subkv_kernel_name": (ctypes.c_char_p, []),
+    "subkv_layout_present": (ctypes.c_int32, [ctypes.c_char_p]),
+    "subkv_layout_load": (ctypes.c_void_p, [ctypes.c_char_p]),
+    "subkv_layout_free": (None, [ctypes.c_void_p]),
+    "subkv_layout_json": (ctypes.c_char_p, [ctypes.c_void_p]),
+    "subkv_attach": (ctypes.c_bool, [ctypes.c_void_p, ctypes.POINTER(_Params)]),
+    "subkv_get_stats": (ctypes.c_bool, [ctypes.c_void_p, ctypes.POINTER(_Stats)]),
+    "subkv_context_fingerprint": (ctypes.c_char_p, [ctypes.c_void_p]),
+}
+
+
+@functools.cache
+def native(name: str) -> Any:
+    """One function of libsubkv with its own prototype, so that no other user of the handle can change it."""
+    result, arguments = _PROTOTYPES[name]
+    address = ctypes.cast(getattr(_lib.load(), name), ctypes.c_void_p).value
+    return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
+
+
+def last_error() -> str:
+    """The reason of this thread's latest libsubkv failure, "" when there is none."""
+    return (native("subkv_last_error")() or b"").decode("utf-8", "replace")
+
+
+def layout_json(path: Path, key: str) -> str:
+    """subkv_layout_json of a converted model or sidecar. Raises CacheError."""
+    layout = native("subkv_layout_load")(os.fsencode(path))
+    if not layout:
+        raise CacheError(key, last_error())
+    try:
+        return (native("subkv_layout_json")(layout) or b"").decode("utf-8")
+    finally:
+        native("subkv_layout_free")(layout)
+
+
+#
+# llama.cpp's log
+#
+
+LogLines = list[tuple[int, str]]
+
+
+@contextlib.contextmanager
+def captured_log(forward: bool) -> Iterator[LogLines]:
+    """Collect (level, line) of everything llama.cpp logs inside the block; `forward` also prints it to stderr."""
+    lines: LogLines = []
+
+    def collect(level: int, text: bytes, _user: Any) -> None:
+        line = text.decode("utf-8", "replace")
+        if forward:
+            print(line, end="", file=sys.stderr, flush=True)
+        if level == LOG_CONT and lines:
+            lines[-1] = (lines[-1][0], lines[-1][1] + line.rstrip("\n"))
+        else:
+            lines.append((level, line.rstrip("\n")))
+
+    callback = C.llama_log_callback(collect)
+    C.llama_log_set(callback, ctypes.c_void_p(0))
+    try:
+        yield lines
+    finally:
+        C.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+
+
+def last_log_error(lines: LogLines) -> str:
+    """The most specific error sentence in a captured log, without the name of the C function; "" when there is none."""
+    errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
+    named = [line for line in errors if "error loading" in line]
+    line = (named or errors or [""])[0]  # the first is the cause, later ones tell who gave up
+    line = re.sub(r"^\w+: ", "", line)
+    return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
+
+
+#
+# model files
+#
+
+
+class _GgufInit(ctypes.Structure):
+    """struct gguf_init_params, passed by value."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
+
+
+def _gguf(name: str, result: Any, *arguments: Any) -> Any:
+    address = ctypes.cast(getattr(C._lib, name), ctypes.c_void_p).value
+    return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
+
+
+def check_model_file(path: str | os.PathLike[str], key: str) -> Path:
+    """Refuse a file that llama.cpp could not load, with the reason, before anything is loaded.
+
+    Reads the header only. Raises ModelFileError that starts with `key`.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise ModelFileError(key, f"expected a GGUF file, found the folder {path}")
+        with open(path, "rb") as handle:
+            head = handle.read(24)
+            size = os.fstat(handle.fileno()).st_size
+    except FileNotFoundError:
+        raise ModelFileError(key, f"expected a GGUF file, found no file {path}") from None
+    except OSError as error:
+        raise ModelFileError(key, f"cannot read {path}: {error.strerror or error}") from error
+    if head[:4] != b"GGUF":
+        hint = ""
+        if b'{"' in head[8:10] + head[8:]:
+            hint = " (a safetensors file: bases come from `convert --bases` with it)"
+        raise ModelFileError(key, f"expected a GGUF file, found {head[:4]!r} at the start of {path}{hint}")
+    version = int.from_bytes(head[4:8], "little")
+    if len(head) < 24 or version not in (2, 3):
+        found = f"version {version}" if len(head) == 24 else f"{size} bytes"
+        raise ModelFileError(key, f"expected a complete GGUF of version 2 or 3, found {found} in {path}")
+    void, i64, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
+    with captured_log(forward=False) as log:
+        handle_c = _gguf("gguf_init_from_file", void, ctypes.c_char_p, _GgufInit)(os.fsencode(path), _GgufInit(True, None))
+    if not handle_c:
+        raise ModelFileError(key, f"expected a complete GGUF, found a damaged or truncated header in {path}: "
+                                  f"{last_log_error(log) or 'no reason given'}")  # fmt: skip
+    try:
+        expected = _gguf("gguf_get_data_offset", word, void)(handle_c)
+        count = _gguf("gguf_get_n_tensors", i64, void)(handle_c)
+        if count:
+            last = _gguf("gguf_get_tensor_offset", word, void, i64)(handle_c, count - 1)
+            expected += last + _gguf("gguf_get_tensor_size", word, void, i64)(handle_c, count - 1)
+    finally:
+        _gguf("gguf_free", None, void)(handle_c)
+    if count and size < expected:
+        raise ModelFileError(key, f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
+    return path
+
+
+#
+# cache types
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheChoice:
+    """A KV cache by name. `type_k`, `type_v` are ggml's numbers; a coded cache has `layout`, the file with the bases."""
+
+    name_k: str
+    name_v: str
+    type_k: int
+    type_v: int
+    layout: Path | None = None
+
+    @property
+    def coded(self) -> bool:
+        return self.layout is not None
+
+    @property
+    def name(self) -> str:
+        return self.name_k if self.name_k == self.name_v else f"{self.name_k}/{self.name_v}"
+
+
+def _stock_type(value: str | int, key: str) -> str:
+    for name, (number, _) in STOCK_TYPES.items():
+        if value == name or (not isinstance(value, str) and value == number):
+            return name
+    raise CacheError(key, f"expected one of {', '.join(CACHE_TYPES)}, found {value!r}")
+
+
+def choose_cache(
+    model: Path,
+    kv_cache: str = AUTO,
+    bases: Path | None = None,
+    type_k: str | int | None = None,
+    type_v: str | int | None = None,
+) -> CacheChoice:
+    """Resolve what the user asked for.
+
+    `bases` or the subkv.* keys of `model` make "auto" a coefficient cache. type_k and type_v (names or ggml numbers) choose
+    ordinary types for K and V apart. Raises CacheError or ModelFileError.
+    """
+    asked = [kind for kind in (type_k, type_v) if kind is not None]
+    if CODED in asked or AUTO in asked:
+        if len(asked) == 2 and type_k != type_v:
+            raise CacheError("type_v", f"expected the same cache for K and V with {type_k!r}, found {type_v!r}")
+        kv_cache, type_k, type_v, asked = str(asked[0]), None, None, []
+    if asked:
+        if kv_cache == CODED:
+            raise CacheError("type_k", "expected no type_k or type_v with kv_cache='subkv', found both")
+        default = AUTO if kv_cache == AUTO else kv_cache
+        names = [_stock_type(kind if kind is not None else ("f16" if default == AUTO else default), key)
+                 for kind, key in ((type_k, "type_k"), (type_v, "type_v"))]  # fmt: skip
+        return CacheChoice(names[0], names[1], STOCK_TYPES[names[0]][0], STOCK_TYPES[names[1]][0])
+    if kv_cache not in (AUTO, CODED):
+        name = _stock_type(kv_cache, "kv_cache")
+        return CacheChoice(name, name, STOCK_TYPES[name][0], STOCK_TYPES[name][0])
+    if bases is not None:
+        check_model_file(bases, "bases")
+    source = bases or model
+    present = native("subkv_layout_present")(os.fsencode(source))
+    if present < 0:
+        raise CacheError("bases" if bases else "model_path", last_error())
+    if present:
+        return CacheChoice(CODED, CODED, STOCK_TYPES["f16"][0], STOCK_TYPES["f16"][0], source)
+    if bases is not None:
+        raise CacheError("bases", f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}")
+    if kv_cache == CODED:
+        raise CacheError(
+            "kv_cache",
+            f"expected bases for 'subkv', found no subkv.* keys in {model}; calibrate and convert the model, name a file "
+            "with bases, or choose f16",
+        )
+    return CacheChoice("f16", "f16", STOCK_TYPES["f16"][0], STOCK_TYPES["f16"][0])
+
+
+def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
+    """llama.cpp's LLAMA_FLASH_ATTN_TYPE_* for "auto", "on"/True, "off"/False. Raises CacheError."""
+    if value is None or value in ("auto", -1) and not isinstance(value, bool):
+        return C.LLAMA_FLASH_ATTN_TYPE_AUTO
+    if value is True or value in ("on", 1):
+        return C.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    if value is False or value in ("off", 0):
+        if not choice.coded and STOCK_TYPES[choice.name_v][1] < 16:
+            raise CacheError("flash_attn", f"expected 'on' or 'auto' for a {choice.name_v} V cache, found 'off'")
+        return C.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    raise CacheError("flash_attn", f"expected 'auto', 'on' or 'off', found {value!r}")
+
+
+@contextlib.contextmanager
+def attached(
+    choice: CacheChoice, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None
+) -> Iterator[None]:
+    """The next context that this thread creates inside the block uses the choice's layout (none for ordinary types)."""
+    if choice.layout is None:
+        for key, given in (("n_sink", n_sink), ("n_recent", n_recent), ("n_rollback", n_rollback)):
+            if given is not None:
+                raise CacheError(key, f"expected a coefficient cache ('subkv'), found {choice.name}")
+        yield
+        return
+    numbers = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
+    for key, given in numbers.items():
+        if given is not None and not 0 <= given < 2**31:
+            raise CacheError(key, f"expected 0 or more tokens, found {given}")
+    layout = native("subkv_layout_load")(os.fsencode(choice.layout))
+    if not layout:
+        raise CacheError("", last_error())
+    try:
+        params = _Params(*(-1 if given is None else given for given in numbers.values()))
+        if not native("subkv_attach")(layout, ctypes.byref(params)):
+            raise CacheError("kv_cache", last_error())
+        yield
+    finally:
+        native("subkv_attach")(None, None)  # nothing to cancel when the context consumed it
+        native("subkv_layout_free")(layout)
+
+
+def creation_error(error: Exception, choice: CacheChoice, log: LogLines) -> SubkvError:
+    """Name the reason of a failed model load or context creation (llama_cpp only says that it failed)."""
+    if "load model" in str(error) or "vocab" in str(error):
+        return ModelFileError("model_path", last_log_error(log) or str(error))
+    if "context" not in str(error):
+        return SubkvError("", str(error))
+    reason = (last_error() if choice.coded else "") or last_log_error(log) or str(error)
+    return CacheError("kv_cache", f"{reason}; choose f16 to run without coefficients" if choice.coded else reason)
+
+
+#
+# sizes
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class KVStats:
+    """A context's KV cache. Sizes are bytes as allocated; bpe is bits per K/V element, everything in the cache counted."""
+
+    type_k: str
+    type_v: str
+    n_cells: int
+    bytes_kv: int  # rows, exact window and ordinary layers
+    bytes_f16: int  # the same context with an f16 cache
+    bytes_per_token: int  # rows of one cell, all layers
+    bpe: float
+    kernel: str
+    bytes_codes: int = 0
+    bytes_window: int = 0
+    bytes_stock: int = 0
+    bytes_bases: int = 0
+    n_layer_coded: int = 0
+    n_zero_rows: int = 0
+    n_sink: int = 0
+    n_recent: int = 0
+    n_rollback: int = 0
+    fingerprint: str | None = None
+
+
+def cache_line(stats: KVStats) -> str:
+    """The one line that every program prints about its cache."""
+    kind = stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"
+    bases = f" + {stats.bytes_bases / MIB:.1f} MiB bases" if stats.bytes_bases else ""
+    return (
+        f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {stats.bytes_kv / MIB:.1f} MiB{bases} "
+        f"(f16: {stats.bytes_f16 / MIB:.1f} MiB), kernel {stats.kernel}"
+    )
+
+
+def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> KVStats:
+    """Sizes of a context's cache. `log`: what llama.cpp said while creating it (lines of llama_kv_cache)."""
+    if not choice.coded:
+        return _stock_stats(model, ctx, choice, log)
+    raw = _Stats()
+    if not native("subkv_get_stats")(ctx, ctypes.byref(raw)):
+        raise CacheError("kv_cache", last_error() or "expected a coefficient cache in this context, found an ordinary one")
+    fingerprint = native("subkv_context_fingerprint")(ctx)
+    kernel = native("subkv_kernel_name")()
+    same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _Stats._fields_}
+    return KVStats(
+        type_k=choice.name_k,
+        type_v=choice.name_v,
+        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_stock,
+        kernel=kernel.decode() if kernel else "none",
+        fingerprint=fingerprint.decode() if fingerprint else None,
+        **{name: getattr(raw, name) for name in same},
+    )
+
+
+_SIZE_LINE = re.compile(
+    r"size = +[\d.]+ MiB \( *(\d+) cells, *(\d+) layers, *\d+/ *(\d+) seqs\), K \(\w+\): +([\d.]+) MiB, V \(\w+\): +([\d.]+)"
+)
+
+
+def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> KVStats:
+    """llama.cpp reports its allocation in its log, in MiB with two decimals; exact where all layers have one shape."""
+    width_k, width_v = _row_widths(model)
+    total = {"k": 0, "v": 0}
+    rows = 0.0
+    for line in log:
+        match = _SIZE_LINE.search(line)
+        if match is None:
+            continue
+        cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
+        for side, name, width, text in (("k", choice.name_k, width_k, match[4]), ("v", choice.name_v, width_v, match[5])):
+            exact = cells * streams * layers * width * STOCK_TYPES[name][1] / 8
+            size = exact if abs(exact / MIB - float(text)) < 0.006 else float(text) * MIB
+            total[side] += round(size)
+            rows += size / (cells * streams)
+    n_bytes = total["k"] + total["v"]
+    bits_k, bits_v = STOCK_TYPES[choice.name_k][1], STOCK_TYPES[choice.name_v][1]
+    in_f16 = total["k"] * 16 / bits_k + total["v"] * 16 / bits_v
+    return KVStats(
+        type_k=choice.name_k,
+        type_v=choice.name_v,
+        n_cells=C.llama_n_ctx(ctx),
+        bytes_kv=n_bytes,
+        bytes_f16=round(in_f16),
+        bytes_per_token=round(rows),
+        bpe=16.0 * n_bytes / in_f16 if in_f16 else 0.0,
+        kernel="ggml",
+        bytes_stock=n_bytes,
+    )
+
+
+def _row_widths(model: Any) -> tuple[int, int]:
+    """Elements of one cell's K and V in the first layer."""
+
+    def number(key: str) -> int | None:
+        buffer = ctypes.create_string_buffer(256)
+        n = C.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+        text = buffer.value.decode("utf-8", "replace")
+        return int(text) if n > 0 and text.isdigit() else None
+
+    buffer = ctypes.create_string_buffer(256)
+    C.llama_model_meta_val_str(model, b"general.architecture", buffer, len(buffer))
+    arch = buffer.value.decode("utf-8", "replace")
+    heads, heads_kv = C.llama_model_n_head(model), C.llama_model_n_head_kv(model)
+    default = C.llama_model_n_embd(model) // max(heads, 1)
+    return tuple(heads_kv * (number(f"{arch}.attention.{key}") or default) for key in ("key_length", "value_length"))  # type: ignore[return-value]

@@ -1,0 +1,178 @@
+"""One model, several contexts: the low-level side of perplexity and bench.
+
+subkv.Llama ties a model to one context; the measuring programs compare cache types on the same weights in one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import subkv.llama  # noqa: F401  binds llama_cpp to our libllama
+from llama_cpp import llama_cpp as C  # noqa: N812
+from subkv.cache import (
+    CacheChoice,
+    CacheError,
+    KVStats,
+    ModelFileError,
+    attached,
+    captured_log,
+    check_model_file,
+    choose_cache,
+    context_stats,
+    creation_error,
+    flash_attention,
+    last_log_error,
+)
+
+Logits = npt.NDArray[np.float32]
+
+
+class Model:
+    """A loaded GGUF. Close it after its contexts."""
+
+    def __init__(self, path: str, n_gpu_layers: int = 0, key: str = "-m") -> None:
+        self.path = check_model_file(path, key)
+        C.llama_backend_init()
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = 0x7FFFFFFF if n_gpu_layers < 0 else n_gpu_layers
+        with captured_log(forward=False) as log:
+            self.handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not self.handle:
+            raise ModelFileError(key, last_log_error(log) or f"llama.cpp cannot load {self.path}")
+        self.vocab = C.llama_model_get_vocab(self.handle)
+        self.n_vocab: int = C.llama_vocab_n_tokens(self.vocab)
+        self.add_bos: bool = C.llama_vocab_get_add_bos(self.vocab)
+        self.bos: int = C.llama_vocab_bos(self.vocab)
+        self.n_ctx_train: int = C.llama_model_n_ctx_train(self.handle)
+
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        C.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def tokenize(self, text: bytes) -> npt.NDArray[np.int32]:
+        """Tokens of a text with the model's own special tokens around it; markup in the text stays text."""
+        room = max(len(text) + 2, 8)
+        out = np.empty(room, dtype=np.int32)
+        n = C.llama_tokenize(self.vocab, text, len(text), out.ctypes.data_as(ctypes.POINTER(C.llama_token)), room, True, False)
+        if n < 0:
+            raise ModelFileError("-f", f"the text cannot be tokenized ({n})")
+        return out[:n].copy()
+
+    def context(
+        self,
+        choice: CacheChoice,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        n_ubatch: int,
+        n_threads: int,
+        flash_attn: str = "auto",
+        n_sink: int | None = None,
+        n_recent: int | None = None,
+        n_rollback: int | None = None,
+    ) -> Context:
+        """A context with the given cache. Raises CacheError with the native reason."""
+        params = C.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = min(n_batch, n_ctx)
+        params.n_ubatch = min(n_ubatch, params.n_batch)
+        params.n_threads = params.n_threads_batch = n_threads
+        params.flash_attn_type = flash_attention(flash_attn, choice)
+        params.type_k, params.type_v = choice.type_k, choice.type_v
+        params.no_perf = True
+        with captured_log(forward=False) as log, attached(choice, n_sink, n_recent, n_rollback):
+            handle = C.llama_init_from_model(self.handle, params)
+            if not handle:
+                raise creation_error(ValueError("context"), choice, log)
+        kv_log = [line for _, line in log if line.startswith("llama_kv_cache")]
+        return Context(self, handle, choice, params.n_batch, context_stats(self.handle, handle, choice, kv_log))
+
+    def close(self) -> None:
+        if self.handle:
+            C.llama_model_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Context:
+    """Sequence 0 of one llama.cpp context."""
+
+    def __init__(self, model: Model, handle: Any, choice: CacheChoice, n_batch: int, stats: KVStats) -> None:
+        self.model = model
+        self.handle = handle
+        self.choice = choice
+        self.stats = stats
+        self.n_batch = n_batch
+        self.memory = C.llama_get_memory(handle)
+        self.batch = C.llama_batch_init(n_batch, 0, 1)
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int) -> int:
+        """Evaluate at most n_batch tokens at positions pos, pos+1, …; those at index ≥ first_logits give logits.
+
+        Returns how many rows of logits there are. Raises CacheError when llama.cpp cannot decode.
+        """
+        n = len(tokens)
+        batch = self.batch
+        batch.n_tokens = n
+        np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
+        np.ctypeslib.as_array(batch.pos, (n,))[:] = np.arange(pos, pos + n)
+        np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
+        np.ctypeslib.as_array(batch.logits, (n,))[:] = np.arange(n) >= first_logits
+        for i in range(n):
+            batch.seq_id[i][0] = 0
+        code = C.llama_decode(self.handle, batch)
+        if code != 0:
+            why = "no room in the cache" if code == 1 else f"llama_decode returned {code}"
+            raise CacheError("-c", f"cannot evaluate {n} tokens at position {pos}: {why}")
+        return max(n - max(first_logits, 0), 0)
+
+    def logits(self, n_rows: int) -> Logits:
+        """Logits of the last decode, [n_rows, n_vocab] f32: a view that the next decode overwrites."""
+        return np.ctypeslib.as_array(C.llama_get_logits(self.handle), (n_rows, self.model.n_vocab))
+
+    def synchronize(self) -> None:
+        C.llama_synchronize(self.handle)
+
+    def clear(self) -> None:
+        C.llama_memory_clear(self.memory, True)
+
+    def drop_tail(self, pos: int) -> None:
+        """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""
+        if not C.llama_memory_seq_rm(self.memory, 0, pos, -1):
+            raise CacheError("n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded")
+
+    def close(self) -> None:
+        if self.handle:
+            C.llama_batch_free(self.batch)
+            C.llama_free(self.handle)
+            self.handle = None
+
+
+def parse_cache(spec: str, model: Path, bases: Path | None, key: str = "-ctk") -> CacheChoice:
+    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:FILE` → CacheChoice. Raises CacheError that starts with `key`."""
+    kind, _, file = spec.partition(":")
+    try:
+        if file:
+            if kind != "subkv":
+                raise CacheError(key, f"expected a file only after 'subkv:', found {spec!r}")
+            return choose_cache(model, kind, Path(file))
+        if "/" in kind:
+            type_k, _, type_v = kind.partition("/")
+            return choose_cache(model, type_k=type_k, type_v=type_v)
+        return choose_cache(model, kind, bases if kind in ("subkv", "auto") else None)
+    except CacheError as error:
+        known = {"kv_cache": key, "type_k": key, "type_v": key, "bases": f"{key} {spec}"}
+        raise CacheError(known.get(error.key, error.key), error.reason) from error

@@ -1,0 +1,191 @@
+"""Options that every program shares, under llama.cpp's names, and how programs fail.
+
+A failure is one sentence on stderr that starts with the flag or key it concerns: exit 1; wrong usage: exit 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# argument of subkv.Llama -> flag of the programs
+FLAGS = {
+    "model_path": "-m",
+    "kv_cache": "-ctk",
+    "type_k": "-ctk",
+    "type_v": "-ctv",
+    "bases": "--bases",
+    "flash_attn": "-fa",
+    "n_ctx": "-c",
+    "n_sink": "--n-sink",
+    "n_recent": "--n-recent",
+    "n_rollback": "--n-rollback",
+}
+
+
+class ProgramError(click.ClickException):
+    """One sentence on stderr, exit code 1."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        click.echo(self.format_message(), file=file or sys.stderr)
+
+
+class Command(click.Command):
+    """A command that turns the errors of subkv and of the converter into a sentence and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from converter.errors import ConverterError
+
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+        except ConverterError as error:
+            raise ProgramError(str(error)) from error
+        except Exception as error:
+            subkv_error = sys.modules["subkv.cache"].SubkvError if "subkv.cache" in sys.modules else None
+            if subkv_error is None or not isinstance(error, subkv_error):
+                raise
+            raise ProgramError(sentence(error)) from error
+
+
+def sentence(error: Any) -> str:
+    """A SubkvError as the programs print it: named by flag, not by the Python argument."""
+    return f"{FLAGS.get(error.key, error.key)}: {error.reason}" if error.key else error.reason
+
+
+def command(**kwargs: Any) -> Callable[[Callable[..., Any]], Command]:
+    """click.command with our errors, -h, and defaults shown."""
+    settings = {"help_option_names": ["-h", "--help"], "show_default": True}
+    return click.command(cls=Command, context_settings=settings, **kwargs)
+
+
+def default_threads() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(value: int | None) -> int:
+    """-t as llama.cpp reads it: absent or not positive means all processors."""
+    return value if value is not None and value > 0 else default_threads()
+
+
+def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several decorators as one; the first is listed first in --help."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def model_option(required: bool, text: str = "model file (GGUF)") -> Callable[[F], F]:
+    return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
+
+
+def context_option(default: int, text: str = "context size in tokens, 0: what the model was trained with") -> Callable[[F], F]:
+    return click.option(
+        "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
+    )
+
+
+threads_option = click.option(
+    "-t", "--threads", "n_threads", type=int, default=None, envvar="LLAMA_ARG_THREADS", help="threads, default: all processors"
+)
+gpu_option = click.option(
+    "-ngl",
+    "--gpu-layers",
+    "--n-gpu-layers",
+    "n_gpu_layers",
+    type=int,
+    default=0,
+    envvar="LLAMA_ARG_N_GPU_LAYERS",
+    help="layers on the GPU, -1: all",
+)
+
+
+def batch_options(n_batch: int = 2048, n_ubatch: int = 512) -> Callable[[F], F]:
+    return stack(
+        click.option(
+            "-b",
+            "--batch-size",
+            "n_batch",
+            type=click.IntRange(min=1),
+            default=n_batch,
+            envvar="LLAMA_ARG_BATCH",
+            help="tokens per decode call",
+        ),
+        click.option(
+            "-ub",
+            "--ubatch-size",
+            "n_ubatch",
+            type=click.IntRange(min=1),
+            default=n_ubatch,
+            envvar="LLAMA_ARG_UBATCH",
+            help="tokens computed at once",
+        ),
+    )
+
+
+cache_options = stack(
+    click.option(
+        "-ctk",
+        "--cache-type-k",
+        "type_k",
+        default=None,
+        envvar="LLAMA_ARG_CACHE_TYPE_K",
+        metavar="TYPE",
+        help="KV cache: auto, subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
+    ),
+    click.option(
+        "-ctv",
+        "--cache-type-v",
+        "type_v",
+        default=None,
+        envvar="LLAMA_ARG_CACHE_TYPE_V",
+        metavar="TYPE",
+        help="the same for V alone; default: as -ctk",
+    ),
+    click.option("--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+)
+window_options = stack(
+    click.option("--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"),
+    click.option("--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"),
+)
+flash_option = click.option(
+    "-fa",
+    "--flash-attn",
+    "flash_attn",
+    type=click.Choice(["on", "off", "auto", "1", "0", "-1"]),
+    default="auto",
+    envvar="LLAMA_ARG_FLASH_ATTN",
+    help="flash attention",
+)
+FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
+
+
+def output_option(*kinds: str) -> Callable[[F], F]:
+    return click.option("-o", "--output", "output", type=click.Choice(kinds), default=kinds[0], help="output format")
+
+
+def cache_arguments(type_k: str | None, type_v: str | None) -> dict[str, Any]:
+    """-ctk and -ctv as the arguments of subkv.cache.choose_cache. Either flag alone sets both sides."""
+    first = type_k if type_k is not None else type_v
+    if first is None or first == (type_v if type_v is not None else first) and first == (type_k or first):
+        return {"kv_cache": first or "auto"}
+    return {"type_k": type_k, "type_v": type_v}
+
+
+def note(text: str) -> None:
+    """A status line on stderr, prefixed so that it cannot be mistaken for an answer."""
+    click.echo(text, err=True)
