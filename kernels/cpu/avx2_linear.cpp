@@ -1,0 +1,187 @@
+// avx2_linear.cpp: project, reconstruct, moment. Definitions: ref/linear.cpp.
+#include "versions.h"
+
+#if defined(SUBKV_X86)
+
+#    include "avx2_simd.h"
+
+#    include <string.h>
+
+namespace subkv::avx2 {
+
+enum Slot { SLOT_BLOCK = 11, SLOT_TRIANGLE = 9 }; // 9 is the tiled attention's; neither outlives a call
+
+constexpr int64_t TOKENS = 64; // of the second moment: summed in float before they are added to the doubles
+
+static float dot(const float * a, const float * b, int64_t d) {
+    __m256  sum = _mm256_setzero_ps();
+    int64_t j   = 0;
+    for (; j + 8 <= d; j += 8) {
+        sum = _mm256_fmadd_ps(_mm256_loadu_ps(a + j), _mm256_loadu_ps(b + j), sum);
+    }
+    float total = horizontal_sum(sum);
+    for (; j < d; ++j) {
+        total += a[j] * b[j];
+    }
+    return total;
+}
+
+// y[k] = scale * m[k] . x for eight rows of m
+static void dot8(const float * m, int64_t d, const float * x, float scale, float * y) {
+    __m256 sum[8];
+    for (int i = 0; i < 8; ++i) {
+        sum[i] = _mm256_setzero_ps();
+    }
+    for (int64_t j = 0; j < d; j += 8) {
+        const __m256 v = _mm256_loadu_ps(x + j);
+        for (int i = 0; i < 8; ++i) {
+            sum[i] = _mm256_fmadd_ps(v, _mm256_loadu_ps(m + i * d + j), sum[i]);
+        }
+    }
+    const __m256 total = sum_pairs(_mm256_hadd_ps(sum[0], sum[1]), _mm256_hadd_ps(sum[2], sum[3]),
+                                   _mm256_hadd_ps(sum[4], sum[5]), _mm256_hadd_ps(sum[6], sum[7]));
+    _mm256_storeu_ps(y, _mm256_mul_ps(total, _mm256_set1_ps(scale)));
+}
+
+// The same for two tokens and four rows: six loads serve eight products.
+static void dot4x2(const float * m, int64_t d, const float * x0, const float * x1, float scale, float * y0,
+                   float * y1) {
+    __m256 a[4];
+    __m256 b[4];
+    for (int i = 0; i < 4; ++i) {
+        a[i] = _mm256_setzero_ps();
+        b[i] = _mm256_setzero_ps();
+    }
+    for (int64_t j = 0; j < d; j += 8) {
+        const __m256 v0 = _mm256_loadu_ps(x0 + j);
+        const __m256 v1 = _mm256_loadu_ps(x1 + j);
+        for (int i = 0; i < 4; ++i) {
+            const __m256 w = _mm256_loadu_ps(m + i * d + j);
+            a[i]           = _mm256_fmadd_ps(v0, w, a[i]);
+            b[i]           = _mm256_fmadd_ps(v1, w, b[i]);
+        }
+    }
+    const __m256 total = _mm256_mul_ps(sum_pairs(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]),
+                                                 _mm256_hadd_ps(b[0], b[1]), _mm256_hadd_ps(b[2], b[3])),
+                                       _mm256_set1_ps(scale));
+    _mm_storeu_ps(y0, _mm256_castps256_ps128(total));
+    _mm_storeu_ps(y1, _mm256_extractf128_ps(total, 1));
+}
+
+void project(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+             int64_t ldy) {
+    const int64_t whole = d % 8 == 0 ? r / 8 * 8 : 0;
+    int64_t       t     = 0;
+    for (; t + 2 <= n; t += 2) {
+        for (int64_t i = 0; i < whole; i += 4) {
+            dot4x2(m + i * d, d, x + t * ldx, x + (t + 1) * ldx, scale, y + t * ldy + i, y + (t + 1) * ldy + i);
+        }
+    }
+    for (; t < n; ++t) {
+        for (int64_t i = 0; i < whole; i += 8) {
+            dot8(m + i * d, d, x + t * ldx, scale, y + t * ldy + i);
+        }
+    }
+    for (t = 0; t < n && whole < r; ++t) {
+        for (int64_t i = whole; i < r; ++i) {
+            y[t * ldy + i] = scale * dot(m + i * d, x + t * ldx, d);
+        }
+    }
+}
+
+void reconstruct(const float * m, int64_t r, int64_t d, const float * e, float * o) {
+    int64_t j = 0;
+    for (; j + 32 <= d; j += 32) {
+        __m256 sum[4];
+        for (int k = 0; k < 4; ++k) {
+            sum[k] = _mm256_setzero_ps();
+        }
+        for (int64_t i = 0; i < r; ++i) {
+            const __m256 w = _mm256_broadcast_ss(e + i);
+            for (int k = 0; k < 4; ++k) {
+                sum[k] = _mm256_fmadd_ps(w, _mm256_loadu_ps(m + i * d + j + 8 * k), sum[k]);
+            }
+        }
+        for (int k = 0; k < 4; ++k) {
+            _mm256_storeu_ps(o + j + 8 * k, _mm256_add_ps(_mm256_loadu_ps(o + j + 8 * k), sum[k]));
+        }
+    }
+    for (; j + 8 <= d; j += 8) {
+        __m256 sum = _mm256_setzero_ps();
+        for (int64_t i = 0; i < r; ++i) {
+            sum = _mm256_fmadd_ps(_mm256_broadcast_ss(e + i), _mm256_loadu_ps(m + i * d + j), sum);
+        }
+        _mm256_storeu_ps(o + j, _mm256_add_ps(_mm256_loadu_ps(o + j), sum));
+    }
+    for (; j < d; ++j) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < r; ++i) {
+            sum += e[i] * m[i * d + j];
+        }
+        o[j] += sum;
+    }
+}
+
+static void add_to_doubles(double * s, __m256 x) {
+    _mm256_storeu_pd(s, _mm256_add_pd(_mm256_loadu_pd(s), _mm256_cvtps_pd(_mm256_castps256_ps128(x))));
+    _mm256_storeu_pd(s + 4, _mm256_add_pd(_mm256_loadu_pd(s + 4), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))));
+}
+
+// s[0..3][0..15] += sum_t x[t][i..i+3]' x[t][j..j+15]; x [n][ld], s [..][ld]
+static void moment_4x16(const float * x, int64_t n, int64_t ld, int64_t i, int64_t j, double * s) {
+    __m256 low[4];
+    __m256 high[4];
+    for (int k = 0; k < 4; ++k) {
+        low[k]  = _mm256_setzero_ps();
+        high[k] = _mm256_setzero_ps();
+    }
+    for (int64_t t = 0; t < n; ++t) {
+        const __m256 b_low  = _mm256_load_ps(x + t * ld + j);
+        const __m256 b_high = _mm256_load_ps(x + t * ld + j + 8);
+        for (int k = 0; k < 4; ++k) {
+            const __m256 a = _mm256_broadcast_ss(x + t * ld + i + k);
+            low[k]         = _mm256_fmadd_ps(a, b_low, low[k]);
+            high[k]        = _mm256_fmadd_ps(a, b_high, high[k]);
+        }
+    }
+    for (int k = 0; k < 4; ++k) {
+        add_to_doubles(s + (i + k) * ld + j, low[k]);
+        add_to_doubles(s + (i + k) * ld + j + 8, high[k]);
+    }
+}
+
+// Upper triangle (in 4x16 blocks) of this call alone in scratch, mirrored into s at the end.
+void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum) {
+    const int64_t ld    = cpu::padded(d);
+    float *       block = (float *) cpu::scratch(SLOT_BLOCK, (size_t) (TOKENS * ld) * sizeof(float));
+    double *      upper = (double *) cpu::scratch(SLOT_TRIANGLE, (size_t) (ld * ld) * sizeof(double));
+    memset(upper, 0, (size_t) (ld * ld) * sizeof(double));
+    for (int64_t first = 0; first < n; first += TOKENS) {
+        const int64_t count = n - first < TOKENS ? n - first : TOKENS;
+        for (int64_t t = 0; t < count; ++t) {
+            const float * row = x + (first + t) * ldx;
+            memcpy(block + t * ld, row, (size_t) d * sizeof(float));
+            memset(block + t * ld + d, 0, (size_t) (ld - d) * sizeof(float));
+            for (int64_t i = 0; i < d; ++i) {
+                sum[i] += row[i];
+            }
+        }
+        for (int64_t i = 0; i < ld; i += 4) {
+            for (int64_t j = i / GROUP * GROUP; j < ld; j += GROUP) {
+                moment_4x16(block, count, ld, i, j, upper);
+            }
+        }
+    }
+    for (int64_t i = 0; i < d; ++i) {
+        for (int64_t j = i; j < d; ++j) {
+            s[i * d + j] += upper[i * ld + j];
+            if (j > i) {
+                s[j * d + i] += upper[i * ld + j];
+            }
+        }
+    }
+}
+
+} // namespace subkv::avx2
+
+#endif

@@ -1,0 +1,65 @@
+// dispatch.cpp: chooses a version once, at first use. Nothing here runs a kernel.
+#include "subkv/ops.h"
+#include "versions.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace subkv {
+
+namespace {
+
+struct Choice {
+    const Ops * available[4] = {}; // slowest first, ends with nullptr
+    const Ops * chosen       = nullptr;
+    std::string error;
+
+    Choice() {
+        int n          = 0;
+        available[n++] = &ops_ref();
+#if defined(SUBKV_X86)
+        __builtin_cpu_init(); // the checks below include the operating system's support of the registers
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+            available[n++] = &ops_avx2;
+        }
+#endif
+        chosen = available[n - 1];
+        if (const char * wanted = std::getenv("SUBKV_KERNEL")) {
+            choose(wanted);
+        }
+    }
+
+    void choose(const char * wanted) {
+        std::string names;
+        for (const Ops * const * version = available; *version != nullptr; ++version) {
+            if (std::strcmp((*version)->name, wanted) == 0) {
+                chosen = *version;
+                return;
+            }
+            names += (names.empty() ? "" : ", ") + std::string((*version)->name);
+        }
+        error = "SUBKV_KERNEL: expected one of " + names + " on this processor, found '" + wanted + "'";
+    }
+};
+
+const Choice & choice() {
+    static const Choice made;
+    return made;
+}
+
+} // namespace
+
+const Ops & ops() {
+    return *choice().chosen;
+}
+
+const char * ops_error() {
+    return choice().error.empty() ? nullptr : choice().error.c_str();
+}
+
+const Ops * const * ops_available() {
+    return choice().available;
+}
+
+} // namespace subkv

@@ -1,0 +1,164 @@
+// plan.cpp: builds unpacking plans and owns the scratch memory of each thread. No ISA flags.
+#include "plan.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace subkv::cpu {
+
+namespace {
+
+struct Field { // one plane's share of one coefficient's code
+    int32_t byte;
+    int32_t mask;
+    int32_t weight;
+    bool    high;
+};
+
+struct StoredPlan {
+    Plan              plan;
+    std::vector<Part> parts;
+};
+
+int32_t low_bits(int32_t bits) {
+    return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
+}
+
+// Fields of coefficient j of a band; returns the shift s of the low one.
+int32_t fields_of(const Band & band, int32_t j, std::vector<Field> & out) {
+    const int32_t low = low_bits(band.bits);
+    const int32_t m   = band.n * low / 8;
+    const int32_t s   = low * (j / m);
+    out.push_back({ band.offset + j % m, ((1 << low) - 1) << s, 4, false });
+    const int32_t high = band.bits - low;
+    if (high > 0) {
+        const int32_t m_high = band.n * high / 8;
+        const int32_t t      = high * (j / m_high);
+        out.push_back({ band.offset + m + j % m_high, ((1 << high) - 1) << t, 4 << (s + low - t), true });
+    }
+    return s;
+}
+
+// Position in the register of lane `coefficient` (see plan.h on the order).
+int32_t lane_of(int32_t coefficient) {
+    static const int32_t order[4] = { 0, 8, 4, 12 };
+    return order[coefficient / 4] + coefficient % 4;
+}
+
+void add_parts(StoredPlan & stored, Group & group, const std::vector<std::vector<Field>> & lanes, int32_t row_bytes) {
+    std::vector<std::vector<Field>> rest = lanes;
+    group.first_part                     = (int32_t) stored.parts.size();
+    group.n_parts                        = 0;
+    while (true) {
+        int32_t first = -1;
+        for (const auto & lane : rest) {
+            for (const Field & field : lane) {
+                first = first < 0 || field.byte < first ? field.byte : first;
+            }
+        }
+        if (first < 0 && group.n_parts > 0) {
+            return;
+        }
+        Part part;
+        std::memset(&part, 0, sizeof(part));
+        std::memset(part.shuffle, 0x80, sizeof(part.shuffle)); // 0x80: a zero byte
+        const int32_t last = row_bytes > 16 ? row_bytes - 16 : 0;
+        part.window        = first < 0 ? 0 : first < last ? first : last;
+        for (int32_t i = 0; i < GROUP; ++i) {
+            std::vector<Field> later;
+            for (const Field & field : rest[(size_t) i]) {
+                if (field.byte >= part.window + 16) {
+                    later.push_back(field);
+                    continue;
+                }
+                const int32_t at = 2 * lane_of(i) + (field.high ? 1 : 0);
+                part.shuffle[at] = (uint8_t) (field.byte - part.window);
+                part.mask[at]    = (uint8_t) field.mask;
+                part.weight[at]  = (int8_t) field.weight;
+            }
+            rest[(size_t) i] = later;
+        }
+        stored.parts.push_back(part);
+        ++group.n_parts;
+    }
+}
+
+void build(const HeadCodec & codec, StoredPlan & stored) {
+    Plan & plan = stored.plan;
+    std::memset(&plan, 0, sizeof(plan));
+    plan.n_groups = padded(codec.rank) / GROUP;
+    std::vector<std::pair<int32_t, int32_t>> where; // band and index in it of every coefficient
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        plan.has_half = plan.has_half || codec.bands[i].bits == 16;
+        for (int32_t j = 0; j < codec.bands[i].n; ++j) {
+            where.push_back({ i, j });
+        }
+    }
+    for (int32_t g = 0; g < plan.n_groups; ++g) {
+        Group &                         group = plan.groups[g];
+        std::vector<std::vector<Field>> lanes(GROUP);
+        for (int32_t i = 0; i < GROUP; ++i) {
+            group.offset[i] = 4194304.0f; // 2^22
+            const size_t c  = (size_t) (g * GROUP + i);
+            if (c >= where.size() || codec.bands[where[c].first].bits == 16) {
+                continue; // no fields: the lane gives 0
+            }
+            const Band & band = codec.bands[where[c].first];
+            group.offset[i] += 0.5f * (float) ((1 << band.bits) - 1);
+            const int32_t s           = fields_of(band, where[c].second, lanes[(size_t) i]);
+            group.align[lane_of(i)] = (uint16_t) (1 << (15 - s));
+        }
+        add_parts(stored, group, lanes, codec.row_bytes);
+    }
+    plan.parts = stored.parts.data();
+}
+
+struct Scratch {
+    void * memory[MAX_SLOTS] = {};
+    size_t bytes[MAX_SLOTS]  = {};
+    ~Scratch() {
+        for (void * p : memory) {
+            std::free(p);
+        }
+    }
+};
+
+} // namespace
+
+const Plan & plan_of(const HeadCodec & codec) {
+    static thread_local std::map<std::vector<int32_t>, std::unique_ptr<StoredPlan>> plans;
+    static thread_local std::vector<int32_t>                                       key;
+    key.clear();
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        key.push_back(codec.bands[i].n << 8 | codec.bands[i].bits);
+    }
+    std::unique_ptr<StoredPlan> & stored = plans[key];
+    if (!stored) {
+        stored = std::make_unique<StoredPlan>();
+        build(codec, *stored);
+    }
+    return stored->plan;
+}
+
+void * scratch(int slot, size_t bytes) {
+    static thread_local Scratch s;
+    if (s.bytes[slot] < bytes) {
+        std::free(s.memory[slot]);
+        const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+        s.memory[slot]    = std::aligned_alloc(64, size);
+        if (s.memory[slot] == nullptr) {
+            s.bytes[slot] = 0;
+            std::abort(); // a few hundred KiB: nothing sensible is left to do, and kernels cannot fail
+        }
+        std::memset(s.memory[slot], 0, size);
+        s.bytes[slot] = size;
+    }
+    return s.memory[slot];
+}
+
+} // namespace subkv::cpu

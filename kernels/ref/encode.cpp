@@ -1,0 +1,152 @@
+// encode.cpp: c = E x, quantized into rows.
+//   x [n][ldx] f32 | E [rank][d] f32 | row of token t at rows + cells[t]*row_stride, row_bytes written
+//
+// Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in 1..255
+// with SCALES[k0] >= max r_j, i.e. nothing clips (255 if even that one clips). Candidates k0, k0-1, ...,
+// k0 - SCALE_CANDIDATES_BELOW, not below 1; the least sum of squared coefficient errors wins, ties to the larger.
+//   step = s * ratio;  u = clamp(round(c/step + (2^b - 1)/2), 0, 2^b - 1), round half to even
+//   error = c - step * (u - (2^b - 1)/2)
+// A head with 16-bit bands only gets SCALE_ONE. A 16-bit coefficient beyond half's range saturates at +-65504: rows
+// hold finite numbers only. A row with a non-finite coefficient, or all zero, is a zero row (every byte 0).
+//
+// Guarantee: the bytes are a function of the f32 coefficients alone, the same in every version. That is why the
+// fused multiply-adds are explicit and the error is summed in eight lanes (coefficient j in lane j % 8) in this
+// order: a compiler may contract or reorder nothing that matters. The coefficients themselves may differ between
+// versions in their last bits.
+#include "half.h"
+#include "rows.h"
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace subkv::ref {
+
+static float half_range(const Band & band) {
+    return 0.5f * (float) ((1 << band.bits) - 1);
+}
+
+static float quantize(float c, float inverse, const Band & band) {
+    const float u = std::nearbyint(std::fma(c, inverse, half_range(band)));
+    return std::fmin(std::fmax(u, 0.0f), 2.0f * half_range(band));
+}
+
+static float squared_error(const HeadCodec & codec, const float * c, float s) {
+    float lane[8] = {};
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits == 16) {
+            continue;
+        }
+        const float step    = s * band.ratio;
+        const float inverse = 1.0f / step;
+        for (int32_t j = 0; j < band.n; ++j) {
+            const float x = c[band.first + j];
+            const float e = std::fma(-step, quantize(x, inverse, band) - half_range(band), x);
+            lane[j % 8]   = std::fma(e, e, lane[j % 8]);
+        }
+    }
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+
+static int32_t choose_scale(const HeadCodec & codec, const float * c) {
+    float reach     = 0.0f;
+    bool  quantized = false;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits != 16) {
+            quantized = true;
+            float largest = 0.0f;
+            for (int32_t j = 0; j < band.n; ++j) {
+                largest = std::fmax(largest, std::fabs(c[band.first + j]));
+            }
+            reach = std::fmax(reach, largest / (band.ratio * half_range(band)));
+        }
+    }
+    if (!quantized) {
+        return SCALE_ONE;
+    }
+    int32_t k0 = 1;
+    while (k0 < 255 && SCALES[k0] < reach) {
+        ++k0;
+    }
+    int32_t best       = k0;
+    float   best_error = squared_error(codec, c, SCALES[k0]);
+    for (int32_t k = k0 - 1; k >= 1 && k >= k0 - SCALE_CANDIDATES_BELOW; --k) {
+        const float error = squared_error(codec, c, SCALES[k]);
+        if (error < best_error) {
+            best       = k;
+            best_error = error;
+        }
+    }
+    return best;
+}
+
+static void put_plane(uint8_t * plane, int32_t n, int32_t w, int32_t j, uint32_t value) {
+    const int32_t m = n * w / 8;
+    plane[j % m]    = (uint8_t) (plane[j % m] | (value & ((1u << w) - 1)) << (w * (j / m)));
+}
+
+static void put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u) {
+    switch (bits) {
+        case 6:
+            put_plane(planes, n, 4, j, u);
+            put_plane(planes + n / 2, n, 2, j, u >> 4);
+            break;
+        case 5:
+            put_plane(planes, n, 4, j, u);
+            put_plane(planes + n / 2, n, 1, j, u >> 4);
+            break;
+        case 3:
+            put_plane(planes, n, 2, j, u);
+            put_plane(planes + n / 4, n, 1, j, u >> 2);
+            break;
+        default:
+            put_plane(planes, n, bits, j, u);
+    }
+}
+
+static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
+    row[0]        = (uint8_t) choose_scale(codec, c);
+    const float s = SCALES[row[0]];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band    = codec.bands[i];
+        uint8_t *    planes  = row + band.offset;
+        const float  inverse = 1.0f / (s * band.ratio);
+        for (int32_t j = 0; j < band.n; ++j) {
+            const float x = c[band.first + j];
+            if (band.bits == 16) {
+                const uint16_t h  = float_to_half(std::fmin(std::fmax(x, -HALF_MAX), HALF_MAX));
+                planes[2 * j]     = (uint8_t) h;
+                planes[2 * j + 1] = (uint8_t) (h >> 8);
+            } else {
+                put_code(planes, band.n, band.bits, j, (uint32_t) quantize(x, inverse, band));
+            }
+        }
+    }
+}
+
+int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
+                    uint8_t * rows, int64_t row_stride) {
+    std::vector<float> c((size_t) codec.rank);
+    int64_t            n_bad = 0;
+    for (int64_t t = 0; t < n; ++t) {
+        project(codec.encode, codec.rank, codec.d, x + t * ldx, ldx, 1, 1.0f, c.data(), codec.rank);
+        bool finite = true;
+        bool zero   = true;
+        for (const float value : c) {
+            finite = finite && std::isfinite(value);
+            zero   = zero && value == 0.0f;
+        }
+        uint8_t * row = rows + cells[t] * row_stride;
+        std::memset(row, 0, (size_t) codec.row_bytes);
+        if (!finite) {
+            ++n_bad;
+        } else if (!zero) {
+            put_row(codec, c.data(), row);
+        }
+    }
+    return n_bad;
+}
+
+} // namespace subkv::ref

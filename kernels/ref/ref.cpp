@@ -1,0 +1,12 @@
+// ref.cpp: the table of the reference version.
+#include "rows.h"
+
+namespace subkv {
+
+const Ops & ops_ref() {
+    static const Ops table = { "ref",           ref::encode_rows, ref::dequantize_rows, ref::project, ref::reconstruct,
+                               ref::attend,     ref::attend_exact, ref::moment,         ref::to_half };
+    return table;
+}
+
+} // namespace subkv

@@ -1,0 +1,77 @@
+// rows.cpp: the row format, reading side, and to_half.
+//   row: scale byte u, then per band its planes; c_j = s * ratio * (u_j - (2^b - 1)/2), s = SCALES[u]
+//   a w-bit plane of n coefficients is m = n*w/8 bytes, coefficient j in byte j % m at bit w*(j / m)
+//   16-bit band: little-endian half, no scale, no ratio. u = 0: every coefficient is zero.
+// rows [n] bytes, row_stride apart | c [n][rank] f32
+#include "rows.h"
+
+#include "half.h"
+
+#include <cmath>
+
+namespace subkv {
+
+#define S7(e)                                                                                                          \
+    1.09050775f * e, 1.18920708f * e, 1.29683959f * e, 1.41421354f * e, 1.54221082f * e, 1.68179286f * e, 1.8340081f * e
+#define S8(e) 1.0f * e, S7(e)
+// Literals, not exp2(): the table must not depend on a libm. Powers of two are exact, so is each product.
+const float SCALES[256] = {
+    0.0f, S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f), S8(0x1p-16f), S8(0x1p-15f), S8(0x1p-14f), S8(0x1p-13f),
+    S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f), S8(0x1p-9f),  S8(0x1p-8f),  S8(0x1p-7f),  S8(0x1p-6f),  S8(0x1p-5f),
+    S8(0x1p-4f),  S8(0x1p-3f),  S8(0x1p-2f),  S8(0x1p-1f),  S8(0x1p+0f),  S8(0x1p+1f),  S8(0x1p+2f),  S8(0x1p+3f),
+    S8(0x1p+4f),  S8(0x1p+5f),  S8(0x1p+6f),  S8(0x1p+7f),  S8(0x1p+8f),  S8(0x1p+9f),  S8(0x1p+10f), S8(0x1p+11f),
+};
+#undef S8
+#undef S7
+
+} // namespace subkv
+
+namespace subkv::ref {
+
+static uint32_t plane_value(const uint8_t * plane, int32_t n, int32_t w, int32_t j) {
+    const int32_t m = n * w / 8;
+    return (uint32_t) (plane[j % m] >> (w * (j / m))) & ((1u << w) - 1);
+}
+
+static uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j) {
+    switch (bits) {
+        case 6:
+            return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 2, j) << 4;
+        case 5:
+            return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 1, j) << 4;
+        case 3:
+            return plane_value(planes, n, 2, j) | plane_value(planes + n / 4, n, 1, j) << 2;
+        default:
+            return plane_value(planes, n, bits, j);
+    }
+}
+
+void dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c) {
+    for (int64_t t = 0; t < n; ++t) {
+        const uint8_t * row = rows + t * row_stride;
+        float *         out = c + t * codec.rank;
+        const float     s   = SCALES[row[0]];
+        for (int32_t i = 0; i < codec.n_bands; ++i) {
+            const Band &    band   = codec.bands[i];
+            const uint8_t * planes = row + band.offset;
+            for (int32_t j = 0; j < band.n; ++j) {
+                if (row[0] == 0) {
+                    out[band.first + j] = 0.0f;
+                } else if (band.bits == 16) {
+                    out[band.first + j] = half_to_float((uint16_t) (planes[2 * j] | planes[2 * j + 1] << 8));
+                } else {
+                    const float half_range = 0.5f * (float) ((1 << band.bits) - 1);
+                    out[band.first + j] = s * band.ratio * ((float) code(planes, band.n, band.bits, j) - half_range);
+                }
+            }
+        }
+    }
+}
+
+void to_half(const float * x, uint16_t * h, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        h[i] = float_to_half(x[i]);
+    }
+}
+
+} // namespace subkv::ref

@@ -1,0 +1,30 @@
+// rows.h: what every version must agree on bit for bit about rows.
+#pragma once
+
+#include "subkv/ops.h"
+
+namespace subkv {
+
+constexpr int32_t SCALE_ONE = 160; // scale code of s = 1
+// Scale codes tried by encode: the smallest one that clips nothing and this many below it (factor 2^(-10/8)).
+constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
+constexpr float   HALF_MAX               = 65504.0f;
+
+extern const float SCALES[256]; // SCALES[0] = 0, else 2^((u - 160)/8) rounded to float
+
+} // namespace subkv
+
+namespace subkv::ref {
+
+int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
+                    uint8_t * rows, int64_t row_stride);
+void    dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
+void    project(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+                int64_t ldy);
+void    reconstruct(const float * m, int64_t r, int64_t d, const float * e, float * o);
+void    attend(const AttendArgs & args);
+void    attend_exact(const ExactArgs & args);
+void    moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
+void    to_half(const float * x, uint16_t * h, int64_t n);
+
+} // namespace subkv::ref

@@ -1,0 +1,355 @@
+"""ctypes mirror of kernels/include/subkv/ops.h and an independent numpy definition of the row format."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+
+MAX_BANDS = 8
+EPS = float(np.finfo(np.float32).eps)
+SCALES = np.array([0.0] + [2.0 ** ((u - 160) / 8) for u in range(1, 256)], np.float32)
+SCALE_ONE = 160
+PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2]}
+
+Layout = tuple[tuple[int, int], ...]  # (n, bits) of every band
+
+
+class Band(ct.Structure):
+    _fields_ = [
+        ("n", ct.c_int32),
+        ("bits", ct.c_int32),
+        ("first", ct.c_int32),
+        ("offset", ct.c_int32),
+        ("ratio", ct.c_float),
+    ]
+
+
+class HeadCodec(ct.Structure):
+    _fields_ = [
+        ("d", ct.c_int32),
+        ("rank", ct.c_int32),
+        ("row_bytes", ct.c_int32),
+        ("n_bands", ct.c_int32),
+        ("bands", Band * MAX_BANDS),
+        ("encode", ct.c_void_p),
+        ("decode", ct.c_void_p),
+    ]
+
+
+class AttendArgs(ct.Structure):
+    _fields_ = [
+        ("k", ct.POINTER(HeadCodec)),
+        ("v", ct.POINTER(HeadCodec)),
+        ("k_rows", ct.c_void_p),
+        ("v_rows", ct.c_void_p),
+        ("k_stride", ct.c_int64),
+        ("v_stride", ct.c_int64),
+        ("n_cells", ct.c_int64),
+        ("n_tok", ct.c_int64),
+        ("n_group", ct.c_int64),
+        ("qt", ct.c_void_p),
+        ("bias", ct.c_void_p),
+        ("bias_stride", ct.c_int64),
+        ("slope", ct.c_void_p),
+        ("softcap", ct.c_float),
+        ("m", ct.c_void_p),
+        ("z", ct.c_void_p),
+        ("acc", ct.c_void_p),
+        ("acc_stride", ct.c_int64),
+    ]
+
+
+class ExactArgs(ct.Structure):
+    _fields_ = [
+        ("d_k", ct.c_int64),
+        ("d_v", ct.c_int64),
+        ("n_keys", ct.c_int64),
+        ("k", ct.c_void_p),
+        ("v", ct.c_void_p),
+        ("n_tok", ct.c_int64),
+        ("n_group", ct.c_int64),
+        ("q", ct.c_void_p),
+        ("bias", ct.c_void_p),
+        ("bias_stride", ct.c_int64),
+        ("slope", ct.c_void_p),
+        ("softcap", ct.c_float),
+        ("m", ct.c_void_p),
+        ("z", ct.c_void_p),
+        ("acc", ct.c_void_p),
+        ("acc_stride", ct.c_int64),
+    ]
+
+
+_I64 = ct.c_int64
+_P = ct.c_void_p
+
+
+class Ops(ct.Structure):
+    """References to HeadCodec, AttendArgs and ExactArgs are pointers in the C++ ABI."""
+
+    _fields_ = [
+        ("name", ct.c_char_p),
+        ("encode_rows", ct.CFUNCTYPE(_I64, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P, _I64)),
+        ("dequantize_rows", ct.CFUNCTYPE(None, ct.POINTER(HeadCodec), _P, _I64, _I64, _P)),
+        ("project", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _I64, _I64, ct.c_float, _P, _I64)),
+        ("reconstruct", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _P)),
+        ("attend", ct.CFUNCTYPE(None, ct.POINTER(AttendArgs))),
+        ("attend_exact", ct.CFUNCTYPE(None, ct.POINTER(ExactArgs))),
+        ("moment", ct.CFUNCTYPE(None, _P, _I64, _I64, _I64, _P, _P)),
+        ("to_half", ct.CFUNCTYPE(None, _P, _P, _I64)),
+    ]
+
+
+def library_name() -> str | None:
+    """Where the kernels come from: the environment's SUBKV_TEST_LIB, else the installed package; None: neither."""
+    if path := os.environ.get("SUBKV_TEST_LIB"):
+        return path
+    try:
+        return "subkv._lib" if importlib.util.find_spec("subkv._lib") is not None else None
+    except ModuleNotFoundError:
+        return None
+
+
+def load_library() -> ct.CDLL:
+    name = library_name()
+    if name is None:
+        raise RuntimeError("kernel tests: expected an installed subkv or SUBKV_TEST_LIB=libsubkv.so, found neither")
+    lib: ct.CDLL = importlib.import_module(name).load() if name == "subkv._lib" else ct.CDLL(name)
+    lib.subkv_ops_count.restype = ct.c_int32
+    lib.subkv_ops_name.argtypes = [ct.c_int32]
+    lib.subkv_ops_name.restype = ct.c_char_p
+    lib.subkv_ops_table.argtypes = [ct.c_int32]
+    lib.subkv_ops_table.restype = ct.c_void_p
+    return lib
+
+
+def versions() -> dict[str, Ops]:
+    """Every version that runs here by name; "ref" is first."""
+    lib = load_library()
+    return {
+        lib.subkv_ops_name(i).decode(): Ops.from_address(lib.subkv_ops_table(i)) for i in range(lib.subkv_ops_count())
+    }
+
+
+def ptr(a: npt.NDArray[Any]) -> int:
+    return int(a.ctypes.data)
+
+
+@dataclass
+class Head:
+    """A HeadCodec with the arrays that it points to."""
+
+    codec: HeadCodec
+    encode: F32  # [rank][d]
+    layout: Layout
+    ratio: F32  # [n_bands]
+
+    @property
+    def rank(self) -> int:
+        return int(self.codec.rank)
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self.codec.row_bytes)
+
+    def ref(self) -> Any:
+        return ct.byref(self.codec)
+
+    @property
+    def coefficient_ratio(self) -> F32:
+        return np.repeat(self.ratio, [n for n, _ in self.layout])
+
+
+def make_head(layout: Layout, d: int, rng: np.random.Generator, orthonormal: bool = False) -> Head:
+    """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs)."""
+    rank = sum(n for n, _ in layout)
+    assert rank <= d
+    encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float32)
+    ratio = (2.0 ** rng.uniform(-6, 0, len(layout))).astype(np.float32)
+    codec = HeadCodec(d=d, rank=rank, n_bands=len(layout), encode=ptr(encode), decode=ptr(encode))
+    first, offset = 0, 1
+    for i, (n, bits) in enumerate(layout):
+        codec.bands[i] = Band(n=n, bits=bits, first=first, offset=offset, ratio=float(ratio[i]))
+        first, offset = first + n, offset + n * bits // 8
+    codec.row_bytes = offset
+    return Head(codec, encode, layout, ratio)
+
+
+def codes_of(head: Head, row: U8) -> F64:
+    """Codes u of one row by FORMAT.md, as floats; a 16-bit coefficient appears as its value."""
+    out: list[float] = []
+    for band in head.codec.bands[: head.codec.n_bands]:
+        if band.bits == 16:
+            raw = row[band.offset : band.offset + 2 * band.n].tobytes()
+            out.extend(np.frombuffer(raw, "<f2").astype(np.float64))
+            continue
+        code = np.zeros(band.n, np.int64)
+        at, shift = band.offset, 0
+        for w in PLANES[band.bits]:
+            m = band.n * w // 8
+            for j in range(band.n):
+                code[j] |= ((int(row[at + j % m]) >> (w * (j // m))) & (2**w - 1)) << shift
+            at, shift = at + m, shift + w
+        out.extend(code.astype(np.float64))
+    return np.array(out)
+
+
+def dequantize(head: Head, rows: U8) -> F64:
+    """Coefficients [n][rank] of rows [n][>= row_bytes], in double."""
+    out = np.zeros((len(rows), head.rank))
+    for t, row in enumerate(rows):
+        if row[0] == 0:
+            continue
+        codes = codes_of(head, row)
+        for band in head.codec.bands[: head.codec.n_bands]:
+            part = slice(band.first, band.first + band.n)
+            if band.bits == 16:
+                out[t, part] = codes[part]
+            else:
+                step = float(SCALES[row[0]]) * float(band.ratio)
+                out[t, part] = step * (codes[part] - (2**band.bits - 1) / 2)
+    return out
+
+
+def random_rows(head: Head, n: int, rng: np.random.Generator, stride: int | None = None) -> U8:
+    """Rows of random codes with scales around 1, every seventh a zero row; 16-bit bands hold finite halves."""
+    rows = rng.integers(0, 256, (n, stride or head.row_bytes), np.uint8)
+    rows[:, 0] = rng.integers(120, 165, n)
+    rows[::7, 0] = 0
+    for band in head.codec.bands[: head.codec.n_bands]:
+        if band.bits == 16:
+            h = rng.standard_normal((n, band.n)).astype("<f2").view(np.uint8)
+            rows[:, band.offset : band.offset + 2 * band.n] = h
+    return rows
+
+
+@dataclass
+class State:
+    """Online-softmax state of n rows; guard columns beyond d must stay untouched."""
+
+    m: F32
+    z: F32
+    acc: F32
+
+    @classmethod
+    def start(cls, n: int, d: int, guard: int = 3) -> State:
+        acc = np.zeros((n, d + guard), np.float32)
+        acc[:, d:] = 12345.0
+        return cls(np.full(n, -np.inf, np.float32), np.zeros(n, np.float32), acc)
+
+    def copy(self) -> State:
+        return State(self.m.copy(), self.z.copy(), self.acc.copy())
+
+
+def attend(
+    ops: Ops,
+    k: Head,
+    v: Head,
+    k_rows: U8,
+    v_rows: U8,
+    q: F32,
+    bias: F32,
+    slope: F32,
+    softcap: float,
+    state: State,
+    n_cells: int | None = None,
+) -> None:
+    """q [n_tok*n_group][rank]; bias [n_tok][>= n_cells]; rows [n_cells][stride]; updates state."""
+    args = AttendArgs(
+        k=ct.pointer(k.codec),
+        v=ct.pointer(v.codec),
+        k_rows=ptr(k_rows),
+        v_rows=ptr(v_rows),
+        k_stride=k_rows.strides[0],
+        v_stride=v_rows.strides[0],
+        n_cells=len(k_rows) if n_cells is None else n_cells,
+        n_tok=len(bias),
+        n_group=len(slope),
+        qt=ptr(q),
+        bias=ptr(bias),
+        bias_stride=bias.strides[0] // 4,
+        slope=ptr(slope),
+        softcap=softcap,
+        m=ptr(state.m),
+        z=ptr(state.z),
+        acc=ptr(state.acc),
+        acc_stride=state.acc.strides[0] // 4,
+    )
+    ops.attend(ct.byref(args))
+
+
+def attend_exact(
+    ops: Ops,
+    keys: list[int],
+    values: list[int],
+    d_k: int,
+    d_v: int,
+    q: F32,
+    bias: F32,
+    slope: F32,
+    softcap: float,
+    state: State,
+) -> None:
+    """keys, values: addresses of half rows; the rest as attend."""
+    k = (ct.c_void_p * max(1, len(keys)))(*keys)
+    v = (ct.c_void_p * max(1, len(values)))(*values)
+    args = ExactArgs(
+        d_k=d_k,
+        d_v=d_v,
+        n_keys=len(keys),
+        k=ct.addressof(k),
+        v=ct.addressof(v),
+        n_tok=len(bias),
+        n_group=len(slope),
+        q=ptr(q),
+        bias=ptr(bias),
+        bias_stride=bias.strides[0] // 4,
+        slope=ptr(slope),
+        softcap=softcap,
+        m=ptr(state.m),
+        z=ptr(state.z),
+        acc=ptr(state.acc),
+        acc_stride=state.acc.strides[0] // 4,
+    )
+    ops.attend_exact(ct.byref(args))
+
+
+def attention(
+    q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float
+) -> tuple[F64, F64, F64, F64, F64]:
+    """Ordinary softmax in double, from a fresh state.
+
+    q [n_tok*G][d_k], k [n][d_k], v [n][d_v], bias [n_tok][>= n] -> m, z [n_tok*G], acc [n_tok*G][d_v], and for
+    tolerances: the largest |q|.|k| sum of any visible cell [n_tok*G] and sum exp * |v| [n_tok*G][d_v].
+    """
+    rows, n, group = len(q), len(k), len(slope)
+    m, z, size = np.full(rows, -np.inf), np.zeros(rows), np.zeros(rows)
+    acc, weight_v = np.zeros((rows, v.shape[1])), np.zeros((rows, v.shape[1]))
+    for r in range(rows):
+        b = bias[r // group, :n].astype(np.float64)
+        open_ = np.isfinite(b)
+        if not open_.any():
+            continue
+        x = k[open_] @ q[r].astype(np.float64)
+        if softcap > 0:
+            x = softcap * np.tanh(x / softcap)
+        x = x + float(slope[r % group]) * b[open_]
+        size[r] = (np.abs(k[open_]) @ np.abs(q[r].astype(np.float64))).max() + np.abs(b[open_]).max() + softcap
+        m[r] = np.float32(x.max())
+        e = np.exp(x - m[r])
+        z[r] = e.sum()
+        acc[r] = e @ v[open_]
+        weight_v[r] = e @ np.abs(v[open_])
+    return m, z, acc, size, weight_v
