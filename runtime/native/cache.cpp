@@ -1,0 +1,225 @@
+#include "cache.h"
+
+#include "error.h"
+#include "observer.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+namespace subkv {
+
+static std::string text(const char * fmt, ...) __attribute__((format(printf, 1, 2)));
+
+static std::string text(const char * fmt, ...) {
+    char    buf[512];
+    va_list args;
+    va_start(args, fmt);
+    std::vsnprintf(buf, sizeof(buf), fmt, args);
+    va_end(args);
+    return buf;
+}
+
+static int32_t or_default(int32_t value, int32_t fallback) {
+    return value < 0 ? fallback : value;
+}
+
+Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
+             subkv_observer * observer) :
+    layout_(std::move(layout)), observer_(observer),
+    window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0, layout_ ? or_default(params.n_recent, layout_->n_recent) : 0,
+            or_default(params.n_rollback, 32), layout_ ? desc.n_seq_max : 0),
+    n_cells_(desc.n_cells), n_stream_(desc.n_stream) {
+    if (!layout_) {
+        return;
+    }
+    check(desc);
+
+    std::vector<LayerDesc> coded;
+    for (const auto & layer : desc.layers) {
+        const LayerCodec * codec = layout_->layer(layer.il);
+        if (!codec) {
+            continue;
+        }
+        coded.push_back(layer);
+        if ((size_t) layer.il >= nodes_.size()) {
+            nodes_.resize((size_t) layer.il + 1);
+        }
+        nodes_[(size_t) layer.il].reset(new LayerNodes{ codec, &window_, &n_zero_rows_, layer.n_head });
+        elements_per_token_ += (size_t) layer.n_head_kv * (size_t) (layer.d_k + layer.d_v);
+    }
+    window_.allocate(coded, desc.no_alloc);
+}
+
+void Cache::check(const CacheDesc & desc) const {
+    const auto & l = *layout_;
+    if (!desc.unsupported.empty()) {
+        throw std::runtime_error(text("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
+                                      desc.arch.c_str(), desc.unsupported.c_str()));
+    }
+    if (l.arch != desc.arch) {
+        throw std::runtime_error(text("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%s\" found",
+                                      desc.arch.c_str(), l.arch.c_str()));
+    }
+    if (l.n_layer != desc.n_layer) {
+        throw std::runtime_error(text("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer));
+    }
+    if (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16) {
+        throw std::runtime_error(text("type_k, type_v: f16 expected with a subkv cache (coefficients replace the cache type), "
+                                      "%s, %s found",
+                                      ggml_type_name(desc.type_k), ggml_type_name(desc.type_v)));
+    }
+    size_t n_coded = 0;
+    for (const auto & layer : desc.layers) {
+        const LayerCodec * codec = l.layer(layer.il);
+        if (!codec) {
+            continue;
+        }
+        n_coded++;
+        if (codec->n_head_kv != layer.n_head_kv || codec->d_k != layer.d_k || codec->d_v != layer.d_v) {
+            throw std::runtime_error(text("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
+                                          "%d heads of size %d / %d found",
+                                          layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k,
+                                          codec->d_v));
+        }
+        if (layer.n_head % layer.n_head_kv != 0 || layer.n_head / layer.n_head_kv > MAX_GROUP) {
+            throw std::runtime_error(text("model: layer %d shares one KV head between %d / %d query heads, at most %d supported",
+                                          layer.il, layer.n_head, layer.n_head_kv, MAX_GROUP));
+        }
+        if (!ggml_backend_buft_is_host(layer.buft)) {
+            throw std::runtime_error(text("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
+                                          "build; keep it on the CPU (-ngl 0, or offload_kqv off)",
+                                          layer.il, ggml_backend_buft_name(layer.buft)));
+        }
+    }
+    if (n_coded == 0) {
+        throw std::runtime_error("subkv.layout: none of its layers has a full-attention K/V cache in this model");
+    }
+    if (ops_error()) {
+        throw std::runtime_error(ops_error());
+    }
+}
+
+size_t Cache::row_bytes(int32_t il, bool value) const {
+    if ((size_t) il >= nodes_.size() || !nodes_[(size_t) il]) {
+        return 0;
+    }
+    const auto & codec = *nodes_[(size_t) il]->codec;
+    return value ? codec.v_row_bytes : codec.k_row_bytes;
+}
+
+bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
+    return window_.can_remove(seq, p0, p1, cells);
+}
+
+bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
+    return window_.ready(tokens, cells);
+}
+
+void Cache::refuse(const char * what) const {
+    set_error("%s: keys are stored as codes in a fixed frame, so their positions cannot be shifted; remove the sequence and decode "
+              "it again with new positions, or use an ordinary cache type (-ctk f16)",
+              what);
+}
+
+//
+// graph inputs
+//
+
+Inputs Cache::build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) {
+    Inputs in;
+    in.cell_pos = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_kv, n_stream);
+    in.tokens   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 4, n_tokens);
+    in.slots    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, std::max<int64_t>(1, window_.n_slots()), 3);
+    for (ggml_tensor * t : { in.cell_pos, in.tokens, in.slots }) {
+        ggml_set_input(t);
+    }
+    ggml_set_name(in.cell_pos, "subkv_cell_pos");
+    ggml_set_name(in.tokens, "subkv_tokens");
+    ggml_set_name(in.slots, "subkv_slots");
+    return in;
+}
+
+void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0, const CellReader & cells) {
+    // inputs that no node reads are not allocated (observer only)
+    if (in.cell_pos->data) {
+        const int64_t n_kv = in.cell_pos->ne[0];
+        for (int64_t s = 0; s < in.cell_pos->ne[1]; ++s) {
+            cells.positions(stream0 + (uint32_t) s, (uint32_t) n_kv, (int32_t *) in.cell_pos->data + s * n_kv);
+        }
+    }
+    window_.set_inputs(in, tokens, cells);
+}
+
+ggml_tensor * Cache::build_attn(const AttnBuild & b) {
+    return build_attn_nodes(*nodes_[(size_t) b.il], b);
+}
+
+void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+                          const Inputs & in, float scale) {
+    build_observe_node(*observer_, ctx, gf, il, q, k, v, in, scale);
+}
+
+//
+// state
+//
+
+static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '1' };
+
+void Cache::state_write_head(StateWriter & w) const {
+    const int32_t numbers[3] = { window_.n_sink(), window_.n_recent(), window_.n_rollback() };
+    w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
+    w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
+    w.write(numbers, sizeof(numbers));
+}
+
+void Cache::state_read_head(StateReader & r) const {
+    char magic[sizeof(STATE_MAGIC)];
+    r.read(magic, sizeof(magic));
+    const auto fail = [](const std::string & why) {
+        set_error("%s", why.c_str());
+        throw std::runtime_error(why);
+    };
+    if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
+        fail("state: a state of a subkv cache expected, one of another cache type found");
+    }
+    std::string fingerprint(layout_->fingerprint.size(), '\0');
+    r.read(fingerprint.data(), fingerprint.size());
+    if (fingerprint != layout_->fingerprint) {
+        fail(text("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str()));
+    }
+    int32_t numbers[3];
+    r.read(numbers, sizeof(numbers));
+    if (numbers[0] != window_.n_sink() || numbers[1] != window_.n_recent() || numbers[2] != window_.n_rollback()) {
+        fail(text("state: exact window n_sink %d, n_recent %d, n_rollback %d expected, %d, %d, %d found", window_.n_sink(),
+                  window_.n_recent(), window_.n_rollback(), numbers[0], numbers[1], numbers[2]));
+    }
+}
+
+void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const {
+    out                     = {};
+    const uint64_t n_cells  = (uint64_t) n_cells_ * n_stream_;
+    const uint64_t elements = n_cells * elements_per_token_;
+    out.bytes_codes         = bytes_codes;
+    out.bytes_window        = window_.bytes();
+    out.bytes_stock         = bytes_stock;
+    out.bytes_f16           = elements * 2 + bytes_stock;
+    out.bytes_bases         = layout_->bytes_bases;
+    out.n_zero_rows         = n_zero_rows_.load();
+    for (const auto & node : nodes_) {
+        if (node) {
+            out.n_layer_coded++;
+            out.bytes_per_token += node->codec->k_row_bytes + node->codec->v_row_bytes;
+        }
+    }
+    out.n_cells    = n_cells_;
+    out.n_stream   = n_stream_;
+    out.n_sink     = window_.n_sink();
+    out.n_recent   = window_.n_recent();
+    out.n_rollback = window_.n_rollback();
+    out.bpe        = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window) / (double) elements);
+}
+
+} // namespace subkv

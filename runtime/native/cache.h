@@ -1,0 +1,75 @@
+// cache.h: the coefficient cache of one context: which layers are coded, the exact window, and the graph nodes
+// encode -> attend -> combine -> store_window that replace llama.cpp's K/V store and attention.
+#pragma once
+
+#include "hook.h"
+#include "layout.h"
+#include "subkv.h"
+#include "subkv/ops.h"
+#include "window.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace subkv {
+
+// What the nodes of one coded layer need to know. Addresses are stable: graphs are kept and reused.
+struct LayerNodes {
+    const LayerCodec *      codec;
+    const Window *          window;
+    std::atomic<uint64_t> * n_zero_rows;
+    int32_t                 n_head;
+    float                   scale          = 0.0f; // set when the graph is built, constant per model
+    float                   softcap        = 0.0f;
+    float                   max_alibi_bias = 0.0f;
+};
+
+// Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].
+ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
+
+class Cache final : public CacheHook {
+public:
+    // layout may be null (observer only); observer may be null
+    Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
+          subkv_observer * observer);
+
+    bool   coded() const override { return layout_ != nullptr; }
+    size_t row_bytes(int32_t il, bool value) const override;
+    void   clear() override { window_.clear(); }
+    bool   can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
+    void   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) override { window_.copy_seq(src, dst, p0, p1); }
+    bool   ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
+    void   refuse(const char * what) const override;
+
+    bool          wants(int32_t) const override { return observer_ != nullptr; }
+    Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
+    void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
+                             const CellReader & cells) override;
+    ggml_tensor * build_attn(const AttnBuild & b) override;
+    void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, const Inputs & in, float scale) override;
+
+    void state_write_head(StateWriter & w) const override;
+    void state_read_head(StateReader & r) const override;
+    void state_write_window(StateWriter & w, int32_t seq) const override { window_.state_write(w, seq); }
+    void state_read_window(StateReader & r, int32_t seq) override { window_.state_read(r, seq); }
+
+    void           stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    const Layout * layout() const { return layout_.get(); }
+
+private:
+    void check(const CacheDesc & desc) const; // throws std::runtime_error when the layout does not fit the model
+
+    std::shared_ptr<const Layout> layout_;
+    subkv_observer *              observer_;
+    Window                        window_;
+    uint32_t                      n_cells_;
+    uint32_t                      n_stream_;
+    size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
+    std::atomic<uint64_t>         n_zero_rows_{ 0 };
+
+    std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary
+};
+
+} // namespace subkv

@@ -1,0 +1,119 @@
+// capi.cpp: attaching layouts and observers to the next context, and what a context can tell.
+#include "cache.h"
+#include "error.h"
+#include "hook.h"
+#include "observer.h"
+#include "subkv.h"
+
+#include <stdexcept>
+
+using namespace subkv;
+
+namespace {
+
+struct Pending {
+    std::shared_ptr<const Layout> layout;
+    subkv_cache_params            params   = { -1, -1, -1 };
+    subkv_observer *              observer = nullptr;
+};
+
+thread_local Pending pending;
+
+// Runs inside llama_init_from_model, on the thread that called it.
+std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
+    if (desc.sliding || (!pending.layout && !pending.observer)) {
+        return nullptr;
+    }
+    const Pending request = std::move(pending);
+    pending               = {};
+    try {
+        if (!request.layout && !desc.unsupported.empty()) {
+            throw std::runtime_error("model " + desc.arch + ": cannot be calibrated because " + desc.unsupported);
+        }
+        return std::make_shared<Cache>(desc, request.layout, request.params, request.observer);
+    } catch (const std::exception & e) {
+        set_error("%s", e.what());
+        throw;
+    }
+}
+
+const Cache * cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
+    const auto * cache = static_cast<const Cache *>(llama_subkv_of(ctx, bytes_stock, bytes_coded));
+    return cache && cache->coded() ? cache : nullptr;
+}
+
+} // namespace
+
+extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params) {
+    pending = {};
+    if (!layout) {
+        return true;
+    }
+    if (params) {
+        if (params->n_sink > MAX_SINK || params->n_recent > MAX_RECENT || params->n_rollback > MAX_RECENT) {
+            set_error("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK, MAX_RECENT, MAX_RECENT,
+                      params->n_sink, params->n_recent, params->n_rollback);
+            return false;
+        }
+        pending.params = *params;
+    }
+    if (ops_error()) {
+        set_error("%s", ops_error());
+        return false;
+    }
+    pending.layout = layout->p;
+    llama_subkv_register(cache_new);
+    return true;
+}
+
+extern "C" bool subkv_observe(subkv_observer * obs) {
+    pending = {};
+    if (ops_error()) {
+        set_error("%s", ops_error());
+        return false;
+    }
+    pending.observer = obs;
+    llama_subkv_register(cache_new);
+    return true;
+}
+
+extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
+    size_t        stock = 0;
+    size_t        coded = 0;
+    const Cache * cache = cache_of(ctx, &stock, &coded);
+    if (!cache) {
+        set_error("context: a coefficient cache expected, an ordinary one found");
+        return false;
+    }
+    cache->stats(coded, stock, *out);
+    return true;
+}
+
+extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {
+    const Cache * cache = cache_of(ctx, nullptr, nullptr);
+    return cache ? cache->layout()->fingerprint.c_str() : nullptr;
+}
+
+extern "C" const char * subkv_kernel_name(void) {
+    if (ops_error()) {
+        set_error("%s", ops_error());
+        return nullptr;
+    }
+    return ops().name;
+}
+
+extern "C" int32_t subkv_ops_count(void) {
+    int32_t n = 0;
+    while (ops_available()[n]) {
+        ++n;
+    }
+    return n;
+}
+
+extern "C" const char * subkv_ops_name(int32_t i) {
+    return i >= 0 && i < subkv_ops_count() ? ops_available()[i]->name : nullptr;
+}
+
+extern "C" const void * subkv_ops_table(int32_t i) {
+    return i >= 0 && i < subkv_ops_count() ? ops_available()[i] : nullptr;
+}

@@ -1,0 +1,163 @@
+// hook.h: the boundary between libllama (llama-subkv.cpp, which sees llama.cpp's internals) and libsubkv (which sees
+// ggml and this file only). With nothing registered libllama behaves exactly as upstream.
+#pragma once
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+struct LayerDesc {
+    int32_t                    il;
+    int32_t                    n_head;
+    int32_t                    n_head_kv;
+    int32_t                    d_k; // head sizes
+    int32_t                    d_v;
+    ggml_backend_buffer_type_t buft;
+};
+
+// What the constructor of a K/V cache knows before it allocates anything.
+struct CacheDesc {
+    std::string            arch;
+    std::string            unsupported; // why this cache cannot hold coefficients; empty: it can
+    int32_t                n_layer;
+    uint32_t               n_cells; // per stream
+    uint32_t               n_stream;
+    uint32_t               n_seq_max;
+    bool                   sliding;  // the sliding-window half of an iswa cache
+    bool                   no_alloc; // dry run: sizes only
+    ggml_type              type_k;
+    ggml_type              type_v;
+    std::vector<LayerDesc> layers;
+};
+
+struct PosCell {
+    int32_t pos;
+    int32_t cell; // within the stream
+};
+
+// Cells as llama.cpp sees them.
+class CellReader {
+public:
+    virtual ~CellReader() = default;
+    virtual uint32_t stream_of(int32_t seq) const = 0;
+    // positions of cells 0 .. n-1 of a stream, -1 where empty
+    virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
+    // cells of a sequence with p0 <= pos < p1, in cell order
+    virtual void find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
+    // largest position of a sequence outside [p0, p1), -1 when there is none
+    virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
+};
+
+// A token of a batch: its position and the sequences it belongs to. `cell` is known once cells are assigned.
+struct TokenDesc {
+    int32_t         pos;
+    int32_t         n_seq;
+    const int32_t * seq;
+    int32_t         stream; // index among the streams of this ubatch
+    int32_t         cell;   // within its stream
+};
+
+// Input tensors of a graph that has coded or observed layers; filled before every run of the graph.
+struct Inputs {
+    ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: position or -1
+    ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: position, stream, cell, first window slot of its sequence
+    ggml_tensor * slots    = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
+};
+
+struct AttnBuild {
+    ggml_context * ctx;
+    ggml_cgraph *  gf;
+    int32_t        il;
+    ggml_tensor *  q;       // F32 [d_k, n_head, n_tokens]
+    ggml_tensor *  k;       // F32 [d_k, n_head_kv, n_tokens]
+    ggml_tensor *  v;       // F32 [d_v, n_head_kv, n_tokens]
+    ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream]
+    ggml_tensor *  v_cache;
+    ggml_tensor *  k_view;  // I8 [row_bytes, n_kv, streams of the ubatch]
+    ggml_tensor *  v_view;
+    ggml_tensor *  k_idxs;  // I64 [n_tokens]: stream * n_cells + cell
+    ggml_tensor *  v_idxs;
+    ggml_tensor *  mask;    // F32 or F16 [n_kv, n_tokens / streams, 1, streams]
+    ggml_tensor *  sinks;   // F32 [n_head] or nullptr
+    const Inputs * inputs;
+    float          scale;
+    float          softcap;       // 0: none
+    float          max_alibi_bias; // 0: none
+};
+
+class StateWriter {
+public:
+    virtual ~StateWriter() = default;
+    virtual void write(const void * data, size_t size) = 0;
+    virtual void write_tensor(ggml_tensor * t, size_t offset, size_t size) = 0;
+};
+
+class StateReader {
+public:
+    virtual ~StateReader() = default;
+    virtual void read(void * data, size_t size) = 0;
+    virtual void read_tensor(ggml_tensor * t, size_t offset, size_t size) = 0;
+};
+
+// One per K/V cache. Methods are called from the thread that drives the context.
+class CacheHook {
+public:
+    virtual ~CacheHook() = default;
+
+    // false: rows stay ordinary, the layers are only observed
+    virtual bool coded() const = 0;
+    // bytes of a cell's row, 0: this layer stays ordinary
+    virtual size_t row_bytes(int32_t il, bool value) const = 0;
+
+    virtual void clear() = 0;
+    // May [p0, p1) of a sequence (-1: every sequence) be removed without losing exact rows that later tokens need?
+    virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
+    virtual void copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) = 0;
+    // Are the exact rows that these tokens attend to complete? Reports why not.
+    virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
+    // A call that this cache cannot carry out; reports the reason.
+    virtual void refuse(const char * what) const = 0;
+
+    virtual bool          wants(int32_t il) const = 0; // this layer is observed
+    virtual Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) = 0;
+    virtual void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
+                                     const CellReader & cells) = 0;
+    virtual ggml_tensor * build_attn(const AttnBuild & b) = 0; // F32 [d_v * n_head, n_tokens]
+    virtual void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                                        ggml_tensor * v, const Inputs & in, float scale) = 0;
+
+    // The head comes before any cell is touched and throws when the state belongs to another layout.
+    virtual void state_write_head(StateWriter & w) const = 0;
+    virtual void state_read_head(StateReader & r) const = 0;
+    virtual void state_write_window(StateWriter & w, int32_t seq) const = 0;
+    virtual void state_read_window(StateReader & r, int32_t seq) = 0;
+};
+
+// nullptr: an ordinary cache. Throws std::runtime_error with a sentence when a cache was asked for that cannot be made.
+using cache_new_fn = std::shared_ptr<CacheHook> (*)(const CacheDesc & desc);
+
+} // namespace subkv
+
+struct llama_context;
+
+// Exported by libllama.
+#if defined(_WIN32)
+#    if defined(LLAMA_BUILD)
+#        define SUBKV_HOOK_API __declspec(dllexport)
+#    else
+#        define SUBKV_HOOK_API __declspec(dllimport)
+#    endif
+#else
+#    define SUBKV_HOOK_API __attribute__((visibility("default")))
+#endif
+SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
+// The hook of a context's cache (of the full-attention half of an iswa cache), nullptr: none. `bytes_stock` receives
+// the K/V bytes of the context's layers that stay ordinary, `bytes_coded` those of the coded ones.
+SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);

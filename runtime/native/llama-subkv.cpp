@@ -1,0 +1,375 @@
+// llama-subkv.cpp: adapts llama.cpp's internals to hook.h. Part of libllama; all logic lives in libsubkv.
+#include "llama-subkv.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+#include "llama-io.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-model.h"
+
+static subkv::cache_new_fn g_cache_new = nullptr;
+
+void llama_subkv_register(subkv::cache_new_fn fn) {
+    g_cache_new = fn;
+}
+
+//
+// cells
+//
+
+class llama_subkv::reader : public subkv::CellReader {
+public:
+    explicit reader(const llama_kv_cache & kv) : kv(kv) {}
+
+    uint32_t stream_of(int32_t seq) const override { return kv.seq_to_stream[seq]; }
+
+    void positions(uint32_t stream, uint32_t n, int32_t * out) const override {
+        const auto & cells = kv.v_cells[stream];
+        for (uint32_t i = 0; i < n; ++i) {
+            out[i] = cells.is_empty(i) ? -1 : cells.pos_get(i);
+        }
+    }
+
+    void find(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
+        out.clear();
+        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]];
+        const uint32_t n = cells.used_max_p1();
+        for (uint32_t i = 0; i < n; ++i) {
+            if (cells.pos_in(i, p0, p1) && cells.seq_has(i, seq)) {
+                out.push_back({ cells.pos_get(i), (int32_t) i });
+            }
+        }
+    }
+
+    int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const override {
+        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]];
+        const int32_t max = cells.seq_pos_max(seq);
+        if (max < p0 || max >= p1) {
+            return max;
+        }
+        int32_t res = -1;
+        for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
+            if (!cells.is_empty(i) && cells.seq_has(i, seq) && !cells.pos_in(i, p0, p1)) {
+                res = std::max(res, cells.pos_get(i));
+            }
+        }
+        return res;
+    }
+
+private:
+    const llama_kv_cache & kv;
+};
+
+//
+// llama_kv_cache
+//
+
+// The reason why attention over this cache does not pass through the hooked build_attn in a form that the
+// coefficient kernels can compute.
+static std::string reason_unsupported(const llama_model & model, const llama_hparams & hparams, bool shares) {
+    if (hparams.is_mla()) {
+        return "its attention is multi-head latent (MLA), which already caches a low-rank latent";
+    }
+    if (llm_arch_is_hybrid(model.arch) || llm_arch_is_recurrent(model.arch)) {
+        return "it keeps recurrent state beside the K/V cache";
+    }
+    if (shares) {
+        return "its layers share or reuse K/V of other layers";
+    }
+    if (hparams.n_pos_per_embd() > 1) {
+        return "its positions are multi-dimensional (M-RoPE)";
+    }
+    if (!hparams.causal_attn) {
+        return "its attention is not causal";
+    }
+    switch (model.arch) {
+        case LLM_ARCH_T5:
+        case LLM_ARCH_T5ENCODER:
+            return "it adds a relative position bias to the logits (KQ bias)";
+        case LLM_ARCH_GROK:
+            return "it squashes logits with its own tanh";
+        case LLM_ARCH_QWEN4EXP:
+        case LLM_ARCH_MINIMAX_M3:
+        case LLM_ARCH_DFLASH:
+        case LLM_ARCH_DEEPSEEK4:
+        case LLM_ARCH_DEEPSEEK32:
+        case LLM_ARCH_GLM_DSA:
+        case LLM_ARCH_DOTS3NOTE:
+            return "its sparse attention reads the K/V cache directly";
+        default:
+            return "";
+    }
+}
+
+void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+                       const layer_filter & filter, bool shares) {
+    if (!g_cache_new) {
+        return;
+    }
+    const auto & hparams = kv.hparams;
+
+    subkv::CacheDesc desc;
+    desc.arch        = llm_arch_name(kv.model.arch);
+    desc.unsupported = reason_unsupported(kv.model, hparams, shares);
+    desc.n_layer     = hparams.n_layer_all;
+    desc.n_cells     = kv_size;
+    desc.n_stream    = kv.n_stream;
+    desc.n_seq_max   = kv.n_seq_max;
+    desc.sliding     = kv.swa_type != LLAMA_SWA_TYPE_NONE;
+    desc.no_alloc    = hparams.no_alloc;
+    desc.type_k      = type_k;
+    desc.type_v      = type_v;
+    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        if (!hparams.has_kv(il) || (filter && !filter(il))) {
+            continue;
+        }
+        desc.layers.push_back({ (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
+                                (int32_t) hparams.n_embd_head_k(il), (int32_t) hparams.n_embd_head_v(il),
+                                offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) :
+                                          ggml_backend_cpu_buffer_type() });
+    }
+    kv.subkv_hook = g_cache_new(desc);
+}
+
+size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {
+    return kv.subkv_hook ? kv.subkv_hook->row_bytes(il, value) : 0;
+}
+
+void llama_subkv::clear(llama_kv_cache & kv) {
+    if (kv.subkv_hook) {
+        kv.subkv_hook->clear();
+    }
+}
+
+bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    return kv.subkv_hook->can_remove(seq, p0, p1, reader(kv));
+}
+
+void llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        kv.subkv_hook->copy_seq(src, dst, p0 < 0 ? 0 : p0, p1 < 0 ? INT32_MAX : p1);
+    }
+}
+
+bool llama_subkv::refuses(const llama_kv_cache & kv, const char * what) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return false;
+    }
+    kv.subkv_hook->refuse(what);
+    return true;
+}
+
+static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc> & out) {
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        out.push_back({ ubatch.pos[i], ubatch.n_seq_id[i], ubatch.seq_id[i], 0, -1 });
+    }
+}
+
+bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    std::vector<subkv::TokenDesc> tokens;
+    for (const auto & ubatch : ubatches) {
+        add_tokens(ubatch, tokens);
+    }
+    return kv.subkv_hook->ready(tokens, reader(kv));
+}
+
+//
+// state
+//
+
+namespace {
+
+class state_writer : public subkv::StateWriter {
+public:
+    explicit state_writer(llama_io_write_i & io) : io(io) {}
+
+    void write(const void * data, size_t size) override { io.write(data, size); }
+
+    void write_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.write_tensor(t, offset, size); }
+
+private:
+    llama_io_write_i & io;
+};
+
+class state_reader : public subkv::StateReader {
+public:
+    explicit state_reader(llama_io_read_i & io) : io(io) {}
+
+    void read(void * data, size_t size) override { io.read(data, size); }
+
+    void read_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.read_tensor(t, offset, size); }
+
+private:
+    llama_io_read_i & io;
+};
+
+} // namespace
+
+void llama_subkv::state_write_head(const llama_kv_cache & kv, llama_io_write_i & io) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        state_writer w(io);
+        kv.subkv_hook->state_write_head(w);
+    }
+}
+
+void llama_subkv::state_read_head(const llama_kv_cache & kv, llama_io_read_i & io) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        state_reader r(io);
+        kv.subkv_hook->state_read_head(r);
+    }
+}
+
+void llama_subkv::state_write_window(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        state_writer w(io);
+        kv.subkv_hook->state_write_window(w, seq);
+    }
+}
+
+void llama_subkv::state_read_window(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        state_reader r(io);
+        kv.subkv_hook->state_read_window(r, seq);
+    }
+}
+
+//
+// graph
+//
+
+class llama_subkv::graph_input : public llm_graph_input_i {
+public:
+    graph_input(const llama_kv_cache_context * mctx, bool iswa) : mctx(mctx), iswa(iswa) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        const auto & kv    = *mctx->kv;
+        const auto & sinfo = mctx->sinfos[mctx->i_cur];
+
+        tokens.clear();
+        add_tokens(*ubatch, tokens);
+        for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
+            for (uint32_t i = 0; i < sinfo.size(); ++i) {
+                auto & token = tokens[s * sinfo.size() + i];
+                token.stream = (int32_t) (sinfo.strm[s] - sinfo.s0);
+                token.cell   = (int32_t) sinfo.idxs[s][i];
+            }
+        }
+        kv.subkv_hook->set_inputs(tensors, tokens, (uint32_t) sinfo.s0, reader(kv));
+    }
+
+    bool can_reuse(const llm_graph_params & params) override {
+        mctx = iswa ? static_cast<const llama_kv_cache_iswa_context *>(params.mctx)->get_base() :
+                      static_cast<const llama_kv_cache_context *>(params.mctx);
+        const auto & sinfo = mctx->sinfos[mctx->i_cur];
+        return tensors.tokens->ne[1] == params.ubatch.n_tokens && tensors.cell_pos->ne[0] == mctx->n_kv &&
+               tensors.cell_pos->ne[1] == (int64_t) (sinfo.s1 - sinfo.s0 + 1) && s0 == sinfo.s0;
+    }
+
+    subkv::Inputs                  tensors;
+    const llama_kv_cache_context * mctx;
+    int64_t                        s0 = 0;
+
+private:
+    const bool                    iswa;
+    std::vector<subkv::TokenDesc> tokens;
+};
+
+llama_subkv::graph_input * llama_subkv::inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx) {
+    for (auto & input : g.res->inputs) {
+        if (auto * found = dynamic_cast<graph_input *>(input.get())) {
+            return found;
+        }
+    }
+    const bool iswa  = dynamic_cast<const llama_kv_cache_iswa_context *>(g.mctx) != nullptr;
+    auto       input = std::make_unique<graph_input>(mctx, iswa);
+
+    const auto & sinfo = mctx->sinfos[mctx->i_cur];
+    input->s0          = sinfo.s0;
+    input->tensors     = mctx->kv->subkv_hook->build_inputs(g.ctx0, mctx->n_kv, sinfo.s1 - sinfo.s0 + 1, g.n_tokens);
+    return static_cast<graph_input *>(g.res->add_input(std::move(input)));
+}
+
+bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {
+    return mctx->kv->subkv_hook && mctx->kv->subkv_hook->row_bytes(il, false) > 0;
+}
+
+void llama_subkv::observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
+                          ggml_tensor * v, float scale, int il) {
+    const auto & hook = mctx->kv->subkv_hook;
+    if (!hook || !hook->wants(il) || !k || !v) {
+        return;
+    }
+    hook->build_observe(g.ctx0, g.gf, il, q, k, v, inputs(g, mctx)->tensors, scale);
+}
+
+ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                                      ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
+                                      ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
+    const auto & kv    = *mctx->kv;
+    const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
+    const auto & sinfo = mctx->sinfos[mctx->i_cur];
+
+    const int64_t n_stream = sinfo.s1 - sinfo.s0 + 1;
+    const auto    view     = [&](ggml_tensor * t) {
+        return ggml_view_3d(g.ctx0, t, t->ne[0], mctx->n_kv, n_stream, t->nb[1], t->nb[2], t->nb[2] * sinfo.s0);
+    };
+
+    subkv::AttnBuild b;
+    b.ctx            = g.ctx0;
+    b.gf             = g.gf;
+    b.il             = il;
+    b.q              = q;
+    b.k              = k;
+    b.v              = v;
+    b.k_cache        = layer.k;
+    b.v_cache        = layer.v;
+    b.k_view         = view(layer.k);
+    b.v_view         = view(layer.v);
+    b.k_idxs         = k_idxs;
+    b.v_idxs         = v_idxs;
+    b.mask           = mask;
+    b.sinks          = sinks;
+    b.inputs         = &inputs(g, mctx)->tensors;
+    b.scale          = scale;
+    b.softcap        = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    b.max_alibi_bias = g.hparams.use_alibi ? g.hparams.f_max_alibi_bias : 0.0f;
+    return kv.subkv_hook->build_attn(b);
+}
+
+subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded) {
+    const llama_kv_cache * caches[2] = {};
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        caches[0] = iswa->get_base();
+        caches[1] = iswa->get_swa();
+    } else {
+        caches[0] = dynamic_cast<llama_kv_cache *>(memory);
+    }
+    size_t bytes[2] = {};
+    for (const auto * kv : caches) {
+        if (!kv) {
+            continue;
+        }
+        for (const auto & layer : kv->layers) {
+            const bool coded = row_bytes(*kv, layer.il, false) > 0;
+            bytes[coded] += ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
+        }
+    }
+    if (bytes_stock) {
+        *bytes_stock = bytes[0];
+    }
+    if (bytes_coded) {
+        *bytes_coded = bytes[1];
+    }
+    return caches[0] ? caches[0]->subkv_hook.get() : nullptr;
+}
+
+subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
+    return llama_subkv::hook_of(llama_get_memory(ctx), bytes_stock, bytes_coded);
+}

@@ -1,0 +1,239 @@
+#include "observer.h"
+
+#include "error.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace subkv {
+
+static void allocate(ObservedLayer & layer) {
+    const auto & s    = layer.shape;
+    const auto   make = [](int32_t n_head, int32_t d) {
+        return std::vector<Moments>((size_t) n_head,
+                                    Moments{ 0, std::vector<double>((size_t) d * d), std::vector<double>((size_t) d) });
+    };
+    layer.q = make(s.n_head_kv, s.d_k);
+    layer.k = make(s.n_head_kv, s.d_k);
+    layer.v = make(s.n_head_kv, s.d_v);
+}
+
+static const float * row_of(const ggml_tensor * t, int64_t head, int64_t token) {
+    return (const float *) ((const char *) t->data + head * t->nb[1] + token * t->nb[2]);
+}
+
+static bool finite_row(const float * x, int64_t d) {
+    float sum = 0.0f; // NaN and Inf survive multiplication by zero as NaN
+    for (int64_t i = 0; i < d; ++i) {
+        sum += 0.0f * x[i];
+    }
+    return sum == 0.0f;
+}
+
+// Adds the rows of one head over runs of tokens that count. Returns the rows left out as non-finite.
+static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const int32_t * tokens, int32_t n_skip) {
+    const int64_t d   = t->ne[0];
+    const int64_t n   = t->ne[2];
+    const int64_t ldx = (int64_t) (t->nb[2] / sizeof(float));
+    uint64_t      bad = 0;
+    const auto    use = [&](int64_t i) {
+        if (tokens[4 * i] < n_skip) {
+            return false;
+        }
+        const bool ok = finite_row(row_of(t, head, i), d);
+        bad += !ok;
+        return ok;
+    };
+    for (int64_t i = 0; i < n;) {
+        if (!use(i)) {
+            ++i;
+            continue;
+        }
+        int64_t end = i + 1;
+        while (end < n && use(end)) {
+            ++end;
+        }
+        ops().moment(row_of(t, head, i), ldx, end - i, d, m.second.data(), m.first.data());
+        m.n += (uint64_t) (end - i);
+        i = end + 1; // `end` was tested and is not usable
+    }
+    return bad;
+}
+
+static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tensor * k, const ggml_tensor * v,
+                   const int32_t * tokens) {
+    const auto & obs  = *layer.owner;
+    const auto   copy = [](std::vector<float> & dst, const ggml_tensor * t, int64_t token) {
+        for (int64_t h = 0; h < t->ne[1]; ++h) {
+            const float * x = row_of(t, h, token);
+            dst.insert(dst.end(), x, x + t->ne[0]);
+        }
+    };
+    for (int64_t i = 0; i < q->ne[2]; ++i) {
+        const int32_t pos = tokens[4 * i];
+        if (std::binary_search(obs.key_pos.begin(), obs.key_pos.end(), pos)) {
+            copy(layer.k_rows, k, i);
+            copy(layer.v_rows, v, i);
+            layer.shape.n_key++;
+        }
+        if (std::binary_search(obs.query_pos.begin(), obs.query_pos.end(), pos)) {
+            copy(layer.q_rows, q, i);
+            layer.shape.n_query++;
+        }
+    }
+}
+
+// dst F32 [1] (unused) | src: q, k, v as in AttnBuild, tokens as in Inputs. Parallel over KV heads x {q, k, v}.
+static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto &               layer  = *(ObservedLayer *) userdata;
+    const auto &         obs    = *layer.owner;
+    const ggml_tensor *  q      = dst->src[0];
+    const ggml_tensor *  k      = dst->src[1];
+    const ggml_tensor *  v      = dst->src[2];
+    const int32_t *      tokens = (const int32_t *) dst->src[3]->data;
+    const int32_t        n_kv   = layer.shape.n_head_kv;
+    const int32_t        group  = layer.shape.n_head / n_kv;
+
+    if (obs.mode == SUBKV_SAMPLE && ith == 0) {
+        sample(layer, q, k, v, tokens);
+    }
+    if (obs.mode != SUBKV_ACCUMULATE) {
+        return;
+    }
+    uint64_t bad = 0;
+    for (int32_t unit = ith; unit < 3 * n_kv; unit += nth) {
+        const int32_t h = unit / 3;
+        switch (unit % 3) {
+            case 0:
+                for (int32_t g = 0; g < group; ++g) {
+                    bad += accumulate(layer.q[(size_t) h], q, h * group + g, tokens, obs.n_skip);
+                }
+                break;
+            case 1: bad += accumulate(layer.k[(size_t) h], k, h, tokens, obs.n_skip); break;
+            case 2: bad += accumulate(layer.v[(size_t) h], v, h, tokens, obs.n_skip); break;
+        }
+    }
+    uint64_t counted = 0;
+    if (ith == 0) {
+        for (int64_t i = 0; i < q->ne[2]; ++i) {
+            counted += tokens[4 * i] >= obs.n_skip;
+        }
+    }
+    std::lock_guard<std::mutex> lock(layer.mutex);
+    layer.shape.n_nonfinite += bad;
+    layer.shape.n_tokens += counted;
+}
+
+void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                        ggml_tensor * v, const Inputs & in, float scale) {
+    if ((size_t) il >= obs.layers.size()) {
+        obs.layers.resize((size_t) il + 1);
+    }
+    auto & slot = obs.layers[(size_t) il];
+    if (!slot) {
+        slot                  = std::make_unique<ObservedLayer>();
+        slot->owner           = &obs;
+        slot->shape.n_head    = (int32_t) q->ne[1];
+        slot->shape.n_head_kv = (int32_t) k->ne[1];
+        slot->shape.d_k       = (int32_t) k->ne[0];
+        slot->shape.d_v       = (int32_t) v->ne[0];
+        slot->shape.scale     = scale;
+        allocate(*slot);
+    }
+    const auto f32 = [&](ggml_tensor * t) {
+        return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
+    };
+    ggml_tensor * args[] = { f32(q), f32(k), f32(v), in.tokens };
+    ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 4, observe_op, GGML_N_TASKS_MAX, slot.get());
+    ggml_format_name(node, "subkv_observe-%d", il);
+    ggml_build_forward_expand(gf, node);
+}
+
+} // namespace subkv
+
+//
+// C interface
+//
+
+using subkv::set_error;
+
+extern "C" subkv_observer * subkv_observer_new(int32_t n_skip) {
+    if (n_skip < 0) {
+        set_error("n_skip: a number of positions >= 0 expected, %d found", n_skip);
+        return nullptr;
+    }
+    auto * obs  = new subkv_observer;
+    obs->n_skip = n_skip;
+    return obs;
+}
+
+extern "C" void subkv_observer_free(subkv_observer * obs) {
+    delete obs;
+}
+
+extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
+                                    const int32_t * query_pos, int32_t n_query) {
+    if (!obs || mode < SUBKV_PAUSE || mode > SUBKV_SAMPLE || n_key < 0 || n_query < 0) {
+        set_error("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found", mode, n_key,
+                  n_query);
+        return false;
+    }
+    const auto sorted = [](const int32_t * p, int32_t n) {
+        std::vector<int32_t> v;
+        if (p) {
+            v.assign(p, p + n);
+        }
+        std::sort(v.begin(), v.end());
+        return v;
+    };
+    obs->mode      = mode;
+    obs->key_pos   = sorted(key_pos, n_key);
+    obs->query_pos = sorted(query_pos, n_query);
+    return true;
+}
+
+extern "C" int32_t subkv_observer_n_layer(const subkv_observer * obs) {
+    return (int32_t) obs->layers.size();
+}
+
+extern "C" bool subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out) {
+    if (il < 0 || (size_t) il >= obs->layers.size()) {
+        set_error("layer: 0 to %zu expected, %d found", obs->layers.size(), il);
+        return false;
+    }
+    *out = obs->layers[(size_t) il] ? obs->layers[(size_t) il]->shape : subkv_observed{};
+    return true;
+}
+
+extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out, int64_t n_out) {
+    if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
+        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs expected, layer %d, %s found", il, what);
+        return -1;
+    }
+    const auto & layer = *obs->layers[(size_t) il];
+
+    const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
+    const std::vector<float> *          rows    = what[0] == 'q' ? &layer.q_rows : what[0] == 'k' ? &layer.k_rows : &layer.v_rows;
+    if (!std::strchr("qkv", what[0]) || !std::strchr("12s", what[1])) {
+        set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs expected, %s found", what);
+        return -1;
+    }
+    std::vector<double> res;
+    if (what[1] == 's') {
+        res.assign(rows->begin(), rows->end());
+    } else {
+        for (const auto & m : *moments) {
+            const double n = m.n > 0 ? (double) m.n : 1.0;
+            for (double x : what[1] == '2' ? m.second : m.first) {
+                res.push_back(x / n);
+            }
+        }
+    }
+    if ((int64_t) res.size() > n_out) {
+        set_error("observer: room for %zu values expected, %lld found", res.size(), (long long) n_out);
+        return -1;
+    }
+    std::copy(res.begin(), res.end(), out);
+    return (int64_t) res.size();
+}

@@ -1,0 +1,263 @@
+#include "window.h"
+
+#include "error.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <stdexcept>
+
+namespace subkv {
+
+Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max) :
+    n_sink_(n_sink), n_recent_(n_recent), n_rollback_(n_recent > 0 ? n_rollback : 0),
+    n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
+    pos_((size_t) n_slot_ * n_seq_max, -1) {}
+
+void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
+    if (n_slot_ == 0) {
+        return;
+    }
+    std::map<ggml_backend_buffer_type_t, std::vector<const LayerDesc *>> by_buft;
+    for (const auto & layer : layers) {
+        by_buft[layer.buft].push_back(&layer);
+    }
+    for (const auto & [buft, group] : by_buft) {
+        ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
+        if (!ctx) {
+            throw std::runtime_error("exact window: out of memory");
+        }
+        for (const auto * layer : group) {
+            const int64_t width = (int64_t) layer->n_head_kv * (layer->d_k + layer->d_v);
+            ggml_tensor * t     = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, width, n_slots());
+            ggml_format_name(t, "subkv_window_l%d", layer->il);
+            if ((size_t) layer->il >= tensor_.size()) {
+                tensor_.resize((size_t) layer->il + 1, nullptr);
+            }
+            tensor_[(size_t) layer->il] = t;
+            bytes_ += ggml_nbytes(t);
+        }
+        ggml_backend_buffer_ptr buf;
+        if (no_alloc) {
+            buf.reset(ggml_backend_buft_alloc_buffer(buft, 0));
+            for (ggml_tensor * t = ggml_get_first_tensor(ctx.get()); t; t = ggml_get_next_tensor(ctx.get(), t)) {
+                t->buffer = buf.get();
+            }
+        } else {
+            buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+        }
+        if (!buf) {
+            throw std::runtime_error("exact window: cannot allocate " + std::to_string(bytes_) + " bytes on " +
+                                     ggml_backend_buft_name(buft));
+        }
+        ggml_backend_buffer_clear(buf.get(), 0);
+        ctxs_.push_back(std::move(ctx));
+        bufs_.push_back(std::move(buf));
+    }
+}
+
+ggml_tensor * Window::rows(int32_t il) const {
+    return (size_t) il < tensor_.size() ? tensor_[(size_t) il] : nullptr;
+}
+
+int32_t Window::slot_of(int32_t pos) const {
+    if (pos < n_sink_) {
+        return pos;
+    }
+    return n_ring_ > 0 ? n_sink_ + pos % n_ring_ : -1;
+}
+
+bool Window::holds(int32_t seq, int32_t pos) const {
+    const int32_t slot = slot_of(pos);
+    return slot >= 0 && pos_[(size_t) (first_slot(seq) + slot)] == pos;
+}
+
+void Window::clear() {
+    std::fill(pos_.begin(), pos_.end(), -1);
+}
+
+bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
+    std::vector<PosCell> kept;
+    for (int32_t s = seq < 0 ? 0 : seq; s < (seq < 0 ? n_seq_ : seq + 1); ++s) {
+        const int32_t last = cells.max_pos_outside(s, p0, p1);
+        if (last < 0 || n_recent_ == 0) {
+            continue;
+        }
+        // the next token of the sequence sits at last + 1 and attends exactly to what is left of its window
+        const int32_t first = std::max(0, last + 2 - n_recent_);
+        int32_t       lost  = 0;
+        cells.find(s, first, last + 1, kept);
+        for (const auto & cell : kept) {
+            lost += (cell.pos < p0 || cell.pos >= p1) && !holds(s, cell.pos);
+        }
+        if (lost > 0) {
+            set_error("seq_rm: removing positions [%d, %d) of sequence %d needs the exact rows of positions %d to %d, of "
+                      "which %d are no longer held; remove the whole sequence and decode it again, or create the context "
+                      "with n_rollback larger than %d",
+                      p0, p1, s, first, last, lost, n_rollback_);
+            return false;
+        }
+    }
+    return true;
+}
+
+void Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
+    if (src == dst || n_slot_ == 0) {
+        return;
+    }
+    for (int32_t i = 0; i < n_slot_; ++i) {
+        const size_t  from = (size_t) (first_slot(src) + i);
+        const size_t  to   = (size_t) (first_slot(dst) + i);
+        const int32_t pos  = pos_[from];
+        if (pos < 0 || pos < p0 || pos >= p1) {
+            continue;
+        }
+        pos_[to] = pos;
+        for (ggml_tensor * t : tensor_) {
+            if (t) {
+                std::memcpy((char *) t->data + to * t->nb[1], (const char *) t->data + from * t->nb[1], t->nb[1]);
+            }
+        }
+    }
+}
+
+bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
+    if (n_slot_ == 0) {
+        return true;
+    }
+    struct Range {
+        int32_t min, max;
+    };
+    std::map<int32_t, Range> ranges;
+    for (const auto & token : tokens) {
+        auto [it, fresh] = ranges.try_emplace(token.seq[0], Range{ token.pos, token.pos });
+        it->second.min   = std::min(it->second.min, token.pos);
+        it->second.max   = std::max(it->second.max, token.pos);
+    }
+    std::vector<PosCell> found;
+    for (const auto & [seq, range] : ranges) {
+        const int32_t first = std::max(0, range.min - n_recent_ + 1);
+        for (const auto & [p0, p1] : { std::pair{ 0, std::min(n_sink_, first) }, std::pair{ first, range.max } }) {
+            if (p0 >= p1) {
+                continue;
+            }
+            cells.find(seq, p0, p1, found);
+            for (const auto & cell : found) {
+                // a position past the sinks and before `first` is attended through its codes
+                if (!holds(seq, cell.pos)) {
+                    set_error("decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
+                              "held (it was copied or removed past the window); remove the whole sequence and decode it "
+                              "again",
+                              seq, range.min, cell.pos);
+                    return false;
+                }
+            }
+        }
+    }
+    return true;
+}
+
+void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells) {
+    auto *        tok     = (int32_t *) in.tokens->data;
+    auto *        slots   = (int32_t *) in.slots->data;
+    const int64_t n       = n_slots();
+    int32_t *     s_pos   = slots;
+    int32_t *     s_cell  = slots + n;
+    int32_t *     s_token = slots + 2 * n;
+    std::fill(slots, slots + 3 * n, -1);
+
+    std::map<int32_t, std::pair<int32_t, int32_t>> ranges; // by sequence: smallest and largest position
+    std::set<std::pair<int32_t, int32_t>>          fresh;  // (stream, cell) of the ubatch's own tokens
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const auto & token = tokens[i];
+        tok[4 * i + 0]     = token.pos;
+        tok[4 * i + 1]     = token.stream;
+        tok[4 * i + 2]     = token.cell;
+        tok[4 * i + 3]     = first_slot(token.seq[0]);
+        auto [it, first]   = ranges.try_emplace(token.seq[0], std::pair{ token.pos, token.pos });
+        it->second.first   = std::min(it->second.first, token.pos);
+        it->second.second  = std::max(it->second.second, token.pos);
+        fresh.insert({ token.stream, token.cell });
+    }
+    if (n == 0) {
+        return;
+    }
+    std::map<int32_t, int32_t> stream_in_ubatch; // by sequence
+    for (const auto & token : tokens) {
+        stream_in_ubatch[token.seq[0]] = token.stream;
+    }
+    std::vector<PosCell> found;
+    for (const auto & [seq, range] : ranges) {
+        const int32_t first = std::max(0, range.first - n_recent_ + 1);
+        for (const auto & [p0, p1] : { std::pair{ 0, std::min(n_sink_, first) }, std::pair{ first, range.second + 1 } }) {
+            if (p0 >= p1) {
+                continue;
+            }
+            cells.find(seq, p0, p1, found);
+            for (const auto & cell : found) {
+                if (holds(seq, cell.pos) && !fresh.count({ stream_in_ubatch[seq], cell.cell })) {
+                    const int32_t slot = first_slot(seq) + slot_of(cell.pos);
+                    s_pos[slot]        = cell.pos;
+                    s_cell[slot]       = cell.cell;
+                }
+            }
+        }
+    }
+    // what is stored after the ubatch has been attended: per slot the token with the largest position
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const auto &  token = tokens[i];
+        const int32_t slot0 = slot_of(token.pos);
+        if (slot0 < 0) {
+            continue;
+        }
+        for (int32_t j = 0; j < token.n_seq; ++j) {
+            const int32_t slot = first_slot(token.seq[j]) + slot0;
+            if (s_token[slot] < 0 || tokens[(size_t) s_token[slot]].pos <= token.pos) {
+                s_token[slot]       = (int32_t) i;
+                pos_[(size_t) slot] = token.pos;
+            }
+        }
+    }
+}
+
+void Window::state_write(StateWriter & w, int32_t seq) const {
+    const int32_t s0 = seq < 0 ? 0 : seq;
+    const int32_t s1 = seq < 0 ? n_seq_ : seq + 1;
+    const int32_t n  = (s1 - s0) * n_slot_;
+    w.write(&n, sizeof(n));
+    w.write(pos_.data() + first_slot(s0), (size_t) n * sizeof(int32_t));
+    for (ggml_tensor * t : tensor_) {
+        if (t && n > 0) {
+            w.write_tensor(t, (size_t) first_slot(s0) * t->nb[1], (size_t) n * t->nb[1]);
+        }
+    }
+}
+
+void Window::state_read(StateReader & r, int32_t seq) {
+    const int32_t s0 = seq < 0 ? 0 : seq;
+    const int32_t s1 = seq < 0 ? n_seq_ : seq + 1;
+    int32_t       n  = 0;
+    r.read(&n, sizeof(n));
+    if (n != (s1 - s0) * n_slot_) {
+        throw std::runtime_error("state: exact window of " + std::to_string((s1 - s0) * n_slot_) + " rows expected, " +
+                                 std::to_string(n) + " found (n_seq_max differs)");
+    }
+    std::vector<int32_t> pos((size_t) n);
+    r.read(pos.data(), (size_t) n * sizeof(int32_t));
+    for (size_t i = 0; i < pos.size(); ++i) {
+        const int32_t slot = (int32_t) i % n_slot_;
+        if (pos[i] != -1 && (pos[i] < 0 || slot_of(pos[i]) != slot)) {
+            throw std::runtime_error("state: damaged exact window, position " + std::to_string(pos[i]) + " in slot " +
+                                     std::to_string(slot));
+        }
+    }
+    for (ggml_tensor * t : tensor_) {
+        if (t && n > 0) {
+            r.read_tensor(t, (size_t) first_slot(s0) * t->nb[1], (size_t) n * t->nb[1]);
+        }
+    }
+    std::copy(pos.begin(), pos.end(), pos_.begin() + first_slot(s0));
+}
+
+} // namespace subkv

@@ -1,0 +1,67 @@
+// window.h: the exact window. For every sequence, the half-precision K and V rows of its first n_sink and its last
+// n_recent positions (plus n_rollback older ones, so that a short tail can be removed). The slot of a position depends
+// on the position alone: sinks first, then a ring.
+#pragma once
+
+#include "ggml-cpp.h"
+#include "hook.h"
+
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+// A key at position p is attended exactly by the query at position t when it is a sink or recent.
+inline bool is_exact(int32_t p, int32_t t, int32_t n_sink, int32_t n_recent) {
+    return p < n_sink || (p <= t && p > t - n_recent);
+}
+
+class Window {
+public:
+    Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max);
+
+    // One tensor per layer, F16 [n_embd_k_gqa + n_embd_v_gqa, n_slots()], in the layer's buffer type.
+    // Throws std::runtime_error when memory is short.
+    void allocate(const std::vector<LayerDesc> & layers, bool no_alloc);
+
+    int32_t       n_sink() const { return n_sink_; }
+    int32_t       n_recent() const { return n_recent_; }
+    int32_t       n_rollback() const { return n_rollback_; }
+    int32_t       n_seq() const { return n_seq_; }
+    int64_t       n_slots() const { return (int64_t) n_seq_ * n_slot_; }
+    int32_t       first_slot(int32_t seq) const { return seq * n_slot_; }
+    ggml_tensor * rows(int32_t il) const;
+    size_t        bytes() const { return bytes_; }
+
+    void clear();
+    bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
+    void copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1);
+    bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
+
+    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored.
+    // `in_ubatch(stream, cell)` marks come from the tokens themselves.
+    void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
+
+    void state_write(StateWriter & w, int32_t seq) const;
+    void state_read(StateReader & r, int32_t seq);
+
+private:
+    // slot of a position within its sequence, -1: never held
+    int32_t slot_of(int32_t pos) const;
+    bool    holds(int32_t seq, int32_t pos) const;
+
+    int32_t n_sink_;
+    int32_t n_recent_;
+    int32_t n_rollback_;
+    int32_t n_ring_; // ring slots of a sequence
+    int32_t n_slot_; // all slots of a sequence
+    int32_t n_seq_;
+    size_t  bytes_ = 0;
+
+    std::vector<int32_t>                 pos_;    // [n_slots] position held, -1: none
+    std::vector<ggml_tensor *>           tensor_; // by il, nullptr where there is none
+    std::vector<ggml_context_ptr>        ctxs_;
+    std::vector<ggml_backend_buffer_ptr> bufs_;
+};
+
+} // namespace subkv
