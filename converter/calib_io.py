@@ -1,0 +1,385 @@
+"""calib.safetensors: the in-memory statistics, a strict reader, a writer, and merging. Format: FORMAT.md §4."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from converter.atomic import atomic_file
+from converter.errors import ConverterError
+
+F64 = NDArray[np.float64]
+F16 = NDArray[np.float16]
+
+VERSION = "1"
+PREFIX = "subkv.calibration."
+PSD_TOLERANCE = 1e-4  # smallest eigenvalue may be −1e-4 × the largest
+MAX_SAMPLES = 32  # rows per layer and kind that are kept
+MAX_HEAD_SIZE = 256
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Attention shape of one layer. scale: softmax scale. tokens: rows accumulated in its moments."""
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    scale: float
+    tokens: int
+
+    @property
+    def n_group(self) -> int:
+        return self.n_head // self.n_head_kv
+
+    @property
+    def elements(self) -> int:
+        """K and V elements of one token."""
+        return self.n_head_kv * (self.d_k + self.d_v)
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Statistics of one layer in the post-RoPE frame, float64 unless noted.
+
+    k2, q2: [n_head_kv, d_k, d_k]; v2: [n_head_kv, d_v, d_v] symmetric second moments (not centred; q2 is the mean over
+    the group's heads). k1, q1: [n_head_kv, d_k]; v1: [n_head_kv, d_v] means. ks: [n_key, n_head_kv, d_k],
+    vs: [n_key, n_head_kv, d_v], qs: [n_query, n_head, d_k] float16 rows of held-out text, possibly none.
+    """
+
+    shape: LayerShape
+    k2: F64
+    q2: F64
+    v2: F64
+    k1: F64
+    q1: F64
+    v1: F64
+    ks: F16
+    vs: F16
+    qs: F16
+
+    @property
+    def has_samples(self) -> bool:
+        return len(self.ks) > 0 and len(self.qs) > 0
+
+
+@dataclass(frozen=True)
+class TextSource:
+    name: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A whole calibration file. sha256: of the file it was read from, empty when not read from one."""
+
+    arch: str
+    name: str
+    block_count: int
+    n_ctx: int
+    n_skip: int
+    tokens: int
+    texts: tuple[TextSource, ...]
+    model_sha256: str
+    generator: str
+    layers: tuple[LayerStats, ...]
+    sha256: str = field(default="", compare=False)
+
+
+def pack(moments: F64) -> NDArray[np.float32]:
+    """[n, d, d] symmetric -> [n, d(d+1)/2] float32, upper triangle by rows."""
+    row, column = np.triu_indices(moments.shape[-1])
+    return np.ascontiguousarray(moments[:, row, column], dtype=np.float32)
+
+
+def unpack(packed: NDArray[Any], d: int) -> F64:
+    """[n, d(d+1)/2] -> [n, d, d] float64, symmetric."""
+    row, column = np.triu_indices(d)
+    full = np.zeros((packed.shape[0], d, d), dtype=np.float64)
+    full[:, row, column] = packed
+    full[:, column, row] = packed
+    return full
+
+
+def write_calibration(flag: str, path: Path, calibration: Calibration) -> None:
+    """Write atomically. Raises ConverterError (starting with `flag`) when the file cannot be written."""
+    tensors: dict[str, NDArray[Any]] = {}
+    shapes = []
+    for layer in calibration.layers:
+        shape = layer.shape
+        blk = f"blk.{shape.il}."
+        for key, moments in (("k2", layer.k2), ("q2", layer.q2), ("v2", layer.v2)):
+            tensors[blk + key] = pack(moments)
+        for key, mean in (("k1", layer.k1), ("q1", layer.q1), ("v1", layer.v1)):
+            tensors[blk + key] = np.ascontiguousarray(mean, dtype=np.float32)
+        if layer.has_samples:
+            for key, rows in (("ks", layer.ks), ("vs", layer.vs), ("qs", layer.qs)):
+                tensors[blk + key] = np.ascontiguousarray(rows, dtype=np.float16)
+        shapes.append({key: getattr(shape, key) for key in _SHAPE_FIELDS})
+    values = {
+        "version": VERSION,
+        "arch": calibration.arch,
+        "name": calibration.name,
+        "block_count": str(calibration.block_count),
+        "n_ctx": str(calibration.n_ctx),
+        "n_skip": str(calibration.n_skip),
+        "tokens": str(calibration.tokens),
+        "texts": json.dumps([vars(text) for text in calibration.texts]),
+        "model_sha256": calibration.model_sha256,
+        "layers": json.dumps(shapes),
+        "generator": calibration.generator,
+    }
+    blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
+    with atomic_file(flag, path) as handle:
+        handle.write(blob)
+
+
+#
+# reading
+#
+
+_SHAPE_FIELDS = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
+
+
+def read_calibration(flag: str, path: Path) -> Calibration:
+    """Read and validate a calibration file.
+
+    Raises ConverterError naming the key or tensor, what was expected and what was found: not a safetensors file,
+    missing or unknown tensors, wrong shape or dtype, NaN or infinity, moments that are not positive semi-definite,
+    unknown version, inconsistent metadata.
+    """
+    if not path.is_file():
+        raise ConverterError(f"{flag}: expected a calibration file, found no file at {path}")
+    try:
+        with safe_open(path, framework="numpy") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
+        raise ConverterError(f"{flag}: {path} is not a readable safetensors file: {error}") from error
+    header = _Header(metadata)
+    shapes = header.shapes()
+    layers = tuple(_read_layer(tensors, shape) for shape in shapes)
+    if tensors:
+        raise ConverterError(
+            f"{min(tensors)}: expected only tensors of FORMAT.md §4 for the listed layers, found this one"
+        )
+    return Calibration(
+        arch=header.text("arch"),
+        name=header.text("name"),
+        block_count=header.integer("block_count", 1, MAX_LAYERS),
+        n_ctx=header.integer("n_ctx", 1, 2**31 - 1),
+        n_skip=header.integer("n_skip", 0, 2**31 - 1),
+        tokens=header.integer("tokens", 1, 2**63 - 1),
+        texts=header.texts(),
+        model_sha256=header.sha256("model_sha256"),
+        generator=header.text("generator"),
+        layers=layers,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+class _Header:
+    """Typed access to __metadata__; every defect names the key."""
+
+    def __init__(self, metadata: dict[str, str]) -> None:
+        self.metadata = metadata
+        version = self.text("version")
+        if version != VERSION:
+            raise ConverterError(f"{PREFIX}version: expected {VERSION}, found {version!r}")
+
+    def text(self, key: str) -> str:
+        if PREFIX + key not in self.metadata:
+            raise ConverterError(f"{PREFIX}{key}: expected this metadata string, found none")
+        return self.metadata[PREFIX + key]
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        text = self.text(key)
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+        if value is None or not low <= value <= high:
+            raise ConverterError(f"{PREFIX}{key}: expected an integer from {low} to {high}, found {text!r}")
+        return value
+
+    def sha256(self, key: str) -> str:
+        text = self.text(key)
+        if len(text) != 64 or set(text) - set("0123456789abcdef"):
+            raise ConverterError(f"{PREFIX}{key}: expected 64 lower-case hex digits, found {text!r}")
+        return text
+
+    def _json_list(self, key: str) -> list[dict[str, Any]]:
+        try:
+            value = json.loads(self.text(key))
+        except (ValueError, RecursionError) as error:
+            raise ConverterError(
+                f"{PREFIX}{key}: expected a JSON list, found text that does not parse ({error})"
+            ) from error
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise ConverterError(f"{PREFIX}{key}: expected a JSON list of objects, found {self.text(key)[:80]!r}")
+        return value
+
+    def texts(self) -> tuple[TextSource, ...]:
+        sources = []
+        for item in self._json_list("texts"):
+            if (
+                set(item) != {"name", "sha256", "bytes"}
+                or not isinstance(item["name"], str)
+                or not isinstance(item["sha256"], str)
+                or type(item["bytes"]) is not int
+            ):
+                raise ConverterError(f"{PREFIX}texts: expected objects {{name, sha256, bytes}}, found {item!r}")
+            sources.append(TextSource(**item))
+        return tuple(sources)
+
+    def shapes(self) -> list[LayerShape]:
+        block_count = self.integer("block_count", 1, MAX_LAYERS)
+        items = self._json_list("layers")
+        if not items:
+            raise ConverterError(f"{PREFIX}layers: expected at least one layer, found none")
+        shapes = [_read_shape(item, block_count) for item in items]
+        order = [shape.il for shape in shapes]
+        if order != sorted(set(order)):
+            raise ConverterError(f"{PREFIX}layers: expected ascending distinct il, found {order}")
+        return shapes
+
+
+def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
+    key = f"{PREFIX}layers"
+    if set(item) != set(_SHAPE_FIELDS):
+        raise ConverterError(f"{key}: expected the members {', '.join(_SHAPE_FIELDS)}, found {', '.join(sorted(item))}")
+    limits = {
+        "il": (0, block_count - 1),
+        "n_head": (1, 65536),
+        "n_head_kv": (1, MAX_HEADS),
+        "d_k": (8, MAX_HEAD_SIZE),
+        "d_v": (8, MAX_HEAD_SIZE),
+        "tokens": (1, 2**63 - 1),
+    }
+    for name, (low, high) in limits.items():
+        if type(item[name]) is not int or not low <= item[name] <= high:
+            raise ConverterError(f"{key}: expected {name} to be an integer from {low} to {high}, found {item[name]!r}")
+    for name in ("d_k", "d_v"):
+        if item[name] % 8:
+            raise ConverterError(f"{key}: expected {name} to be a multiple of 8, found {item[name]}")
+    if item["n_head"] % item["n_head_kv"]:
+        raise ConverterError(
+            f"{key}: expected n_head to be a multiple of n_head_kv, found {item['n_head']} and {item['n_head_kv']}"
+        )
+    scale = item["scale"]
+    if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
+        raise ConverterError(f"{key}: expected scale to be a positive number, found {scale!r}")
+    return LayerShape(**{**item, "scale": float(scale)})
+
+
+def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape) -> LayerStats:
+    """Take the layer's tensors out of `tensors` and validate them."""
+    blk = f"blk.{shape.il}."
+
+    def take(key: str, dtype: type[np.generic], expected: tuple[int | None, ...]) -> NDArray[Any]:
+        name = blk + key
+        if name not in tensors:
+            raise ConverterError(f"{name}: expected this tensor, found none")
+        tensor = tensors.pop(name)
+        wanted = "[" + ", ".join("n" if n is None else str(n) for n in expected) + "]"
+        fits = tensor.ndim == len(expected) and all(
+            n is None or n == m for n, m in zip(expected, tensor.shape, strict=True)
+        )
+        if tensor.dtype != dtype or not fits:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ConverterError(f"{name}: expected {np.dtype(dtype)} {wanted}, found {found}")
+        if not np.isfinite(tensor).all():
+            raise ConverterError(f"{name}: expected finite values, found NaN or infinity")
+        return tensor
+
+    def moments(key: str, d: int) -> F64:
+        full = unpack(take(key, np.float32, (shape.n_head_kv, d * (d + 1) // 2)), d)
+        eigenvalues = np.linalg.eigvalsh(full)
+        for head, values in enumerate(eigenvalues):
+            if values[-1] < 0 or values[0] < -PSD_TOLERANCE * values[-1]:
+                raise ConverterError(
+                    f"{blk}{key}: expected a positive semi-definite matrix for head {head}, "
+                    f"found eigenvalues from {values[0]:.3g} to {values[-1]:.3g}"
+                )
+        return full
+
+    def mean(key: str, d: int) -> F64:
+        return take(key, np.float32, (shape.n_head_kv, d)).astype(np.float64)
+
+    stats: dict[str, Any] = {
+        "k2": moments("k2", shape.d_k),
+        "q2": moments("q2", shape.d_k),
+        "v2": moments("v2", shape.d_v),
+        "k1": mean("k1", shape.d_k),
+        "q1": mean("q1", shape.d_k),
+        "v1": mean("v1", shape.d_v),
+    }
+    kinds = {"ks": (shape.n_head_kv, shape.d_k), "vs": (shape.n_head_kv, shape.d_v), "qs": (shape.n_head, shape.d_k)}
+    if any(blk + key in tensors for key in kinds):
+        samples = {key: take(key, np.float16, (None, *rest)) for key, rest in kinds.items()}
+        if len(samples["ks"]) != len(samples["vs"]):
+            raise ConverterError(f"{blk}vs: expected {len(samples['ks'])} rows as in ks, found {len(samples['vs'])}")
+    else:
+        samples = {key: np.zeros((0, *rest), dtype=np.float16) for key, rest in kinds.items()}
+    return LayerStats(shape=shape, **stats, **samples)
+
+
+#
+# merging
+#
+
+
+def thin(rows: F16, limit: int = MAX_SAMPLES) -> F16:
+    """At most `limit` rows, spread evenly over the given ones."""
+    if len(rows) <= limit:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, limit).round().astype(np.int64)]
+
+
+def check_mergeable(flag: str, earlier: Calibration, arch: str, name: str, block_count: int, n_skip: int) -> None:
+    """Refuse to merge with a file of another model. Raises ConverterError. Layer shapes are checked by merge()."""
+    wanted = {"arch": arch, "name": name, "block_count": block_count, "n_skip": n_skip}
+    for key, value in wanted.items():
+        found = getattr(earlier, key)
+        if found != value:
+            raise ConverterError(f"{flag}: {PREFIX}{key}: expected {value!r} as in this run, found {found!r}")
+
+
+def merge(flag: str, earlier: Calibration, later: Calibration) -> Calibration:
+    """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
+
+    n_ctx, model_sha256 and generator are those of `later`. Raises ConverterError when the models differ.
+    """
+    check_mergeable(flag, earlier, later.arch, later.name, later.block_count, later.n_skip)
+    found = [replace(layer.shape, tokens=0) for layer in earlier.layers]
+    expected = [replace(layer.shape, tokens=0) for layer in later.layers]
+    if found != expected:
+        bad = next((pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]), None)
+        detail = f"expected {bad[0]}, found {bad[1]}" if bad else f"expected {len(expected)} layers, found {len(found)}"
+        raise ConverterError(f"{flag}: {PREFIX}layers: {detail}")
+    layers = tuple(_merge_layer(a, b) for a, b in zip(earlier.layers, later.layers, strict=True))
+    texts = tuple(dict.fromkeys(earlier.texts + later.texts))
+    return replace(later, layers=layers, tokens=earlier.tokens + later.tokens, texts=texts, sha256="")
+
+
+def _merge_layer(a: LayerStats, b: LayerStats) -> LayerStats:
+    total = a.shape.tokens + b.shape.tokens
+    share = a.shape.tokens / total
+    moments: dict[str, Any] = {
+        key: share * getattr(a, key) + (1 - share) * getattr(b, key) for key in ("k2", "q2", "v2", "k1", "q1", "v1")
+    }
+    samples: dict[str, Any] = {
+        key: thin(np.concatenate([getattr(a, key), getattr(b, key)])) for key in ("ks", "vs", "qs")
+    }
+    return LayerStats(shape=replace(a.shape, tokens=total), **moments, **samples)

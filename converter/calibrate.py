@@ -1,0 +1,318 @@
+"""Text to calib.safetensors: run a GGUF on text and keep the second moments of queries, keys and values.
+
+Every HELD_OUT-th chunk is held out: instead of entering the moments it gives a few sampled rows, on which gamma is
+calibrated. CLI: python -m converter.calibrate
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import numpy as np
+from tqdm import tqdm
+
+from converter.atomic import check_writable
+from converter.calib_io import (
+    F16,
+    MAX_HEAD_SIZE,
+    MAX_SAMPLES,
+    Calibration,
+    LayerShape,
+    LayerStats,
+    TextSource,
+    check_mergeable,
+    merge,
+    read_calibration,
+    thin,
+    write_calibration,
+)
+from converter.cli import generator
+from converter.errors import ConverterError, exit_on_error
+from converter.gguf_io import BLOCK, Gguf
+from converter.session import ACCUMULATE, PAUSE, SAMPLE, UBATCH, NativeSession, ObservedLayer, Session
+
+MIN_TOKENS = 64  # shortest text worth a chunk
+HELD_OUT = 8  # every 8th chunk
+MAX_SAMPLED_CHUNKS = 8  # held-out chunks that give samples; further ones enter the moments
+PIECE = 1 << 18  # bytes of text tokenized at once
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text read from disk. source: provenance for the file."""
+
+    source: TextSource
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens decoded from an empty cache. Empty key_pos: enters the moments; else only these rows are sampled."""
+
+    tokens: tuple[int, ...]
+    key_pos: tuple[int, ...] = ()
+    query_pos: tuple[int, ...] = ()
+
+
+#
+# text to chunks
+#
+
+
+def read_text(path: Path) -> Text:
+    """Raises ConverterError for a missing or unreadable file and for bytes that are not UTF-8."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConverterError(f"-f: expected a text file, found no file at {path}") from error
+    except OSError as error:
+        raise ConverterError(f"-f: cannot read {path}: {error.strerror}") from error
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConverterError(
+            f"-f: {path}: expected UTF-8 text, found byte {data[error.start]:#04x} at {error.start}"
+        ) from error
+    name = path.name.encode("utf-8", "replace").decode("utf-8")
+    return Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data)
+
+
+def tokenize(session: Session, data: bytes, limit: int | None) -> list[int]:
+    """Tokens of a text, at least `limit` if it has as many. Long texts are tokenized in pieces that end with a line."""
+    tokens: list[int] = []
+    start = 0
+    while start < len(data) and (limit is None or len(tokens) < limit):
+        end = data.find(b"\n", start + PIECE) + 1 or len(data)
+        tokens += session.tokenize(data[start:end])
+        start = end
+    return tokens
+
+
+def cut(session: Session, texts: Sequence[Text], n_ctx: int, limit: int | None) -> list[tuple[int, ...]]:
+    """Chunks of n_ctx tokens (BOS included when the model adds one), text after text; `limit` is shared by the texts.
+
+    A text shorter than one chunk gives one short chunk if it has MIN_TOKENS tokens; else ends of texts are left out.
+    Raises ConverterError for a text that is too short.
+    """
+    start = () if session.bos is None else (session.bos,)
+    step = n_ctx - len(start)
+    chunks: list[tuple[int, ...]] = []
+    for i, text in enumerate(texts):
+        # an equal share of what is left, so that a short text's unused share goes to the later ones
+        quota = None if limit is None else -(-(limit - len(chunks)) // (len(texts) - i))
+        tokens = tokenize(session, text.data, None if quota is None else quota * step)
+        if len(tokens) + len(start) < min(MIN_TOKENS, n_ctx):
+            raise ConverterError(f"-f: {text.source.name}: expected at least {MIN_TOKENS} tokens, found {len(tokens)}")
+        pieces = [start + tuple(tokens[j : j + step]) for j in range(0, max(len(tokens) - step, 0) + 1, step)]
+        chunks += pieces if quota is None else pieces[:quota]
+    return chunks
+
+
+def _spread(low: int, high: int, n: int) -> tuple[int, ...]:
+    """At most n distinct positions spread over [low, high)."""
+    return tuple(int(p) for p in np.unique(np.linspace(low, high - 1, min(n, high - low)).round()))
+
+
+def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: int) -> tuple[list[Chunk], str | None]:
+    """Decide what every chunk is for. Returns the chunks in the order to run and a note for the user, if any.
+
+    held_out: every how many chunks one is held out, 0 never. A single chunk is run twice: for
+    the moments, then for the samples.
+    """
+    n = len(token_chunks)
+    if held_out == 0:
+        return [Chunk(tokens) for tokens in token_chunks], "note: nothing held out; gamma will come from the moments"
+    chosen = list(range(held_out - 1, n, held_out)) or [n - 1]
+    chosen = [chosen[i] for i in _spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
+    rows = -(-MAX_SAMPLES // len(chosen))
+
+    def sampled(tokens: tuple[int, ...]) -> Chunk:
+        middle = max(len(tokens) // 2, n_skip + 1)
+        return Chunk(tokens, _spread(n_skip, middle, rows), _spread(middle, len(tokens), rows))
+
+    if n == 1:
+        note = "note: only one chunk of text; gamma is calibrated on text that is also in the moments"
+        return [Chunk(token_chunks[0]), sampled(token_chunks[0])], note
+    return [sampled(tokens) if i in chosen else Chunk(tokens) for i, tokens in enumerate(token_chunks)], None
+
+
+#
+# the run
+#
+
+
+def observe(session: Session, chunks: Sequence[Chunk], progress: bool) -> None:
+    """Decode all chunks, each from an empty cache. progress: a bar with ETA and tokens/s on stderr."""
+    total = sum(len(chunk.tokens) for chunk in chunks)
+    with tqdm(total=total, unit="tok", disable=not progress, desc="calibrate") as bar:
+        for chunk in chunks:
+            session.clear()
+            session.mode(SAMPLE if chunk.key_pos else ACCUMULATE, chunk.key_pos, chunk.query_pos)
+            for start in range(0, len(chunk.tokens), UBATCH):
+                batch = chunk.tokens[start : start + UBATCH]
+                session.decode(batch, start)
+                bar.update(len(batch))
+        session.mode(PAUSE)
+
+
+def collect(session: Session) -> tuple[LayerStats, ...]:
+    """All observed layers. Raises ConverterError when there is nothing to code, or a layer cannot be coded."""
+    layers = session.layers()
+    if not layers:
+        raise ConverterError(f"-m: expected layers with an ordinary K/V cache, found none in this {session.arch} model")
+    return tuple(_collect_layer(session, layer) for layer in layers)
+
+
+def _collect_layer(session: Session, layer: ObservedLayer) -> LayerStats:
+    for name, d in (("key", layer.d_k), ("value", layer.d_v)):
+        if d % 8 or not 8 <= d <= MAX_HEAD_SIZE:
+            raise ConverterError(
+                f"-m: layer {layer.il}: expected a {name} head size in multiples of 8 up to {MAX_HEAD_SIZE}, found {d}"
+            )
+    if layer.n_tokens == 0:
+        raise ConverterError(
+            f"-m: layer {layer.il}: expected finite queries, keys and values, found NaN or infinity in every token "
+            f"({layer.n_nonfinite} tokens)"
+        )
+    shape = LayerShape(
+        layer.il, layer.n_head, layer.n_head_kv, layer.d_k, layer.d_v, float(np.float32(layer.scale)), layer.n_tokens
+    )
+    limit = float(np.finfo(np.float16).max)
+
+    def rows(what: str) -> F16:
+        return thin(np.clip(session.get(layer, what), -limit, limit).astype(np.float16))
+
+    return LayerStats(
+        shape,
+        k2=session.get(layer, "k2"),
+        q2=session.get(layer, "q2"),
+        v2=session.get(layer, "v2"),
+        k1=session.get(layer, "k1"),
+        q1=session.get(layer, "q1"),
+        v1=session.get(layer, "v1"),
+        ks=rows("ks"),
+        vs=rows("vs"),
+        qs=rows("qs"),
+    )
+
+
+def calibrate(
+    session: Session,
+    texts: Sequence[Text],
+    n_ctx: int,
+    n_skip: int,
+    chunks: int | None = None,
+    held_out: int = HELD_OUT,
+    model_sha256: str = "0" * 64,
+    progress: bool = False,
+) -> tuple[Calibration, list[str]]:
+    """Run the texts and return the statistics and notes for the user. Nothing is written."""
+    planned, note = plan_chunks(cut(session, texts, n_ctx, chunks), n_skip, held_out)
+    if all(len(chunk.tokens) <= n_skip for chunk in planned):
+        raise ConverterError(f"--n-sink: expected fewer positions than a chunk has, found {n_skip}")
+    observe(session, planned, progress)
+    layers = collect(session)
+    notes = [note] if note else []
+    bad = sum(layer.n_nonfinite for layer in session.layers())
+    if bad:
+        notes.append(f"note: left out {bad} rows (tokens times layers) that held NaN or infinity")
+    calibration = Calibration(
+        arch=session.arch,
+        name=session.name,
+        block_count=session.block_count,
+        n_ctx=n_ctx,
+        n_skip=n_skip,
+        tokens=max(layer.shape.tokens for layer in layers),
+        texts=tuple(text.source for text in texts),
+        model_sha256=model_sha256,
+        generator=generator(),
+        layers=layers,
+    )
+    return calibration, notes
+
+
+def file_sha256(flag: str, path: Path) -> str:
+    """Hex digest of a file. Raises ConverterError when it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as handle:
+            while block := handle.read(BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise ConverterError(f"{flag}: cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def default_threads() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@click.command(name="calibrate", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")
+@click.option(
+    "-f", "--file", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="UTF-8 text."
+)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="calib.safetensors to write.")
+@click.option(
+    "-c", "--ctx-size", default=2048, show_default=True, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
+)
+@click.option("--chunks", type=click.IntRange(1), help="Most chunks, shared among the texts. [default: all]")
+@click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]")
+@click.option("--in-file", type=click.Path(path_type=Path), help="Earlier calibration of the same model to add to.")
+@click.option(
+    "--n-sink", default=4, show_default=True, type=click.IntRange(0, 4096), help="Positions left out per chunk."
+)
+@click.option(
+    "--held-out",
+    default=HELD_OUT,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Hold out every N-th chunk, 0: none.",
+)
+def command(
+    model: Path,
+    files: tuple[Path, ...],
+    output: Path,
+    ctx_size: int,
+    chunks: int | None,
+    threads: int | None,
+    in_file: Path | None,
+    n_sink: int,
+    held_out: int,
+) -> None:
+    """Collect the statistics of MODEL on text, for `convert --bases`."""
+    with exit_on_error():
+        texts = [read_text(path) for path in files]
+        earlier = read_calibration("--in-file", in_file) if in_file else None
+        check_writable("-o", output)
+        for flag, path in (("-m", model), *(("-f", path) for path in files)):
+            if output.exists() and path.exists() and os.path.samefile(output, path):
+                raise ConverterError(f"-o: expected another file than {flag}, found {output}")
+        with Gguf("-m", model):
+            pass  # refuses what is not a whole GGUF with a better sentence than the loader's
+        digest = file_sha256("-m", model)
+        with NativeSession(model, ctx_size, threads or default_threads(), n_sink) as session:
+            if earlier:
+                check_mergeable("--in-file", earlier, session.arch, session.name, session.block_count, n_sink)
+            result, notes = calibrate(session, texts, ctx_size, n_sink, chunks, held_out, digest, progress=True)
+        if earlier:
+            result = replace(merge("--in-file", earlier, result), n_ctx=ctx_size)
+        write_calibration("-o", output, result)
+        for note in notes:
+            click.echo(note, err=True)
+        click.echo(f"wrote {output}: {len(result.layers)} layers, {result.tokens} tokens")
+
+
+def main() -> None:
+    """Entry point of `python -m converter.calibrate`."""
+    command()
+
+
+if __name__ == "__main__":
+    main()

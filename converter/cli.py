@@ -1,0 +1,173 @@
+"""`convert`: bases and layout into a copy of a GGUF. Also `python -m converter.cli` and `python -m converter`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from converter import layout, metadata
+from converter.atomic import check_writable
+from converter.basis import StoredBasis
+from converter.calib_io import read_calibration
+from converter.errors import ConverterError, exit_on_error
+from converter.gamma import METHODS
+from converter.gguf_io import Gguf, write_copy, write_sidecar
+from converter.metadata import CodedLayer, Settings
+from converter.pipeline import Options, Result
+from converter.pipeline import convert as run_pipeline
+
+
+def generator() -> str:
+    """Program and version, for the files' provenance."""
+    try:
+        return f"subkv {version('subkv')}"
+    except PackageNotFoundError:
+        return "subkv (not installed)"
+
+
+@click.command(name="convert", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration file (calib.safetensors).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL.subkv.gguf beside the model.")
+@click.option(
+    "--kv-bits", type=float, help=f"Bits per K/V element, everything counted. [default: {layout.DEFAULT_KV_BITS}]"
+)
+@click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded", show_default=True)
+@click.option("--rank-k", type=int, help="Most K coefficients per head. [default: the head size]")
+@click.option("--rank-v", type=int, help="Most V coefficients per head. [default: the head size]")
+@click.option("--basis-k", type=click.Choice(["pca", "query-aware"]), default="query-aware", show_default=True)
+@click.option("--basis-v", type=click.Choice(["pca", "output-aware"]), default="output-aware", show_default=True)
+@click.option("--gamma", type=click.Choice(METHODS), default="calibrated", show_default=True)
+@click.option(
+    "--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions kept exact."
+)
+@click.option(
+    "--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions kept exact."
+)
+@click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]")
+@click.option("--sidecar", is_flag=True, help="Write the keys to a GGUF without weights.")
+@click.option("--dry-run", is_flag=True, help="Print the table, write nothing.")
+def convert(
+    model: Path,
+    bases: Path,
+    output: Path | None,
+    kv_bits: float | None,
+    codec: str,
+    rank_k: int | None,
+    rank_v: int | None,
+    basis_k: str,
+    basis_v: str,
+    gamma: str,
+    n_sink: int,
+    n_recent: int,
+    bpe_context: int | None,
+    sidecar: bool,
+    dry_run: bool,
+) -> None:
+    """Write MODEL with bases and a coefficient layout in its metadata; the weights stay byte-identical."""
+    if codec == "int8" and kv_bits is not None:
+        raise click.UsageError("--kv-bits: codec int8 has 8 bits per coefficient; choose --rank-k and --rank-v instead")
+    if bpe_context is not None and bpe_context < 1:
+        raise click.UsageError(f"--bpe-context: expected at least 1, found {bpe_context}")
+    settings = Settings(codec, basis_k, basis_v, gamma, n_sink, n_recent)
+    options = Options(settings, kv_bits, rank_k, rank_v, bpe_context)
+    with exit_on_error():
+        target = output or default_output(model, sidecar)
+        result = convert_file(model, bases, None if dry_run else target, options, sidecar, progress=True)
+        for line in table(result):
+            click.echo(line)
+        click.echo("dry run: nothing was written" if dry_run else f"wrote {target}")
+
+
+def default_output(model: Path, sidecar: bool = False) -> Path:
+    """M.gguf -> M.subkv.gguf, or M.subkv-sidecar.gguf."""
+    stem = model.name[: -len(".gguf")] if model.name.endswith(".gguf") else model.name
+    return model.with_name(f"{stem}.subkv{'-sidecar' if sidecar else ''}.gguf")
+
+
+def convert_file(
+    model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
+) -> Result:
+    """Convert `model` with the calibration `bases`; output None: only plan. progress: a bar on stderr.
+
+    Raises ConverterError; then no file was written.
+    """
+    calibration = read_calibration("--bases", bases)
+    with Gguf("MODEL", model) as base:
+        if output is not None:
+            _check_output(model, bases, output)
+        with tqdm(total=2 * len(calibration.layers) + 1, disable=not progress, unit="step", leave=False) as bar:
+
+            def step(what: str) -> None:
+                bar.set_description(what, refresh=False)
+                bar.update()
+
+            result = run_pipeline(base, calibration, options, step)
+            step("reading the base model")
+            if output is not None:
+                values = metadata.keys(result.layers, calibration, options.settings, result.counted, generator())
+                (write_sidecar if sidecar else write_copy)("-o", base, output, values)
+    return result
+
+
+def _check_output(model: Path, bases: Path, output: Path) -> None:
+    for flag, path in (("the model", model), ("--bases", bases)):
+        if output.exists() and os.path.samefile(output, path):
+            raise ConverterError(f"-o: expected another file than {flag}, found {output}")
+    check_writable("-o", output)
+
+
+#
+# the table
+#
+
+
+def _mean_bits(stored: list[StoredBasis], d: int) -> float:
+    """Code bits per element of the full head, scale byte included."""
+    return sum(8 + sum(n * bits for n, bits in s.bands) for s in stored) / (len(stored) * d)
+
+
+def _span(values: list[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
+
+
+def _bytes(layer: CodedLayer) -> int:
+    return sum(1 + sum(n * bits // 8 for n, bits in s.bands) for head in layer.heads for s in (head.k, head.v))
+
+
+def table(result: Result) -> Iterator[str]:
+    """Lines of the summary: ranks, bits and bytes per token of every layer, then the bits per element."""
+    yield f"{'layer':>5} {'rank K':>8} {'bits K':>7} {'rank V':>8} {'bits V':>7} {'bytes/token':>12} {'gamma':>13}"
+    for layer in result.layers:
+        k, v = [head.k for head in layer.heads], [head.v for head in layer.heads]
+        gammas = [head.gamma for head in layer.heads]
+        yield (
+            f"{layer.shape.il:>5} {_span([len(s.encode) for s in k]):>8} {_mean_bits(k, layer.shape.d_k):>7.2f} "
+            f"{_span([len(s.encode) for s in v]):>8} {_mean_bits(v, layer.shape.d_v):>7.2f} {_bytes(layer):>12} "
+            f"{min(gammas):>6.3f}-{max(gammas):.3f}"
+        )
+    counted = result.counted
+    yield f"gamma from {', '.join(f'{source} ({n} heads)' for source, n in sorted(result.gamma_sources.items()))}"
+    yield f"bytes per token: {counted.bytes_per_token} (f16: {_f16_bytes(result)})"
+    yield (
+        f"bits per element at {counted.context} tokens: rows {counted.rows:.3f} + exact window {counted.window:.3f} "
+        f"+ bases {counted.bases:.3f} = {counted.total:.3f}"
+    )
+
+
+def _f16_bytes(result: Result) -> int:
+    return sum(2 * layer.shape.elements for layer in result.layers)
+
+
+def main() -> None:
+    """Entry point of the `convert` script."""
+    convert()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The planner: importance of every coefficient + byte budget -> bands per head. A band is (coefficients, bits).
+
+Reverse water-filling in groups of 8 coefficients. A group of importance Λ (expected error if dropped) at b bits costs
+Λ·D(b) error, D the relative distortion of the best uniform quantizer on a Gaussian. Steps to the next useful width are
+taken in order of error saved per bit, over all layers, heads, K and V at once, until the budget is spent. Within a head
+the bits never increase, so the bands are the runs of equal bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from converter.basis import F64
+from converter.codec import Bands, row_bytes
+from converter.errors import ConverterError
+from converter.quantizer import WIDTHS, distortion
+
+GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
+N_ROLLBACK = 32  # exact rows the runtime keeps beyond n_recent (subkv_cache_params.n_rollback)
+DEFAULT_KV_BITS = 4.5
+DEFAULT_N_SINK = 4
+DEFAULT_N_RECENT = 128
+MAX_SINK = 4096
+MAX_RECENT = 65536
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep."""
+
+    d: int
+    importance: F64
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What is counted besides the rows. context: tokens at which bits per element are stated."""
+
+    context: int
+    n_sink: int
+    n_recent: int
+
+    @property
+    def window_bits(self) -> float:
+        """Exact-window bits per K/V element at `context`: f16 rows of sinks, recent tokens and rollback."""
+        return 16.0 * (self.n_sink + self.n_recent + N_ROLLBACK) / self.context
+
+    def basis_bits(self, d: int) -> float:
+        """Bits per token that one kept coefficient costs in E and D (f16 each)."""
+        return 2.0 * 16.0 * d / self.context
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything counted, in bits per K/V element at `context`."""
+
+    rows: float
+    window: float
+    bases: float
+    bytes_per_token: int
+    context: int
+
+    @property
+    def total(self) -> float:
+        return self.rows + self.window + self.bases
+
+
+def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -> Account:
+    """Count a layout. heads and bands are parallel."""
+    elements = sum(head.d for head in heads)
+    n_bytes = sum(row_bytes(b) for b in bands)
+    bases = sum(overhead.basis_bits(head.d) * sum(n for n, _ in b) for head, b in zip(heads, bands, strict=True))
+    return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
+
+
+def check_rank(flag: str, rank: int | None, d: int, il: int) -> int:
+    """The rank to use for head size d: d when none was asked for. Raises ConverterError when it does not fit."""
+    if rank is None:
+        return d
+    if rank > d:
+        raise ConverterError(f"{flag}: expected at most the head size {d} of layer {il}, found {rank}")
+    if rank < GROUP or rank % GROUP:
+        raise ConverterError(f"{flag}: expected a positive multiple of {GROUP}, found {rank}")
+    return rank
+
+
+def plan_int8(heads: Sequence[Head]) -> list[Bands]:
+    """One 8-bit band of every coefficient a head may keep."""
+    return [((len(head.importance), 8),) for head in heads]
+
+
+@functools.cache
+def _ladder(start: int, basis_bits: float) -> tuple[int, ...]:
+    """Useful widths above `start` in order: the lower convex hull of (bits per coefficient, distortion)."""
+
+    def cost(bits: int) -> float:
+        return bits + basis_bits if bits else 0.0
+
+    ladder, current = [], start
+    while current != WIDTHS[-1]:
+        above = [bits for bits in WIDTHS if bits > current]
+        saved = [(distortion(current) - distortion(bits)) / (cost(bits) - cost(current)) for bits in above]
+        current = above[int(np.argmax(saved))]
+        ladder.append(current)
+    return tuple(ladder)
+
+
+def _pooled(importance: F64) -> F64:
+    """Sum over groups of GROUP, made non-increasing by averaging violators (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in importance.reshape(-1, GROUP).sum(axis=1):
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] < mean:
+            last, n = blocks.pop()
+            mean, count = (last * n + mean * count) / (n + count), n + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+
+
+def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> list[Bands]:
+    """Bands of every head within `kv_bits` bits per element, everything counted at overhead.context.
+
+    Raises ConverterError naming the expressible range when the budget lies outside it.
+    """
+    least: list[Bands] = [((GROUP, WIDTHS[0]),) for _ in heads]
+    most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
+    low, high = account(heads, least, overhead), account(heads, most, overhead)
+    if not low.total <= kv_bits <= high.total:
+        raise ConverterError(
+            f"--kv-bits: expected {_up(low.total)} to {_down(high.total)} bits per element, everything counted at "
+            f"{overhead.context} tokens (exact window {low.window:.3f}, full-rank bases {high.bases:.3f}), "
+            f"found {kv_bits:g}"
+        )
+    elements = sum(head.d for head in heads)
+    return _Filling(heads, overhead, (kv_bits - low.total) * elements).run()
+
+
+def _up(value: float) -> str:
+    return f"{np.ceil(value * 1000.0) / 1000.0:.3f}"
+
+
+def _down(value: float) -> str:
+    return f"{np.floor(value * 1000.0) / 1000.0:.3f}"
+
+
+class _Filling:
+    """Greedy state: width of every group, and a heap of next steps by error saved per bit."""
+
+    def __init__(self, heads: Sequence[Head], overhead: Overhead, spare: float) -> None:
+        self.spare = spare * (1.0 + 1e-12)  # bits per token beyond the least layout
+        self.basis_bits = [overhead.basis_bits(head.d) for head in heads]
+        self.weight = [_pooled(head.importance) for head in heads]
+        self.bits = [[0] * len(weight) for weight in self.weight]
+        self.heap: list[tuple[float, int, int, int]] = []  # (−gain, head, group, next width)
+        for h in range(len(heads)):
+            self.bits[h][0] = WIDTHS[0]
+        for h in range(len(heads)):
+            self._offer(h, 0)
+            self._offer(h, 1)
+
+    def _cost(self, h: int, old: int, new: int) -> float:
+        return GROUP * (new - old + (self.basis_bits[h] if old == 0 else 0.0))
+
+    def _offer(self, h: int, g: int) -> None:
+        """Put the group's next step on the heap unless the group before it is not wide enough yet."""
+        if g >= len(self.bits[h]):
+            return
+        old = self.bits[h][g]
+        start = WIDTHS[0] if g == 0 else 0  # the first group was started at the least width by decree
+        ladder = [bits for bits in _ladder(start, self.basis_bits[h]) if bits > old]
+        if not ladder or (g > 0 and self.bits[h][g - 1] < ladder[0]):
+            return
+        gain = self.weight[h][g] * (distortion(old) - distortion(ladder[0])) / self._cost(h, old, ladder[0])
+        heapq.heappush(self.heap, (-gain, h, g, ladder[0]))
+
+    def run(self) -> list[Bands]:
+        while self.heap:
+            _, h, g, new = heapq.heappop(self.heap)
+            old = self.bits[h][g]
+            if new <= old:
+                continue  # offered twice: after its own step and after the group before it moved
+            cost = self._cost(h, old, new)
+            if cost > self.spare:
+                continue  # a cheaper step of another group may still fit
+            self.spare -= cost
+            self.bits[h][g] = new
+            self._offer(h, g)
+            self._offer(h, g + 1)
+        return [_runs(widths) for widths in self.bits]
+
+
+def _runs(widths: Sequence[int]) -> Bands:
+    """Bands of a head from the widths of its groups; trailing zeros are dropped coefficients."""
+    bands: list[tuple[int, int]] = []
+    for bits in widths:
+        if bits == 0:
+            break
+        if bands and bands[-1][1] == bits:
+            bands[-1] = (bands[-1][0] + GROUP, bits)
+        else:
+            bands.append((GROUP, bits))
+    return tuple(bands)

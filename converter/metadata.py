@@ -1,0 +1,121 @@
+"""Layout + bases to GGUF keys (FORMAT.md §1 to §3). Reading and validating them is libsubkv's job; `read` asks it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converter import native
+from converter.basis import StoredBasis
+from converter.calib_io import Calibration, LayerShape
+from converter.errors import ConverterError
+from converter.gamma import STORED_NAMES
+from converter.gguf_io import Value
+from converter.layout import Account
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class CodedHead:
+    """One KV head. gamma multiplies its logits."""
+
+    k: StoredBasis
+    v: StoredBasis
+    gamma: float
+
+
+@dataclass(frozen=True)
+class CodedLayer:
+    shape: LayerShape
+    heads: tuple[CodedHead, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Choices that go into the header keys; method names as the command line spells them."""
+
+    codec: str
+    basis_k: str
+    basis_v: str
+    gamma: str
+    n_sink: int
+    n_recent: int
+
+
+def layout_json(layers: Sequence[CodedLayer]) -> str:
+    """FORMAT.md §2, without spaces."""
+    items = [
+        {
+            "il": layer.shape.il,
+            "n_head_kv": layer.shape.n_head_kv,
+            "d_k": layer.shape.d_k,
+            "d_v": layer.shape.d_v,
+            "k": [head.k.bands for head in layer.heads],
+            "v": [head.v.bands for head in layer.heads],
+        }
+        for layer in layers
+    ]
+    return json.dumps({"layers": items}, separators=(",", ":"))
+
+
+def basis_block(layer: CodedLayer) -> bytes:
+    """FORMAT.md §3: for each head K then V, little-endian, no padding."""
+    parts = []
+    for head in layer.heads:
+        parts.append(np.array([head.gamma], dtype="<f4").tobytes())
+        for stored in (head.k, head.v):
+            parts.append(stored.ratio.astype("<f4").tobytes())
+            parts.append(stored.encode.astype("<f2").tobytes())
+            parts.append(stored.decode.astype("<f2").tobytes())
+    return b"".join(parts)
+
+
+def keys(
+    layers: Sequence[CodedLayer], calibration: Calibration, settings: Settings, counted: Account, generator: str
+) -> dict[str, Value]:
+    """Every subkv.* key of version 1 except subkv.base.sha256, which is known once the base has been read."""
+    values: dict[str, Value] = {
+        "subkv.version": ("u32", VERSION),
+        "subkv.codec": ("str", settings.codec),
+        "subkv.arch": ("str", calibration.arch),
+        "subkv.block_count": ("u32", calibration.block_count),
+        "subkv.n_sink": ("u32", settings.n_sink),
+        "subkv.n_recent": ("u32", settings.n_recent),
+        "subkv.bits_per_element": ("f32", counted.total),
+        "subkv.bits_per_element.rows": ("f32", counted.rows),
+        "subkv.bpe_context": ("u32", counted.context),
+        "subkv.gamma": ("str", STORED_NAMES[settings.gamma]),
+        "subkv.basis_k": ("str", settings.basis_k),
+        "subkv.basis_v": ("str", settings.basis_v),
+        "subkv.calibration.sha256": ("str", calibration.sha256),
+        "subkv.calibration.tokens": ("u64", calibration.tokens),
+        "subkv.calibration.text": ("str", ",".join(text.name for text in calibration.texts)),
+        "subkv.generator": ("str", generator),
+        "subkv.layout": ("str", layout_json(layers)),
+    }
+    for layer in layers:
+        values[f"subkv.blk.{layer.shape.il}.basis"] = ("str", base64.b64encode(basis_block(layer)).decode("ascii"))
+    return values
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Everything about a converted model or sidecar except the matrices (fields: FORMAT.md §5).
+
+    Raises ConverterError with libsubkv's sentence when any key is missing or damaged.
+    """
+    library = native.subkv()
+    layout = library.subkv_layout_load(str(path).encode())
+    if not layout:
+        raise ConverterError((library.subkv_last_error() or b"unknown error").decode("utf-8", "replace"))
+    try:
+        described: dict[str, Any] = json.loads(library.subkv_layout_json(layout).decode("utf-8"))
+    finally:
+        library.subkv_layout_free(layout)
+    return described
