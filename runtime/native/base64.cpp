@@ -30,8 +30,8 @@ static bool fail(std::string & err, size_t at, const char * expected, char found
 
 bool base64_decode(const char * text, size_t n_text, uint8_t * out, size_t n_out, std::string & err) {
     if (n_text != base64_length(n_out)) {
-        err = "expected " + std::to_string(base64_length(n_out)) + " base64 characters, found " +
-              std::to_string(n_text);
+        err =
+            "expected " + std::to_string(base64_length(n_out)) + " base64 characters, found " + std::to_string(n_text);
         return false;
     }
     size_t o = 0;

@@ -58,15 +58,17 @@ Gguf open_gguf(const char * path_or_null) {
     if (!path_or_null || !*path_or_null) {
         refuse("path", "the name of a GGUF file", "nothing");
     }
-    const std::string     path   = path_or_null;
-    const auto            fspath = std::filesystem::u8path(path);
-    std::error_code       ec;
-    const auto            status = std::filesystem::status(fspath, ec);
+    const std::string path   = path_or_null;
+    const auto        fspath = std::filesystem::u8path(path);
+    std::error_code   ec;
+    const auto        status = std::filesystem::status(fspath, ec);
     if (!std::filesystem::exists(status)) {
-        refuse(path, "a GGUF file", ec && status.type() == std::filesystem::file_type::none ? ec.message() : "no such file");
+        refuse(path, "a GGUF file",
+               ec && status.type() == std::filesystem::file_type::none ? ec.message() : "no such file");
     }
     if (!std::filesystem::is_regular_file(status)) {
-        refuse(path, "a GGUF file", std::filesystem::is_directory(status) ? "a directory" : "something not a regular file");
+        refuse(path, "a GGUF file",
+               std::filesystem::is_directory(status) ? "a directory" : "something not a regular file");
     }
     const uint64_t size = std::filesystem::file_size(fspath, ec);
     if (ec) {
@@ -178,9 +180,7 @@ class Keys {
     }
 
     // Not copied: a basis may be large. Valid as long as the gguf_context.
-    std::string_view view(const std::string & key) const {
-        return gguf_get_val_str(ctx, find(key, GGUF_TYPE_STRING));
-    }
+    std::string_view view(const std::string & key) const { return gguf_get_val_str(ctx, find(key, GGUF_TYPE_STRING)); }
 
     std::string str(const std::string & key) const {
         const std::string_view value = view(key);
@@ -293,7 +293,8 @@ struct BlockReader {
         for (size_t i = 0; i < n; ++i, p += 2) {
             const ggml_fp16_t half = (ggml_fp16_t) (p[0] | p[1] << 8);
             if ((half & 0x7c00) == 0x7c00) {
-                refuse(key, "finite values in " + what, (half & 0x3ff ? "NaN at " : "an infinity at ") + std::to_string(i));
+                refuse(key, "finite values in " + what,
+                       (half & 0x3ff ? "NaN at " : "an infinity at ") + std::to_string(i));
             }
             out[i] = ggml_fp16_to_fp32(half);
         }
@@ -311,7 +312,8 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
     int offset = 1; // after the scale byte
     for (int b = 0; b < spec.n_bands; ++b) {
         const HeadSpec::BandSpec band = spec.bands[b];
-        head.bands[b] = { band.n, band.bits, first, offset, block.positive("ratio of band " + std::to_string(b) + " of " + name) };
+        head.bands[b]                 = { band.n, band.bits, first, offset,
+                                          block.positive("ratio of band " + std::to_string(b) + " of " + name) };
         first += band.n;
         offset += band.n / 8 * band.bits;
     }
@@ -353,11 +355,13 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
         const size_t      expected = base64_length(spec.basis_bytes());
         const size_t      found    = keys.view(key).size();
         if (found != expected) {
-            refuse(key, std::to_string(expected) + " base64 characters (what subkv.layout asks for)", std::to_string(found));
+            refuse(key, std::to_string(expected) + " base64 characters (what subkv.layout asks for)",
+                   std::to_string(found));
         }
         n_bytes = std::max(n_bytes, spec.basis_bytes());
         for (int h = 0; h < spec.n_head_kv; ++h) {
-            n_floats += 2 * ((size_t) spec.k[h].rank() * (size_t) spec.d_k + (size_t) spec.v[h].rank() * (size_t) spec.d_v);
+            n_floats +=
+                2 * ((size_t) spec.k[h].rank() * (size_t) spec.d_k + (size_t) spec.v[h].rank() * (size_t) spec.d_v);
         }
     }
     l.bytes_bases = n_floats * sizeof(float);
@@ -392,9 +396,9 @@ std::shared_ptr<const Layout> read_layout(const char * path) {
     check_stray_bases(ctx.get(), specs);
 
     Sha256            sha;
-    const std::string codec = "subkv " + std::to_string(l->version) + "\n" + l->arch + "\n" + std::to_string(l->n_layer) +
-                              "\n" + std::to_string(l->n_sink) + "\n" + std::to_string(l->n_recent) + "\n" +
-                              canonical_layout(specs) + "\n";
+    const std::string codec = "subkv " + std::to_string(l->version) + "\n" + l->arch + "\n" +
+                              std::to_string(l->n_layer) + "\n" + std::to_string(l->n_sink) + "\n" +
+                              std::to_string(l->n_recent) + "\n" + canonical_layout(specs) + "\n";
     sha.update(codec.data(), codec.size());
     read_bases(keys, specs, *l, sha);
     l->fingerprint = sha.hex();

@@ -28,7 +28,7 @@ struct HeadSpec {
         uint16_t bits;
     };
 
-    int32_t  n_bands = 0;
+    int32_t  n_bands          = 0;
     BandSpec bands[MAX_BANDS] = {};
 
     int rank() const;
@@ -47,9 +47,9 @@ bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec>
 
 struct LayerCodec {
     int                    il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
-    std::vector<HeadCodec> k, v;               // [n_head_kv]
-    std::vector<float>     gamma;              // [n_head_kv]
-    size_t                 k_row_bytes = 0;    // of one cell, all heads
+    std::vector<HeadCodec> k, v;            // [n_head_kv]
+    std::vector<float>     gamma;           // [n_head_kv]
+    size_t                 k_row_bytes = 0; // of one cell, all heads
     size_t                 v_row_bytes = 0;
     std::vector<size_t>    k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
 };
@@ -58,11 +58,11 @@ struct Layout {
     int         version = 0;
     std::string codec;
     std::string arch;
-    int         n_layer  = 0; // subkv.block_count
-    int         n_sink   = 0;
-    int         n_recent = 0;
-    float       bpe      = 0.0f; // bits per element, everything counted at bpe_context
-    float       bpe_rows = 0.0f; // coefficient rows alone
+    int         n_layer     = 0; // subkv.block_count
+    int         n_sink      = 0;
+    int         n_recent    = 0;
+    float       bpe         = 0.0f; // bits per element, everything counted at bpe_context
+    float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
     std::string gamma;
     std::string basis_k;

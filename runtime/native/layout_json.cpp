@@ -31,7 +31,8 @@ size_t LayerSpec::basis_bytes() const {
     for (int h = 0; h < n_head_kv; ++h) {
         const size_t rank_k = (size_t) k[h].rank();
         const size_t rank_v = (size_t) v[h].rank();
-        bytes += 4 * (size_t) (1 + k[h].n_bands + v[h].n_bands) + 2 * 2 * (rank_k * (size_t) d_k + rank_v * (size_t) d_v);
+        bytes +=
+            4 * (size_t) (1 + k[h].n_bands + v[h].n_bands) + 2 * 2 * (rank_k * (size_t) d_k + rank_v * (size_t) d_v);
     }
     return bytes;
 }
@@ -52,12 +53,11 @@ class LayoutReader {
     bool read(std::vector<LayerSpec> & layers) {
         where = "top level";
         if (text.size() > MAX_LAYOUT_BYTES) {
-            err = "expected at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes, found " + std::to_string(text.size());
+            err =
+                "expected at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes, found " + std::to_string(text.size());
             return false;
         }
-        const bool ok = object({ "layers" }, [&](size_t) {
-            return array([&] { return layer(layers); });
-        });
+        const bool ok = object({ "layers" }, [&](size_t) { return array([&] { return layer(layers); }); });
         if (!ok) {
             return false;
         }
@@ -78,15 +78,21 @@ class LayoutReader {
         where         = name;
         const bool ok = object({ "il", "n_head_kv", "d_k", "d_v", "k", "v" }, [&](size_t i) {
             switch (i) {
-                case 0:  return integer("il", 0, block_count - 1, spec.il);
-                case 1:  return integer("n_head_kv", 1, MAX_HEADS_KV, spec.n_head_kv);
-                case 2:  return integer("d_k", 8, MAX_HEAD_SIZE, spec.d_k) && multiple_of_8("d_k", spec.d_k);
-                case 3:  return integer("d_v", 8, MAX_HEAD_SIZE, spec.d_v) && multiple_of_8("d_v", spec.d_v);
-                default: return heads(name, i == 4 ? "k" : "v", i == 4 ? spec.k : spec.v);
+                case 0:
+                    return integer("il", 0, block_count - 1, spec.il);
+                case 1:
+                    return integer("n_head_kv", 1, MAX_HEADS_KV, spec.n_head_kv);
+                case 2:
+                    return integer("d_k", 8, MAX_HEAD_SIZE, spec.d_k) && multiple_of_8("d_k", spec.d_k);
+                case 3:
+                    return integer("d_v", 8, MAX_HEAD_SIZE, spec.d_v) && multiple_of_8("d_v", spec.d_v);
+                default:
+                    return heads(name, i == 4 ? "k" : "v", i == 4 ? spec.k : spec.v);
             }
         });
-        where = name;
-        if (!ok || !complete("k", spec.k, spec.n_head_kv, spec.d_k) || !complete("v", spec.v, spec.n_head_kv, spec.d_v)) {
+        where         = name;
+        if (!ok || !complete("k", spec.k, spec.n_head_kv, spec.d_k) ||
+            !complete("v", spec.v, spec.n_head_kv, spec.d_v)) {
             return false;
         }
         if (!layers.empty() && spec.il <= layers.back().il) {
@@ -99,8 +105,8 @@ class LayoutReader {
     // Checks that need members which may come later in the text.
     bool complete(const char * name, const std::vector<HeadSpec> & heads, int n_head_kv, int d) {
         if ((int) heads.size() != n_head_kv) {
-            return fail(std::string("expected bands of ") + std::to_string(n_head_kv) + " heads in " + name + ", found " +
-                        std::to_string(heads.size()));
+            return fail(std::string("expected bands of ") + std::to_string(n_head_kv) + " heads in " + name +
+                        ", found " + std::to_string(heads.size()));
         }
         for (size_t h = 0; h < heads.size(); ++h) {
             if (heads[h].rank() > d) {
@@ -264,7 +270,7 @@ class LayoutReader {
         std::string found = "the end of the text";
         if (at < text.size()) {
             const char c = text[at];
-            found = c > ' ' && c < 0x7f ? std::string("'") + c + "'" : "byte " + std::to_string((uint8_t) c);
+            found        = c > ' ' && c < 0x7f ? std::string("'") + c + "'" : "byte " + std::to_string((uint8_t) c);
         }
         return fail(std::string("expected ") + expected + " at byte " + std::to_string(at) + ", found " + found);
     }
@@ -369,7 +375,8 @@ static void write_head(std::ostream & out, const HeadCodec & head, size_t offset
     if (gamma) {
         out << "\"gamma\":" << *gamma << ',';
     }
-    out << "\"rank\":" << head.rank << ",\"row_bytes\":" << head.row_bytes << ",\"offset\":" << offset << ",\"bands\":[";
+    out << "\"rank\":" << head.rank << ",\"row_bytes\":" << head.row_bytes << ",\"offset\":" << offset
+        << ",\"bands\":[";
     for (int b = 0; b < head.n_bands; ++b) {
         const Band & band = head.bands[b];
         out << (b ? "," : "") << "{\"n\":" << band.n << ",\"bits\":" << band.bits << ",\"first\":" << band.first
@@ -386,14 +393,14 @@ std::string layout_to_json(const Layout & l) {
         << ",\"bpe_context\":" << l.bpe_context << ",\"gamma\":" << json_string(l.gamma)
         << ",\"basis_k\":" << json_string(l.basis_k) << ",\"basis_v\":" << json_string(l.basis_v)
         << ",\"base_sha256\":" << json_string(l.base_sha256)
-        << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256) << ",\"tokens\":" << l.calibration_tokens
-        << ",\"text\":" << json_string(l.calibration_text) << "},\"generator\":" << json_string(l.generator)
-        << ",\"fingerprint\":" << json_string(l.fingerprint) << ",\"bytes_per_token\":" << l.bytes_per_token
-        << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":[";
+        << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
+        << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
+        << "},\"generator\":" << json_string(l.generator) << ",\"fingerprint\":" << json_string(l.fingerprint)
+        << ",\"bytes_per_token\":" << l.bytes_per_token << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":[";
     for (size_t i = 0; i < l.layers.size(); ++i) {
         const LayerCodec & layer = l.layers[i];
-        out << (i ? "," : "") << "{\"il\":" << layer.il << ",\"n_head_kv\":" << layer.n_head_kv << ",\"d_k\":" << layer.d_k
-            << ",\"d_v\":" << layer.d_v << ",\"k_row_bytes\":" << layer.k_row_bytes
+        out << (i ? "," : "") << "{\"il\":" << layer.il << ",\"n_head_kv\":" << layer.n_head_kv
+            << ",\"d_k\":" << layer.d_k << ",\"d_v\":" << layer.d_v << ",\"k_row_bytes\":" << layer.k_row_bytes
             << ",\"v_row_bytes\":" << layer.v_row_bytes << ",\"k\":[";
         for (size_t h = 0; h < layer.k.size(); ++h) {
             out << (h ? "," : "");

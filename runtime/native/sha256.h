@@ -15,10 +15,11 @@ class Sha256 {
   private:
     void block(const uint8_t * p);
 
-    uint32_t state[8] = { 0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19 };
-    uint8_t  buf[64]  = {};
-    uint64_t n_total  = 0;
+    uint32_t state[8] = {
+        0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19
+    };
+    uint8_t  buf[64] = {};
+    uint64_t n_total = 0;
 };
 
 } // namespace subkv
