@@ -1,0 +1,1 @@
+"""llama.cpp with a KV cache of calibrated, quantized coefficients."""

@@ -1,0 +1,165 @@
+"""ctypes over runtime/native/subkv.h.
+
+libsubkv, libllama and ggml lie in one folder. llama_cpp has to bind exactly that libllama, and it decides when it is
+imported: `load()` therefore comes before `import llama_cpp`. Importing this module does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable: the folder of libllama
+SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
+SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+
+_str = ctypes.c_char_p
+_ptr = ctypes.c_void_p
+_i32 = ctypes.c_int32
+_i64 = ctypes.c_int64
+
+
+class CacheParams(ctypes.Structure):
+    """subkv_cache_params."""
+
+    _fields_ = [("n_sink", _i32), ("n_recent", _i32), ("n_rollback", _i32)]
+
+
+class Stats(ctypes.Structure):
+    """subkv_stats."""
+
+    _fields_ = [
+        ("bytes_codes", ctypes.c_uint64),
+        ("bytes_window", ctypes.c_uint64),
+        ("bytes_stock", ctypes.c_uint64),
+        ("bytes_f16", ctypes.c_uint64),
+        ("bytes_bases", ctypes.c_uint64),
+        ("bytes_per_token", ctypes.c_uint64),
+        ("n_zero_rows", ctypes.c_uint64),
+        ("n_layer_coded", ctypes.c_uint32),
+        ("n_cells", ctypes.c_uint32),
+        ("n_stream", ctypes.c_uint32),
+        ("n_sink", _i32),
+        ("n_recent", _i32),
+        ("n_rollback", _i32),
+        ("bpe", ctypes.c_float),
+    ]
+
+
+class Observed(ctypes.Structure):
+    """subkv_observed."""
+
+    _fields_ = [
+        ("n_head", _i32),
+        ("n_head_kv", _i32),
+        ("d_k", _i32),
+        ("d_v", _i32),
+        ("scale", ctypes.c_float),
+        ("n_tokens", ctypes.c_uint64),
+        ("n_key", _i32),
+        ("n_query", _i32),
+        ("n_nonfinite", ctypes.c_uint64),
+    ]
+
+
+_i32_p = ctypes.POINTER(_i32)
+
+# function -> (result type, argument types), in the order of subkv.h
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "subkv_last_error": (_str, []),
+    "subkv_kernel_name": (_str, []),
+    "subkv_layout_present": (_i32, [_str]),
+    "subkv_layout_load": (_ptr, [_str]),
+    "subkv_layout_free": (None, [_ptr]),
+    "subkv_layout_json": (_str, [_ptr]),
+    "subkv_layout_fingerprint": (_str, [_ptr]),
+    "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.c_bool, _ptr, _i64]),
+    "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
+    "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
+    "subkv_context_fingerprint": (_str, [_ptr]),
+    "subkv_observer_new": (_ptr, [_i32]),
+    "subkv_observer_free": (None, [_ptr]),
+    "subkv_observe": (ctypes.c_bool, [_ptr]),
+    "subkv_observer_mode": (ctypes.c_bool, [_ptr, _i32, _i32_p, _i32, _i32_p, _i32]),
+    "subkv_observer_n_layer": (_i32, [_ptr]),
+    "subkv_observer_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Observed)]),
+    "subkv_observer_get": (_i64, [_ptr, _i32, _str, ctypes.POINTER(ctypes.c_double), _i64]),
+    "subkv_ops_count": (_i32, []),
+    "subkv_ops_name": (_str, [_i32]),
+    "subkv_ops_table": (_ptr, [_i32]),
+}
+
+
+def lib_dir() -> Path:
+    """The folder that holds libsubkv, libllama and ggml: $SUBKV_LIB_PATH, else the installed package's `lib`.
+
+    Raises ImportError when libsubkv is not there.
+    """
+    name = f"libsubkv{SUFFIX}"
+    override = os.environ.get(SUBKV_LIB_PATH)
+    if override:
+        folders = [Path(override)]
+    else:
+        import subkv
+
+        # more than one folder in an editable install: the checkout and the libraries' place
+        folders = [Path(p) / "lib" for p in subkv.__path__]
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder.resolve()
+    raise ImportError(
+        f"{SUBKV_LIB_PATH if override else 'subkv'}: expected {name} in {' or '.join(map(str, folders))}, found none;"
+        " install the package with pip install ."
+    )
+
+
+def _address(lib: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
+
+
+def _bind_llama(folder: Path) -> ctypes.CDLL:
+    """Imports llama_cpp so that it uses libllama of `folder`; returns llama_cpp's own handle of it."""
+    loaded = sys.modules.get("llama_cpp.llama_cpp")
+    if loaded is None:
+        found = os.environ.get(LIB_PATH)
+        if found is not None and Path(found).resolve() != folder:
+            raise ImportError(f"{LIB_PATH}: expected {folder} or no value, found {found}; unset it to use subkv")
+        os.environ[LIB_PATH] = str(folder)
+        from llama_cpp import llama_cpp as loaded  # type: ignore[no-redef]
+    handle: ctypes.CDLL = loaded._lib  # type: ignore[union-attr]
+    if Path(handle._name).resolve() != folder / f"libllama{SUFFIX}":
+        raise ImportError(
+            f"llama_cpp: expected libllama{SUFFIX} of {folder}, found it already bound to {handle._name};"
+            " import subkv before llama_cpp"
+        )
+    return handle
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """libsubkv with every function of subkv.h declared; llama_cpp is bound to the same libllama.
+
+    Raises ImportError when the library is missing, when llama_cpp is already bound to another libllama, or when
+    LLAMA_CPP_LIB_PATH names another folder.
+    """
+    folder = lib_dir()
+    llama = _bind_llama(folder)
+    lib = ctypes.CDLL(str(folder / f"libsubkv{SUFFIX}"))
+    # dlsym on a handle also searches what the library was linked with: both must see one libllama and one ggml.
+    for name in ("llama_init_from_model", "ggml_init"):
+        if _address(lib, name) != _address(llama, name):
+            raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+def last_error() -> str:
+    """The reason of this thread's latest libsubkv failure, "" when there is none."""
+    return (load().subkv_last_error() or b"").decode("utf-8", "replace")
