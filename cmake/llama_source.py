@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from unified_diff import DiffError, FileDiff, apply, parse  # noqa: E402
+from unified_diff import DiffError, FileDiff, apply, parse
 
 Tree = dict[str, bytes]
 """Path relative to the root of llama.cpp, with forward slashes -> content."""
@@ -55,7 +55,9 @@ def read_patches(pin: Path) -> list[FileDiff]:
     owner: dict[str, str] = {}
     for diff in diffs:
         if diff.path in owner:
-            raise SourceError(f"{diff.name}: expected one patch per upstream file, {diff.path} is also in {owner[diff.path]}")
+            raise SourceError(
+                f"{diff.name}: expected one patch per upstream file, found {diff.path} in {owner[diff.path]} too"
+            )
         owner[diff.path] = diff.name
     return diffs
 
@@ -211,7 +213,8 @@ def pip_download(version: dict[str, str], folder: Path) -> Path:
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-build-isolation")
     # An enclosing pip leaves its own state in the environment.
-    env = {k: v for k, v in os.environ.items() if k not in ("PIP_BUILD_TRACKER", "PIP_REQ_TRACKER", "PIP_REQUIRE_HASHES")}
+    own = ("PIP_BUILD_TRACKER", "PIP_REQ_TRACKER", "PIP_REQUIRE_HASHES")
+    env = {key: value for key, value in os.environ.items() if key not in own}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     archive = folder / archive_name(version)
     if done.returncode != 0 or not archive.is_file():

@@ -70,7 +70,9 @@ def parse(name: str, data: bytes) -> FileDiff:
     while at < len(lines):
         match = _HUNK.match(lines[at])
         if match is None:
-            raise DiffError(f"{name}: line {at + 1}: expected '@@ -', found {lines[at].rstrip()[:60].decode('latin1')!r}")
+            raise DiffError(
+                f"{name}: line {at + 1}: expected '@@ -', found {lines[at].rstrip()[:60].decode('latin1')!r}"
+            )
         old_start, old_count, new_start, new_count = (1 if g is None else int(g) for g in match.groups())
         at += 1
         old: list[bytes] = []
