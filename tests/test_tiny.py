@@ -1,0 +1,77 @@
+"""The tiny models keep the promises that other tests build on: they load, decode, and look far back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny
+
+from subkv import _lib
+
+TEXT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the sun all day."
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """llama_cpp's low-level functions, bound to our libllama."""
+    _lib.load()
+    from llama_cpp import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+def outputs(c: Any, path: Path, change: int = 0) -> npt.NDArray[np.float32]:
+    """Logits of the last token of TEXT (pooled embedding of an encoder), after adding `change` to its second token."""
+    model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
+    assert model
+    vocab = c.llama_model_get_vocab(model)
+    tokens = (c.llama_token * len(TEXT))()
+    n = c.llama_tokenize(vocab, TEXT, len(TEXT), tokens, len(TEXT), False, True)
+    assert 0 < n < len(TEXT), "some pairs are merged"
+    tokens[1] += change
+    params = c.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 256
+    encoder_only = not c.llama_model_has_decoder(model)
+    params.embeddings = encoder_only
+    ctx = c.llama_init_from_model(model, params)
+    assert ctx
+    batch = c.llama_batch_get_one(tokens, n)
+    if c.llama_model_has_encoder(model):
+        assert c.llama_encode(ctx, batch) == 0
+        start = (c.llama_token * 3)(c.llama_model_decoder_start_token(model), 5, 6)
+        batch = c.llama_batch_get_one(start, 3)
+    if encoder_only:
+        found, size = c.llama_get_embeddings_seq(ctx, 0), c.llama_model_n_embd(model)
+    else:
+        assert c.llama_decode(ctx, batch) == 0
+        found, size = c.llama_get_logits_ith(ctx, -1), c.llama_vocab_n_tokens(vocab)
+    values = np.array(ctypes.cast(found, ctypes.POINTER(ctypes.c_float * size)).contents, np.float32)
+    c.llama_free(ctx)
+    c.llama_model_free(model)
+    return values
+
+
+@pytest.mark.parametrize("arch", tiny.ARCHS)
+def test_far_tokens_matter(arch: str, tiny_model: Callable[..., Path], llama: Any) -> None:
+    path = tiny_model(arch)
+    before = outputs(llama, path)
+    assert np.isfinite(before).all()
+    assert before.std() > 0.5
+    assert np.array_equal(outputs(llama, path), before)
+    assert np.abs(outputs(llama, path, change=7) - before).max() > 0.01
+
+
+def test_seed_and_dimensions(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    first, again, other = (tiny.build(tmp_path / f"{i}.gguf", "llama", seed) for i, seed in enumerate((3, 3, 4)))
+    assert first.read_bytes() == again.read_bytes() != other.read_bytes()
+    assert tiny_model("llama", 3) == tiny_model("llama", 3) != tiny_model("llama", 4)
+    assert tiny_model("llama", n_layer=1).stat().st_size < first.stat().st_size < 2**20
+    with pytest.raises(TypeError, match=r"expected dimensions of bloom, found \['n_embd', 'n_swa'\]"):
+        tiny.build(tmp_path / "x.gguf", "bloom", n_swa=8, n_embd=64)
