@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import subkv.llama  # noqa: F401  binds llama_cpp to our libllama
-from llama_cpp import llama_cpp as C  # noqa: N812
 from subkv.cache import (
+    C,
     CacheChoice,
     CacheError,
     KVStats,
@@ -156,8 +155,9 @@ class Context:
 
     def close(self) -> None:
         if self.handle:
-            C.llama_batch_free(self.batch)
-            C.llama_free(self.handle)
+            with captured_log(forward=False):  # llama.cpp reports its buffer sizes on the way out
+                C.llama_batch_free(self.batch)
+                C.llama_free(self.handle)
             self.handle = None
 
 

@@ -1,14 +1,10 @@
-"""Choosing, attaching and measuring a KV cache: what `subkv.Llama` and the programs share.
-
-Needs llama_cpp bound to our libllama: import it through `subkv.Llama` or after `subkv._lib.load()`.
-"""
+"""Choosing, attaching and measuring a KV cache: what `subkv.Llama` and the programs share."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import os
 import re
 import sys
@@ -16,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import _logger
-from llama_cpp import llama_cpp as C  # noqa: N812
-
 from subkv import _lib
+
+_lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
+
+from llama_cpp import _logger  # noqa: E402
+from llama_cpp import llama_cpp as C  # noqa: E402,N812
 
 MIB = 1024 * 1024
 LOG_INFO, LOG_WARN, LOG_ERROR, LOG_CONT = 2, 3, 4, 5  # enum ggml_log_level; llama_cpp's own table is of an older version
@@ -67,68 +65,25 @@ class StateError(SubkvError, RuntimeError):
 #
 
 
-class _Params(ctypes.Structure):
-    """subkv_cache_params of subkv.h."""
-
-    _fields_ = [("n_sink", ctypes.c_int32), ("n_recent", ctypes.c_int32), ("n_rollback", ctypes.c_int32)]
-
-
-class _Stats(ctypes.Structure):
-    """subkv_stats of subkv.h."""
-
-    _fields_ = [
-        ("bytes_codes", ctypes.c_uint64),
-        ("bytes_window", ctypes.c_uint64),
-        ("bytes_stock", ctypes.c_uint64),
-        ("bytes_f16", ctypes.c_uint64),
-        ("bytes_bases", ctypes.c_uint64),
-        ("bytes_per_token", ctypes.c_uint64),
-        ("n_zero_rows", ctypes.c_uint64),
-        ("n_layer_coded", ctypes.c_uint32),
-        ("n_cells", ctypes.c_uint32),
-        ("n_stream", ctypes.c_uint32),
-        ("n_sink", ctypes.c_int32),
-        ("n_recent", ctypes.c_int32),
-        ("n_rollback", ctypes.c_int32),
-        ("bpe", ctypes.c_float),
-    ]
-
-
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "subkv_last_error": (ctypes.c_char_p, []),
-    "subkv_kernel_name": (ctypes.c_char_p, []),
-    "subkv_layout_present": (ctypes.c_int32, [ctypes.c_char_p]),
-    "subkv_layout_load": (ctypes.c_void_p, [ctypes.c_char_p]),
-    "subkv_layout_free": (None, [ctypes.c_void_p]),
-    "subkv_layout_json": (ctypes.c_char_p, [ctypes.c_void_p]),
-    "subkv_attach": (ctypes.c_bool, [ctypes.c_void_p, ctypes.POINTER(_Params)]),
-    "subkv_get_stats": (ctypes.c_bool, [ctypes.c_void_p, ctypes.POINTER(_Stats)]),
-    "subkv_context_fingerprint": (ctypes.c_char_p, [ctypes.c_void_p]),
-}
-
-
-@functools.cache
-def native(name: str) -> Any:
-    """One function of libsubkv with its own prototype, so that no other user of the handle can change it."""
-    result, arguments = _PROTOTYPES[name]
-    address = ctypes.cast(getattr(_lib.load(), name), ctypes.c_void_p).value
-    return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
-
-
 def last_error() -> str:
     """The reason of this thread's latest libsubkv failure, "" when there is none."""
-    return (native("subkv_last_error")() or b"").decode("utf-8", "replace")
+    return _lib.last_error()
+
+
+def native() -> ctypes.CDLL:
+    """libsubkv."""
+    return _lib.load()
 
 
 def layout_json(path: Path, key: str) -> str:
     """subkv_layout_json of a converted model or sidecar. Raises CacheError."""
-    layout = native("subkv_layout_load")(os.fsencode(path))
+    layout = native().subkv_layout_load(os.fsencode(path))
     if not layout:
         raise CacheError(key, last_error())
     try:
-        return (native("subkv_layout_json")(layout) or b"").decode("utf-8")
+        return (native().subkv_layout_json(layout) or b"").decode("utf-8")
     finally:
-        native("subkv_layout_free")(layout)
+        native().subkv_layout_free(layout)
 
 
 #
@@ -163,7 +118,7 @@ def captured_log(forward: bool) -> Iterator[LogLines]:
 def last_log_error(lines: LogLines) -> str:
     """The most specific error sentence in a captured log, without the name of the C function; "" when there is none."""
     errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
-    named = [line for line in errors if "error loading" in line]
+    named = [line for line in errors if "error loading model" in line]
     line = (named or errors or [""])[0]  # the first is the cause, later ones tell who gave up
     line = re.sub(r"^\w+: ", "", line)
     return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
@@ -185,10 +140,10 @@ def _gguf(name: str, result: Any, *arguments: Any) -> Any:
     return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
 
 
-def check_model_file(path: str | os.PathLike[str], key: str) -> Path:
+def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = True) -> Path:
     """Refuse a file that llama.cpp could not load, with the reason, before anything is loaded.
 
-    Reads the header only. Raises ModelFileError that starts with `key`.
+    Reads the header only. weights: a file without tensors (a sidecar) is refused, too. Raises ModelFileError that starts with `key`.
     """
     path = Path(path)
     try:
@@ -224,6 +179,9 @@ def check_model_file(path: str | os.PathLike[str], key: str) -> Path:
             expected += last + _gguf("gguf_get_tensor_size", word, void, i64)(handle_c, count - 1)
     finally:
         _gguf("gguf_free", None, void)(handle_c)
+    if weights and not count:
+        raise ModelFileError(key, f"expected a model with weights, found a GGUF without tensors: {path}; a sidecar gives "
+                                  "bases to a model, it is none")  # fmt: skip
     if count and size < expected:
         raise ModelFileError(key, f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
     return path
@@ -288,9 +246,9 @@ def choose_cache(
         name = _stock_type(kv_cache, "kv_cache")
         return CacheChoice(name, name, STOCK_TYPES[name][0], STOCK_TYPES[name][0])
     if bases is not None:
-        check_model_file(bases, "bases")
+        check_model_file(bases, "bases", weights=False)
     source = bases or model
-    present = native("subkv_layout_present")(os.fsencode(source))
+    present = native().subkv_layout_present(os.fsencode(source))
     if present < 0:
         raise CacheError("bases" if bases else "model_path", last_error())
     if present:
@@ -334,17 +292,17 @@ def attached(
     for key, given in numbers.items():
         if given is not None and not 0 <= given < 2**31:
             raise CacheError(key, f"expected 0 or more tokens, found {given}")
-    layout = native("subkv_layout_load")(os.fsencode(choice.layout))
+    layout = native().subkv_layout_load(os.fsencode(choice.layout))
     if not layout:
         raise CacheError("", last_error())
     try:
-        params = _Params(*(-1 if given is None else given for given in numbers.values()))
-        if not native("subkv_attach")(layout, ctypes.byref(params)):
+        params = _lib.CacheParams(*(-1 if given is None else given for given in numbers.values()))
+        if not native().subkv_attach(layout, ctypes.byref(params)):
             raise CacheError("kv_cache", last_error())
         yield
     finally:
-        native("subkv_attach")(None, None)  # nothing to cancel when the context consumed it
-        native("subkv_layout_free")(layout)
+        native().subkv_attach(None, None)  # nothing to cancel when the context consumed it
+        native().subkv_layout_free(layout)
 
 
 def creation_error(error: Exception, choice: CacheChoice, log: LogLines) -> SubkvError:
@@ -400,12 +358,12 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> 
     """Sizes of a context's cache. `log`: what llama.cpp said while creating it (lines of llama_kv_cache)."""
     if not choice.coded:
         return _stock_stats(model, ctx, choice, log)
-    raw = _Stats()
-    if not native("subkv_get_stats")(ctx, ctypes.byref(raw)):
+    raw = _lib.Stats()
+    if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
         raise CacheError("kv_cache", last_error() or "expected a coefficient cache in this context, found an ordinary one")
-    fingerprint = native("subkv_context_fingerprint")(ctx)
-    kernel = native("subkv_kernel_name")()
-    same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _Stats._fields_}
+    fingerprint = native().subkv_context_fingerprint(ctx)
+    kernel = native().subkv_kernel_name()
+    same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,

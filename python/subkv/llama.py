@@ -19,16 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from subkv import _lib
+import numpy as np
 
-_lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
-
-import llama_cpp  # noqa: E402
-import numpy as np  # noqa: E402
-from llama_cpp import _internals as internals  # noqa: E402
-from llama_cpp import llama_cpp as C  # noqa: E402,N812
-
-from subkv.cache import (  # noqa: E402
+from subkv.cache import (  # first: it binds llama_cpp to the libllama that carries the hook
+    C,
     CacheChoice,
     CacheError,
     KVStats,
@@ -45,6 +39,9 @@ from subkv.cache import (  # noqa: E402
     last_error,
     last_log_error,
 )
+
+import llama_cpp  # noqa: E402
+from llama_cpp import _internals as internals  # noqa: E402
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
@@ -198,7 +195,12 @@ class Llama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free context and model now. Safe to call twice and on an object whose construction failed."""
-        if "_stack" in self.__dict__:
+        if "_stack" not in self.__dict__:
+            return
+        if self.verbose or sys.is_finalizing():
+            super().close()
+            return
+        with captured_log(forward=False):  # llama.cpp reports its buffer sizes on the way out
             super().close()
 
     def __enter__(self) -> Llama:

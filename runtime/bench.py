@@ -1,0 +1,343 @@
+"""Speed of prompt processing and generation at several depths under different KV caches, in llama-bench's columns.
+
+    python -m runtime.bench -m M.gguf -p 512 -n 32 -d 0,4096 -ctk f16,q8_0,subkv -fa auto,off -t 2 -r 5
+
+All caches live in one process and take turns within every repetition, so that a busy machine slows all of them alike.
+Each context is filled to a depth once; after a repetition its tail is removed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runtime import options
+
+if TYPE_CHECKING:
+    from runtime.engine import Context, Model
+
+FLASH_NUMBERS = {"auto": -1, "off": 0, "on": 1}
+SEED = 1234
+
+
+class IntList(click.ParamType):
+    """Comma-separated numbers, as llama-bench takes them."""
+
+    name = "N,N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            numbers = [int(item) for item in str(value).split(",")]
+        except ValueError:
+            self.fail(f"expected numbers separated by commas, found {value!r}", param, ctx)
+        if min(numbers) < 0:
+            self.fail(f"expected numbers that are not negative, found {value!r}", param, ctx)
+        return numbers
+
+
+@dataclasses.dataclass
+class Config:
+    """One cache and flash attention setting with its context, and how many cells of it are filled."""
+
+    name: str
+    context: Context
+    flash_attn: str
+    depth: int = 0
+
+
+@dataclasses.dataclass
+class Measurement:
+    """Times of one test (n_prompt or n_gen tokens at a depth) of one configuration."""
+
+    config: Config
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test_time: str
+    samples_ns: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        kind = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return f"{kind} @ d{self.n_depth}" if self.n_depth else kind
+
+
+class Tokens:
+    """Random tokens as llama-bench uses them: what is computed does not depend on them, only that they differ."""
+
+    def __init__(self, model: Model) -> None:
+        import numpy as np
+
+        self.model = model
+        self.random = np.random.default_rng(SEED)
+
+    def take(self, n: int) -> Any:
+        import numpy as np
+
+        return self.random.integers(0, self.model.n_vocab, size=n).astype(np.int32)
+
+
+def prompt(context: Context, tokens: Tokens, pos: int, n: int) -> None:
+    """Evaluate n tokens from position pos in batches; logits of the last one of each batch, as llama-bench."""
+    for start in range(0, n, context.n_batch):
+        part = tokens.take(min(context.n_batch, n - start))
+        if pos + start == 0 and context.model.add_bos:
+            part[0] = context.model.bos
+        context.decode(part, pos + start, len(part) - 1)
+    context.synchronize()
+
+
+def generate(context: Context, tokens: Tokens, pos: int, n: int) -> None:
+    """Evaluate n tokens one by one from position pos."""
+    for i in range(n):
+        context.decode(tokens.take(1), pos + i, 0)
+        context.synchronize()
+
+
+def fill(config: Config, tokens: Tokens, depth: int, bar: Any) -> None:
+    """Extend a context's cells to `depth`."""
+    while config.depth < depth:
+        n = min(config.context.n_batch, depth - config.depth)
+        prompt(config.context, tokens, config.depth, n)
+        config.depth += n
+        bar.update(n)
+
+
+def measure(
+    configs: list[Config], tokens: Tokens, prompts: list[int], gens: list[int], depths: list[int], repetitions: int
+) -> list[Measurement]:
+    """All tests of all configurations; configurations take turns inside every repetition."""
+    from tqdm import tqdm
+
+    done: list[Measurement] = []
+    for config in configs:  # warm up: page in the weights, build the graphs
+        prompt(config.context, tokens, 0, 2)
+        generate(config.context, tokens, 2, 1)
+        config.context.clear()
+    for depth in sorted(set(depths)):
+        missing = sum(depth - config.depth for config in configs)
+        with tqdm(total=missing, unit="tok", unit_scale=True, desc=f"fill to depth {depth}", disable=None, leave=False) as bar:
+            for config in configs:
+                bar.set_postfix_str(config.name)
+                fill(config, tokens, depth, bar)
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        tests = [(n, 0) for n in prompts if n] + [(0, n) for n in gens if n]
+        rows = [[Measurement(config, n_p, n_g, depth, now) for config in configs] for n_p, n_g in tests]
+        with tqdm(total=repetitions * len(tests) * len(configs), unit="run", desc=f"depth {depth}", disable=None, leave=False) as bar:
+            for repetition, row in itertools.product(range(repetitions), rows):
+                shift = repetition % len(row)  # nobody always comes first
+                for m in row[shift:] + row[:shift]:
+                    bar.set_postfix_str(f"{m.config.name} {m.label}")
+                    start = time.perf_counter_ns()
+                    if m.n_prompt:
+                        prompt(m.config.context, tokens, depth, m.n_prompt)
+                    else:
+                        generate(m.config.context, tokens, depth, m.n_gen)
+                    m.samples_ns.append(time.perf_counter_ns() - start)
+                    if depth:
+                        m.config.context.drop_tail(depth)
+                    else:
+                        m.config.context.clear()
+                    bar.update(1)
+        done += [m for row in rows for m in row]
+    return done
+
+
+def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> float:
+    """GB/s that n_threads reach summing a large float32 array; the best of a few passes."""
+    import numpy as np
+
+    data = np.ones(mib * 2**20 // 4, dtype=np.float32)
+    parts = np.array_split(data, n_threads)
+    best = float("inf")
+    with ThreadPoolExecutor(n_threads) as pool:
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            best = min(best, time.perf_counter() - start)
+    return data.nbytes / best / 1e9
+
+
+def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: int, bandwidth: float) -> dict[str, Any]:
+    """One llama-bench object, with ours added. Speeds in tokens/s, times in ns, sizes in bytes, bandwidths in GB/s.
+
+    kv_read_gbs: K/V rows that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts; null for
+    prompts, where a row is read once for many tokens.
+    """
+    from llama_cpp import llama_cpp as C  # noqa: N812
+
+    stats = m.config.context.stats
+    n_tokens = m.n_prompt + m.n_gen
+    samples_ts = [1e9 * n_tokens / ns for ns in m.samples_ns]
+    median = statistics.median(samples_ts)
+    cells = m.n_depth + m.n_gen / 2
+    return {
+        "build_commit": "0c1e57098",
+        "model_filename": str(model.path),
+        "model_type": model.description(),
+        "model_size": C.llama_model_size(model.handle),
+        "model_n_params": C.llama_model_n_params(model.handle),
+        "backends": "CPU" if not given["n_gpu_layers"] else "GPU",
+        "n_batch": given["n_batch"],
+        "n_ubatch": given["n_ubatch"],
+        "n_threads": n_threads,
+        "type_k": stats.type_k,
+        "type_v": stats.type_v,
+        "n_gpu_layers": given["n_gpu_layers"],
+        "flash_attn": FLASH_NUMBERS[m.config.flash_attn],
+        "n_prompt": m.n_prompt,
+        "n_gen": m.n_gen,
+        "n_depth": m.n_depth,
+        "test": m.label,
+        "test_time": m.test_time,
+        "avg_ns": round(statistics.fmean(m.samples_ns)),
+        "stddev_ns": round(_stdev(m.samples_ns)),
+        "avg_ts": statistics.fmean(samples_ts),
+        "stddev_ts": _stdev(samples_ts),
+        "median_ts": median,
+        "samples_ns": m.samples_ns,
+        "samples_ts": samples_ts,
+        "cache": m.config.name,
+        "kernel": stats.kernel,
+        "bpe": round(stats.bpe, 4),
+        "kv_bytes": stats.bytes_kv,
+        "kv_bytes_per_token": stats.bytes_per_token,
+        "kv_read_gbs": stats.bytes_per_token * cells * median / 1e9 if m.n_gen else None,
+        "read_bandwidth_gbs": bandwidth,
+    }
+
+
+def _stdev(x: list[Any]) -> float:
+    return statistics.stdev(x) if len(x) > 1 else 0.0
+
+
+def as_markdown(objects: list[dict[str, Any]]) -> str:
+    """llama-bench's table; t/s is the median of the interleaved repetitions."""
+    head = ["model", "size", "params", "backend", "threads", "type_k", "type_v", "fa", "KV B/token", "test", "t/s"]
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * 2 + " --- |" + " ---: |" * 7]
+    for o in objects:
+        size, params = o["model_size"], o["model_n_params"]
+        cells = [
+            o["model_type"],
+            f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB",
+            f"{params / 1e6:.2f} M" if params < 1e9 else f"{params / 1e9:.2f} B",
+            o["backends"],
+            str(o["n_threads"]),
+            o["cache"] if o["type_k"] == o["type_v"] == "subkv" else o["type_k"],
+            o["type_v"],
+            str(o["flash_attn"]),
+            str(o["kv_bytes_per_token"]),
+            o["test"],
+            f"{o['median_ts']:.2f} ± {o['stddev_ts']:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    first = objects[0]
+    lines += ["", f"t/s: median ± standard deviation of {len(first['samples_ns'])} interleaved repetitions; "
+                  f"read bandwidth {first['read_bandwidth_gbs']:.1f} GB/s; build: {first['build_commit']}"]  # fmt: skip
+    return "\n".join(lines)
+
+
+def as_csv(objects: list[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    names = [name for name in objects[0] if not name.startswith("samples")]
+    writer = csv.DictWriter(out, names, quoting=csv.QUOTE_NONNUMERIC, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(objects)
+    return out.getvalue().rstrip("\n")
+
+
+@options.command()
+@options.model_option(required=True)
+@click.option("-p", "--n-prompt", "prompts", type=IntList(), default="512", help="prompt lengths, 0: none")
+@click.option("-n", "--n-gen", "gens", type=IntList(), default="128", help="tokens to generate, 0: none")
+@click.option("-d", "--n-depth", "depths", type=IntList(), default="0", help="cells filled before the test")
+@click.option("-ctk", "--cache-type-k", "types_k", default="auto", metavar="T,T,…", help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V")
+@click.option("-ctv", "--cache-type-v", "types_v", default=None, metavar="T,T,…", help="V caches combined with every -ctk")
+@click.option("--bases", default=None, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model")
+@click.option("-fa", "--flash-attn", "flash", default="auto", metavar="on|off|auto,…", help="flash attention settings")
+@options.window_options
+@options.threads_option
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, help="runs of every test")
+@options.batch_options()
+@options.gpu_option
+@options.output_option("md", "csv", "json")
+def main(**given: Any) -> None:
+    """Measure prompt processing and generation speed, cache types interleaved in one run."""
+    if not any(given["prompts"]) and not any(given["gens"]):
+        raise click.UsageError("-p, -n: expected something to measure, found 0 for both")
+    flash = [item.strip() for item in given["flash"].split(",")]
+    for item in flash:
+        if item not in options.FLASH:
+            raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
+    from runtime.engine import Model
+
+    n_threads = options.threads(given["n_threads"])
+    with contextlib.ExitStack() as cleanup:
+        model = cleanup.enter_context(Model(given["model"], given["n_gpu_layers"]))
+        configs = open_configs(model, given, [options.FLASH[item] for item in flash], n_threads)
+        for config in configs:
+            cleanup.callback(config.context.close)
+        bandwidth = read_bandwidth(n_threads)
+        done = measure(configs, Tokens(model), given["prompts"], given["gens"], given["depths"], given["repetitions"])
+        objects = [as_object(m, model, given, n_threads, bandwidth) for m in done]
+    writers = {"md": as_markdown, "csv": as_csv, "json": lambda x: json.dumps(x, indent=2)}
+    click.echo(writers[given["output"]](objects))
+
+
+def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_threads: int) -> list[Config]:
+    """A context for every cache and flash attention setting; impossible pairs (quantized V without it) are skipped aloud."""
+    from runtime.engine import parse_cache
+    from subkv.cache import CacheError, cache_line
+
+    bases = Path(given["bases"]) if given["bases"] else None
+    specs = [item.strip() for item in given["types_k"].split(",")]
+    if given["types_v"]:
+        specs = [f"{k}/{v.strip()}" for k, v in itertools.product(specs, given["types_v"].split(","))]
+    longest = max(*given["prompts"], *given["gens"])
+    configs: list[Config] = []
+    pairs = list(itertools.product(specs, flash))
+    for spec, fa in pairs:
+        choice = parse_cache(spec, model.path, bases)
+        # a tail of coded cells can only be removed while their exact rows are kept
+        window = {"n_rollback": longest, "n_sink": given["n_sink"], "n_recent": given["n_recent"]} if choice.coded else {}
+        try:
+            context = model.context(
+                choice,
+                n_ctx=max(given["depths"]) + longest,
+                n_batch=given["n_batch"],
+                n_ubatch=given["n_ubatch"],
+                n_threads=n_threads,
+                flash_attn=fa,
+                **window,
+            )
+        except CacheError as error:
+            if error.key == "flash_attn" and len(flash) > 1:
+                options.note(f"{spec} -fa {fa}: skipped, {error.reason}")
+                continue
+            for config in configs:
+                config.context.close()
+            raise
+        name = choice.name if choice.coded and ":" not in spec else spec if choice.coded else choice.name
+        options.note(f"{spec} -fa {fa}: {cache_line(context.stats)}")
+        configs.append(Config(name if len(flash) == 1 else f"{name} fa={fa}", context, fa))
+    if not configs:
+        raise options.ProgramError("-ctk: expected a cache that runs with the given -fa, found none")
+    return configs
+
+
+if __name__ == "__main__":
+    main()

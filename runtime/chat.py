@@ -1,0 +1,325 @@
+"""Chat with a model in the terminal or through a pipe; the answer goes to stdout, everything else to stderr.
+
+    python -m runtime.chat                                   the demo model on a compressed cache
+    python -m runtime.chat -m model.subkv.gguf
+    echo "What is a sonnet?" | python -m runtime.chat --temp 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runtime import options
+
+if TYPE_CHECKING:
+    from runtime.conversation import Conversation, Turn
+
+MIB = 1024 * 1024
+
+HELP = """\
+/exit          leave (also Ctrl-D)
+/regen         answer the last message again
+/clear         forget the conversation
+/read FILE     put a text file in front of the next message
+/save FILE     write the conversation and its cells
+/load FILE     go on with a saved conversation
+/stats         sizes of the KV cache
+/help          this list
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; on an empty line, twice, the program."""
+
+
+class Interrupts:
+    """Ctrl-C while the model works: the first asks the answer to stop, a second one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def stop(self) -> bool:
+        return self.seen
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        self.seen = False
+
+        def handler(_number: int, _frame: Any) -> None:
+            if self.seen:
+                raise KeyboardInterrupt
+            self.seen = True
+
+        try:
+            previous = signal.signal(signal.SIGINT, handler)
+        except ValueError:  # not the main thread: nobody can press Ctrl-C for us
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+class Chat:
+    """Reads lines, runs commands, prints answers."""
+
+    def __init__(self, conversation: Conversation, n_predict: int, tty: bool) -> None:
+        self.conversation = conversation
+        self.n_predict = n_predict
+        self.tty = tty
+        self.read_text = ""
+        self.interrupts = Interrupts()
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/regen": self.regenerate,
+            "/clear": self.clear,
+            "/read": self.read,
+            "/save": self.save,
+            "/load": self.load,
+            "/stats": self.stats,
+            "/help": lambda _: options.note(HELP),
+        }
+
+    def line(self) -> str | None:
+        """The next message, joined over trailing backslashes; None at the end of the input."""
+        parts: list[str] = []
+        while True:
+            try:
+                text = input("> " if not parts else "… ") if self.tty else sys.stdin.readline()
+            except EOFError:
+                text = ""
+                if self.tty:
+                    click.echo()
+                    return None
+            if not self.tty and not text:
+                return "\n".join(parts) if parts else None
+            text = text.rstrip("\n")
+            if text.endswith("\\"):
+                parts.append(text[:-1])
+                continue
+            return "\n".join([*parts, text])
+
+    def loop(self) -> None:
+        """Until /exit or the end of the input."""
+        stopping = False
+        while True:
+            try:
+                text = self.line()
+            except KeyboardInterrupt:
+                click.echo()
+                if stopping:
+                    return
+                stopping = True
+                options.note("Ctrl-C again or /exit leaves")
+                continue
+            stopping = False
+            if text is None:
+                return
+            name, _, rest = text.strip().partition(" ")
+            if name == "/exit":
+                return
+            if name in self.commands:
+                self.guarded(self.commands[name], rest.strip())
+            elif name.startswith("/") and name[1:].isalpha() and "\n" not in text:
+                options.note(f"{name}: unknown command; /help lists them")
+            elif text.strip():
+                self.guarded(self.say, text)
+
+    def guarded(self, action: Callable[[str], None], argument: str) -> bool:
+        """Run one command; what goes wrong is said and the chat goes on. Returns whether it went well."""
+        from subkv.cache import SubkvError
+
+        try:
+            action(argument)
+        except SubkvError as error:
+            options.note(options.sentence(error))
+            return False
+        return True
+
+    def say(self, text: str) -> None:
+        from runtime.conversation import Turn
+
+        if self.read_text:
+            text = f"{self.read_text}\n\n{text}"
+        turn = Turn()
+        self.print_answer(self.conversation.ask(text, self.n_predict, self.interrupts.stop, turn), turn)
+        if turn.n_answer:
+            self.read_text = ""
+
+    def regenerate(self, _: str) -> None:
+        from runtime.conversation import Turn
+
+        turn = Turn()
+        self.print_answer(self.conversation.regenerate(self.n_predict, self.interrupts.stop, turn), turn)
+
+    def print_answer(self, pieces: Iterator[str], turn: Turn) -> None:
+        with self.interrupts.watch():
+            for piece in pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        conversation = self.conversation
+        if turn.stopped == "interrupt":
+            options.note("stopped")
+        elif turn.stopped == "full":
+            options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; /clear starts over, a larger -c gives more room")
+        stats = conversation.llm.kv_stats()
+        options.note(
+            f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
+            f"KV: {stats.bytes_kv / MIB:.1f} MiB (f16: {stats.bytes_f16 / MIB:.1f}) ]"
+        )
+        if self.tty:
+            options.note("")
+
+    def clear(self, _: str) -> None:
+        self.conversation.clear()
+        self.read_text = ""
+        options.note("the conversation is empty")
+
+    def read(self, name: str) -> None:
+        from subkv.cache import SubkvError
+
+        path = named_file("/read", name)
+        try:
+            text = path.read_text("utf-8")
+        except OSError as error:
+            raise SubkvError("/read", f"cannot read {path}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise SubkvError("/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else") from error
+        self.read_text = f"{self.read_text}\n\n{text}" if self.read_text else text
+        options.note(f"{path}: {len(text)} characters go in front of the next message")
+
+    def save(self, name: str) -> None:
+        path = named_file("/save", name)
+        self.conversation.save(path)
+        options.note(f"saved {self.conversation.llm.n_tokens} cells to {path}")
+
+    def load(self, name: str) -> None:
+        self.conversation.load(named_file("/load", name))
+        self.read_text = ""
+        options.note(f"{len(self.conversation.messages)} messages, {self.conversation.llm.n_tokens} cells")
+
+    def stats(self, _: str) -> None:
+        conversation = self.conversation
+        stats = conversation.llm.kv_stats()
+        rows = [
+            ("cache", stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"),
+            ("kernel", stats.kernel),
+            ("tokens", f"{len(conversation.tokens)} of {conversation.llm.n_ctx()}"),
+            ("bits per element", f"{stats.bpe:.3f}"),
+            ("bytes per token", f"{stats.bytes_per_token}"),
+            ("KV", f"{stats.bytes_kv / MIB:.2f} MiB (f16: {stats.bytes_f16 / MIB:.2f} MiB)"),
+        ]
+        if stats.n_layer_coded:
+            rows += [
+                ("  coefficient rows", f"{stats.bytes_codes / MIB:.2f} MiB in {stats.n_layer_coded} layers"),
+                ("  exact window", f"{stats.bytes_window / MIB:.2f} MiB ({stats.n_sink} first, {stats.n_recent} last tokens)"),
+                ("  ordinary layers", f"{stats.bytes_stock / MIB:.2f} MiB"),
+                ("bases", f"{stats.bytes_bases / MIB:.2f} MiB"),
+                ("zero rows", f"{stats.n_zero_rows}"),
+                ("fingerprint", stats.fingerprint or ""),
+            ]
+        options.note("\n".join(f"{name:<18} {value}" for name, value in rows))
+
+
+def named_file(command: str, name: str) -> Path:
+    from subkv.cache import SubkvError
+
+    if not name:
+        raise SubkvError(command, "expected a file name, found none")
+    return Path(name).expanduser()
+
+
+@options.command()
+@options.model_option(required=False, text="model file (GGUF); default: the demo model")
+@click.option("-p", "--prompt", default=None, metavar="TEXT", help="first message")
+@click.option("-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)")
+@click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message")
+@options.context_option(4096)
+@click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, envvar="LLAMA_ARG_N_PREDICT", help="most tokens per answer, -1: no limit")
+@options.cache_options
+@options.window_options
+@click.option("--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32")
+@options.flash_option
+@click.option("--temp", "--temperature", "temp", type=float, default=0.8, envvar="LLAMA_ARG_TEMPERATURE", help="temperature, 0: greedy")
+@click.option("--top-k", type=int, default=40, envvar="LLAMA_ARG_TOP_K", help="sample among the k most likely, 0: all")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, envvar="LLAMA_ARG_TOP_P", help="sample among this mass")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, envvar="LLAMA_ARG_MIN_P", help="least share of the top probability")
+@click.option("--repeat-penalty", type=float, default=1.0, envvar="LLAMA_ARG_REPEAT_PENALTY", help="penalty on repeated tokens, 1: none")
+@click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random")
+@options.threads_option
+@options.batch_options()
+@options.gpu_option
+def main(**given: Any) -> None:
+    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache."""
+    if given["temp"] < 0:
+        raise click.UsageError(f"--temp: expected 0 or more, found {given['temp']}")
+    stdin_tty = sys.stdin is not None and sys.stdin.isatty()
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    prompt = given["prompt"]
+    if given["single_turn"] and prompt is None:
+        if stdin_tty:
+            raise click.UsageError("--single-turn: expected -p TEXT or a text on stdin, found neither")
+        prompt = sys.stdin.read()
+    with open_model(given) as llm:
+        from runtime.conversation import Conversation, Sampling
+        from subkv.cache import cache_line
+
+        options.note(cache_line(llm.kv_stats()))
+        sampling = Sampling(given["temp"], given["top_k"], given["top_p"], given["min_p"], given["repeat_penalty"])
+        chat = Chat(Conversation(llm, given["system"], sampling, given["seed"]), given["n_predict"], stdin_tty)
+        if stdin_tty and not given["single_turn"]:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  line editing for input()
+            options.note("/help lists the commands")
+        if prompt is not None and not chat.guarded(chat.say, prompt) and given["single_turn"]:
+            raise click.exceptions.Exit(1)
+        if not given["single_turn"]:
+            chat.loop()
+
+
+@contextlib.contextmanager
+def open_model(given: dict[str, Any]) -> Iterator[Any]:
+    """subkv.Llama for the flags; the demo model when there is no -m."""
+    cache = options.cache_arguments(given["type_k"], given["type_v"])
+    if given["model"]:
+        model = Path(given["model"])
+    else:
+        from runtime import demo
+
+        # an ordinary cache asked for by name needs no bases
+        coded = cache.get("kv_cache") in ("auto", "subkv") and not given["bases"]
+        model = demo.converted() if coded else demo.model_path()
+    from subkv.llama import Llama
+
+    n_threads = options.threads(given["n_threads"])
+    window = {key: given[key] for key in ("n_sink", "n_recent", "n_rollback")}
+    llm = Llama(
+        os.fspath(model),
+        bases=given["bases"],
+        n_ctx=given["n_ctx"],
+        n_batch=given["n_batch"],
+        n_ubatch=given["n_ubatch"],
+        n_threads=n_threads,
+        n_threads_batch=n_threads,
+        n_gpu_layers=given["n_gpu_layers"],
+        flash_attn=options.FLASH[given["flash_attn"]],
+        verbose=False,
+        **window,
+        **cache,
+    )
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+if __name__ == "__main__":
+    main()

