@@ -43,8 +43,9 @@ def outputs(c: Any, path: Path, change: int = 0) -> npt.NDArray[np.float32]:
     ctx = c.llama_init_from_model(model, params)
     assert ctx
     batch = c.llama_batch_get_one(tokens, n)
-    if c.llama_model_has_encoder(model):
+    if encoder_only or c.llama_model_has_encoder(model):
         assert c.llama_encode(ctx, batch) == 0
+    if not encoder_only and c.llama_model_has_encoder(model):
         start = (c.llama_token * 3)(c.llama_model_decoder_start_token(model), 5, 6)
         batch = c.llama_batch_get_one(start, 3)
     if encoder_only:
