@@ -1,0 +1,58 @@
+"""The real pin: patches fit the pristine source, and the README lists exactly their hunks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import llama_source as s
+import pytest
+
+ROW = re.compile(r"^\| `([^`]+\.patch)` \| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$")
+
+
+@pytest.fixture
+def pin(repo: Path) -> Path:
+    return repo / "runtime" / "llama.cpp"
+
+
+@pytest.fixture(scope="session")
+def pristine() -> s.Tree:
+    """The pinned source from the cache that the build filled."""
+    pin = Path(__file__).resolve().parents[2] / "runtime" / "llama.cpp"
+    version = s.read_version(pin)
+    archive = s.cache_dir() / s.archive_name(version)
+    if not archive.is_file():
+        pytest.skip(f"pinned source: {archive} does not exist (built with SUBKV_LLAMA_CPP_SOURCE?)")
+    assert s.file_hash(archive) == version["sha256"]
+    tree = s.read_sdist(archive)
+    assert s.tree_hash(tree) == version["tree"]
+    return tree
+
+
+def test_patches_apply_and_come_off(pin: Path, pristine: s.Tree) -> None:
+    diffs = s.read_patches(pin)
+    patched = s.patched(pristine, diffs)
+    assert {p for p in patched if patched[p] != pristine[p]} == {d.path for d in diffs}
+    assert s.patched(patched, diffs, reverse=True) == pristine
+
+
+def test_public_headers_are_not_patched(pin: Path) -> None:
+    """ctypes mirrors the public structs by value, and the stock library shares ggml."""
+    assert [d.path for d in s.read_patches(pin) if d.path.startswith(("include/", "ggml/include/"))] == []
+
+
+def test_readme_lists_exactly_the_hunks(pin: Path) -> None:
+    lines = (pin / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [m.groups() for m in map(ROW.match, lines) if m]
+    table = [line for line in lines if line.startswith("| ") and not line.startswith("| patch |")]
+    assert len(table) == len(rows), "a row of the table is not `patch` | line | what | why | upstream"
+    listed = [(name, int(line)) for name, line, *_ in rows]
+    found = [(d.name, h.old_start) for d in s.read_patches(pin) for h in d.hunks]
+    assert listed == found
+    assert all(text.strip() for row in rows for text in row)
+
+
+def test_pin_is_the_dependency(repo: Path, pin: Path) -> None:
+    version = s.read_version(pin)
+    assert f'"{version["package"]}=={version["version"]}"' in (repo / "pyproject.toml").read_text(encoding="utf-8")

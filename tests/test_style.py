@@ -1,0 +1,53 @@
+"""Lint as tests, so that one command tests everything. The tools and their versions are in the extra `test`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+CPP = sorted(p for d in ("runtime/native", "kernels") for e in ("*.h", "*.cpp") for p in (REPO / d).rglob(e))
+
+
+def tool(name: str) -> str:
+    """The tool of this environment, not one that happens to be on the PATH."""
+    found = shutil.which(name, path=sysconfig.get_path("scripts"))
+    assert found, f"{name}: expected in {sysconfig.get_path('scripts')}, found none; pip install '.[test]'"
+    return found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--no-error-summary"]],
+    ids=["ruff-check", "ruff-format", "mypy"],
+)
+def test_python(command: list[str], tmp_path: Path) -> None:
+    env_python = ["--python-executable", sys.executable] if command[0] == "mypy" else []
+    cache = ["--cache-dir", str(tmp_path)]
+    done = subprocess.run(
+        [tool(command[0]), *command[1:], *env_python, *cache], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_cpp() -> None:
+    assert CPP
+    done = subprocess.run(
+        [tool("clang-format"), "--dry-run", "-Werror", *map(str, CPP)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+
+
+def test_size() -> None:
+    """A file past about 500 lines is two files."""
+    files = [*CPP, *(p for d in ("converter", "runtime", "python", "cmake", "tests") for p in (REPO / d).rglob("*.py"))]
+    assert {str(p.relative_to(REPO)): n for p in files if (n := len(p.read_bytes().splitlines())) > 520} == {}
