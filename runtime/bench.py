@@ -32,7 +32,7 @@ FLASH_NUMBERS = {"auto": -1, "off": 0, "on": 1}
 SEED = 1234
 
 
-class IntList(click.ParamType):
+class IntList(click.ParamType):  # type: ignore[type-arg]
     """Comma-separated numbers, as llama-bench takes them."""
 
     name = "N,N,…"
@@ -130,14 +130,18 @@ def measure(
         config.context.clear()
     for depth in sorted(set(depths)):
         missing = sum(depth - config.depth for config in configs)
-        with tqdm(total=missing, unit="tok", unit_scale=True, desc=f"fill to depth {depth}", disable=None, leave=False) as bar:
+        with tqdm(
+            total=missing, unit="tok", unit_scale=True, desc=f"fill to depth {depth}", disable=None, leave=False
+        ) as bar:
             for config in configs:
                 bar.set_postfix_str(config.name)
                 fill(config, tokens, depth, bar)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         tests = [(n, 0) for n in prompts if n] + [(0, n) for n in gens if n]
         rows = [[Measurement(config, n_p, n_g, depth, now) for config in configs] for n_p, n_g in tests]
-        with tqdm(total=repetitions * len(tests) * len(configs), unit="run", desc=f"depth {depth}", disable=None, leave=False) as bar:
+        with tqdm(
+            total=repetitions * len(tests) * len(configs), unit="run", desc=f"depth {depth}", disable=None, leave=False
+        ) as bar:
             for repetition, row in itertools.product(range(repetitions), rows):
                 shift = repetition % len(row)  # nobody always comes first
                 for m in row[shift:] + row[:shift]:
@@ -178,7 +182,7 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
     kv_read_gbs: K/V rows that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts; null for
     prompts, where a row is read once for many tokens.
     """
-    from llama_cpp import llama_cpp as C  # noqa: N812
+    from subkv.cache import C
 
     stats = m.config.context.stats
     n_tokens = m.n_prompt + m.n_gen
@@ -265,8 +269,17 @@ def as_csv(objects: list[dict[str, Any]]) -> str:
 @click.option("-p", "--n-prompt", "prompts", type=IntList(), default="512", help="prompt lengths, 0: none")
 @click.option("-n", "--n-gen", "gens", type=IntList(), default="128", help="tokens to generate, 0: none")
 @click.option("-d", "--n-depth", "depths", type=IntList(), default="0", help="cells filled before the test")
-@click.option("-ctk", "--cache-type-k", "types_k", default="auto", metavar="T,T,…", help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V")
-@click.option("-ctv", "--cache-type-v", "types_v", default=None, metavar="T,T,…", help="V caches combined with every -ctk")
+@click.option(
+    "-ctk",
+    "--cache-type-k",
+    "types_k",
+    default="auto",
+    metavar="T,T,…",
+    help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
+)
+@click.option(
+    "-ctv", "--cache-type-v", "types_v", default=None, metavar="T,T,…", help="V caches combined with every -ctk"
+)
 @click.option("--bases", default=None, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model")
 @click.option("-fa", "--flash-attn", "flash", default="auto", metavar="on|off|auto,…", help="flash attention settings")
 @options.window_options
@@ -294,12 +307,14 @@ def main(**given: Any) -> None:
         bandwidth = read_bandwidth(n_threads)
         done = measure(configs, Tokens(model), given["prompts"], given["gens"], given["depths"], given["repetitions"])
         objects = [as_object(m, model, given, n_threads, bandwidth) for m in done]
-    writers = {"md": as_markdown, "csv": as_csv, "json": lambda x: json.dumps(x, indent=2)}
-    click.echo(writers[given["output"]](objects))
+    if given["output"] == "json":
+        click.echo(json.dumps(objects, indent=2))
+    else:
+        click.echo(as_csv(objects) if given["output"] == "csv" else as_markdown(objects))
 
 
 def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_threads: int) -> list[Config]:
-    """A context for every cache and flash attention setting; impossible pairs (quantized V without it) are skipped aloud."""
+    """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
     from runtime.engine import parse_cache
     from subkv.cache import CacheError, cache_line
 
@@ -313,7 +328,9 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
     for spec, fa in pairs:
         choice = parse_cache(spec, model.path, bases)
         # a tail of coded cells can only be removed while their exact rows are kept
-        window = {"n_rollback": longest, "n_sink": given["n_sink"], "n_recent": given["n_recent"]} if choice.coded else {}
+        window = (
+            {"n_rollback": longest, "n_sink": given["n_sink"], "n_recent": given["n_recent"]} if choice.coded else {}
+        )
         try:
             context = model.context(
                 choice,

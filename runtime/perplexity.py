@@ -5,8 +5,8 @@
     … --kl-divergence-base F        writes the base's logits (f16 cache unless -ctk says otherwise)
     … --kl-divergence-base F --kl-divergence -ctk T
 
-The text is cut into chunks of n_ctx tokens, each evaluated in an empty context (its first token replaced by BOS where the
-model wants one), and the second half of each is scored.
+The text is cut into chunks of n_ctx tokens, each evaluated in an empty context (its first token replaced by BOS where
+the model wants one), and the second half of each is scored.
 """
 
 from __future__ import annotations
@@ -145,7 +145,12 @@ def table(results: list[dict[str, Any]]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in results:
-        cells = [r["name"], f"{r['bpe']:.2f}", f"{r['kv_bytes'] / 2**20:.1f}", f"{r['ppl']:.4f} ± {r['ppl_stderr']:.4f}"]
+        cells = [
+            r["name"],
+            f"{r['bpe']:.2f}",
+            f"{r['kv_bytes'] / 2**20:.1f}",
+            f"{r['ppl']:.4f} ± {r['ppl_stderr']:.4f}",
+        ]
         if r["mean_kld"] is None:
             cells += ["base"] + [""] * 4
         else:
@@ -190,8 +195,16 @@ def report(r: dict[str, Any]) -> str:
     metavar="T,T[:FILE],…",
     help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
 )
-@click.option("--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped")
-@click.option("--kl-divergence-base", "base_file", default=None, metavar="FILE", help="base logits: written, or read with --kl-divergence")
+@click.option(
+    "--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped"
+)
+@click.option(
+    "--kl-divergence-base",
+    "base_file",
+    default=None,
+    metavar="FILE",
+    help="base logits: written, or read with --kl-divergence",
+)
 @click.option("--kl-divergence", is_flag=True, help="compare against --kl-divergence-base (no -f needed)")
 @options.threads_option
 @options.batch_options(n_batch=512, n_ubatch=512)
@@ -228,7 +241,9 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
                 )
             n_ctx, chunks, tokens = reader.n_ctx, reader.n_chunk, reader.tokens
             if tokens.min() < 0 or tokens.max() >= model.n_vocab:
-                raise options.ProgramError(f"--kl-divergence-base: expected tokens 0..{model.n_vocab - 1}, found others")
+                raise options.ProgramError(
+                    f"--kl-divergence-base: expected tokens 0..{model.n_vocab - 1}, found others"
+                )
             chunks = min(chunks, given["chunks"]) if given["chunks"] > 0 else chunks
         else:
             n_ctx = n_ctx or model.n_ctx_train

@@ -1,7 +1,8 @@
 """Perplexity and Kullback-Leibler divergence of next-token distributions, and llama-perplexity's base file.
 
-Per scored token: nll = −ln p(token); KLD = Σ_t p_base(t) (ln p_base(t) − ln p(t)); same top: both distributions have the same
-most likely token. All sums in float64. PPL = exp(mean nll), its error exp(mean)·sd/√(n−1), as llama-perplexity.
+Per scored token: nll = −ln p(token); KLD = Σ_t p_base(t) (ln p_base(t) − ln p(t)); same top: both distributions have
+the same most likely token. All sums in float64.
+PPL = exp(mean nll), its error exp(mean)·sd/√(n−1), as llama-perplexity.
 """
 
 from __future__ import annotations
@@ -53,7 +54,15 @@ class Scores:
         nll = np.concatenate(self.nll)
         ppl, stderr = perplexity(nll)
         out: dict[str, Any] = {"ppl": ppl, "ppl_stderr": stderr, "n_scored": len(nll)}
-        names = ("ppl_base", "ppl_ratio", "ppl_ratio_stderr", "delta_percent", "mean_kld", "mean_kld_stderr", "median_kld")
+        names = (
+            "ppl_base",
+            "ppl_ratio",
+            "ppl_ratio_stderr",
+            "delta_percent",
+            "mean_kld",
+            "mean_kld_stderr",
+            "median_kld",
+        )
         out.update(dict.fromkeys((*names, "kld_999", "max_kld", "same_top", "same_top_stderr")))
         if not self.kld:
             return out
@@ -117,9 +126,9 @@ def _collect(piece: Callable[[slice], Scores], n: int, pool: ThreadPoolExecutor,
 
 
 #
-# llama-perplexity's --kl-divergence-base file, byte for byte: "_logits_", n_ctx, n_vocab, n_chunk (i32), the tokens (i32
-# [n_chunk][n_ctx]), then per chunk n_ctx − 1 − n_ctx/2 rows of u16[2⌈n_vocab/2⌉ + 4]: scale f32, smallest ln p f32, codes.
-# ln p = scale·code + smallest; logits more than 16 below the row's maximum are clipped.
+# llama-perplexity's --kl-divergence-base file, byte for byte: "_logits_", n_ctx, n_vocab, n_chunk (i32), the tokens
+# (i32 [n_chunk][n_ctx]), then per chunk n_ctx − 1 − n_ctx/2 rows of u16[2⌈n_vocab/2⌉ + 4]: scale f32, smallest ln p
+# f32, codes. ln p = scale·code + smallest; logits more than 16 below the row's maximum are clipped.
 #
 
 MAGIC = b"_logits_"
@@ -153,7 +162,7 @@ def decode_rows(rows: U16, n_vocab: int) -> F32:
 
 
 def score_against_rows(logits: F32, targets: I32, rows: U16, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
-    """As score(), against rows of a base file; like llama-perplexity, tokens with base ln p ≤ −16 add nothing to the KLD."""
+    """As score(), against rows of a base file; as in llama-perplexity, base ln p ≤ −16 adds nothing to the KLD."""
     n_vocab = logits.shape[1]
 
     def piece(part: slice) -> Scores:
@@ -181,11 +190,14 @@ class BaseReader:
         except OSError as error:
             raise BaseFileError(f"cannot read {path}: {error.strerror or error}") from error
         if head[:8] != MAGIC or len(head) < 20:
-            raise BaseFileError(f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}")
+            raise BaseFileError(
+                f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}"
+            )
         self.n_ctx, self.n_vocab, self.n_chunk = (int(x) for x in np.frombuffer(head[8:], dtype="<i4"))
         if min(self.n_ctx - 3, self.n_vocab, self.n_chunk) <= 0:
-            raise BaseFileError(f"n_ctx, n_vocab, n_chunk: expected positive numbers, found {self.n_ctx}, {self.n_vocab}, "
-                                f"{self.n_chunk} in {path}")  # fmt: skip
+            raise BaseFileError(
+                f"n_ctx, n_vocab, n_chunk: expected positive, found {self.n_ctx}, {self.n_vocab}, {self.n_chunk}"
+            )
         self.width = 2 * ((self.n_vocab + 1) // 2) + 4
         self.n_rows = self.n_ctx - 1 - self.n_ctx // 2
         expected = 20 + 4 * self.n_chunk * self.n_ctx + 2 * self.n_chunk * self.n_rows * self.width

@@ -16,11 +16,46 @@ from subkv import _lib
 
 _lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
 
+import llama_cpp  # noqa: E402
+from llama_cpp import _internals as internals  # noqa: E402
 from llama_cpp import _logger  # noqa: E402
-from llama_cpp import llama_cpp as C  # noqa: E402,N812
+from llama_cpp import llama_cpp as C  # noqa: E402
+
+__all__ = [  # llama_cpp, bound as above, is taken from here by the programs
+    "AUTO",
+    "C",
+    "CACHE_TYPES",
+    "CODED",
+    "CacheChoice",
+    "CacheError",
+    "KVStats",
+    "LogLines",
+    "MIB",
+    "ModelFileError",
+    "STOCK_TYPES",
+    "StateError",
+    "SubkvError",
+    "attached",
+    "cache_line",
+    "captured_log",
+    "check_model_file",
+    "choose_cache",
+    "context_stats",
+    "creation_error",
+    "flash_attention",
+    "internals",
+    "last_error",
+    "last_log_error",
+    "layout_json",
+    "layout_present",
+    "llama_cpp",
+]
 
 MIB = 1024 * 1024
-LOG_INFO, LOG_WARN, LOG_ERROR, LOG_CONT = 2, 3, 4, 5  # enum ggml_log_level; llama_cpp's own table is of an older version
+
+# enum ggml_log_level; llama_cpp's own table is of an older version
+LOG_ERROR = 4
+LOG_CONT = 5
 
 # name -> (ggml type, bits per element); the cache types of llama.cpp's -ctk
 STOCK_TYPES: dict[str, tuple[int, float]] = {
@@ -73,6 +108,14 @@ def last_error() -> str:
 def native() -> ctypes.CDLL:
     """libsubkv."""
     return _lib.load()
+
+
+def layout_present(path: Path, key: str) -> bool:
+    """Whether a GGUF carries subkv.* keys. Raises CacheError when it cannot be read."""
+    present: int = native().subkv_layout_present(os.fsencode(path))
+    if present < 0:
+        raise CacheError(key, last_error())
+    return present > 0
 
 
 def layout_json(path: Path, key: str) -> str:
@@ -143,7 +186,7 @@ def _gguf(name: str, result: Any, *arguments: Any) -> Any:
 def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = True) -> Path:
     """Refuse a file that llama.cpp could not load, with the reason, before anything is loaded.
 
-    Reads the header only. weights: a file without tensors (a sidecar) is refused, too. Raises ModelFileError that starts with `key`.
+    Reads the header only. weights: a file without tensors (a sidecar) is refused, too. Raises ModelFileError.
     """
     path = Path(path)
     try:
@@ -167,7 +210,9 @@ def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = Tru
         raise ModelFileError(key, f"expected a complete GGUF of version 2 or 3, found {found} in {path}")
     void, i64, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
     with captured_log(forward=False) as log:
-        handle_c = _gguf("gguf_init_from_file", void, ctypes.c_char_p, _GgufInit)(os.fsencode(path), _GgufInit(True, None))
+        handle_c = _gguf("gguf_init_from_file", void, ctypes.c_char_p, _GgufInit)(
+            os.fsencode(path), _GgufInit(True, None)
+        )
     if not handle_c:
         raise ModelFileError(key, f"expected a complete GGUF, found a damaged or truncated header in {path}: "
                                   f"{last_log_error(log) or 'no reason given'}")  # fmt: skip
@@ -180,8 +225,9 @@ def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = Tru
     finally:
         _gguf("gguf_free", None, void)(handle_c)
     if weights and not count:
-        raise ModelFileError(key, f"expected a model with weights, found a GGUF without tensors: {path}; a sidecar gives "
-                                  "bases to a model, it is none")  # fmt: skip
+        raise ModelFileError(
+            key, f"expected a model with weights, found a GGUF without tensors: {path} (a sidecar only gives bases)"
+        )
     if count and size < expected:
         raise ModelFileError(key, f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
     return path
@@ -194,7 +240,7 @@ def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = Tru
 
 @dataclasses.dataclass(frozen=True)
 class CacheChoice:
-    """A KV cache by name. `type_k`, `type_v` are ggml's numbers; a coded cache has `layout`, the file with the bases."""
+    """A KV cache by name. `type_k`, `type_v` are ggml's numbers; `layout` is the file with a coded cache's bases."""
 
     name_k: str
     name_v: str
@@ -227,8 +273,8 @@ def choose_cache(
 ) -> CacheChoice:
     """Resolve what the user asked for.
 
-    `bases` or the subkv.* keys of `model` make "auto" a coefficient cache. type_k and type_v (names or ggml numbers) choose
-    ordinary types for K and V apart. Raises CacheError or ModelFileError.
+    `bases` or the subkv.* keys of `model` make "auto" a coefficient cache. type_k and type_v (names or ggml numbers)
+    choose ordinary types for K and V apart. Raises CacheError or ModelFileError.
     """
     asked = [kind for kind in (type_k, type_v) if kind is not None]
     if CODED in asked or AUTO in asked:
@@ -248,18 +294,15 @@ def choose_cache(
     if bases is not None:
         check_model_file(bases, "bases", weights=False)
     source = bases or model
-    present = native().subkv_layout_present(os.fsencode(source))
-    if present < 0:
-        raise CacheError("bases" if bases else "model_path", last_error())
-    if present:
+    if layout_present(source, "bases" if bases else "model_path"):
         return CacheChoice(CODED, CODED, STOCK_TYPES["f16"][0], STOCK_TYPES["f16"][0], source)
     if bases is not None:
         raise CacheError("bases", f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}")
     if kv_cache == CODED:
         raise CacheError(
             "kv_cache",
-            f"expected bases for 'subkv', found no subkv.* keys in {model}; calibrate and convert the model, name a file "
-            "with bases, or choose f16",
+            f"expected bases for 'subkv', found no subkv.* keys in {model}; calibrate and convert the model, name a "
+            "file with bases, or choose f16",
         )
     return CacheChoice("f16", "f16", STOCK_TYPES["f16"][0], STOCK_TYPES["f16"][0])
 
@@ -322,7 +365,7 @@ def creation_error(error: Exception, choice: CacheChoice, log: LogLines) -> Subk
 
 @dataclasses.dataclass(frozen=True)
 class KVStats:
-    """A context's KV cache. Sizes are bytes as allocated; bpe is bits per K/V element, everything in the cache counted."""
+    """A context's KV cache. Sizes are bytes as allocated; bpe is bits per K/V element, the exact window counted."""
 
     type_k: str
     type_v: str
@@ -360,7 +403,9 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> 
         return _stock_stats(model, ctx, choice, log)
     raw = _lib.Stats()
     if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
-        raise CacheError("kv_cache", last_error() or "expected a coefficient cache in this context, found an ordinary one")
+        raise CacheError(
+            "kv_cache", last_error() or "expected a coefficient cache in this context, found an ordinary one"
+        )
     fingerprint = native().subkv_context_fingerprint(ctx)
     kernel = native().subkv_kernel_name()
     same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
@@ -375,7 +420,8 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> 
 
 
 _SIZE_LINE = re.compile(
-    r"size = +[\d.]+ MiB \( *(\d+) cells, *(\d+) layers, *\d+/ *(\d+) seqs\), K \(\w+\): +([\d.]+) MiB, V \(\w+\): +([\d.]+)"
+    r"size = +[\d.]+ MiB \( *(\d+) cells, *(\d+) layers, *\d+/ *(\d+) seqs\), "
+    r"K \(\w+\): +([\d.]+) MiB, V \(\w+\): +([\d.]+)"
 )
 
 
@@ -389,7 +435,10 @@ def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> K
         if match is None:
             continue
         cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
-        for side, name, width, text in (("k", choice.name_k, width_k, match[4]), ("v", choice.name_v, width_v, match[5])):
+        for side, name, width, text in (
+            ("k", choice.name_k, width_k, match[4]),
+            ("v", choice.name_v, width_v, match[5]),
+        ):
             exact = cells * streams * layers * width * STOCK_TYPES[name][1] / 8
             size = exact if abs(exact / MIB - float(text)) < 0.006 else float(text) * MIB
             total[side] += round(size)

@@ -4,9 +4,9 @@
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
     llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
 
-Differences to the parent class, all of them wanted: unknown keyword arguments are errors, flash attention is "auto" as on
-llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails without a reason), failures
-carry the native reason, and a state without logits_all does not copy unused logits.
+Differences to the parent class, all of them wanted: unknown keyword arguments are errors, flash attention is "auto" as
+on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails without a reason),
+failures carry the native reason, and a state without logits_all does not copy unused logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from subkv.cache import (  # first: it binds llama_cpp to the libllama that carries the hook
+from subkv.cache import (
     C,
     CacheChoice,
     CacheError,
@@ -36,12 +36,11 @@ from subkv.cache import (  # first: it binds llama_cpp to the libllama that carr
     context_stats,
     creation_error,
     flash_attention,
+    internals,
     last_error,
     last_log_error,
+    llama_cpp,
 )
-
-import llama_cpp  # noqa: E402
-from llama_cpp import _internals as internals  # noqa: E402
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
@@ -62,11 +61,11 @@ class _Context(internals.LlamaContext):
 class Llama(llama_cpp.Llama):
     """llama_cpp.Llama with a choice of KV cache.
 
-    kv_cache: "auto" (coefficients when `bases` or the model file carries them, else f16), "subkv", or a type of llama.cpp
+    kv_cache: "auto" (coefficients when `bases` or the model file carries them, else f16), "subkv", or llama.cpp's own
         ("f16", "q8_0", "q4_0", …) for K and V. type_k and type_v set the two apart and take names or ggml's numbers.
     bases: a converted GGUF or a sidecar made for this model; default: the model file itself.
-    n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent so
-        that a tail of that many tokens can be removed without evaluating anything again; default 32.
+    n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
+        so that a tail of that many tokens can be removed without evaluating anything again; default 32.
     flash_attn: "auto", "on"/True, "off"/False.
 
     Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
@@ -114,9 +113,11 @@ class Llama(llama_cpp.Llama):
         if verbose:
             print(cache_line(self.kv_stats()), file=sys.stderr)
 
+    scores: Any  # [n_ctx or n_batch, n_vocab] f32 of the parent
+
     @property
     def context_params(self) -> Any:
-        """The context's parameters. The parent knows only flash attention on or off: the choice is put in on each read."""
+        """The context's parameters. The parent knows flash attention only on or off: each read puts the choice in."""
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
         return params
@@ -141,8 +142,8 @@ class Llama(llama_cpp.Llama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the current position (`n_tokens`).
 
-        Cells beyond that position are removed first. Where the cache cannot remove them (the tail is longer than the exact
-        rows kept for it), everything before it is evaluated again, so the result is the same either way.
+        Cells beyond that position are removed first. Where the cache cannot remove them (the tail is longer than the
+        exact rows kept for it), everything before it is evaluated again, so the result is the same either way.
         """
         if not self._drop_tail():
             tokens = [*self.input_ids[: self.n_tokens].tolist(), *tokens]
@@ -158,24 +159,34 @@ class Llama(llama_cpp.Llama):
         return self._ctx.memory is None or self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
 
     def save_state(self) -> llama_cpp.LlamaState:
-        """A copy of the context that load_state restores; it is bound to the cache type and to the layout's fingerprint."""
-        if self._logits_all:
-            return super().save_state()
+        """A copy of the context for load_state, bound to the cache type and to the layout's fingerprint."""
         scores = self.scores
-        self.scores = scores[:0]  # logits are only kept with logits_all; without it they are megabytes of nothing
+        if not self._logits_all:
+            self.scores = scores[:0]  # logits are only kept with logits_all; without it they are megabytes of nothing
         try:
-            return super().save_state()
+            state = super().save_state()
         finally:
             self.scores = scores
+        state.cache = self._cache_identity()
+        return state
+
+    def _cache_identity(self) -> dict[str, str | None]:
+        stats = self.kv_stats()
+        return {"type_k": stats.type_k, "type_v": stats.type_v, "fingerprint": stats.fingerprint}
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore what save_state returned.
 
-        Raises StateError with the reason when the state belongs to another layout, cache type, model or context size. The
-        context is empty afterwards, never half restored.
+        Raises StateError with the reason when the state belongs to another layout, cache type, model or context size.
+        The context is then unchanged or empty, never half restored.
         """
         if state.n_tokens > self._n_ctx:
             raise StateError("state", f"expected at most {self._n_ctx} tokens, found {state.n_tokens}")
+        own = self._cache_identity()
+        saved = getattr(state, "cache", own)  # absent in states of the parent class: the native check has the last word
+        for key, expected in own.items():
+            if saved.get(key) != expected:
+                raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
         data = (ctypes.c_uint8 * len(state.llama_state)).from_buffer_copy(state.llama_state)
         with captured_log(forward=self.verbose) as log:
             done = C.llama_state_set_data(self._ctx.ctx, data, len(state.llama_state))

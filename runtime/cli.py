@@ -1,0 +1,45 @@
+"""`subkv`: all commands under one name; each is the same code as its `python -m` form."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+# command -> (module, function, line of help); modules are imported when their command runs
+COMMANDS = {
+    "convert": ("converter.cli", "convert", "write bases and layout into a copy of a GGUF"),
+    "calibrate": ("converter.calibrate", "command", "statistics of a model on text"),
+    "chat": ("runtime.chat", "main", "chat with a model"),
+    "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
+    "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
+    "inspect": ("runtime.inspect", "main", "show the layout a file carries"),
+}
+
+
+class Group(click.Group):
+    """Imports a command's module when it is needed, so that `subkv --help` is instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, function, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), function)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+
+@click.command(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="subkv")
+def main() -> None:
+    """llama.cpp with a KV cache of calibrated, quantized coefficients."""
+
+
+if __name__ == "__main__":
+    main(prog_name="subkv")

@@ -1,0 +1,170 @@
+"""`subkv inspect M.gguf`: bases and layout that a file carries, as a table, JSON or plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runtime import options
+
+SCALE_BITS = 8  # one scale byte per head and row
+
+
+def head_bands(head: dict[str, Any]) -> str:
+    """8x6 24x3 8x2: coefficients x bits, in order."""
+    return " ".join(f"{band['n']}x{band['bits']}" for band in head["bands"])
+
+
+def head_bits(head: dict[str, Any], d: int) -> float:
+    """Stored bits of a row per element of the full head, scale included."""
+    return (SCALE_BITS + sum(band["n"] * band["bits"] for band in head["bands"])) / d
+
+
+def span(values: list[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
+
+
+def layer_table(layout: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{'layer':>5} {'heads':>5} {'d K/V':>9} {'rank K':>7} {'bits K':>6} "
+        f"{'rank V':>7} {'bits V':>6} {'bytes/token':>11}"
+    ]
+    for layer in layout["layers"]:
+        k, v = layer["k"], layer["v"]
+        size = f"{layer['d_k']}/{layer['d_v']}"
+        bits = [sum(head_bits(head, layer[d]) for head in side) / len(side) for side, d in ((k, "d_k"), (v, "d_v"))]
+        lines.append(
+            f"{layer['il']:>5} {layer['n_head_kv']:>5} {size:>9} {span([h['rank'] for h in k]):>7} {bits[0]:>6.2f} "
+            f"{span([h['rank'] for h in v]):>7} {bits[1]:>6.2f} {layer['k_row_bytes'] + layer['v_row_bytes']:>11}"
+        )
+    return lines
+
+
+def band_table(layout: dict[str, Any]) -> list[str]:
+    """One line per head: bands as coefficients x bits."""
+    lines = [f"{'layer':>5} {'head':>4} {'gamma':>6}  {'bands K':<36} bands V"]
+    for layer in layout["layers"]:
+        for i, (k, v) in enumerate(zip(layer["k"], layer["v"], strict=True)):
+            lines.append(f"{layer['il']:>5} {i:>4} {k['gamma']:>6.3f}  {head_bands(k):<36} {head_bands(v)}")
+    return lines
+
+
+def summary(layout: dict[str, Any]) -> list[str]:
+    elements = sum(layer["n_head_kv"] * (layer["d_k"] + layer["d_v"]) for layer in layout["layers"])
+    calibration = layout["calibration"]
+    return [
+        f"codec {layout['codec']}, basis K {layout['basis_k']}, basis V {layout['basis_v']}, gamma {layout['gamma']}",
+        f"coded layers: {len(layout['layers'])} of {layout['block_count']} ({layout['arch']})",
+        f"exact window: {layout['n_sink']} first and {layout['n_recent']} last tokens",
+        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * elements}); "
+        f"bases: {layout['bytes_bases'] / 2**20:.2f} MiB",
+        f"bits per element at {layout['bpe_context']} tokens: {layout['bits_per_element']:.3f} everything counted, "
+        f"{layout['bits_per_element_rows']:.3f} rows alone",
+        f"calibrated on {calibration['tokens']} tokens of {calibration['text']}",
+        f"fingerprint {layout['fingerprint']}",
+    ]
+
+
+def bit_map(layout: dict[str, Any], side: str) -> Any:
+    """[heads of all layers, d] float: bits of every coefficient, 0 for dropped ones."""
+    import numpy as np
+
+    d = max(layer[f"d_{side}"] for layer in layout["layers"])
+    rows = []
+    for layer in layout["layers"]:
+        for head in layer[side]:
+            row = np.zeros(d)
+            for band in head["bands"]:
+                row[band["first"] : band["first"] + band["n"]] = band["bits"]
+            rows.append(row)
+    return np.array(rows)
+
+
+def spectra(calibration: Any) -> dict[str, Any]:
+    """Eigenvalues per head, descending, largest 1: K query-aware (of Σ_q Σ_k), V raw. [heads, d] float64."""
+    import numpy as np
+
+    def normalized(values: Any) -> Any:
+        values = np.sort(np.maximum(values.real, 0.0), axis=-1)[:, ::-1]
+        return values / np.maximum(values[:, :1], np.finfo(np.float64).tiny)
+
+    k = [normalized(np.linalg.eigvals(stats.q2 @ stats.k2)) for stats in calibration.layers]
+    v = [normalized(np.linalg.eigvalsh(stats.v2)) for stats in calibration.layers]
+    widths = [max(x.shape[1] for x in side) for side in (k, v)]
+    padded = [
+        np.concatenate([np.pad(x, ((0, 0), (0, w - x.shape[1]))) for x in side])
+        for side, w in zip((k, v), widths, strict=True)
+    ]
+    return {"k": padded[0], "v": padded[1]}
+
+
+def plot(layout: dict[str, Any], calibration: Any, target: Path) -> None:
+    """Bits per head and coefficient as an image; with a calibration the spectra below. Raises ProgramError."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise options.ProgramError("--plot: expected matplotlib, found none; pip install 'subkv[plot]'") from error
+    import numpy as np
+
+    n_rows = 1 if calibration is None else 2
+    figure, axes = pyplot.subplots(n_rows, 2, figsize=(11, 5 * n_rows), squeeze=False, layout="constrained")
+    for axis, side in zip(axes[0], "kv", strict=True):
+        image = axis.imshow(
+            bit_map(layout, side), aspect="auto", interpolation="nearest", vmin=0, vmax=8, cmap="viridis"
+        )
+        axis.set(title=f"{side.upper()}: bits per coefficient", xlabel="coefficient", ylabel="head (all layers)")
+        figure.colorbar(image, ax=axis)
+    if calibration is not None:
+        names = {"k": "K: spectrum of Σq Σk", "v": "V: spectrum of Σv"}
+        for axis, (side, values) in zip(axes[1], spectra(calibration).items(), strict=True):
+            floor = np.maximum(values, 1e-12)
+            axis.semilogy(floor.T, color="tab:blue", alpha=0.15, linewidth=0.7)
+            axis.semilogy(np.exp(np.log(floor).mean(axis=0)), color="black")
+            axis.set(title=names[side], xlabel="coefficient", ylabel="eigenvalue / largest", ylim=(1e-8, 2))
+    try:
+        figure.savefig(target, dpi=120)
+    except (OSError, ValueError) as error:
+        raise options.ProgramError(f"--plot: cannot write {target}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+@options.command()
+@click.argument("model", metavar="M.gguf")
+@click.option(
+    "--bases", default=None, metavar="FILE", help="calibration (calib.safetensors) whose spectra --plot shows, too"
+)
+@click.option("--bands", is_flag=True, help="one line per head with its bands")
+@click.option("--plot", "target", default=None, metavar="FILE.png", help="draw bits per coefficient")
+@options.output_option("text", "json")
+def main(model: str, bases: str | None, bands: bool, target: str | None, output: str) -> None:
+    """Show the bases and the coefficient layout of a converted model or a sidecar."""
+    from converter.calib_io import read_calibration
+    from subkv.cache import check_model_file, layout_json, layout_present
+
+    path = check_model_file(model, "M.gguf", weights=False)
+    if not layout_present(path, "M.gguf"):
+        raise options.ProgramError(
+            f"M.gguf: expected subkv.* keys (a converted model or a sidecar), found none in {path}"
+        )
+    layout = json.loads(layout_json(path, "M.gguf"))
+    if bases is not None and target is None:
+        raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
+    if target is not None:
+        plot(layout, read_calibration("--bases", Path(bases)) if bases else None, Path(target))
+        options.note(f"wrote {target}")
+    if output == "json":
+        click.echo(json.dumps(layout, indent=2))
+        return
+    for line in (band_table if bands else layer_table)(layout) + summary(layout):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()
