@@ -145,7 +145,20 @@ def write_calibration(flag: str, path: Path, calibration: Calibration) -> None:
     }
     blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
     with atomic_file(flag, path) as handle:
-        handle.write(blob)
+        for part in _canonical(blob):
+            handle.write(part)
+
+
+def _canonical(blob: bytes) -> tuple[bytes, memoryview]:
+    """The same safetensors content with the header's members sorted: the library writes them in random order.
+
+    Layout: header length (u64), header (JSON padded with spaces to a multiple of 8), tensor data.
+    """
+    end = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:end])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, memoryview(blob)[end:]
 
 
 #

@@ -97,8 +97,10 @@ def cut(session: Session, texts: Sequence[Text], n_ctx: int, limit: int | None) 
     """Chunks of n_ctx tokens (BOS included when the model adds one), text after text; `limit` is shared by the texts.
 
     A text shorter than one chunk gives one short chunk if it has MIN_TOKENS tokens; else ends of texts are left out.
-    Raises ConverterError for a text that is too short.
+    Raises ConverterError for a text that is too short and a limit that leaves a text out.
     """
+    if limit is not None and limit < len(texts):
+        raise ConverterError(f"--chunks: expected at least one for each of the {len(texts)} texts, found {limit}")
     start = () if session.bos is None else (session.bos,)
     step = n_ctx - len(start)
     chunks: list[tuple[int, ...]] = []
@@ -212,9 +214,11 @@ def calibrate(
     progress: bool = False,
 ) -> tuple[Calibration, list[str]]:
     """Run the texts and return the statistics and notes for the user. Nothing is written."""
-    planned, note = plan_chunks(cut(session, texts, n_ctx, chunks), n_skip, held_out)
-    if all(len(chunk.tokens) <= n_skip for chunk in planned):
-        raise ConverterError(f"--n-sink: expected fewer positions than a chunk has, found {n_skip}")
+    token_chunks = cut(session, texts, n_ctx, chunks)
+    shortest = min(len(tokens) for tokens in token_chunks)
+    if n_skip > shortest - 2:
+        raise ConverterError(f"--n-sink: expected at most {shortest - 2} (shortest chunk less two), found {n_skip}")
+    planned, note = plan_chunks(token_chunks, n_skip, held_out)
     observe(session, planned, progress)
     layers = collect(session)
     notes = [note] if note else []

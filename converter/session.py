@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,9 +73,10 @@ class NativeSession:
         self._ctx: Any = None
         self._observer: Any = None
         self._batch: Any = None
+        self._quiet = contextlib.ExitStack()  # llama.cpp's log is captured as long as the session is open
+        self._log = self._quiet.enter_context(native.captured_log())
         try:
-            with native.captured_log() as log:
-                self._open(path, n_ctx, n_threads, n_skip, log)
+            self._open(path, n_ctx, n_threads, n_skip)
         except BaseException:
             self.close()
             raise
@@ -85,10 +87,7 @@ class NativeSession:
         adds_bos = self._llama.llama_vocab_get_add_bos(self._vocab)
         self.bos = int(self._llama.llama_vocab_bos(self._vocab)) if adds_bos else None
 
-    def _open(self, path: Path, n_ctx: int, n_threads: int, n_skip: int, log: list[str]) -> None:
-        def reason() -> str:
-            return f": {log[0]}" if log else ""
-
+    def _open(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         llama = self._llama
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
@@ -96,7 +95,7 @@ class NativeSession:
         self._model = llama.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise ConverterError(
-                f"-m: {path}: expected a model that llama.cpp can load, found one it refuses{reason()}"
+                f"-m: {path}: expected a model that llama.cpp can load, found one it refuses{self._reason()}"
             )
         if llama.llama_model_has_encoder(self._model):
             raise ConverterError(f"-m: {path}: expected a decoder-only model, found one with an encoder")
@@ -111,7 +110,7 @@ class NativeSession:
         self._ctx = llama.llama_init_from_model(self._model, params)
         if not self._ctx:
             detail = self._last_error()
-            raise ConverterError(f"-m: {path}: cannot run this model{': ' + detail if detail else reason()}")
+            raise ConverterError(f"-m: {path}: cannot run this model{': ' + detail if detail else self._reason()}")
         self._batch = llama.llama_batch_init(UBATCH, 0, 1)
 
     def close(self) -> None:
@@ -125,6 +124,7 @@ class NativeSession:
         if self._model:
             llama.llama_model_free(self._model)
         self._batch = self._ctx = self._observer = self._model = None
+        self._quiet.close()
 
     def __enter__(self) -> NativeSession:
         return self
@@ -133,6 +133,9 @@ class NativeSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _reason(self) -> str:
+        return f": {self._log[0]}" if self._log else ""
 
     def _last_error(self) -> str:
         return str((self._subkv.subkv_last_error() or b"").decode("utf-8", "replace"))
@@ -168,11 +171,10 @@ class NativeSession:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = 0
-        with native.captured_log() as log:
-            status = self._llama.llama_decode(self._ctx, batch)
+        self._log.clear()
+        status = self._llama.llama_decode(self._ctx, batch)
         if status != 0:
-            detail = self._last_error() or (log[0] if log else "no reason given")
-            raise ConverterError(f"-m: decoding failed with status {status}: {detail}")
+            raise ConverterError(f"-m: decoding failed with status {status}{self._reason()}")
 
     def layers(self) -> list[ObservedLayer]:
         found = []

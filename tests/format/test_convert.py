@@ -1,0 +1,344 @@
+"""`convert`: the written file against gguf-py, libsubkv and the base; options; every refusal; nothing half-written."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calib_synthetic import random_calibration
+from click.testing import CliRunner, Result
+from gguf import GGUFReader
+
+from converter.calib_io import Calibration, write_calibration
+from converter.cli import convert, default_output
+from converter.codec import row_bytes
+from converter.errors import ConverterError
+from converter.gguf_io import Gguf
+from converter.layout import Head, Overhead, account
+from converter.metadata import read
+from converter.pipeline import output_metrics
+
+
+@pytest.fixture
+def base(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of the tiny llama model that a test may damage."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(tiny_model("llama").read_bytes())
+    return path
+
+
+@pytest.fixture
+def run(base: Path, tmp_path: Path) -> Callable[..., Result]:
+    """run(*args, calibration=…) converts `base` with a random calibration that fits it."""
+
+    def invoke(*args: str, calibration: Calibration | None = None, model: Path | None = None) -> Result:
+        bases = tmp_path / "calib.safetensors"
+        write_calibration("-o", bases, calibration or random_calibration())
+        return CliRunner().invoke(convert, ["--bases", str(bases), str(model or base), "--kv-bits", "6", *args])
+
+    return invoke
+
+
+def fields(path: Path) -> dict[str, Any]:
+    """The subkv keys of a file as gguf-py reads them."""
+    reader = GGUFReader(path)
+    return {name: field.contents() for name, field in reader.fields.items() if name.startswith("subkv.")}
+
+
+def test_copy_keeps_every_tensor_and_key(run: Callable[..., Result], base: Path) -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    old, new = GGUFReader(base), GGUFReader(base.with_name("m.subkv.gguf"))
+    assert [t.name for t in new.tensors] == [t.name for t in old.tensors]
+    for a, b in zip(old.tensors, new.tensors, strict=True):
+        assert (a.tensor_type, list(a.shape)) == (b.tensor_type, list(b.shape))
+        np.testing.assert_array_equal(a.data, b.data)
+    for name, field in old.fields.items():
+        if not name.startswith("GGUF."):
+            assert new.fields[name].contents() == field.contents()
+    with Gguf("-m", base) as g, Gguf("-m", base.with_name("m.subkv.gguf")) as h:
+        assert base.read_bytes()[g.data_offset :] == h.path.read_bytes()[h.data_offset :]
+
+
+def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
+    assert run().exit_code == 0
+    found = fields(base.with_name("m.subkv.gguf"))
+    layout = json.loads(found.pop("subkv.layout"))
+    blocks = [base64.b64decode(found.pop(f"subkv.blk.{il}.basis"), validate=True) for il in range(2)]
+    generator = found.pop("subkv.generator")
+    rows, total = found.pop("subkv.bits_per_element.rows"), found.pop("subkv.bits_per_element")
+    assert generator.startswith("subkv ")
+    assert found == {
+        "subkv.version": 1,
+        "subkv.codec": "banded",
+        "subkv.arch": "llama",
+        "subkv.block_count": 2,
+        "subkv.n_sink": 4,
+        "subkv.n_recent": 128,
+        "subkv.bpe_context": 4096,
+        "subkv.gamma": "calibrated",
+        "subkv.basis_k": "query-aware",
+        "subkv.basis_v": "output-aware",
+        "subkv.base.sha256": hashlib.sha256(base.read_bytes()).hexdigest(),
+        "subkv.calibration.sha256": hashlib.sha256((tmp_path / "calib.safetensors").read_bytes()).hexdigest(),
+        "subkv.calibration.tokens": 1000,
+        "subkv.calibration.text": "a.txt",
+    }
+    heads, bands = [], []
+    for il, (layer, block) in enumerate(zip(layout["layers"], blocks, strict=True)):
+        assert {key: layer[key] for key in ("il", "n_head_kv", "d_k", "d_v")} == {
+            "il": il,
+            "n_head_kv": 2,
+            "d_k": 32,
+            "d_v": 32,
+        }
+        offset = 0
+        for head in range(2):
+            for kind in ("k", "v"):
+                plan = tuple(map(tuple, layer[kind][head]))
+                r = sum(n for n, _ in plan)
+                numbers = np.frombuffer(block, "<f4", (kind == "k") + len(plan), offset)
+                assert (numbers > 0).all()
+                offset += 4 * len(numbers)
+                encode, decode = np.frombuffer(block, "<f2", 2 * r * 32, offset).reshape(2, r, 32).astype(np.float64)
+                offset += 4 * r * 32
+                np.testing.assert_allclose(encode @ decode.T, np.eye(r), atol=0.02)
+                heads.append(Head(32, np.ones(32)))
+                bands.append(plan)
+        assert offset == len(block)
+    counted = account(heads, bands, Overhead(4096, 4, 128))
+    assert rows == pytest.approx(counted.rows)
+    assert total == pytest.approx(counted.total)
+    assert 0.98 * 6 <= counted.total <= 6
+
+
+def test_libsubkv_reads_what_was_written(run: Callable[..., Result], base: Path) -> None:
+    result = run()
+    described = read(base.with_name("m.subkv.gguf"))
+    stored = json.loads(fields(base.with_name("m.subkv.gguf"))["subkv.layout"])
+    assert described["codec"] == "banded"
+    for got, want in zip(described["layers"], stored["layers"], strict=True):
+        for kind in ("k", "v"):
+            assert [[[b["n"], b["bits"]] for b in head["bands"]] for head in got[kind]] == want[kind]
+            assert [head["row_bytes"] for head in got[kind]] == [row_bytes(tuple(map(tuple, b))) for b in want[kind]]
+    assert f"bytes per token: {described['bytes_per_token']} (f16: 512)" in result.output
+
+
+def test_reading_a_plain_model_names_the_key(base: Path) -> None:
+    with pytest.raises(ConverterError, match=r"subkv\.version"):
+        read(base)
+
+
+def test_sidecar_has_the_same_keys_and_no_tensors(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
+    assert run().exit_code == 0
+    result = run("--sidecar")
+    assert result.exit_code == 0, result.output
+    side = base.with_name("m.subkv-sidecar.gguf")
+    assert fields(side) == fields(base.with_name("m.subkv.gguf"))
+    reader = GGUFReader(side)
+    assert len(reader.tensors) == 0
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert read(side)["fingerprint"] == read(base.with_name("m.subkv.gguf"))["fingerprint"]
+
+
+def test_conversion_is_reproducible(run: Callable[..., Result], tmp_path: Path) -> None:
+    assert run("-o", str(tmp_path / "a")).exit_code == 0
+    assert run("-o", str(tmp_path / "b")).exit_code == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_dry_run_prints_and_writes_nothing(run: Callable[..., Result], tmp_path: Path) -> None:
+    result = run("--dry-run", "-o", "/none/such/place")
+    assert result.exit_code == 0, result.output
+    assert "dry run: nothing was written" in result.output
+    assert "bits per element at 4096 tokens: rows " in result.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
+
+
+@pytest.mark.parametrize("codec", ["int8", "banded"])
+@pytest.mark.parametrize("basis", [("pca", "pca"), ("query-aware", "output-aware")])
+@pytest.mark.parametrize("gamma", ["calibrated", "sqrt", "one"])
+def test_every_method(
+    run: Callable[..., Result], base: Path, tmp_path: Path, codec: str, basis: tuple[str, str], gamma: str
+) -> None:
+    bases = tmp_path / "calib.safetensors"
+    write_calibration("-o", bases, random_calibration())
+    budget = ["--kv-bits", "5"] if codec == "banded" else []
+    args = ["--codec", codec, "--basis-k", basis[0], "--basis-v", basis[1], "--gamma", gamma, *budget]
+    args += ["--rank-k", "24", "--rank-v", "16", "--n-sink", "8", "--n-recent", "64", "--bpe-context", "5000"]
+    result = CliRunner().invoke(convert, ["--bases", str(bases), str(base), *args])
+    assert result.exit_code == 0, result.output
+    described = read(base.with_name("m.subkv.gguf"))
+    names = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}
+    assert [described[key] for key in ("codec", "basis_k", "basis_v", "gamma")] == [codec, *basis, names[gamma]]
+    assert [described[key] for key in ("n_sink", "n_recent", "bpe_context")] == [8, 64, 5000]
+    for layer in described["layers"]:
+        for head in layer["k"]:
+            assert head["rank"] <= 24
+            if gamma != "calibrated":
+                assert head["gamma"] == pytest.approx(1.0 if gamma == "one" else np.sqrt(head["rank"] / 32))
+        assert all(head["rank"] <= 16 for head in layer["v"])
+        if codec == "int8":
+            ranks = [[(b["n"], b["bits"]) for b in head["bands"]] for kind in "kv" for head in layer[kind]]
+            assert ranks == [[(24, 8)]] * 2 + [[(16, 8)]] * 2
+
+
+def test_partial_coverage_codes_the_calibrated_layers_only(run: Callable[..., Result], base: Path) -> None:
+    calibration = random_calibration()
+    result = run(calibration=replace(calibration, layers=calibration.layers[1:]))
+    assert result.exit_code == 0, result.output
+    assert [layer["il"] for layer in read(base.with_name("m.subkv.gguf"))["layers"]] == [1]
+
+
+def test_output_metric_is_the_gram_matrix_of_the_group(base: Path) -> None:
+    weights = {t.name: np.array(t.data) for t in GGUFReader(base).tensors}["blk.1.attn_output.weight"]
+    with Gguf("-m", base) as g:
+        metrics = output_metrics(g, random_calibration().layers[1].shape)
+    for head in range(2):
+        slices = [weights[:, h * 32 : (h + 1) * 32].astype(np.float64) for h in (2 * head, 2 * head + 1)]
+        np.testing.assert_allclose(metrics[head], sum(w.T @ w for w in slices), rtol=1e-5, atol=1e-5)
+
+
+#
+# refusals
+#
+
+
+def refused(result: Result, sentence: str, code: int = 1) -> None:
+    assert result.exit_code == code, result.output
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(sentence), result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"arch": "qwen2"}, "subkv.calibration.arch: expected 'llama' as in the model, found 'qwen2'"),
+        ({"n_layer": 3}, "subkv.calibration.block_count: expected 2 layers as in the model, found 3"),
+        ({"d_k": 64}, "subkv.calibration.layers: expected d_k 32 in layer 0 as in the model, found 64"),
+        ({"d_v": 16}, "subkv.calibration.layers: expected d_v 32 in layer 0 as in the model, found 16"),
+        ({"n_head_kv": 4}, "subkv.calibration.layers: expected n_head_kv 2 in layer 0 as in the model, found 4"),
+        ({"n_head": 8}, "subkv.calibration.layers: expected n_head 4 in layer 0 as in the model, found 8"),
+    ],
+)
+def test_calibration_of_another_model(
+    run: Callable[..., Result], tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    refused(run(calibration=random_calibration(**change)), sentence)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--kv-bits", "1"], "--kv-bits: expected "),
+        (["--kv-bits", "40"], "--kv-bits: expected "),
+        (["--kv-bits", "nan"], "--kv-bits: expected "),
+        (["--rank-k", "40"], "--rank-k: expected at most the head size 32 of layer 0, found 40"),
+        (["--rank-v", "12"], "--rank-v: expected a positive multiple of 8, found 12"),
+        (["--n-sink", "2"], "--n-sink: expected at least 4, found 2: the calibration left out the first 4 positions"),
+        (["--n-sink", "5000"], "--n-sink: expected 0 to 4096, found 5000"),
+        (["--n-recent", "-1"], "--n-recent: expected 0 to 65536, found -1"),
+        (["-o", "/none/such/place/x.gguf"], "-o: cannot write "),
+        (["-o", "."], "-o: expected a file name, found the folder ."),
+        (["-o", "MODEL"], "-o: expected another file than the model, found "),
+        (["-o", "BASES"], "-o: expected another file than --bases, found "),
+    ],
+)
+def test_bad_options(run: Callable[..., Result], base: Path, tmp_path: Path, args: list[str], sentence: str) -> None:
+    names = {"MODEL": str(base), "BASES": str(tmp_path / "calib.safetensors")}
+    before = base.read_bytes()
+    refused(run(*(names.get(arg, arg) for arg in args)), sentence)
+    assert base.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
+
+
+def test_links_to_the_model_are_the_model(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(base)
+    refused(run("-o", str(tmp_path / "link.gguf")), "-o: expected another file than the model")
+
+
+@pytest.mark.parametrize("args", [["--codec", "int8"], ["--codec", "x"], ["--bpe-context", "0"], ["--nonsense"]])
+def test_bad_usage_exits_with_two(run: Callable[..., Result], args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+def test_damaged_models(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
+    whole = base.read_bytes()
+    bad = tmp_path / "bad.gguf"
+    refused(run(model=tmp_path / "none.gguf"), "MODEL: expected a GGUF file, found no file at ")
+    for content, sentence in (
+        (b"", "MODEL: "),
+        (b"GGML" + whole[4:], "MODEL: "),
+        (whole[:20], "MODEL: "),
+        (whole[:2000], "MODEL: "),
+        (whole[:-1], "MODEL: "),
+    ):
+        bad.write_bytes(content)
+        refused(run(model=bad), f"{sentence}{bad}: expected ")
+
+
+def test_converted_models_are_not_converted_again(run: Callable[..., Result], base: Path) -> None:
+    assert run().exit_code == 0
+    refused(run(model=base.with_name("m.subkv.gguf")), "subkv.version: expected a base model without subkv keys")
+
+
+def test_missing_output_weight_is_named(run: Callable[..., Result], base: Path) -> None:
+    """A model whose output projection has another name: output-aware is refused, pca works."""
+    renamed = base.read_bytes().replace(b"blk.1.attn_output.weight", b"blk.1.attn_outpuu.weight")
+    base.write_bytes(renamed)
+    refused(run(), "blk.1.attn_output.weight: expected this tensor in ")
+    assert "--basis-v pca does not" in run().stderr
+    assert run("--basis-v", "pca").exit_code == 0
+
+
+def test_bad_calibration_names_the_tensor(run: Callable[..., Result]) -> None:
+    calibration = random_calibration()
+    layer = calibration.layers[1]
+    poisoned = replace(layer, v2=np.where(np.arange(32) == 3, np.nan, layer.v2))
+    result = run(calibration=replace(calibration, layers=(calibration.layers[0], poisoned)))
+    refused(result, "blk.1.v2: expected finite values, found NaN or infinity")
+
+
+def test_full_disk_leaves_the_earlier_file(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
+    """A file size limit stands for a full disk; it strikes in the middle of the tensor data."""
+    target = base.with_name("m.subkv.gguf")
+    target.write_bytes(b"earlier")
+    write_calibration("-o", tmp_path / "calib.safetensors", random_calibration())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    runner, args = CliRunner(), ["--bases", str(tmp_path / "calib.safetensors"), str(base), "--kv-bits", "6"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (base.stat().st_size, hard))
+    try:
+        result = runner.invoke(convert, args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused(result, "-o: cannot write ")
+    assert "no file was left behind" in result.stderr
+    assert target.read_bytes() == b"earlier"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf", "m.subkv.gguf"]
+
+
+def test_default_names() -> None:
+    assert default_output(Path("a/m.gguf")) == Path("a/m.subkv.gguf")
+    assert default_output(Path("m.bin"), sidecar=True) == Path("m.bin.subkv-sidecar.gguf")
+
+
+@pytest.mark.parametrize("module", ["converter", "converter.cli", "converter.calibrate"])
+def test_modules_are_commands(module: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, env=dict(os.environ), check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("Usage: ")

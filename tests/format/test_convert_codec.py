@@ -1,0 +1,204 @@
+"""Rows in numpy: the format, byte by byte, and the same bytes from the native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from converter.codec import SCALE_ONE, Bands, decode, encode, rank, round_trip, row_bytes, scale_table
+from converter.quantizer import WIDTHS
+
+BANDS = st.lists(
+    st.tuples(st.integers(1, 4).map(lambda n: 8 * n), st.sampled_from(WIDTHS)), min_size=1, max_size=8
+).map(tuple)
+
+
+def rows_of(seed: int, n: int, bands: Bands, spread: float = 2.0) -> np.ndarray:
+    """[n, rank] float32 of very different sizes, with some zero, tiny and non-finite rows."""
+    rng = np.random.default_rng(seed)
+    c = rng.standard_normal((n, rank(bands))) * np.exp(spread * rng.standard_normal((n, 1)))
+    c[0] = 0.0
+    if n > 3:
+        c[1] = 1e-30
+        c[2, rng.integers(rank(bands))] = rng.choice([np.nan, np.inf, -np.inf])
+        c[3] *= 1e5
+    return c.astype(np.float32)
+
+
+@given(st.integers(0, 10**9), BANDS)
+@settings(max_examples=60, deadline=None)
+def test_round_trip_error_is_bounded_by_the_step(seed: int, bands: Bands) -> None:
+    rng = np.random.default_rng(seed)
+    ratio = rng.uniform(0.1, 1.0, len(bands)).astype(np.float32)
+    c = rows_of(seed, 12, bands)
+    rows = encode(c, bands, ratio)
+    assert rows.shape == (12, row_bytes(bands))
+    back = decode(rows, bands, ratio)
+    live = np.isfinite(c).all(axis=1) & (c != 0).any(axis=1)
+    assert not back[~live].any()
+    assert not rows[~live].any()
+    assert (rows[live, 0] > 0).all()
+    scale = scale_table()[rows[:, 0]]
+    first = 0
+    for (n, bits), rho in zip(bands, ratio, strict=True):
+        part = slice(first, first + n)
+        first += n
+        if bits == 16:
+            np.testing.assert_allclose(back[live, part], np.clip(c[live, part], -65504, 65504), rtol=1e-3, atol=6e-8)
+            continue
+        step = (scale * rho)[live, None]
+        reach = 0.5 * (2**bits - 1) * step
+        inside = np.abs(c[live, part]) <= reach
+        assert (np.abs(back[live, part] - c[live, part]) <= 0.5001 * step + (~inside) * 1e30).all()
+        assert (np.abs(back[live, part]) <= reach * 1.0001).all()
+
+
+@given(st.integers(0, 10**9), BANDS)
+@settings(max_examples=30, deadline=None)
+def test_codes_survive_packing(seed: int, bands: Bands) -> None:
+    """Any row of bytes decodes, and encoding what it decodes to with the same scale gives the same coefficients."""
+    rng = np.random.default_rng(seed)
+    ratio = rng.uniform(0.1, 1.0, len(bands)).astype(np.float32)
+    rows = rng.integers(0, 256, (6, row_bytes(bands))).astype(np.uint8)
+    rows[:, 0] = rng.integers(100, 200, 6)
+    c = decode(rows, bands, ratio)
+    if any(bits == 16 for _, bits in bands):
+        c = np.where(np.isfinite(c), c, np.float32(0.0))
+    first = 0
+    for (n, bits), rho in zip(bands, ratio, strict=True):
+        if bits != 16:
+            step = (scale_table()[rows[:, 0]] * rho)[:, None]
+            code = c[:, first : first + n] / step + 0.5 * (2**bits - 1)
+            np.testing.assert_allclose(code, np.rint(code), atol=1e-3)
+            assert code.min() > -0.01
+            assert code.max() < 2**bits - 0.99
+        first += n
+
+
+def test_planes_are_laid_out_as_the_contract_says() -> None:
+    """5 bits: a 4-bit plane then a 1-bit plane; coefficient j of an m-byte plane is in byte j % m at bit w·(j / m)."""
+    bands: Bands = ((16, 5),)
+    codes = np.arange(16) * 2 + 1  # 1, 3, … 31
+    c = (codes - 15.5).astype(np.float32)[None, :]
+    row = encode(c, bands, [1.0])[0]
+    assert row[0] == SCALE_ONE  # the data are exactly on the levels of s = 1
+    assert len(row) == 1 + 10
+    for j, code in enumerate(codes):
+        low = row[1 + j % 8] >> (4 * (j // 8)) & 15
+        high = row[9 + j % 2] >> (j // 2) & 1
+        assert low | high << 4 == code
+
+
+def test_sixteen_bit_band_is_plain_half_precision() -> None:
+    c = np.linspace(-3, 3, 8, dtype=np.float32)[None, :]
+    row = encode(c, ((8, 16),), [1.0])[0]
+    assert row[0] == SCALE_ONE
+    np.testing.assert_array_equal(row[1:].view("<f2"), c[0].astype(np.float16))
+
+
+def test_scale_table() -> None:
+    table = scale_table()
+    assert table[0] == 0.0
+    np.testing.assert_allclose(table[1:], 2.0 ** ((np.arange(1, 256) - 160) / 8), rtol=1e-7)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"coefficients: expected float32 \[n, 8\], found float64 \[2, 8\]"):
+        encode(np.zeros((2, 8)), ((8, 4),), [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rows: expected uint8 \[n, 5\], found uint8 \[2, 6\]"):
+        decode(np.zeros((2, 6), dtype=np.uint8), ((8, 4),), [1.0])
+
+
+def test_searching_the_scale_beats_never_clipping() -> None:
+    rng = np.random.default_rng(0)
+    c = rng.standard_normal((500, 64)).astype(np.float32)
+    c[:, 0] *= 3.0
+    error = np.mean((round_trip(c, ((64, 3),), [1.0]) - c) ** 2)
+    widest = np.abs(c).max(axis=1, keepdims=True) / 3.5
+    plain = np.clip(np.rint(c / widest + 3.5), 0, 7) * widest - 3.5 * widest
+    assert error < 0.8 * np.mean((plain - c) ** 2)
+
+
+#
+# against the native kernels
+#
+
+
+class _Band(ctypes.Structure):
+    _fields_ = [
+        ("n", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("offset", ctypes.c_int32),
+        ("ratio", ctypes.c_float),
+    ]
+
+
+class _HeadCodec(ctypes.Structure):
+    _fields_ = [
+        ("d", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("n_bands", ctypes.c_int32),
+        ("bands", _Band * 8),
+        ("encode", ctypes.c_void_p),
+        ("decode", ctypes.c_void_p),
+    ]
+
+
+class _Ops(ctypes.Structure):
+    """Start of struct Ops: the two functions that this test calls."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("encode_rows", ctypes.c_void_p), ("dequantize_rows", ctypes.c_void_p)]
+
+
+_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
+)
+_DEQUANTIZE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p)
+
+
+def native_tables() -> list[Any]:
+    from subkv import _lib
+
+    lib = _lib.load()
+    lib.subkv_ops_table.restype = ctypes.POINTER(_Ops)
+    lib.subkv_ops_table.argtypes = [ctypes.c_int32]
+    return [lib.subkv_ops_table(i).contents for i in range(lib.subkv_ops_count())]
+
+
+@given(st.integers(0, 10**9), BANDS)
+@settings(max_examples=40, deadline=None)
+def test_native_kernels_write_the_same_bytes(seed: int, bands: Bands) -> None:
+    """Every kernel version, with the identity as E, so that the coefficients are the input."""
+    r = rank(bands)
+    n = 16
+    ratio = np.random.default_rng(seed).uniform(0.1, 1.0, len(bands)).astype(np.float32)
+    c = rows_of(seed, n, bands)
+    identity = np.eye(r, dtype=np.float32)
+    codec = _HeadCodec(r, r, row_bytes(bands), len(bands))
+    first, offset = 0, 1
+    for i, (m, bits) in enumerate(bands):
+        codec.bands[i] = _Band(m, bits, first, offset, ratio[i])
+        first, offset = first + m, offset + m * bits // 8
+    codec.encode = codec.decode = identity.ctypes.data
+    cells = np.arange(n, dtype=np.int64)
+    clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0.0))  # NaN·0 would spread through E
+    want = encode(clean, bands, ratio)
+    for table in native_tables():
+        rows = np.full((n, row_bytes(bands)), 0xAA, dtype=np.uint8)
+        bad = _ENCODE(table.encode_rows)(
+            ctypes.addressof(codec), clean.ctypes.data, r, n, cells.ctypes.data, rows.ctypes.data, rows.shape[1]
+        )
+        assert bad == 0
+        np.testing.assert_array_equal(rows, want, err_msg=table.name.decode())
+        back = np.empty((n, r), dtype=np.float32)
+        _DEQUANTIZE(table.dequantize_rows)(
+            ctypes.addressof(codec), rows.ctypes.data, rows.shape[1], n, back.ctypes.data
+        )
+        np.testing.assert_allclose(back, decode(rows, bands, ratio), rtol=3e-7, atol=1e-30)
