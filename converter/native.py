@@ -1,4 +1,4 @@
-"""ctypes prototypes of the C functions the converter calls: gguf_* of ggml, subkv_observer_* and subkv_layout_*.
+"""The native libraries as the converter uses them: libsubkv, llama_cpp, and prototypes for ggml's gguf_* functions.
 
 libllama is bound by llama_cpp; a symbol of libggml-base is found through its handle, because dlsym also searches the
 libraries it depends on.
@@ -12,6 +12,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from converter.errors import ConverterError
+
 c_str = ctypes.c_char_p
 c_ptr = ctypes.c_void_p
 
@@ -20,22 +22,6 @@ class GgufInitParams(ctypes.Structure):
     """struct gguf_init_params, passed by value."""
 
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
-
-
-class Observed(ctypes.Structure):
-    """subkv_observed of subkv.h."""
-
-    _fields_ = [
-        ("n_head", ctypes.c_int32),
-        ("n_head_kv", ctypes.c_int32),
-        ("d_k", ctypes.c_int32),
-        ("d_v", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("n_tokens", ctypes.c_uint64),
-        ("n_key", ctypes.c_int32),
-        ("n_query", ctypes.c_int32),
-        ("n_nonfinite", ctypes.c_uint64),
-    ]
 
 
 Prototypes = dict[str, tuple[Any, list[Any]]]  # function -> (result type, argument types)
@@ -77,33 +63,6 @@ _LLAMA_LOG: Prototypes = {
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, c_str, c_ptr)
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
-_SUBKV: Prototypes = {
-    "subkv_last_error": (c_str, []),
-    "subkv_layout_load": (c_ptr, [c_str]),
-    "subkv_layout_free": (None, [c_ptr]),
-    "subkv_layout_json": (c_str, [c_ptr]),
-    "subkv_observer_new": (c_ptr, [ctypes.c_int32]),
-    "subkv_observer_free": (None, [c_ptr]),
-    "subkv_observe": (ctypes.c_bool, [c_ptr]),
-    "subkv_observer_mode": (
-        ctypes.c_bool,
-        [
-            c_ptr,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.c_int32,
-        ],
-    ),
-    "subkv_observer_n_layer": (ctypes.c_int32, [c_ptr]),
-    "subkv_observer_layer": (ctypes.c_bool, [c_ptr, ctypes.c_int32, ctypes.POINTER(Observed)]),
-    "subkv_observer_get": (
-        ctypes.c_int64,
-        [c_ptr, ctypes.c_int32, c_str, ctypes.POINTER(ctypes.c_double), ctypes.c_int64],
-    ),
-}
-
 
 class Functions:
     """Own prototypes for a handle's functions, so that no other user of the same handle can change them."""
@@ -118,23 +77,20 @@ class Functions:
 
 
 @functools.cache
-def _subkv_handle() -> ctypes.CDLL:
+def subkv() -> ctypes.CDLL:
+    """libsubkv with the functions of subkv.h declared. Raises ConverterError when it is not installed."""
     from subkv import _lib
 
-    handle: ctypes.CDLL = _lib.load()
-    return handle
-
-
-@functools.cache
-def subkv() -> Any:
-    """libsubkv's functions."""
-    return Functions(_subkv_handle(), _SUBKV)
+    try:
+        return _lib.load()
+    except ImportError as error:
+        raise ConverterError(str(error)) from error
 
 
 @functools.cache
 def llama() -> Any:
     """The llama_cpp low-level module, bound to the libllama that libsubkv was built with."""
-    _subkv_handle()  # first: it decides which libllama llama_cpp binds
+    subkv()  # first: it decides which libllama llama_cpp binds
     from llama_cpp import llama_cpp
 
     return llama_cpp

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from converter import native
 from converter.errors import ConverterError
+from subkv._lib import Observed
 
 PAUSE, ACCUMULATE, SAMPLE = 0, 1, 2  # observer modes of subkv.h
 UBATCH = 512  # tokens decoded at once
@@ -179,13 +180,11 @@ class NativeSession:
     def layers(self) -> list[ObservedLayer]:
         found = []
         for il in range(self._subkv.subkv_observer_n_layer(self._observer)):
-            raw = native.Observed()
+            raw = Observed()
             if not self._subkv.subkv_observer_layer(self._observer, il, ctypes.byref(raw)):
                 raise ConverterError(f"-m: layer {il} cannot be read: {self._last_error()}")
             if raw.n_head:
-                found.append(
-                    ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in native.Observed._fields_})
-                )
+                found.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
         return found
 
     def get(self, layer: ObservedLayer, what: str) -> NDArray[np.float64]:

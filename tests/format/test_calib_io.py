@@ -21,6 +21,10 @@ from converter.errors import ConverterError
 
 MOMENTS = ("k2", "q2", "v2", "k1", "q1", "v1")
 SAMPLES = ("ks", "vs", "qs")
+METADATA = (
+    *("version", "arch", "name", "block_count", "n_ctx", "n_skip"),
+    *("tokens", "texts", "model_sha256", "layers", "generator"),
+)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -54,7 +58,7 @@ def test_file_has_the_tensors_of_the_format(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     write_calibration("-o", path, random_calibration(n_layer=1))
     with safe_open(path, framework="numpy") as handle:
-        found = {name: (handle.get_tensor(name).dtype.name, handle.get_tensor(name).shape) for name in handle}
+        found = {name: (handle.get_tensor(name).dtype.name, handle.get_tensor(name).shape) for name in handle.keys()}  # noqa: SIM118 (not a dict)
         metadata = handle.metadata()
     triangle = 32 * 33 // 2
     assert found == {
@@ -64,20 +68,7 @@ def test_file_has_the_tensors_of_the_format(tmp_path: Path) -> None:
         "blk.0.vs": ("float16", (32, 2, 32)),
         "blk.0.qs": ("float16", (32, 4, 32)),
     }
-    names = [
-        "version",
-        "arch",
-        "name",
-        "block_count",
-        "n_ctx",
-        "n_skip",
-        "tokens",
-        "texts",
-        "model_sha256",
-        "layers",
-        "generator",
-    ]
-    assert set(metadata) == {PREFIX + name for name in names}
+    assert set(metadata) == {PREFIX + name for name in METADATA}
 
 
 def test_packing_is_the_upper_triangle_by_rows() -> None:
@@ -97,7 +88,7 @@ def damaged(tmp_path: Path) -> Callable[..., str]:
         path = tmp_path / "c.safetensors"
         write_calibration("-o", path, random_calibration())
         with safe_open(path, framework="numpy") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
             metadata = handle.metadata()
         change(tensors, metadata)
         save_file(tensors, path, metadata=metadata)

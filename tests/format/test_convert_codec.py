@@ -167,9 +167,8 @@ def native_tables() -> list[Any]:
     from subkv import _lib
 
     lib = _lib.load()
-    lib.subkv_ops_table.restype = ctypes.POINTER(_Ops)
-    lib.subkv_ops_table.argtypes = [ctypes.c_int32]
-    return [lib.subkv_ops_table(i).contents for i in range(lib.subkv_ops_count())]
+    tables = [lib.subkv_ops_table(i) for i in range(lib.subkv_ops_count())]
+    return [ctypes.cast(table, ctypes.POINTER(_Ops)).contents for table in tables]
 
 
 @given(st.integers(0, 10**9), BANDS)
