@@ -20,6 +20,7 @@ from subkv.cache import (
     CacheError,
     KVStats,
     ModelFileError,
+    SubkvError,
     attached,
     captured_log,
     check_model_file,
@@ -177,6 +178,6 @@ def parse_cache(spec: str, model: Path, bases: Path | None, key: str = "-ctk") -
             type_k, _, type_v = kind.partition("/")
             return choose_cache(model, type_k=type_k, type_v=type_v)
         return choose_cache(model, kind, bases if kind in ("subkv", "auto") else None)
-    except CacheError as error:
+    except SubkvError as error:
         known = {"kv_cache": key, "type_k": key, "type_v": key, "bases": f"{key} {spec}"}
-        raise CacheError(known.get(error.key, error.key), error.reason) from error
+        raise type(error)(known.get(error.key, error.key), error.reason) from error

@@ -162,7 +162,7 @@ cache_options = stack(
         default=None,
         envvar="LLAMA_ARG_CACHE_TYPE_V",
         metavar="TYPE",
-        help="the same for V alone; default: as -ctk",
+        help="the same for V; default: as -ctk",
     ),
     click.option("--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
 )
@@ -191,10 +191,9 @@ def output_option(*kinds: str) -> Callable[[F], F]:
 
 
 def cache_arguments(type_k: str | None, type_v: str | None) -> dict[str, Any]:
-    """-ctk and -ctv as the arguments of subkv.cache.choose_cache. Either flag alone sets both sides."""
-    first = type_k if type_k is not None else type_v
-    if first is None or first == (type_v if type_v is not None else first) and first == (type_k or first):
-        return {"kv_cache": first or "auto"}
+    """-ctk and -ctv as the arguments of subkv.cache.choose_cache. -ctk alone sets both, -ctv alone leaves K at f16."""
+    if type_v is None or type_v == type_k:
+        return {"kv_cache": type_k or "auto"}
     return {"type_k": type_k, "type_v": type_v}
 
 

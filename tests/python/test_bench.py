@@ -1,0 +1,127 @@
+"""runtime.bench: llama-bench's fields and ours, interleaving, output formats, refusals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from runtime import bench
+
+Models = Callable[..., Path]
+LLAMA_BENCH = {
+    "build_commit", "model_filename", "model_type", "model_size", "model_n_params", "n_batch", "n_ubatch", "n_threads",
+    "type_k", "type_v", "n_gpu_layers", "flash_attn", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns",
+    "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
+}  # fmt: skip
+OURS = {"kv_bytes_per_token", "kv_read_gbs", "read_bandwidth_gbs", "bpe", "median_ts"}
+
+
+@pytest.fixture(autouse=True)
+def small_bandwidth_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = bench.read_bandwidth
+    monkeypatch.setattr(bench, "read_bandwidth", lambda n_threads: measure(n_threads, mib=8, repetitions=1))
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(bench.main, [str(a) for a in arguments])
+
+
+def test_json(tiny_model: Models, coded_model: Models) -> None:
+    depths = [0, 100]
+    result = run(
+        "-m", coded_model(), "-p", "8", "-n", "2,3", "-d", "0,100", "-ctk", "f16,subkv", "-r", 3, "-t", 2, "-o", "json"
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    objects = json.loads(result.stdout)
+    assert len(objects) == len(depths) * 3 * 2
+    tests = {(o["n_prompt"], o["n_gen"], o["n_depth"], o["type_k"]) for o in objects}
+    assert len(tests) == len(objects)
+    for o in objects:
+        assert o.keys() >= LLAMA_BENCH | OURS
+        assert len(o["samples_ns"]) == len(o["samples_ts"]) == 3
+        n = o["n_prompt"] + o["n_gen"]
+        assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])
+        assert o["avg_ts"] == pytest.approx(statistics.fmean(o["samples_ts"]))
+        assert o["median_ts"] == pytest.approx(statistics.median(o["samples_ts"]))
+        assert o["read_bandwidth_gbs"] > 0
+        if o["n_gen"]:
+            cells = o["n_depth"] + o["n_gen"] / 2
+            assert o["kv_read_gbs"] == pytest.approx(o["kv_bytes_per_token"] * cells * o["median_ts"] / 1e9)
+        else:
+            assert o["kv_read_gbs"] is None
+    coded = {o["kv_bytes_per_token"] for o in objects if o["type_k"] == "subkv"}
+    stock = {o["kv_bytes_per_token"] for o in objects if o["type_k"] == "f16"}
+    assert len(coded) == len(stock) == 1
+    assert max(coded) < max(stock)
+
+
+def test_markdown_and_csv(tiny_model: Models) -> None:
+    arguments = ("-m", tiny_model("llama"), "-p", "4", "-n", "0", "-ctk", "f16,q8_0", "-fa", "on,off", "-r", 2, "-t", 1)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    head = [cell.strip() for cell in lines[0].split("|")[1:-1]]
+    assert head == [
+        "model",
+        "size",
+        "params",
+        "backend",
+        "threads",
+        "type_k",
+        "type_v",
+        "fa",
+        "KV B/token",
+        "test",
+        "t/s",
+    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:] if line.startswith("|")]
+    assert [(row[5], row[7], row[9]) for row in rows] == [
+        ("f16", "1", "pp4"),
+        ("f16", "0", "pp4"),
+        ("q8_0", "1", "pp4"),
+    ]
+    assert "q8_0 -fa off: skipped, expected 'on' or 'auto' for a q8_0 V cache, found 'off'" in result.stderr
+    table = list(csv.DictReader(io.StringIO(run(*arguments, "-o", "csv").stdout)))
+    assert [row["type_k"] for row in table] == ["f16", "f16", "q8_0"]
+    assert float(table[0]["avg_ts"]) > 0
+
+
+def test_caches_take_turns(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    generate = bench.generate
+
+    def spy(context: Any, tokens: Any, pos: int, n: int) -> None:
+        order.append(context.choice.name)
+        generate(context, tokens, pos, n)
+
+    monkeypatch.setattr(bench, "generate", spy)
+    result = run("-m", tiny_model("llama"), "-p", "0", "-n", "1", "-ctk", "f16,q8_0", "-r", 2, "-t", 1)
+    assert result.exit_code == 0, result.output
+    assert order == ["f16", "q8_0"] + ["f16", "q8_0", "q8_0", "f16"]  # the warm-up, then rounds with changing starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-p", "0", "-n", "0"], 2, "-p, -n: expected something to measure"),
+        (["-p", "x"], 2, "expected numbers separated by commas, found 'x'"),
+        (["-d", "-5"], 2, "expected numbers that are not negative"),
+        (["-fa", "sometimes"], 2, "-fa: expected on, off or auto, found 'sometimes'"),
+        (["-ctk", "q4_0", "-fa", "off"], 1, "-fa: expected 'on' or 'auto' for a q4_0 V cache, found 'off'"),
+        (["-ctk", "f16:x.gguf"], 1, "-ctk: expected a file only after 'subkv:'"),
+        (["-ctk", "subkv"], 1, "-ctk: expected bases for 'subkv'"),
+    ],
+)
+def test_refusals(tiny_model: Models, arguments: list[str], code: int, message: str) -> None:
+    result = run("-m", tiny_model("llama"), *arguments)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr

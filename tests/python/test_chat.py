@@ -1,0 +1,291 @@
+"""runtime.chat: through a pipe as a user would, and the conversation that keeps its history in cells."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.chat import Interrupts
+from runtime.conversation import ContextFullError, Conversation, Sampling, Template, TemplateError, Turn
+from subkv.cache import StateError, SubkvError
+from subkv.llama import Llama
+
+Models = Callable[..., Path]
+Program = Callable[..., Any]
+BRACKET = re.compile(r"\[ Prompt: [\d.]+ t/s \| Generation: [\d.]+ t/s \| KV: [\d.]+ MiB \(f16: [\d.]+\) \]")
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture(params=["coded", "stock"])
+def llm(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models) -> Iterator[Llama]:
+    path = coded_model() if request.param == "coded" else tiny_model("llama")
+    model = Llama(path, n_ctx=512, n_batch=32, n_ubatch=32, n_threads=2, n_threads_batch=2, verbose=False)
+    yield model
+    model.close()
+
+
+def talk(llm: Llama, system: str | None = None) -> Conversation:
+    return Conversation(llm, system, Sampling(temp=0.0), seed=1)
+
+
+def ask(conversation: Conversation, text: str, n: int = 6, stop: Callable[[], bool] = never) -> tuple[str, Turn]:
+    turn = Turn()
+    return "".join(conversation.ask(text, n, stop, turn)), turn
+
+
+def next_logits(llm: Llama, tokens: list[int]) -> Any:
+    llm.eval(tokens)
+    return np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), (llm.n_vocab(),)).copy()
+
+
+def test_the_first_prompt_is_the_models_template(llm: Llama) -> None:
+    conversation = talk(llm, system="Be brief.")
+    ask(conversation, "Hello", n=1)
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert conversation.tokens[: conversation.answer_start] == llm.tokenize(expected.encode(), special=True)
+
+
+def test_later_turns_evaluate_only_their_own_tokens(llm: Llama) -> None:
+    conversation = talk(llm)
+    _, first = ask(conversation, "Tell me a long story about the sea and the wind.")
+    held = conversation.tokens[:]
+    assert first.n_prompt == conversation.answer_start
+    _, second = ask(conversation, "Go on.")
+    assert conversation.tokens[: len(held)] == held  # the answer stays as it was generated
+    added = llm.tokenize(b"<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n", False, True)
+    assert conversation.tokens[len(held) : conversation.answer_start] == added
+    assert second.n_prompt <= len(added) + 1  # and the last token of the answer, which nobody had evaluated
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_cells_hold_what_the_tokens_say(llm: Llama) -> None:
+    conversation = talk(llm)
+    for text in ("Hello there.", "What is your name?", "Why?"):
+        ask(conversation, text)
+    ask_again = Turn()
+    "".join(conversation.regenerate(4, never, ask_again))
+    missing = conversation.tokens[llm.n_tokens :]
+    got = next_logits(llm, missing + [40])
+    tokens = conversation.tokens[:]
+    llm.reset()
+    llm._ctx.kv_cache_clear()
+    expected = next_logits(llm, [*tokens, 40])
+    np.testing.assert_allclose(got, expected, atol=5e-3 * float(np.abs(expected).max()))
+
+
+def test_stop_keeps_what_was_said(llm: Llama) -> None:
+    conversation = talk(llm)
+    turn = Turn()
+    pieces = []
+    for piece in conversation.ask("Hello", -1, lambda: len(pieces) >= 3, turn):
+        pieces.append(piece)
+    assert turn.stopped in ("interrupt", "end")
+    assert conversation.messages[-1] == {"role": "assistant", "content": "".join(pieces)}
+    ask(conversation, "Go on.")
+    assert len(conversation.messages) == 4
+
+
+def test_stop_while_the_prompt_is_read_undoes_the_turn(llm: Llama) -> None:
+    conversation = talk(llm)
+    ask(conversation, "Hello")
+    tokens, messages = conversation.tokens[:], conversation.messages[:]
+    calls = iter(range(100))
+    text, turn = ask(conversation, "word " * 100, stop=lambda: next(calls) >= 2)
+    assert (text, turn.stopped, turn.n_answer) == ("", "interrupt", 0)
+    assert (conversation.tokens, conversation.messages) == (tokens, messages)
+    assert llm.n_tokens <= len(tokens)
+    _, after = ask(conversation, "Go on.")
+    assert after.n_answer > 0
+
+
+def test_an_abandoned_answer_undoes_the_turn(llm: Llama) -> None:
+    conversation = talk(llm)
+    pieces = conversation.ask("Hello", -1, never, Turn())
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert (conversation.tokens, conversation.messages) == ([], [])
+
+
+def test_a_full_context_is_said_and_survived(coded_model: Models) -> None:
+    with Llama(coded_model(), n_ctx=256, n_batch=64, verbose=False) as llm:
+        conversation = talk(llm)
+        with pytest.raises(
+            ContextFullError, match=r"-c: the message needs \d+ of the 256 tokens left in a context of 256"
+        ):
+            ask(conversation, "many words " * 100)
+        assert conversation.tokens == []
+        for _ in range(100):
+            _, turn = ask(conversation, "more and more", n=-1)
+            if turn.stopped == "full":
+                break
+            if conversation.room < 60:
+                break
+        assert len(conversation.tokens) <= 256
+        conversation.clear()
+        assert ask(conversation, "Hello")[1].n_answer > 0
+
+
+def test_save_and_load(llm: Llama, tmp_path: Path) -> None:
+    conversation = talk(llm)
+    ask(conversation, "Hello there, how are you?")
+    file = tmp_path / "chat"
+    conversation.save(file)
+    saved = (conversation.tokens[:], conversation.messages[:])
+    expected = ask(conversation, "Go on.")
+    conversation.clear()
+    ask(conversation, "Something else")
+    conversation.load(file)
+    assert (conversation.tokens, conversation.messages) == saved
+    got = ask(conversation, "Go on.")
+    assert got[0] == expected[0]
+    assert got[1].n_prompt == expected[1].n_prompt
+    assert [p.name for p in tmp_path.iterdir()] == ["chat"]
+
+
+def test_files_that_do_not_fit(llm: Llama, coded_model: Models, tmp_path: Path) -> None:
+    conversation = talk(llm)
+    ask(conversation, "Hello")
+    before = conversation.tokens[:]
+    other = coded_model("--codec", "int8", "--n-recent", "16", "--basis-k", "pca")
+    with Llama(other, n_ctx=512, verbose=False) as second:
+        elsewhere = talk(second)
+        ask(elsewhere, "Hello")
+        elsewhere.save(tmp_path / "other")
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "cut").write_bytes((tmp_path / "other").read_bytes()[:-50])
+    cases = {"other": r"/load: (type_k|fingerprint): expected .*, found ", "text": "expected a file written by /save"}
+    cases |= {"cut": "expected a file written by /save", "missing": "/load: cannot read"}
+    for name, message in cases.items():
+        with pytest.raises(StateError, match=message):
+            conversation.load(tmp_path / name)
+        assert conversation.tokens == before
+    with pytest.raises(StateError, match="/save: cannot write"):
+        conversation.save(tmp_path / "no" / "such" / "folder")
+    assert ask(conversation, "Go on.")[1].n_answer > 0
+
+
+def test_regenerate_needs_an_answer(llm: Llama) -> None:
+    with pytest.raises(SubkvError, match="/regen: expected an answer to replace, found none"):
+        list(talk(llm).regenerate(4, never, Turn()))
+
+
+def test_templates_that_refuse(tiny_model: Models, llm: Llama) -> None:
+    conversation = talk(llm)
+    conversation.template.formatter._environment = conversation.template.formatter._environment.environment.from_string(
+        "{{ raise_exception('roles must alternate') }}"
+    )
+    with pytest.raises(TemplateError, match=r"tokenizer.chat_template: .*roles must alternate"):
+        ask(conversation, "Hello")
+    llm.metadata = {}
+    with pytest.raises(TemplateError, match="expected a chat template in the model's metadata, found none"):
+        Template(llm)
+
+
+def test_ctrl_c_asks_once_and_insists_twice() -> None:
+    interrupts = Interrupts()
+    with interrupts.watch():
+        assert not interrupts.stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with interrupts.watch():
+        assert not interrupts.stop()
+
+
+#
+# as a program
+#
+
+
+def test_single_turn(program: Program, coded_model: Models) -> None:
+    arguments = ("runtime.chat", "-m", coded_model(), "-c", 256, "--temp", 0, "-n", 8, "-st")
+    done = program(*arguments, "-p", "Hello")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert BRACKET.search(done.stderr.splitlines()[-1])
+    assert re.match(r"KV cache: subkv, [\d.]+ bits per element, .*, kernel \w+$", done.stderr.splitlines()[0])
+    assert program(*arguments, stdin="Hello").stdout == done.stdout  # the message may come from a pipe
+
+
+def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("some notes")
+    lines = [
+        "Hello \\",
+        "there",
+        "",
+        f"/read {tmp_path / 'notes.txt'}",
+        "What do they say?",
+        "/regen",
+        "/stats",
+        f"/save {tmp_path / 'chat'}",
+        "/clear",
+        f"/load {tmp_path / 'chat'}",
+        "/read missing.txt",
+        "/read",
+        "/nonsense",
+        "/help",
+        "/exit",
+        "never read",
+    ]
+    done = program("runtime.chat", "-m", coded_model(), "-c", 512, "--temp", 0, "-n", 5, stdin="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    assert len(BRACKET.findall(done.stderr)) == 3
+    assert "characters go in front of the next message" in done.stderr
+    assert "fingerprint" in done.stderr
+    assert "4 messages, " in done.stderr
+    assert "/read: cannot read missing.txt" in done.stderr
+    assert "/read: expected a file name, found none" in done.stderr
+    assert "/nonsense: unknown command" in done.stderr
+    assert "/regen         answer" in done.stderr
+    assert "[ Prompt" not in done.stdout
+    other = program("runtime.chat", "-m", coded_model(), "-c", 512, "-ctk", "f16", stdin=f"/load {tmp_path / 'chat'}\n")
+    assert other.returncode == 0
+    assert "/load: type_k: expected f16, found subkv" in other.stderr
+    assert other.stdout == ""
+
+
+def test_environment_variables(program: Program, tiny_model: Models) -> None:
+    env = {"LLAMA_ARG_MODEL": str(tiny_model("llama")), "LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CTX_SIZE": "256"}
+    done = program("runtime.chat", "-st", "-p", "Hi", "-n", 2, **env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("KV cache: q8_0, 8.50 bits per element")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-m", "missing.gguf"], 1, "-m: expected a GGUF file, found no file missing.gguf"),
+        (["-m", "MODEL", "-ctk", "subkv"], 1, "-ctk: expected bases for 'subkv'"),
+        (["-m", "MODEL", "--bases", "missing.gguf"], 1, "--bases: expected a GGUF file, found no file missing.gguf"),
+        (["-m", "MODEL", "-ctk", "q4_0", "-fa", "off"], 1, "-fa: expected 'on' or 'auto' for a q4_0 V cache"),
+        (["-m", "MODEL", "--n-recent", "4"], 1, "--n-recent: expected a coefficient cache ('subkv'), found f16"),
+        (["-m", "MODEL", "--temp", "-1"], 2, "--temp: expected 0 or more"),
+        (["--no-such-flag"], 2, "No such option"),
+    ],
+)
+def test_refusals(program: Program, tiny_model: Models, arguments: list[str], code: int, message: str) -> None:
+    given = [str(tiny_model("llama")) if a == "MODEL" else a for a in arguments]
+    done = program("runtime.chat", *given)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert message in done.stderr
+    if code == 1:
+        assert done.stderr == f"{done.stderr.splitlines()[0]}\n"
+        assert done.stderr.startswith(message)
+
+
+def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Models) -> None:
+    done = program("runtime.chat", "-m", coded_model(), "-c", 256, "-st", "-p", "many words " * 100)
+    assert done.returncode == 1
+    assert "-c: the message needs " in done.stderr

@@ -1,0 +1,176 @@
+"""The `subkv` command, inspect, the demo model and the shared options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from runtime import cli, demo, inspect, options
+from subkv.cache import check_model_file
+
+Models = Callable[..., Path]
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], prog_name="subkv")
+
+
+def test_every_command_has_help() -> None:
+    listing = run("--help")
+    assert listing.exit_code == 0
+    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "inspect"):
+        assert f"  {name} " in listing.stdout
+        result = run(name, "--help")
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"Usage: subkv {name} ")
+
+
+def test_unknown_command() -> None:
+    result = run("frobnicate")
+    assert result.exit_code == 2
+    assert "No such command 'frobnicate'" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["chat", "-m"], ["bench", "-m"], ["perplexity", "-f", "x", "-m"]])
+def test_programs_refuse_the_same_way(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("this is text, no model")
+    for path, message in ((tmp_path / "none.gguf", "found no file"), (tmp_path / "text.gguf", "found b'this'")):
+        result = run(*command, path)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith("-m: expected a GGUF file, ")
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_inspect_table(coded_model: Models) -> None:
+    result = run("inspect", coded_model())
+    assert result.exit_code == 0, result.output
+    layout = json.loads(run("inspect", coded_model(), "-o", "json").stdout)
+    lines = result.stdout.splitlines()
+    layers = layout["layers"]
+    assert [int(line.split()[0]) for line in lines[1 : 1 + len(layers)]] == [layer["il"] for layer in layers]
+    first = layers[0]
+    assert lines[1].split()[-1] == str(first["k_row_bytes"] + first["v_row_bytes"])
+    total = sum(layer["k_row_bytes"] + layer["v_row_bytes"] for layer in layers)
+    assert f"bytes per token: {total} (f16: " in result.stdout
+    assert layout["fingerprint"] in result.stdout
+
+
+def test_inspect_bands(coded_model: Models) -> None:
+    lines = run("inspect", coded_model(), "--bands").stdout.splitlines()
+    assert lines[1].split()[:2] == ["0", "0"]
+    assert lines[1].split()[-1] == "32x8"  # codec int8: one band of all coefficients
+
+
+def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
+    result = run("inspect", tiny_model("llama"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("M.gguf: expected subkv.* keys (a converted model or a sidecar), found none")
+    assert run("inspect", tmp_path / "none").stderr.startswith("M.gguf: expected a GGUF file, found no file")
+
+
+def test_bit_map_and_spectra(coded_model: Models, calibration: Path) -> None:
+    from converter.calib_io import read_calibration
+
+    layout = json.loads(run("inspect", coded_model(), "-o", "json").stdout)
+    bits = inspect.bit_map(layout, "k")
+    assert bits.shape == (sum(layer["n_head_kv"] for layer in layout["layers"]), 32)
+    assert (bits == 8).all()
+    for values in inspect.spectra(read_calibration("--bases", calibration)).values():
+        assert values.shape == bits.shape
+        assert (values[:, 0] == 1).all()
+        assert (values[:, 1:] <= values[:, :-1]).all()
+
+
+def test_inspect_plot(coded_model: Models, calibration: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plot.png"
+    result = run("inspect", coded_model(), "--plot", target, "--bases", calibration)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert result.exit_code == 1
+        assert result.stderr == "--plot: expected matplotlib, found none; pip install 'subkv[plot]'\n"
+        return
+    assert result.exit_code == 0, result.output
+    assert target.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        ((None, None), {"kv_cache": "auto"}),
+        (("q8_0", None), {"kv_cache": "q8_0"}),
+        ((None, "q4_0"), {"type_k": None, "type_v": "q4_0"}),
+        (("q8_0", "q8_0"), {"kv_cache": "q8_0"}),
+        (("q8_0", "f16"), {"type_k": "q8_0", "type_v": "f16"}),
+        (("subkv", "subkv"), {"kv_cache": "subkv"}),
+    ],
+)
+def test_cache_flags(flags: tuple[str | None, str | None], arguments: dict[str, Any]) -> None:
+    assert options.cache_arguments(*flags) == arguments
+
+
+def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package_anywhere")
+    result = run("chat", "-p", "Hi", "-st")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("-m: expected a model or the demo extra, found neither")
+
+
+def test_demo_is_converted_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Models,
+    calibration: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "model_path", lambda: tiny_model("llama"))
+    monkeypatch.setattr(demo, "calibration_path", lambda: calibration)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stale = tmp_path / "subkv" / f"{demo.NAME}-0123456789abcdef.subkv.gguf"
+    stale.parent.mkdir()
+    stale.write_text("an older version's copy")
+    first = demo.converted()
+    assert "first use: converting the demo model" in capsys.readouterr().err
+    assert first.parent == tmp_path / "subkv"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    before = first.stat().st_mtime_ns
+    assert demo.converted() == first
+    assert first.stat().st_mtime_ns == before
+    first.write_bytes(first.read_bytes()[:-100])  # damaged: made again
+    assert check_model_file(demo.converted(), "-m") == first
+    assert "truncated; it is made again" in capsys.readouterr().err
+
+
+def test_demo_cache_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Models, calibration: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "model_path", lambda: tiny_model("llama"))
+    monkeypatch.setattr(demo, "calibration_path", lambda: calibration)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    result = run("chat", "-p", "Hi", "-st")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("XDG_CACHE_HOME: cannot create ")
+
+
+@pytest.mark.slow
+def test_demo_model_chats(demo_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Any) -> None:
+    try:
+        demo.calibration_path()
+    except options.ProgramError:
+        pytest.skip(f"demo calibration: {demo.CALIBRATION} is not in models/")
+    done = program(
+        "runtime.chat", "-p", "Say hello.", "-st", "--temp", 0, "-n", 8, "-c", 512, XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "KV cache: subkv, " in done.stderr
+    assert len(list((tmp_path / "subkv").iterdir())) == 1

@@ -1,0 +1,235 @@
+"""subkv.Llama: choice of the cache, its sizes, states, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from subkv.cache import STOCK_TYPES, CacheError, ModelFileError, StateError, SubkvError
+from subkv.llama import Llama
+
+Models = Callable[..., Path]
+N_CTX = 256
+
+
+@contextlib.contextmanager
+def opened(path: Path, **options: Any) -> Iterator[Llama]:
+    llm = Llama(path, **{"n_ctx": N_CTX, "n_threads": 2, "n_threads_batch": 2, "verbose": False, **options})
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def last_logits(llm: Llama, tokens: list[int]) -> npt.NDArray[np.float32]:
+    """Logits after evaluating `tokens` behind what the context holds."""
+    llm.eval(tokens)
+    return np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), (llm.n_vocab(),)).copy()
+
+
+def prompt(n: int) -> list[int]:
+    return [10 + (7 * i + i * i) % 200 for i in range(n)]
+
+
+def test_unknown_keyword_arguments_are_named(tiny_model: Models) -> None:
+    with pytest.raises(TypeError, match="kv_cach, n_contex"):
+        Llama(tiny_model("llama"), n_contex=5, kv_cach="f16")
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_stock_types_report_what_they_allocate(tiny_model: Models, kind: str) -> None:
+    with opened(tiny_model("llama"), kv_cache=kind) as llm:
+        stats = llm.kv_stats()
+        meta = {key.removeprefix("llama."): value for key, value in llm.metadata.items()}
+        head = int(meta["embedding_length"]) // int(meta["attention.head_count"])
+        widths = [int(meta.get(f"attention.{side}_length", head)) for side in ("key", "value")]
+        width = int(meta["attention.head_count_kv"]) * sum(widths)
+        per_token = int(meta["block_count"]) * width * STOCK_TYPES[kind][1] / 8
+        assert stats.bytes_per_token == per_token
+        assert stats.bytes_kv == per_token * N_CTX
+        assert stats.bpe == pytest.approx(STOCK_TYPES[kind][1])
+        assert stats.bytes_f16 == pytest.approx(stats.bytes_kv * 16 / stats.bpe)
+
+
+def test_k_and_v_apart(tiny_model: Models) -> None:
+    with opened(tiny_model("llama"), type_k="q8_0", type_v=STOCK_TYPES["q4_0"][0]) as llm:
+        stats = llm.kv_stats()
+        assert (stats.type_k, stats.type_v) == ("q8_0", "q4_0")
+        assert stats.bpe == pytest.approx((8.5 + 4.5) / 2)
+
+
+def test_auto_follows_the_file(tiny_model: Models, coded_model: Models) -> None:
+    with opened(coded_model()) as coded, opened(tiny_model("llama")) as plain:
+        assert coded.kv_stats().type_k == "subkv"
+        assert coded.kv_stats().fingerprint is not None
+        assert plain.kv_stats().type_k == "f16"
+        assert plain.kv_stats().fingerprint is None
+        assert coded.kv_stats().bytes_f16 == plain.kv_stats().bytes_f16
+    with opened(coded_model(), kv_cache="f16") as stock, opened(tiny_model("llama"), bases=coded_model()) as sidecar:
+        assert stock.kv_stats().type_k == "f16"
+        assert sidecar.kv_stats().type_k == "subkv"
+
+
+def test_window_arguments_reach_the_cache(coded_model: Models) -> None:
+    with opened(coded_model(), n_sink=2, n_recent=24, n_rollback=8) as llm:
+        stats = llm.kv_stats()
+        assert (stats.n_sink, stats.n_recent, stats.n_rollback) == (2, 24, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache": "subkv"}, "kv_cache: expected bases for 'subkv', found no subkv.* keys"),
+        ({"kv_cache": "q3_k"}, "kv_cache: expected one of auto, subkv, f32"),
+        ({"type_k": "q8_0", "kv_cache": "subkv"}, "type_k: expected no type_k or type_v with kv_cache='subkv'"),
+        ({"kv_cache": "q4_0", "flash_attn": False}, "flash_attn: expected 'on' or 'auto' for a q4_0 V cache"),
+        ({"flash_attn": "maybe"}, "flash_attn: expected 'auto', 'on' or 'off', found 'maybe'"),
+        ({"n_recent": 8}, "n_recent: expected a coefficient cache"),
+        ({"bases": Path("missing.gguf")}, "bases: expected a GGUF file, found no file"),
+    ],
+)
+def test_refusals(tiny_model: Models, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SubkvError) as error:
+        Llama(tiny_model("llama"), verbose=False, **options)
+    assert str(error.value).startswith(message)
+
+
+def test_bases_without_keys_are_refused(tiny_model: Models, calibration: Path) -> None:
+    with pytest.raises(CacheError, match=r"bases: expected subkv\.\* keys"):
+        Llama(tiny_model("llama"), bases=tiny_model("llama"), verbose=False)
+    with pytest.raises(ModelFileError, match="bases: expected a GGUF file.*safetensors"):
+        Llama(tiny_model("llama"), bases=calibration, verbose=False)
+
+
+def test_bad_model_files(tiny_model: Models, tmp_path: Path) -> None:
+    good = tiny_model("llama").read_bytes()
+    cases = {
+        "text.gguf": (b"hello, world, this is text", "expected a GGUF file, found b'hell'"),
+        "empty.gguf": (b"", "expected a GGUF file, found b''"),
+        "head.gguf": (good[:9], "expected a complete GGUF of version 2 or 3, found 9 bytes"),
+        "version.gguf": (
+            good[:4] + b"\x63\0\0\0" + good[8:],
+            "expected a complete GGUF of version 2 or 3, found version 99",
+        ),
+        "keys.gguf": (good[:2000], "damaged or truncated header"),
+        "data.gguf": (good[:-1000], f"expected {len(good)} bytes of GGUF, found {len(good) - 1000}"),
+    }
+    for name, (data, message) in cases.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(ModelFileError) as error:
+            Llama(path, verbose=False)
+        assert str(error.value).startswith("model_path: "), name
+        assert message in str(error.value), name
+    with pytest.raises(ModelFileError, match="found the folder"):
+        Llama(tmp_path, verbose=False)
+
+
+def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models, coded_model: Models) -> None:
+    other = tiny_model("llama", n_layer=5)
+    with pytest.raises(SubkvError) as error:
+        Llama(other, bases=coded_model(), n_ctx=N_CTX, verbose=False)
+    assert str(error.value).endswith("choose f16 to run without coefficients")
+    with opened(other) as plain:  # the failed attempt left nothing attached to this thread
+        assert plain.kv_stats().type_k == "f16"
+
+
+def test_a_state_continues_where_it_was_saved(coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(80))
+        state = llm.save_state()
+        assert state.scores.size == 0
+        expected = last_logits(llm, [33, 44])
+        llm.reset()
+        llm.eval(prompt(20))
+        llm.load_state(state)
+        assert llm.n_tokens == 80
+        assert llm._input_ids.tolist() == prompt(80)
+        np.testing.assert_array_equal(last_logits(llm, [33, 44]), expected)
+    with opened(coded_model()) as fresh:
+        fresh.load_state(state)
+        np.testing.assert_array_equal(last_logits(fresh, [33, 44]), expected)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_state_of_another_cache_is_refused(tiny_model: Models, coded_model: Models, named: bool) -> None:
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(40))
+        state = llm.save_state()
+    if not named:
+        del state.cache  # as saved by the parent class: libllama itself has to notice
+    other = coded_model("--codec", "int8", "--n-recent", "16", "--basis-k", "pca")
+    with opened(other) as llm:
+        with pytest.raises(StateError, match=r"state: .*fingerprint"):
+            llm.load_state(state)
+        assert last_logits(llm, prompt(8)).shape == (llm.n_vocab(),)
+    with opened(tiny_model("llama")) as plain:
+        with pytest.raises(StateError, match="^state: "):
+            plain.load_state(state)
+        plain.n_tokens = 0
+        assert np.isfinite(last_logits(plain, prompt(8))).all()
+
+
+@pytest.mark.parametrize("back", [3, 70])
+def test_going_back_gives_the_same_result_as_never_having_been_there(coded_model: Models, back: int) -> None:
+    with opened(coded_model(), n_rollback=8) as llm:
+        llm.eval(prompt(100))
+        llm.n_tokens -= back  # 70: beyond what can be removed, evaluated again
+        got = last_logits(llm, [50, 60, 70])
+    with opened(coded_model(), n_rollback=8) as fresh:
+        fresh.eval(prompt(100 - back))
+        expected = last_logits(fresh, [50, 60, 70])
+    np.testing.assert_allclose(got, expected, atol=2e-3 * float(np.abs(expected).max()))
+
+
+def test_generate_reuses_a_prefix(coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        first = [token for token, _ in zip(llm.generate(prompt(60), temp=0.0), range(5), strict=False)]
+        again = [token for token, _ in zip(llm.generate(prompt(60), temp=0.0), range(5), strict=False)]
+        assert first == again
+
+
+def test_shift_is_refused_for_coded_cells_only(tiny_model: Models, coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(20))
+        with pytest.raises(CacheError, match="kv_cache_seq_shift: expected a cache whose cells can move"):
+            llm._ctx.kv_cache_seq_shift(0, 5, 20, -5)
+        assert np.isfinite(last_logits(llm, [11])).all()
+    with opened(tiny_model("llama")) as plain:
+        plain.eval(prompt(20))
+        plain._ctx.kv_cache_seq_shift(0, 5, 20, 5)
+
+
+def test_too_many_tokens(tiny_model: Models) -> None:
+    with opened(tiny_model("llama")) as llm, pytest.raises(CacheError, match=f"n_ctx: expected at most {N_CTX} tokens"):
+        llm.eval(prompt(N_CTX + 1))
+
+
+def test_close_twice_and_context_manager(tiny_model: Models) -> None:
+    with Llama(tiny_model("llama"), n_ctx=64, verbose=False) as llm:
+        pass
+    llm.close()
+
+
+def test_copies_through_getstate_keep_the_cache(coded_model: Models) -> None:
+    with opened(coded_model(), n_recent=24) as llm:
+        state = llm.__getstate__()
+    copy = Llama(**state)
+    assert copy.kv_stats().type_k == "subkv"
+    assert copy.kv_stats().n_recent == 24
+    copy.close()
+
+
+def test_verbose_prints_one_line_about_the_cache(coded_model: Models, capfd: pytest.CaptureFixture[str]) -> None:
+    with opened(coded_model(), verbose=True):
+        pass
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("KV cache: subkv, ")]
+    assert len(lines) == 1
+    assert "bits per element" in lines[0]
+    assert "kernel " in lines[0]
