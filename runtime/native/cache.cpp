@@ -29,8 +29,9 @@ static int32_t or_default(int32_t value, int32_t fallback) {
 Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
              subkv_observer * observer) :
     layout_(std::move(layout)), observer_(observer),
-    window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0, layout_ ? or_default(params.n_recent, layout_->n_recent) : 0,
-            or_default(params.n_rollback, 32), layout_ ? desc.n_seq_max : 0),
+    window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0,
+            layout_ ? or_default(params.n_recent, layout_->n_recent) : 0, or_default(params.n_rollback, 32),
+            layout_ ? desc.n_seq_max : 0),
     n_cells_(desc.n_cells), n_stream_(desc.n_stream) {
     if (!layout_) {
         return;
@@ -56,20 +57,24 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
 void Cache::check(const CacheDesc & desc) const {
     const auto & l = *layout_;
     if (!desc.unsupported.empty()) {
-        throw std::runtime_error(text("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
-                                      desc.arch.c_str(), desc.unsupported.c_str()));
+        throw std::runtime_error(
+            text("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
+                 desc.arch.c_str(), desc.unsupported.c_str()));
     }
     if (l.arch != desc.arch) {
-        throw std::runtime_error(text("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%s\" found",
-                                      desc.arch.c_str(), l.arch.c_str()));
+        throw std::runtime_error(
+            text("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%s\" found", desc.arch.c_str(),
+                 l.arch.c_str()));
     }
     if (l.n_layer != desc.n_layer) {
-        throw std::runtime_error(text("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer));
+        throw std::runtime_error(
+            text("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer));
     }
     if (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16) {
-        throw std::runtime_error(text("type_k, type_v: f16 expected with a subkv cache (coefficients replace the cache type), "
-                                      "%s, %s found",
-                                      ggml_type_name(desc.type_k), ggml_type_name(desc.type_v)));
+        throw std::runtime_error(
+            text("type_k, type_v: f16 expected with a subkv cache (coefficients replace the cache type), "
+                 "%s, %s found",
+                 ggml_type_name(desc.type_k), ggml_type_name(desc.type_v)));
     }
     size_t n_coded = 0;
     for (const auto & layer : desc.layers) {
@@ -79,19 +84,21 @@ void Cache::check(const CacheDesc & desc) const {
         }
         n_coded++;
         if (codec->n_head_kv != layer.n_head_kv || codec->d_k != layer.d_k || codec->d_v != layer.d_v) {
-            throw std::runtime_error(text("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
-                                          "%d heads of size %d / %d found",
-                                          layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k,
-                                          codec->d_v));
+            throw std::runtime_error(
+                text("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
+                     "%d heads of size %d / %d found",
+                     layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k, codec->d_v));
         }
         if (layer.n_head % layer.n_head_kv != 0 || layer.n_head / layer.n_head_kv > MAX_GROUP) {
-            throw std::runtime_error(text("model: layer %d shares one KV head between %d / %d query heads, at most %d supported",
-                                          layer.il, layer.n_head, layer.n_head_kv, MAX_GROUP));
+            throw std::runtime_error(
+                text("model: layer %d shares one KV head between %d / %d query heads, at most %d supported", layer.il,
+                     layer.n_head, layer.n_head_kv, MAX_GROUP));
         }
         if (!ggml_backend_buft_is_host(layer.buft)) {
-            throw std::runtime_error(text("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
-                                          "build; keep it on the CPU (-ngl 0, or offload_kqv off)",
-                                          layer.il, ggml_backend_buft_name(layer.buft)));
+            throw std::runtime_error(
+                text("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
+                     "build; keep it on the CPU (-ngl 0, or offload_kqv off)",
+                     layer.il, ggml_backend_buft_name(layer.buft)));
         }
     }
     if (n_coded == 0) {
@@ -119,7 +126,8 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
 }
 
 void Cache::refuse(const char * what) const {
-    set_error("%s: keys are stored as codes in a fixed frame, so their positions cannot be shifted; remove the sequence and decode "
+    set_error("%s: keys are stored as codes in a fixed frame, so their positions cannot be shifted; remove the "
+              "sequence and decode "
               "it again with new positions, or use an ordinary cache type (-ctk f16)",
               what);
 }
@@ -142,7 +150,8 @@ Inputs Cache::build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, i
     return in;
 }
 
-void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0, const CellReader & cells) {
+void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
+                       const CellReader & cells) {
     // inputs that no node reads are not allocated (observer only)
     if (in.cell_pos->data) {
         const int64_t n_kv = in.cell_pos->ne[0];
@@ -157,8 +166,8 @@ ggml_tensor * Cache::build_attn(const AttnBuild & b) {
     return build_attn_nodes(*nodes_[(size_t) b.il], b);
 }
 
-void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-                          const Inputs & in, float scale) {
+void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                          ggml_tensor * v, const Inputs & in, float scale) {
     build_observe_node(*observer_, ctx, gf, il, q, k, v, in, scale);
 }
 
@@ -188,13 +197,14 @@ void Cache::state_read_head(StateReader & r) const {
     std::string fingerprint(layout_->fingerprint.size(), '\0');
     r.read(fingerprint.data(), fingerprint.size());
     if (fingerprint != layout_->fingerprint) {
-        fail(text("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str()));
+        fail(
+            text("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str()));
     }
     int32_t numbers[3];
     r.read(numbers, sizeof(numbers));
     if (numbers[0] != window_.n_sink() || numbers[1] != window_.n_recent() || numbers[2] != window_.n_rollback()) {
-        fail(text("state: exact window n_sink %d, n_recent %d, n_rollback %d expected, %d, %d, %d found", window_.n_sink(),
-                  window_.n_recent(), window_.n_rollback(), numbers[0], numbers[1], numbers[2]));
+        fail(text("state: exact window n_sink %d, n_recent %d, n_rollback %d expected, %d, %d, %d found",
+                  window_.n_sink(), window_.n_recent(), window_.n_rollback(), numbers[0], numbers[1], numbers[2]));
     }
 }
 

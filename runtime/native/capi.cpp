@@ -51,8 +51,8 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
     }
     if (params) {
         if (params->n_sink > MAX_SINK || params->n_recent > MAX_RECENT || params->n_rollback > MAX_RECENT) {
-            set_error("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK, MAX_RECENT, MAX_RECENT,
-                      params->n_sink, params->n_recent, params->n_rollback);
+            set_error("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK,
+                      MAX_RECENT, MAX_RECENT, params->n_sink, params->n_recent, params->n_rollback);
             return false;
         }
         pending.params = *params;

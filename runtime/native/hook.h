@@ -45,7 +45,7 @@ struct PosCell {
 // Cells as llama.cpp sees them.
 class CellReader {
 public:
-    virtual ~CellReader() = default;
+    virtual ~CellReader()                         = default;
     virtual uint32_t stream_of(int32_t seq) const = 0;
     // positions of cells 0 .. n-1 of a stream, -1 where empty
     virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
@@ -68,7 +68,7 @@ struct TokenDesc {
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: position or -1
     ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: position, stream, cell, first window slot of its sequence
-    ggml_tensor * slots    = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
+    ggml_tensor * slots = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
 };
 
 struct AttnBuild {
@@ -80,29 +80,29 @@ struct AttnBuild {
     ggml_tensor *  v;       // F32 [d_v, n_head_kv, n_tokens]
     ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream]
     ggml_tensor *  v_cache;
-    ggml_tensor *  k_view;  // I8 [row_bytes, n_kv, streams of the ubatch]
+    ggml_tensor *  k_view; // I8 [row_bytes, n_kv, streams of the ubatch]
     ggml_tensor *  v_view;
-    ggml_tensor *  k_idxs;  // I64 [n_tokens]: stream * n_cells + cell
+    ggml_tensor *  k_idxs; // I64 [n_tokens]: stream * n_cells + cell
     ggml_tensor *  v_idxs;
-    ggml_tensor *  mask;    // F32 or F16 [n_kv, n_tokens / streams, 1, streams]
-    ggml_tensor *  sinks;   // F32 [n_head] or nullptr
+    ggml_tensor *  mask;  // F32 or F16 [n_kv, n_tokens / streams, 1, streams]
+    ggml_tensor *  sinks; // F32 [n_head] or nullptr
     const Inputs * inputs;
     float          scale;
-    float          softcap;       // 0: none
+    float          softcap;        // 0: none
     float          max_alibi_bias; // 0: none
 };
 
 class StateWriter {
 public:
-    virtual ~StateWriter() = default;
-    virtual void write(const void * data, size_t size) = 0;
+    virtual ~StateWriter()                                                 = default;
+    virtual void write(const void * data, size_t size)                     = 0;
     virtual void write_tensor(ggml_tensor * t, size_t offset, size_t size) = 0;
 };
 
 class StateReader {
 public:
-    virtual ~StateReader() = default;
-    virtual void read(void * data, size_t size) = 0;
+    virtual ~StateReader()                                                = default;
+    virtual void read(void * data, size_t size)                           = 0;
     virtual void read_tensor(ggml_tensor * t, size_t offset, size_t size) = 0;
 };
 
@@ -119,7 +119,7 @@ public:
     virtual void clear() = 0;
     // May [p0, p1) of a sequence (-1: every sequence) be removed without losing exact rows that later tokens need?
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
-    virtual void copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) = 0;
+    virtual void copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1)                      = 0;
     // Are the exact rows that these tokens attend to complete? Reports why not.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
     // A call that this cache cannot carry out; reports the reason.
@@ -128,16 +128,16 @@ public:
     virtual bool          wants(int32_t il) const = 0; // this layer is observed
     virtual Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) = 0;
     virtual void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
-                                     const CellReader & cells) = 0;
-    virtual ggml_tensor * build_attn(const AttnBuild & b) = 0; // F32 [d_v * n_head, n_tokens]
-    virtual void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
-                                        ggml_tensor * v, const Inputs & in, float scale) = 0;
+                                     const CellReader & cells)                                               = 0;
+    virtual ggml_tensor * build_attn(const AttnBuild & b)                       = 0; // F32 [d_v * n_head, n_tokens]
+    virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                               ggml_tensor * v, const Inputs & in, float scale) = 0;
 
     // The head comes before any cell is touched and throws when the state belongs to another layout.
-    virtual void state_write_head(StateWriter & w) const = 0;
-    virtual void state_read_head(StateReader & r) const = 0;
+    virtual void state_write_head(StateWriter & w) const                = 0;
+    virtual void state_read_head(StateReader & r) const                 = 0;
     virtual void state_write_window(StateWriter & w, int32_t seq) const = 0;
-    virtual void state_read_window(StateReader & r, int32_t seq) = 0;
+    virtual void state_read_window(StateReader & r, int32_t seq)        = 0;
 };
 
 // nullptr: an ordinary cache. Throws std::runtime_error with a sentence when a cache was asked for that cannot be made.

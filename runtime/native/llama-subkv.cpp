@@ -33,8 +33,8 @@ public:
 
     void find(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
         out.clear();
-        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]];
-        const uint32_t n = cells.used_max_p1();
+        const auto &   cells = kv.v_cells[kv.seq_to_stream[seq]];
+        const uint32_t n     = cells.used_max_p1();
         for (uint32_t i = 0; i < n; ++i) {
             if (cells.pos_in(i, p0, p1) && cells.seq_has(i, seq)) {
                 out.push_back({ cells.pos_get(i), (int32_t) i });
@@ -43,8 +43,8 @@ public:
     }
 
     int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const override {
-        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]];
-        const int32_t max = cells.seq_pos_max(seq);
+        const auto &  cells = kv.v_cells[kv.seq_to_stream[seq]];
+        const int32_t max   = cells.seq_pos_max(seq);
         if (max < p0 || max >= p1) {
             return max;
         }
@@ -85,20 +85,16 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
     switch (model.arch) {
         case LLM_ARCH_T5:
-        case LLM_ARCH_T5ENCODER:
-            return "it adds a relative position bias to the logits (KQ bias)";
-        case LLM_ARCH_GROK:
-            return "it squashes logits with its own tanh";
+        case LLM_ARCH_T5ENCODER: return "it adds a relative position bias to the logits (KQ bias)";
+        case LLM_ARCH_GROK: return "it squashes logits with its own tanh";
         case LLM_ARCH_QWEN4EXP:
         case LLM_ARCH_MINIMAX_M3:
         case LLM_ARCH_DFLASH:
         case LLM_ARCH_DEEPSEEK4:
         case LLM_ARCH_DEEPSEEK32:
         case LLM_ARCH_GLM_DSA:
-        case LLM_ARCH_DOTS3NOTE:
-            return "its sparse attention reads the K/V cache directly";
-        default:
-            return "";
+        case LLM_ARCH_DOTS3NOTE: return "its sparse attention reads the K/V cache directly";
+        default: return "";
     }
 }
 
@@ -124,10 +120,10 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
         if (!hparams.has_kv(il) || (filter && !filter(il))) {
             continue;
         }
-        desc.layers.push_back({ (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
-                                (int32_t) hparams.n_embd_head_k(il), (int32_t) hparams.n_embd_head_v(il),
-                                offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) :
-                                          ggml_backend_cpu_buffer_type() });
+        desc.layers.push_back(
+            { (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
+              (int32_t) hparams.n_embd_head_k(il), (int32_t) hparams.n_embd_head_v(il),
+              offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
     kv.subkv_hook = g_cache_new(desc);
 }
@@ -265,8 +261,8 @@ public:
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        mctx = iswa ? static_cast<const llama_kv_cache_iswa_context *>(params.mctx)->get_base() :
-                      static_cast<const llama_kv_cache_context *>(params.mctx);
+        mctx               = iswa ? static_cast<const llama_kv_cache_iswa_context *>(params.mctx)->get_base() :
+                                    static_cast<const llama_kv_cache_context *>(params.mctx);
         const auto & sinfo = mctx->sinfos[mctx->i_cur];
         return tensors.tokens->ne[1] == params.ubatch.n_tokens && tensors.cell_pos->ne[0] == mctx->n_kv &&
                tensors.cell_pos->ne[1] == (int64_t) (sinfo.s1 - sinfo.s0 + 1) && s0 == sinfo.s0;
@@ -300,8 +296,8 @@ bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {
     return mctx->kv->subkv_hook && mctx->kv->subkv_hook->row_bytes(il, false) > 0;
 }
 
-void llama_subkv::observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
-                          ggml_tensor * v, float scale, int il) {
+void llama_subkv::observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                          ggml_tensor * k, ggml_tensor * v, float scale, int il) {
     const auto & hook = mctx->kv->subkv_hook;
     if (!hook || !hook->wants(il) || !k || !v) {
         return;

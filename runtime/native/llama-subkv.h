@@ -13,8 +13,8 @@ struct llama_subkv {
     using layer_filter = llama_kv_cache::layer_filter_cb;
 
     // llama_kv_cache: called by the constructor before anything is allocated
-    static void init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
-                     const layer_filter & filter, bool shares);
+    static void   init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+                       const layer_filter & filter, bool shares);
     static size_t row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
 
     static void clear(llama_kv_cache & kv);
@@ -38,6 +38,6 @@ struct llama_subkv {
 
     class reader;
     class graph_input;
-    static graph_input * inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
+    static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
 };

@@ -86,14 +86,14 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
 
 // dst F32 [1] (unused) | src: q, k, v as in AttnBuild, tokens as in Inputs. Parallel over KV heads x {q, k, v}.
 static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &               layer  = *(ObservedLayer *) userdata;
-    const auto &         obs    = *layer.owner;
-    const ggml_tensor *  q      = dst->src[0];
-    const ggml_tensor *  k      = dst->src[1];
-    const ggml_tensor *  v      = dst->src[2];
-    const int32_t *      tokens = (const int32_t *) dst->src[3]->data;
-    const int32_t        n_kv   = layer.shape.n_head_kv;
-    const int32_t        group  = layer.shape.n_head / n_kv;
+    auto &              layer  = *(ObservedLayer *) userdata;
+    const auto &        obs    = *layer.owner;
+    const ggml_tensor * q      = dst->src[0];
+    const ggml_tensor * k      = dst->src[1];
+    const ggml_tensor * v      = dst->src[2];
+    const int32_t *     tokens = (const int32_t *) dst->src[3]->data;
+    const int32_t       n_kv   = layer.shape.n_head_kv;
+    const int32_t       group  = layer.shape.n_head / n_kv;
 
     if (obs.mode == SUBKV_SAMPLE && ith == 0) {
         sample(layer, q, k, v, tokens);
@@ -125,8 +125,8 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     layer.shape.n_tokens += counted;
 }
 
-void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
-                        ggml_tensor * v, const Inputs & in, float scale) {
+void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
+                        ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale) {
     if ((size_t) il >= obs.layers.size()) {
         obs.layers.resize((size_t) il + 1);
     }
@@ -142,10 +142,12 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         allocate(*slot);
     }
     const auto f32 = [&](ggml_tensor * t) {
-        return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
+        return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) ? t :
+                                                                       ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
     };
     ggml_tensor * args[] = { f32(q), f32(k), f32(v), in.tokens };
-    ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 4, observe_op, GGML_N_TASKS_MAX, slot.get());
+    ggml_tensor * node =
+        ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 4, observe_op, GGML_N_TASKS_MAX, slot.get());
     ggml_format_name(node, "subkv_observe-%d", il);
     ggml_build_forward_expand(gf, node);
 }
@@ -175,8 +177,8 @@ extern "C" void subkv_observer_free(subkv_observer * obs) {
 extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                     const int32_t * query_pos, int32_t n_query) {
     if (!obs || mode < SUBKV_PAUSE || mode > SUBKV_SAMPLE || n_key < 0 || n_query < 0) {
-        set_error("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found", mode, n_key,
-                  n_query);
+        set_error("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found", mode,
+                  n_key, n_query);
         return false;
     }
     const auto sorted = [](const int32_t * p, int32_t n) {
@@ -206,15 +208,17 @@ extern "C" bool subkv_observer_layer(const subkv_observer * obs, int32_t il, sub
     return true;
 }
 
-extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out, int64_t n_out) {
+extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
+                                      int64_t n_out) {
     if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
-        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs expected, layer %d, %s found", il, what);
+        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs expected, layer %d, %s found", il,
+                  what);
         return -1;
     }
     const auto & layer = *obs->layers[(size_t) il];
 
     const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
-    const std::vector<float> *          rows    = what[0] == 'q' ? &layer.q_rows : what[0] == 'k' ? &layer.k_rows : &layer.v_rows;
+    const std::vector<float> * rows = what[0] == 'q' ? &layer.q_rows : what[0] == 'k' ? &layer.k_rows : &layer.v_rows;
     if (!std::strchr("qkv", what[0]) || !std::strchr("12s", what[1])) {
         set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs expected, %s found", what);
         return -1;

@@ -19,22 +19,22 @@ struct Moments {
 };
 
 struct ObservedLayer {
-    subkv_observed       shape = {};
+    subkv_observed         shape = {};
     const subkv_observer * owner = nullptr;
-    std::vector<Moments> q, k, v; // by KV head; q gathers the heads of its group
-    std::vector<float>   q_rows, k_rows, v_rows; // samples: [n][n_head or n_head_kv][d]
-    std::mutex           mutex; // guards the counters of `shape`
+    std::vector<Moments>   q, k, v;                // by KV head; q gathers the heads of its group
+    std::vector<float>     q_rows, k_rows, v_rows; // samples: [n][n_head or n_head_kv][d]
+    std::mutex             mutex;                  // guards the counters of `shape`
 };
 
 // Adds the node that reads q, k, v (as in AttnBuild) of one layer.
-void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
-                        ggml_tensor * v, const Inputs & in, float scale);
+void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
+                        ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale);
 
 } // namespace subkv
 
 struct subkv_observer {
-    int32_t              n_skip = 0;
-    int32_t              mode   = SUBKV_PAUSE;
-    std::vector<int32_t> key_pos, query_pos; // sorted
-    std::vector<std::unique_ptr<subkv::ObservedLayer>> layers; // by il, null: never observed
+    int32_t                                            n_skip = 0;
+    int32_t                                            mode   = SUBKV_PAUSE;
+    std::vector<int32_t>                               key_pos, query_pos; // sorted
+    std::vector<std::unique_ptr<subkv::ObservedLayer>> layers;             // by il, null: never observed
 };

@@ -22,7 +22,8 @@ typedef struct subkv_layout   subkv_layout;   // bases and bands of one model, i
 typedef struct subkv_observer subkv_observer; // accumulates calibration statistics
 
 SUBKV_API const char * subkv_last_error(void);
-SUBKV_API const char * subkv_kernel_name(void); // CPU kernels in use, e.g. "avx2"; NULL + last_error if none can be used
+SUBKV_API const char *
+subkv_kernel_name(void); // CPU kernels in use, e.g. "avx2"; NULL + last_error if none can be used
 
 //
 // layout
@@ -62,20 +63,20 @@ typedef struct subkv_cache_params {
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
 typedef struct subkv_stats {
-    uint64_t bytes_codes;  // coefficient rows as allocated, K and V
-    uint64_t bytes_window; // exact window as allocated
-    uint64_t bytes_stock;  // K/V of layers that stay ordinary (sliding-window layers)
-    uint64_t bytes_f16;    // what an f16 cache of the same context would allocate
-    uint64_t bytes_bases;  // bases as held in memory
+    uint64_t bytes_codes;     // coefficient rows as allocated, K and V
+    uint64_t bytes_window;    // exact window as allocated
+    uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers)
+    uint64_t bytes_f16;       // what an f16 cache of the same context would allocate
+    uint64_t bytes_bases;     // bases as held in memory
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
-    uint64_t n_zero_rows;  // rows with non-finite input that were stored as zero rows
+    uint64_t n_zero_rows;     // rows with non-finite input that were stored as zero rows
     uint32_t n_layer_coded;
-    uint32_t n_cells;      // cells per stream
+    uint32_t n_cells; // cells per stream
     uint32_t n_stream;
     int32_t  n_sink;
     int32_t  n_recent;
     int32_t  n_rollback;
-    float    bpe;          // (codes + window) bits per K/V element of the coded layers, as allocated
+    float    bpe; // (codes + window) bits per K/V element of the coded layers, as allocated
 } subkv_stats;
 
 // false: the context has no coefficient cache.
@@ -104,10 +105,10 @@ SUBKV_API bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int
 // Shapes of a layer, all zero for a layer that was never observed. Layers are 0 .. subkv_observer_n_layer()-1.
 typedef struct subkv_observed {
     int32_t  n_head, n_head_kv, d_k, d_v;
-    float    scale;      // softmax scale of the layer
-    uint64_t n_tokens;   // tokens accumulated
+    float    scale;          // softmax scale of the layer
+    uint64_t n_tokens;       // tokens accumulated
     int32_t  n_key, n_query; // sampled rows so far
-    uint64_t n_nonfinite; // tokens left out because a row held NaN or Inf
+    uint64_t n_nonfinite;    // tokens left out because a row held NaN or Inf
 } subkv_observed;
 SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs);
 SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);
@@ -116,7 +117,8 @@ SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, s
 // [n_head_kv][d_k][d_k], "v2" [n_head_kv][d_v][d_v], "q1" [n_head_kv][d_k], "k1" [n_head_kv][d_k], "v1" [n_head_kv][d_v].
 // Samples: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v].
 // Returns the number of values written, or -1 (unknown name, n_out too small).
-SUBKV_API int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out, int64_t n_out);
+SUBKV_API int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
+                                     int64_t n_out);
 
 //
 // kernels, for tests, benchmarks and other hosts of the reference (shapes: kernels/include/subkv/ops.h)

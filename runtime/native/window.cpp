@@ -92,10 +92,11 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
             lost += (cell.pos < p0 || cell.pos >= p1) && !holds(s, cell.pos);
         }
         if (lost > 0) {
-            set_error("seq_rm: removing positions [%d, %d) of sequence %d needs the exact rows of positions %d to %d, of "
-                      "which %d are no longer held; remove the whole sequence and decode it again, or create the context "
-                      "with n_rollback larger than %d",
-                      p0, p1, s, first, last, lost, n_rollback_);
+            set_error(
+                "seq_rm: removing positions [%d, %d) of sequence %d needs the exact rows of positions %d to %d, of "
+                "which %d are no longer held; remove the whole sequence and decode it again, or create the context "
+                "with n_rollback larger than %d",
+                p0, p1, s, first, last, lost, n_rollback_);
             return false;
         }
     }
@@ -146,10 +147,11 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
             for (const auto & cell : found) {
                 // a position past the sinks and before `first` is attended through its codes
                 if (!holds(seq, cell.pos)) {
-                    set_error("decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
-                              "held (it was copied or removed past the window); remove the whole sequence and decode it "
-                              "again",
-                              seq, range.min, cell.pos);
+                    set_error(
+                        "decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
+                        "held (it was copied or removed past the window); remove the whole sequence and decode it "
+                        "again",
+                        seq, range.min, cell.pos);
                     return false;
                 }
             }
@@ -190,7 +192,8 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
     std::vector<PosCell> found;
     for (const auto & [seq, range] : ranges) {
         const int32_t first = std::max(0, range.first - n_recent_ + 1);
-        for (const auto & [p0, p1] : { std::pair{ 0, std::min(n_sink_, first) }, std::pair{ first, range.second + 1 } }) {
+        for (const auto & [p0, p1] :
+             { std::pair{ 0, std::min(n_sink_, first) }, std::pair{ first, range.second + 1 } }) {
             if (p0 >= p1) {
                 continue;
             }

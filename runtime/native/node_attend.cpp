@@ -1,0 +1,138 @@
+// node_attend.cpp: attention over the coded cells, see nodes.cpp.
+#include "nodes.h"
+
+#include <algorithm>
+
+namespace subkv {
+
+//
+// attend: dst F32 [n_rows * (2 + width)] = m [n_rows], z [n_rows], acc [n_rows][width]
+//         src: q, fresh (edge), k_view, v_view, mask, cell_pos, tokens
+//
+
+namespace {
+
+constexpr int64_t CHUNK = 256; // cells whose bias is prepared at a time; their rows stay in the caches for all heads
+
+// bias [n_tok][CHUNK] of tokens [t0, t0 + n_tok) over cells [c0, c0 + n): exact positions are left to combine.
+// false: nothing to attend to.
+bool coded_bias(const LayerNodes & layer, const ggml_tensor * dst, const AttendShape & s, int64_t t0, int64_t n_tok,
+                int64_t c0, int64_t n, float * bias) {
+    const ggml_tensor * mask     = dst->src[4];
+    const int32_t *     tokens   = (const int32_t *) dst->src[6]->data;
+    const int32_t *     cell_pos = (const int32_t *) dst->src[5]->data + t0 / s.n_tps * s.n_kv + c0;
+    const int32_t       n_sink   = layer.window->n_sink();
+    const int32_t       n_recent = layer.window->n_recent();
+
+    bool any = false;
+    for (int64_t t = 0; t < n_tok; ++t) {
+        const int32_t pos  = tokens[4 * (t0 + t)];
+        const int64_t at   = (t0 + t) * s.n_kv + c0;
+        float *       row  = bias + t * CHUNK;
+        bool          seen = false;
+        for (int64_t c = 0; c < n; ++c) {
+            row[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : mask_value(mask, at + c);
+            seen |= row[c] != -INFINITY;
+        }
+        any |= seen;
+    }
+    return any;
+}
+
+} // namespace
+
+void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &        layer  = *(const LayerNodes *) userdata;
+    const auto &        codec  = *layer.codec;
+    const Ops &         ops    = subkv::ops();
+    const ggml_tensor * q      = dst->src[0];
+    const ggml_tensor * k_view = dst->src[2];
+    const ggml_tensor * v_view = dst->src[3];
+    const AttendShape   s      = attend_shape(layer, q, k_view);
+
+    float * m   = (float *) dst->data;
+    float * z   = m + s.n_rows;
+    float * acc = z + s.n_rows;
+
+    // One unit is a block of tokens, a split of cells, and all heads (their rows share cache lines) unless that
+    // leaves threads without work.
+    const bool    per_head = s.n_blocks * s.n_split < 8;
+    const int64_t n_parts  = per_head ? s.n_head_kv : 1;
+    const int64_t n_units  = s.n_blocks * s.n_split * n_parts;
+
+    static thread_local std::vector<float> qt_buf, bias_buf;
+    const int64_t                          rank_max = MAX_HEAD_SIZE;
+    float *                                bias     = scratch(bias_buf, s.block * CHUNK);
+    float *                                qt       = scratch(qt_buf, s.n_head_kv * s.block * s.n_group * rank_max);
+    float                                  slope[MAX_GROUP];
+    int64_t                                projected = -1; // block whose queries qt holds
+
+    // neighbouring units of a thread share a block, so that its queries are projected once
+    const int64_t first = n_units * ith / nth;
+    const int64_t last  = n_units * (ith + 1) / nth;
+    for (int64_t unit = first; unit < last; ++unit) {
+        const int64_t part   = unit % n_parts;
+        const int64_t split  = unit / n_parts % s.n_split;
+        const int64_t block  = unit / n_parts / s.n_split;
+        const int64_t h0     = per_head ? part : 0;
+        const int64_t h1     = per_head ? part + 1 : s.n_head_kv;
+        const int64_t per    = s.n_blocks / s.n_stream;
+        const int64_t stream = block / per;
+        const int64_t t0     = stream * s.n_tps + block % per * s.block;
+        const int64_t n_tok  = std::min(s.block, (stream + 1) * s.n_tps - t0);
+
+        if (projected != block || per_head) {
+            for (int64_t h = h0; h < h1; ++h) {
+                const HeadCodec & head = codec.k[(size_t) h];
+                float *           out  = qt + h * s.block * s.n_group * rank_max;
+                for (int64_t g = 0; g < s.n_group; ++g) {
+                    ops.project(head.decode, head.rank, codec.d_k, row_f32(q, h * s.n_group + g, t0), stride_f32(q, 2),
+                                n_tok, layer.scale * codec.gamma[(size_t) h], out + g * head.rank,
+                                s.n_group * head.rank);
+                }
+            }
+            projected = block;
+        }
+        for (int64_t h = h0; h < h1; ++h) {
+            const int64_t row = s.row(split, h, t0);
+            std::fill(m + row, m + row + n_tok * s.n_group, -INFINITY);
+            std::fill(z + row, z + row + n_tok * s.n_group, 0.0f);
+            std::fill(acc + row * s.width, acc + (row + n_tok * s.n_group) * s.width, 0.0f);
+        }
+        const int64_t c_end = std::min(s.n_kv, (split + 1) * s.split);
+        for (int64_t c0 = split * s.split; c0 < c_end; c0 += CHUNK) {
+            const int64_t n = std::min(CHUNK, c_end - c0);
+            if (!coded_bias(layer, dst, s, t0, n_tok, c0, n, bias)) {
+                continue;
+            }
+            for (int64_t h = h0; h < h1; ++h) {
+                const int64_t row = s.row(split, h, t0);
+                alibi_slopes(layer, h * s.n_group, s.n_group, slope);
+                AttendArgs a;
+                a.k           = &codec.k[(size_t) h];
+                a.v           = &codec.v[(size_t) h];
+                a.k_rows      = (const uint8_t *) k_view->data + stream * k_view->nb[2] + c0 * k_view->nb[1] +
+                                codec.k_offset[(size_t) h];
+                a.v_rows      = (const uint8_t *) v_view->data + stream * v_view->nb[2] + c0 * v_view->nb[1] +
+                                codec.v_offset[(size_t) h];
+                a.k_stride    = (int64_t) k_view->nb[1];
+                a.v_stride    = (int64_t) v_view->nb[1];
+                a.n_cells     = n;
+                a.n_tok       = n_tok;
+                a.n_group     = s.n_group;
+                a.qt          = qt + h * s.block * s.n_group * rank_max;
+                a.bias        = bias;
+                a.bias_stride = CHUNK;
+                a.slope       = slope;
+                a.softcap     = layer.softcap;
+                a.m           = m + row;
+                a.z           = z + row;
+                a.acc         = acc + row * s.width;
+                a.acc_stride  = s.width;
+                ops.attend(a);
+            }
+        }
+    }
+}
+
+} // namespace subkv

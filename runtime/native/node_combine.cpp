@@ -1,0 +1,213 @@
+// node_combine.cpp: merging the splits and adding the exact window, see nodes.cpp.
+#include "nodes.h"
+
+#include <algorithm>
+
+namespace subkv {
+
+//
+// combine: dst F32 [d_v * n_head, n_tokens]
+//          src: partial, q, fresh, window rows, mask, tokens, slots, k_view (shape), sinks (optional)
+//
+
+namespace {
+
+// The exact keys of a run of tokens of one sequence: rows and where their mask value sits.
+struct ExactKeys {
+    std::vector<int32_t>          pos, cell;
+    std::vector<const uint16_t *> row; // the whole row; heads are offsets into it
+};
+
+void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const AttendShape & s, int64_t t0, int64_t n_tok,
+                  ExactKeys & keys) {
+    const ggml_tensor * fresh    = dst->src[2];
+    const ggml_tensor * window   = dst->src[3];
+    const int32_t *     tokens   = (const int32_t *) dst->src[5]->data;
+    const int32_t *     slots    = (const int32_t *) dst->src[6]->data;
+    const int64_t       n_slots  = dst->src[6]->ne[0];
+    const int32_t       n_sink   = layer.window->n_sink();
+    const int32_t       n_recent = layer.window->n_recent();
+
+    keys.pos.clear();
+    keys.cell.clear();
+    keys.row.clear();
+    int32_t lo = INT32_MAX, hi = INT32_MIN;
+    for (int64_t t = t0; t < t0 + n_tok; ++t) {
+        lo = std::min(lo, tokens[4 * t]);
+        hi = std::max(hi, tokens[4 * t]);
+    }
+    const auto may_see = [&](int32_t p) { return p >= 0 && (p < n_sink || (p <= hi && p > lo - n_recent)); };
+    const auto add     = [&](int32_t p, int32_t cell, const ggml_tensor * rows, int64_t i) {
+        keys.pos.push_back(p);
+        keys.cell.push_back(cell);
+        keys.row.push_back((const uint16_t *) ((const char *) rows->data + i * rows->nb[1]));
+    };
+    if (layer.window->n_slots() > 0) {
+        const int32_t first = tokens[4 * t0 + 3];
+        const int64_t count = n_slots / std::max<int64_t>(1, layer.window->n_seq());
+        for (int64_t i = first; i < first + count; ++i) {
+            if (slots[n_slots + i] >= 0 && may_see(slots[i])) {
+                add(slots[i], slots[n_slots + i], window, i);
+            }
+        }
+    }
+    const int64_t stream = t0 / s.n_tps;
+    for (int64_t j = stream * s.n_tps; j < (stream + 1) * s.n_tps; ++j) {
+        if (may_see(tokens[4 * j])) {
+            add(tokens[4 * j], tokens[4 * j + 2], fresh, j);
+        }
+    }
+}
+
+} // namespace
+
+void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &        layer    = *(const LayerNodes *) userdata;
+    const auto &        codec    = *layer.codec;
+    const Ops &         ops      = subkv::ops();
+    const ggml_tensor * q        = dst->src[1];
+    const ggml_tensor * mask     = dst->src[4];
+    const int32_t *     tokens   = (const int32_t *) dst->src[5]->data;
+    const ggml_tensor * sinks    = dst->src[8];
+    const AttendShape   s        = attend_shape(layer, q, dst->src[7]);
+    const float *       m_part   = (const float *) dst->src[0]->data;
+    const float *       z_part   = m_part + s.n_rows;
+    const float *       acc_part = z_part + s.n_rows;
+    const int64_t       d_k      = codec.d_k;
+    const int64_t       d_v      = codec.d_v;
+    const int32_t       n_sink   = layer.window->n_sink();
+    const int32_t       n_recent = layer.window->n_recent();
+
+    constexpr int64_t                                 BLOCK = 32;
+    static thread_local std::vector<float>            qs_buf, bias_buf, m_buf, z_buf, out_buf, coef_buf;
+    static thread_local std::vector<const uint16_t *> ptr_buf;
+    static thread_local ExactKeys                     keys;
+
+    // runs of tokens of one sequence
+    struct Run {
+        int64_t t0, n;
+    };
+    std::vector<Run> runs;
+    for (int64_t t = 0; t < s.n_tokens;) {
+        int64_t end = t + 1;
+        while (end < s.n_tokens && end - t < BLOCK && end / s.n_tps == t / s.n_tps &&
+               tokens[4 * end + 3] == tokens[4 * t + 3]) {
+            ++end;
+        }
+        runs.push_back({ t, end - t });
+        t = end;
+    }
+    const int64_t n_units  = (int64_t) runs.size() * s.n_head_kv;
+    int64_t       gathered = -1;
+    for (int64_t unit = n_units * ith / nth; unit < n_units * (ith + 1) / nth; ++unit) {
+        const int64_t i_run  = unit / s.n_head_kv;
+        const int64_t h      = unit % s.n_head_kv;
+        const int64_t t0     = runs[(size_t) i_run].t0;
+        const int64_t n_tok  = runs[(size_t) i_run].n;
+        const int64_t n_rows = n_tok * s.n_group;
+
+        float *           m    = scratch(m_buf, n_rows);
+        float *           z    = scratch(z_buf, n_rows);
+        float *           out  = scratch(out_buf, n_rows * d_v);
+        float *           coef = scratch(coef_buf, s.width);
+        const HeadCodec & head = codec.v[(size_t) h];
+        std::fill(out, out + n_rows * d_v, 0.0f);
+        for (int64_t r = 0; r < n_rows; ++r) {
+            m[r] = -INFINITY;
+            for (int64_t i = 0; i < s.n_split; ++i) {
+                m[r] = std::max(m[r], m_part[s.row(i, h, t0) + r]);
+            }
+            z[r] = 0.0f;
+            if (m[r] == -INFINITY) {
+                continue;
+            }
+            std::fill(coef, coef + head.rank, 0.0f);
+            for (int64_t i = 0; i < s.n_split; ++i) {
+                const int64_t row = s.row(i, h, t0) + r;
+                if (m_part[row] == -INFINITY) {
+                    continue;
+                }
+                const float w = std::exp(m_part[row] - m[r]);
+                z[r] += w * z_part[row];
+                for (int64_t c = 0; c < head.rank; ++c) {
+                    coef[c] += w * acc_part[row * s.width + c];
+                }
+            }
+            ops.reconstruct(head.decode, head.rank, d_v, coef, out + r * d_v);
+        }
+
+        if (gathered != i_run) {
+            gather_exact(layer, dst, s, t0, n_tok, keys);
+            gathered             = i_run;
+            const int64_t n_keys = (int64_t) keys.pos.size();
+            float *       bias   = scratch(bias_buf, std::max<int64_t>(1, n_tok * n_keys));
+            for (int64_t t = 0; t < n_tok; ++t) {
+                for (int64_t i = 0; i < n_keys; ++i) {
+                    const bool exact = is_exact(keys.pos[(size_t) i], tokens[4 * (t0 + t)], n_sink, n_recent);
+                    bias[t * n_keys + i] =
+                        exact ? mask_value(mask, (t0 + t) * s.n_kv + keys.cell[(size_t) i]) : -INFINITY;
+                }
+            }
+        }
+        const int64_t n_keys = (int64_t) keys.pos.size();
+        float         slope[MAX_GROUP];
+        alibi_slopes(layer, h * s.n_group, s.n_group, slope);
+        if (n_keys > 0) {
+            const uint16_t ** k_rows = scratch(ptr_buf, 2 * n_keys);
+            const uint16_t ** v_rows = k_rows + n_keys;
+            for (int64_t i = 0; i < n_keys; ++i) {
+                k_rows[i] = keys.row[(size_t) i] + h * d_k;
+                v_rows[i] = keys.row[(size_t) i] + s.n_head_kv * d_k + h * d_v;
+            }
+            float * qs = scratch(qs_buf, n_rows * d_k);
+            for (int64_t t = 0; t < n_tok; ++t) {
+                for (int64_t g = 0; g < s.n_group; ++g) {
+                    const float * x = row_f32(q, h * s.n_group + g, t0 + t);
+                    float *       y = qs + (t * s.n_group + g) * d_k;
+                    for (int64_t j = 0; j < d_k; ++j) {
+                        y[j] = layer.scale * x[j];
+                    }
+                }
+            }
+            ExactArgs a;
+            a.d_k         = d_k;
+            a.d_v         = d_v;
+            a.n_keys      = n_keys;
+            a.k           = k_rows;
+            a.v           = v_rows;
+            a.n_tok       = n_tok;
+            a.n_group     = s.n_group;
+            a.q           = qs;
+            a.bias        = bias_buf.data();
+            a.bias_stride = n_keys;
+            a.slope       = slope;
+            a.softcap     = layer.softcap;
+            a.m           = m;
+            a.z           = z;
+            a.acc         = out;
+            a.acc_stride  = d_v;
+            ops.attend_exact(a);
+        }
+        for (int64_t t = 0; t < n_tok; ++t) {
+            for (int64_t g = 0; g < s.n_group; ++g) {
+                const int64_t r   = t * s.n_group + g;
+                const int64_t hq  = h * s.n_group + g;
+                float *       y   = (float *) ((char *) dst->data + (t0 + t) * dst->nb[1]) + hq * d_v;
+                float         w   = 1.0f;
+                float         sum = z[r];
+                if (sinks) { // a logit without a value: Xiao et al., arXiv:2309.17453, as in gpt-oss
+                    const float sink = ((const float *) sinks->data)[hq];
+                    const float top  = std::max(m[r], sink);
+                    w                = std::exp(m[r] - top);
+                    sum              = sum * w + std::exp(sink - top);
+                }
+                w = sum > 0.0f ? w / sum : 0.0f; // a token that may see nothing gets zeros
+                for (int64_t j = 0; j < d_v; ++j) {
+                    y[j] = w * out[r * d_v + j];
+                }
+            }
+        }
+    }
+}
+
+} // namespace subkv

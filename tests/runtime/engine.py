@@ -1,0 +1,275 @@
+"""Drives libllama and libsubkv directly, so that the tests see batches, sequences and states and not a wrapper's idea of them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subkv import _lib
+
+SUBKV = _lib.load()
+from llama_cpp import llama_cpp as C  # noqa: E402  (after the library path is set)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
+import writer  # noqa: E402
+
+Logits = npt.NDArray[np.float32]
+Bands = Sequence[tuple[int, int]]
+
+LOG: list[str] = []
+
+
+@C.llama_log_callback
+def _collect(level: int, text: bytes, _user: Any) -> None:
+    if level >= 3:
+        LOG.append(text.decode(errors="replace"))
+
+
+C.llama_backend_init()
+C.llama_log_set(_collect, None)
+
+
+def last_error() -> str:
+    """The reason of the last refusal."""
+    return _lib.last_error()
+
+
+class Model:
+    """A loaded GGUF."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.handle = C.llama_model_load_from_file(str(path).encode(), C.llama_model_default_params())
+        assert self.handle, f"{path} does not load: {''.join(LOG[-3:])}"
+        self.vocab = C.llama_model_get_vocab(self.handle)
+        self.n_vocab = C.llama_vocab_n_tokens(self.vocab)
+
+    def free(self) -> None:
+        C.llama_model_free(self.handle)
+
+    def tokenize(self, text: str) -> list[int]:
+        data = text.encode()
+        buf = (C.llama_token * (len(data) + 8))()
+        n = C.llama_tokenize(self.vocab, data, len(data), buf, len(buf), True, False)
+        assert n >= 0
+        return list(buf[:n])
+
+
+class Refused(Exception):
+    """llama_init_from_model gave no context; the text is subkv_last_error()."""
+
+
+class Session:
+    """One context. Positions and sequences are the caller's business."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Any = None,
+        *,
+        window: tuple[int, int, int] = (-1, -1, -1),
+        n_ctx: int = 256,
+        n_ubatch: int = 64,
+        n_seq_max: int = 1,
+        unified: bool = False,
+        flash_attn: int = 0,
+        threads: int = 2,
+        type_k: int = 1,
+        type_v: int = 1,
+        observer: Any = None,
+    ) -> None:
+        params = C.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_ctx
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = n_seq_max
+        params.kv_unified = unified
+        params.flash_attn_type = flash_attn
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = type_k
+        params.type_v = type_v
+        if layout:
+            assert SUBKV.subkv_attach(layout, _lib.CacheParams(*window)), last_error()
+        if observer:
+            assert SUBKV.subkv_observe(observer), last_error()
+        self.model = model
+        self.ctx = C.llama_init_from_model(model.handle, params)
+        if not self.ctx:
+            raise Refused(last_error())
+        self.memory = C.llama_get_memory(self.ctx)
+
+    def close(self) -> None:
+        if self.ctx:
+            C.llama_free(self.ctx)
+        self.ctx = None
+
+    def try_decode(self, tokens: Sequence[int], pos: int, seq: int | Sequence[int] = 0, logits: bool = True) -> int:
+        """llama_decode's status; `seq` may name several sequences that share the tokens."""
+        seqs = [seq] if isinstance(seq, int) else list(seq)
+        batch = C.llama_batch_init(len(tokens), 0, len(seqs))
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = pos + i
+            batch.n_seq_id[i] = len(seqs)
+            for j, s in enumerate(seqs):
+                batch.seq_id[i][j] = s
+            batch.logits[i] = logits
+        status = C.llama_decode(self.ctx, batch)
+        C.llama_batch_free(batch)
+        return int(status)
+
+    def decode(
+        self, tokens: Sequence[int], pos: int = 0, seq: int | Sequence[int] = 0, pieces: Sequence[int] | None = None
+    ) -> Logits:
+        """Logits [len(tokens), n_vocab], decoded in calls of `pieces` tokens (default: one call)."""
+        out = []
+        at = 0
+        for n in pieces or [len(tokens)]:
+            status = self.try_decode(tokens[at : at + n], pos + at, seq)
+            assert status == 0, f"llama_decode gives {status}: {last_error()} {''.join(LOG[-2:])}"
+            out.append(self._logits(n))
+            at += n
+        assert at == len(tokens)
+        return np.concatenate(out)
+
+    def decode_batch(self, items: Sequence[tuple[int, int, int]]) -> Logits:
+        """One call with (token, pos, seq) items, e.g. one token of each of several sequences."""
+        batch = C.llama_batch_init(len(items), 0, 1)
+        batch.n_tokens = len(items)
+        for i, (token, pos, seq) in enumerate(items):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, pos, 1, True
+            batch.seq_id[i][0] = seq
+        status = C.llama_decode(self.ctx, batch)
+        C.llama_batch_free(batch)
+        assert status == 0, last_error()
+        return self._logits(len(items))
+
+    def _logits(self, n: int) -> Logits:
+        return np.ctypeslib.as_array(C.llama_get_logits(self.ctx), (n, self.model.n_vocab)).copy()
+
+    def rm(self, seq: int, p0: int, p1: int = -1) -> bool:
+        return bool(C.llama_memory_seq_rm(self.memory, seq, p0, p1))
+
+    def cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        C.llama_memory_seq_cp(self.memory, src, dst, p0, p1)
+
+    def clear(self) -> None:
+        C.llama_memory_clear(self.memory, True)
+
+    def state(self, seq: int | None = None) -> bytes:
+        if seq is None:
+            buf = (ctypes.c_uint8 * C.llama_state_get_size(self.ctx))()
+            n = C.llama_state_get_data(self.ctx, buf, len(buf))
+        else:
+            buf = (ctypes.c_uint8 * C.llama_state_seq_get_size(self.ctx, seq))()
+            n = C.llama_state_seq_get_data(self.ctx, buf, len(buf), seq)
+        return bytes(buf[:n])
+
+    def set_state(self, data: bytes, seq: int | None = None) -> int:
+        """Bytes read, 0 when refused."""
+        buf = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        if seq is None:
+            return int(C.llama_state_set_data(self.ctx, buf, len(data)))
+        return int(C.llama_state_seq_set_data(self.ctx, buf, len(data), seq))
+
+    def stats(self) -> _lib.Stats:
+        out = _lib.Stats()
+        assert SUBKV.subkv_get_stats(self.ctx, out), last_error()
+        return out
+
+
+@contextmanager
+def session(model: Model, layout: Any = None, **options: Any) -> Iterator[Session]:
+    """A Session that is freed on the way out."""
+    s = Session(model, layout, **options)
+    try:
+        yield s
+    finally:
+        s.close()
+
+
+def signed_permutations(
+    shape: Sequence[tuple[int, int, int, int]],
+    bands_k: Bands,
+    bands_v: Bands,
+    *,
+    arch: str,
+    block_count: int,
+    path: Path,
+    n_sink: int = 4,
+    n_recent: int = 8,
+    seed: int = 0,
+) -> Any:
+    """A layout whose bases are exact in half precision: coefficients are permuted, sign-flipped elements.
+
+    shape: (il, n_head_kv, d_k, d_v) of every coded layer. With 16-bit bands of full rank the coded path then holds the same
+    half-precision numbers as an f16 cache. Returns the loaded layout handle.
+    """
+    rng = np.random.default_rng(seed)
+
+    def head(d: int, bands: Bands) -> Any:
+        rank = sum(n for n, _ in bands)
+        basis = np.zeros((rank, d), np.float16)
+        basis[np.arange(rank), rng.permutation(d)[:rank]] = rng.choice([-1.0, 1.0], rank)
+        # steps for elements of the size of one: 4 over the levels
+        ratios = [1.0 if bits == 16 else 2.0 ** (8 - bits) for _, bits in bands]
+        return writer.Head(list(bands), ratios, basis, basis)
+
+    layers = [
+        writer.Layer(
+            il=il, d_k=d_k, d_v=d_v, k=[head(d_k, bands_k) for _ in range(n)], v=[head(d_v, bands_v) for _ in range(n)]
+        )
+        for il, n, d_k, d_v in shape
+    ]
+    writer.write(path, writer.metadata(layers, arch=arch, block_count=block_count, n_sink=n_sink, n_recent=n_recent))
+    handle = SUBKV.subkv_layout_load(str(path).encode())
+    assert handle, last_error()
+    return handle
+
+
+def distance(a: Logits, b: Logits) -> float:
+    """Largest difference of logits relative to their spread."""
+    return float(np.abs(a - b).max() / a.std())
+
+
+def agree(a: Logits, b: Logits) -> bool:
+    """Two runs of the coded path that may differ in the order of float sums only.
+
+    Nearly every token's logits then differ by less than 1e-3 of their spread (measured: 1e-6 to 1e-4). Where a coefficient
+    lies on a rounding border its code flips, and the few tokens that attend to it differ by up to its step (measured: 1e-2).
+    """
+    differences = np.abs(a - b).max(1) / a.std()
+    return bool(np.quantile(differences, 0.75) < 1e-3 and differences.max() < 0.05)
+
+
+def observed(obs: Any, il: int) -> _lib.Observed:
+    """What an observer knows about a layer."""
+    out = _lib.Observed()
+    assert SUBKV.subkv_observer_layer(obs, il, out)
+    return out
+
+
+def observe_values(obs: Any, il: int, what: str, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """One statistic of subkv_observer_get as an array."""
+    out = np.empty(shape)
+    pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_double))
+    n = SUBKV.subkv_observer_get(obs, il, what.encode(), pointer, out.size)
+    assert n == out.size, (n, last_error())
+    return out
+
+
+def architecture(path: Path) -> str:
+    """general.architecture of a GGUF."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("general.architecture")
+    assert field
+    return str(field.contents())

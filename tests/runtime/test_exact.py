@@ -1,0 +1,116 @@
+"""Promises 2 and 3: exact codes give the exact cache; no split of a prompt, number of threads or kernel changes the result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine
+import numpy as np
+import pytest
+from engine import agree, distance, session
+
+PIECES = [100, *[1] * 40, 60]
+
+
+@pytest.fixture(scope="module")
+def floor(model: engine.Model, tokens: list[int]) -> float:
+    """What stock differs from itself: flash attention on or off, one call or many. A difference of float rounding only."""
+    with session(model, flash_attn=0) as s:
+        one = s.decode(tokens)
+    with session(model, flash_attn=0) as s:
+        split = s.decode(tokens, pieces=PIECES)
+    with session(model, flash_attn=1) as s:
+        flash = s.decode(tokens)
+    return max(distance(one, flash), distance(one, split))
+
+
+@pytest.mark.parametrize("flash_attn", [0, 1])
+@pytest.mark.parametrize("window", [(4, 8, 4), (0, 0, 0), (0, 8, 0), (4, 0, 0), (4, 128, 32)])
+def test_full_rank_and_exact_codes_equal_the_f16_cache(
+    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], window: tuple[int, int, int], flash_attn: int, floor: float
+) -> None:
+    with session(model, flash_attn=flash_attn) as s:
+        expected = s.decode(tokens)
+    with session(model, make_layout(), window=window, flash_attn=flash_attn) as s:
+        found = s.decode(tokens, pieces=[120, *[1] * 30, 50])
+    assert distance(expected, found) < 2 * floor
+
+
+def test_the_far_past_matters_in_this_model(model: engine.Model, tokens: list[int], floor: float) -> None:
+    """The comparisons above would mean nothing in a model that ignores old tokens."""
+    other = [tokens[0] ^ 1, *tokens[1:]]
+    with session(model) as s:
+        first = s.decode(tokens)[-1:]
+        s.clear()
+        assert distance(first, s.decode(other)[-1:]) > 10 * floor
+
+
+@pytest.mark.parametrize("bands", [[(32, 16)], [(32, 8)], [(8, 8), (8, 6), (16, 4)], [(8, 5), (8, 3), (8, 2)]])
+@pytest.mark.parametrize("window", [(4, 8, 4), (0, 0, 0), (3, 20, 0)])
+def test_any_split_of_the_prompt_gives_the_same_result(
+    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], bands: engine.Bands, window: tuple[int, int, int]
+) -> None:
+    layout = make_layout(bands, bands)
+    with session(model, layout, window=window, n_ubatch=256) as s:
+        expected = s.decode(tokens)
+    for n_ubatch, pieces, threads in [
+        (16, None, 2),
+        (7, None, 1),
+        (64, [1, 1, 63, 64, 65, 6], 2),
+        (256, [100, *[1] * 40, 60], 3),
+    ]:
+        with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
+            found = s.decode(tokens, pieces=pieces)
+        assert agree(expected, found), (n_ubatch, pieces, threads, distance(expected, found))
+
+
+def test_a_narrow_layout_differs_and_the_window_protects_recent_tokens(
+    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], floor: float
+) -> None:
+    """Codes of few bits must show (nothing is attended exactly in secret), and not inside the window."""
+    layout = make_layout([(16, 2)], [(16, 2)])
+    with session(model) as s:
+        exact = s.decode(tokens)
+    with session(model, layout, window=(0, 0, 0)) as s:
+        coded = s.decode(tokens)
+    with session(model, layout, window=(4, 64, 0)) as s:
+        windowed = s.decode(tokens)
+    assert distance(exact[1:64], coded[1:64]) > 5 * floor
+    assert distance(exact[:64], windowed[:64]) < 2 * floor
+    assert distance(exact[100:], windowed[100:]) > 2 * floor
+
+
+def test_every_kernel_gives_the_same_result(
+    model: engine.Model, tokens: list[int], tmp_path: Path
+) -> None:
+    """SUBKV_KERNEL is read once per process, so each version runs in its own."""
+    names = [engine.SUBKV.subkv_ops_name(i).decode() for i in range(engine.SUBKV.subkv_ops_count())]
+    assert names[0] == "ref"
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, numpy as np, engine\n"
+        "from pathlib import Path\n"
+        "model = engine.Model(Path(sys.argv[1]))\n"
+        "layout = engine.signed_permutations([(il, engine.C.llama_model_n_head_kv(model.handle), 32, 32)"
+        " for il in range(engine.C.llama_model_n_layer(model.handle))], [(8, 8), (8, 6), (16, 4)], [(8, 6), (24, 4)],"
+        " arch='llama', block_count=engine.C.llama_model_n_layer(model.handle), path=Path(sys.argv[2] + '.gguf'))\n"
+        "with engine.session(model, layout) as s:\n"
+        "    np.save(sys.argv[2], s.decode([int(t) for t in sys.argv[3].split(',')], pieces=[90, 1, 1, 8]))\n"
+    )
+    results = []
+    for name in names:
+        out = tmp_path / name
+        here = Path(__file__).resolve().parent
+        env = {**os.environ, "SUBKV_KERNEL": name, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+        env.pop("LLAMA_CPP_LIB_PATH", None)
+        subprocess.run(
+            [sys.executable, str(script), str(model.path), str(out), ",".join(map(str, tokens[:100]))], check=True, env=env
+        )
+        results.append(np.load(f"{out}.npy"))
+    for name, result in zip(names[1:], results[1:], strict=True):
+        assert agree(results[0], result), name

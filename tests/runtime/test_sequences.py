@@ -1,0 +1,195 @@
+"""Promise 4: remove a tail and decode again, copy a sequence, save and restore: same logits as never having done it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import engine
+import pytest
+from engine import C, Refused, agree, last_error, session
+
+BANDS = [(8, 8), (8, 6), (16, 4)]
+WINDOW = (4, 16, 8)
+
+
+@pytest.fixture(scope="module")
+def layout(make_layout: Callable[..., Any]) -> Any:
+    return make_layout(BANDS, BANDS)
+
+
+def test_remove_a_tail_and_decode_again(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:120])
+        s.clear()
+        s.decode(tokens[:100])
+        s.decode([t ^ 1 for t in tokens[100:108]], 100)
+        assert s.rm(0, 100)
+        found = s.decode(tokens[100:120], 100, pieces=[1] * 20)
+    assert agree(expected[100:], found)
+
+
+def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:121])
+        s.clear()
+        s.decode(tokens[:120])
+        assert not s.rm(0, 100)
+        assert "seq_rm" in last_error() and "n_rollback" in last_error()
+        # nothing was removed: the sequence goes on as if never asked
+        assert agree(expected[120:], s.decode(tokens[120:121], 120))
+        # the way out that the message names
+        assert s.rm(0, -1)
+        assert agree(expected[:50], s.decode(tokens[:50]))
+
+
+def test_any_tail_may_go_without_a_recent_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=(4, 0, 0)) as s:
+        expected = s.decode(tokens[:120])
+        assert s.rm(0, 30)
+        assert agree(expected[30:], s.decode(tokens[30:120], 30))
+
+
+def test_clear_forgets_everything(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[50:110])
+        s.clear()
+        s.decode(tokens[:60])
+        s.clear()
+        assert agree(expected, s.decode(tokens[50:110]))
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_sequences_do_not_see_each_other(model: engine.Model, tokens: list[int], layout: Any, unified: bool) -> None:
+    texts = [tokens[:90], tokens[90:150], tokens[20:95]]
+    alone = []
+    for text in texts:
+        with session(model, layout, window=WINDOW) as s:
+            alone.append(s.decode(text))
+    with session(model, layout, window=WINDOW, n_seq_max=3, unified=unified, n_ctx=768) as s:
+        for seq, text in enumerate(texts):
+            s.decode(text[:-20], 0, seq)
+        for i in range(20, 0, -1):  # one token of each sequence per call
+            found = s.decode_batch([(text[-i], len(text) - i, seq) for seq, text in enumerate(texts)])
+            for seq in range(3):
+                assert agree(alone[seq][-i][None], found[seq][None])
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_copy_a_sequence(model: engine.Model, tokens: list[int], layout: Any, unified: bool) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:120])
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=unified, n_ctx=512) as s:
+        s.decode(tokens[:90], 0, 0)
+        s.cp(0, 1)
+        # the source goes another way; the copy must not notice
+        s.decode([t ^ 1 for t in tokens[90:120]], 90, 0)
+        found = s.decode(tokens[90:120], 90, 1)
+        assert agree(expected[90:], found)
+        assert s.rm(0, -1)
+        assert s.rm(1, 115)
+        assert agree(expected[115:], s.decode(tokens[115:120], 115, 1))
+
+
+def test_tokens_shared_by_two_sequences(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:100])
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:80], 0, (0, 1))
+        assert agree(expected[80:], s.decode(tokens[80:100], 80, 1))
+        assert agree(expected[80:], s.decode(tokens[80:100], 80, 0))
+
+
+def test_a_copy_without_its_window_is_refused_at_the_next_decode(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:120], 0, 0)
+        s.cp(0, 1, 0, 60)
+        assert s.try_decode(tokens[60:61], 60, 1) != 0
+        assert "sequence 1" in last_error() and "position" in last_error()
+        assert s.try_decode(tokens[120:121], 120, 0) == 0
+
+
+@pytest.mark.parametrize("seq", [None, 0])
+def test_save_and_restore(model: engine.Model, tokens: list[int], layout: Any, seq: int | None) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:120])
+        s.clear()
+        s.decode(tokens[:100])
+        state = s.state(seq)
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[30:60])
+        assert s.set_state(state, seq) == len(state)
+        found = s.decode(tokens[100:120], 100)
+        assert agree(expected[100:], found)
+        assert s.rm(0, 115)
+        assert agree(expected[115:], s.decode(tokens[115:120], 115))
+
+
+def test_a_sequence_moves_to_another_slot_through_a_state(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:110])
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[100:140], 0, 1)
+        s.decode(tokens[:90], 0, 0)
+        state = s.state(0)
+        assert s.rm(0, -1) and s.rm(1, -1)
+        assert s.set_state(state, 1) == len(state)
+        assert agree(expected[90:], s.decode(tokens[90:110], 90, 1))
+
+
+def test_a_state_of_another_layout_is_refused(
+    model: engine.Model, tokens: list[int], layout: Any, make_layout: Callable[..., Any]
+) -> None:
+    other = make_layout(BANDS, BANDS, seed=1)  # rows of equal size, other bases
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:60])
+        state = s.state()
+    with session(model, other, window=WINDOW) as s:
+        expected = s.decode(tokens[:40])
+        s.rm(0, -1)
+        s.decode(tokens[:39])
+        assert s.set_state(state) == 0
+        assert "fingerprint" in last_error() and "expected" in last_error() and "found" in last_error()
+        # what was there is still there
+        assert agree(expected[39:], s.decode(tokens[39:40], 39))
+    with session(model, layout, window=(4, 12, 8)) as s:
+        assert s.set_state(state) == 0
+        assert "n_recent" in last_error()
+
+
+def test_states_do_not_cross_cache_types(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model) as s:
+        s.decode(tokens[:60])
+        stock = s.state()
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:60])
+        coded = s.state()
+        assert s.set_state(stock) == 0
+        assert "state" in last_error()
+    with session(model) as s:
+        assert s.set_state(coded) == 0
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_state_is_refused(model: engine.Model, tokens: list[int], layout: Any, cut: float) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:60])
+        state = s.state()
+        assert s.set_state(state[: int(len(state) * cut)]) == 0
+        assert s.rm(0, -1)
+        s.decode(tokens[:10])
+
+
+def test_positions_cannot_be_shifted(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:60])
+        assert not C.llama_memory_can_shift(s.memory)
+        C.llama_memory_seq_add(s.memory, 0, 10, -1, -5)
+        assert "seq_add" in last_error() and "-ctk f16" in last_error()
+        # the cache is as it was, and goes on
+        assert s.try_decode(tokens[60:61], 60) == 0
+
+
+def test_an_ordinary_type_is_expected_beside_bases(model: engine.Model, layout: Any) -> None:
+    with pytest.raises(Refused, match="type_k"), session(model, layout, type_k=8, type_v=8, flash_attn=1):
+        pass
