@@ -86,7 +86,7 @@ def test_cells_hold_what_the_tokens_say(llm: Llama) -> None:
 def test_stop_keeps_what_was_said(llm: Llama) -> None:
     conversation = talk(llm)
     turn = Turn()
-    pieces = []
+    pieces: list[str] = []
     for piece in conversation.ask("Hello", -1, lambda: len(pieces) >= 3, turn):
         pieces.append(piece)
     assert turn.stopped in ("interrupt", "end")
