@@ -70,31 +70,3 @@ foreach(target IN LISTS SUBKV_LLAMA_TARGETS)
         install(TARGETS ${target} LIBRARY DESTINATION ${SUBKV_LIB_DESTINATION} COMPONENT subkv)
     endif()
 endforeach()
-
-# libllama without our patch against the same ggml. A patched header changes the layout of classes, so no object file
-# is shared: every file is compiled from a pristine tree, with the options of target llama.
-if(SUBKV_STOCK)
-    list(TRANSFORM SUBKV_STOCK_SOURCES REPLACE "^${SUBKV_LLAMA_CPP_TREE}/src/" "")
-    list(TRANSFORM SUBKV_STOCK_SOURCES PREPEND "${SUBKV_LLAMA_CPP_STOCK}/src/")
-    add_library(llama-stock SHARED ${SUBKV_STOCK_SOURCES})
-    foreach(property COMPILE_OPTIONS COMPILE_FEATURES UNITY_BUILD UNITY_BUILD_BATCH_SIZE UNITY_BUILD_RELOCATABLE)
-        get_target_property(value llama ${property})
-        if(value)
-            set_property(TARGET llama-stock PROPERTY ${property} ${value})
-        endif()
-    endforeach()
-    set_source_files_properties(${SUBKV_STOCK_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
-    set(models ${SUBKV_STOCK_SOURCES})
-    list(FILTER models INCLUDE REGEX "/src/models/")
-    set_source_files_properties(${models} PROPERTIES SKIP_UNITY_BUILD_INCLUSION OFF)
-    target_compile_definitions(llama-stock PRIVATE LLAMA_BUILD LLAMA_SHARED)
-    target_include_directories(llama-stock PRIVATE
-        ${SUBKV_LLAMA_CPP_STOCK}/src ${CMAKE_BINARY_DIR}/llama.cpp-build/src ${SUBKV_LLAMA_CPP_STOCK}/include)
-    target_link_libraries(llama-stock PRIVATE ggml)
-    set_target_properties(llama-stock PROPERTIES
-        OUTPUT_NAME llama
-        LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin/stock
-        INSTALL_RPATH "${SUBKV_ORIGIN}/.."
-        POSITION_INDEPENDENT_CODE ON)
-    install(TARGETS llama-stock LIBRARY DESTINATION ${SUBKV_LIB_DESTINATION}/stock COMPONENT subkv)
-endif()
