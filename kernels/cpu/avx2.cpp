@@ -8,12 +8,11 @@
 namespace subkv::avx2 {
 
 // From this many query rows on, dequantizing a tile once is cheaper than unpacking it for every four rows.
-constexpr int64_t TILED_FROM = 9;
+constexpr int64_t TILED_FROM = 16;
 
 static void attend(const AttendArgs & a) {
-    const Call call = { a.n_cells,     a.n_tok, a.n_group, a.k->rank, a.v->rank, a.qt, a.bias,
-                        a.bias_stride, a.slope, a.softcap, a.m,       a.z,       a.acc, a.acc_stride,
-                        &a,            nullptr };
+    const Call call = { a.n_cells, a.n_tok,   a.n_group, a.k->rank, a.v->rank, a.qt,         a.bias, a.bias_stride,
+                        a.slope,   a.softcap, a.m,       a.z,       a.acc,     a.acc_stride, &a,     nullptr };
     const bool half = cpu::plan_of(*a.k).has_half || cpu::plan_of(*a.v).has_half;
     if (half || a.n_tok * a.n_group >= TILED_FROM) {
         attend_tiled(call);
@@ -23,9 +22,8 @@ static void attend(const AttendArgs & a) {
 }
 
 static void attend_exact(const ExactArgs & a) {
-    const Call call = { a.n_keys,      a.n_tok, a.n_group, a.d_k, a.d_v, a.q, a.bias,
-                        a.bias_stride, a.slope, a.softcap, a.m,   a.z,   a.acc, a.acc_stride,
-                        nullptr,       &a };
+    const Call call = { a.n_keys, a.n_tok,   a.n_group, a.d_k, a.d_v, a.q,          a.bias,  a.bias_stride,
+                        a.slope,  a.softcap, a.m,       a.z,   a.acc, a.acc_stride, nullptr, &a };
     if (a.n_tok * a.n_group >= TILED_FROM) {
         attend_tiled(call);
     } else {
@@ -37,8 +35,8 @@ static void attend_exact(const ExactArgs & a) {
 
 namespace subkv {
 
-const Ops ops_avx2 = { "avx2",           avx2::encode_rows,  avx2::dequantize_rows, avx2::project, avx2::reconstruct,
-                       avx2::attend,     avx2::attend_exact, avx2::moment,          avx2::to_half };
+const Ops ops_avx2 = { "avx2",       avx2::encode_rows,  avx2::dequantize_rows, avx2::project, avx2::reconstruct,
+                       avx2::attend, avx2::attend_exact, avx2::moment,          avx2::to_half };
 
 } // namespace subkv
 

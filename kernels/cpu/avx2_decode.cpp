@@ -20,21 +20,21 @@ constexpr int MAX_ROWS = 4; // query rows that share one unpacking
 enum Slot { SLOT_QUERY, SLOT_SUM, SLOT_RATIO, SLOT_SHORT }; // scratch slots 0..3
 
 struct Tile {
-    int32_t      n;              // cells
-    int32_t      n8;             // rounded up to 8; the last row stands in for the missing ones
+    int32_t      n;  // cells
+    int32_t      n8; // rounded up to 8; the last row stands in for the missing ones
     const void * k[TILE];
     const void * v[TILE];
     float        scale_k[TILE];
     float        scale_v[TILE];
-    float        bias[TILE];     // of the query row at hand, -inf beyond n
+    float        bias[TILE];                 // of the query row at hand, -inf beyond n
     float        dot[MAX_ROWS][TILE / 2][8]; // pairs of partial sums
     float        weight[MAX_ROWS][TILE];
 };
 
 static const uint16_t ZERO_HALVES[MAX_HEAD_SIZE] = {};
 
-template <int ROWS, typename Row>
-static void dots(const Row & row, int32_t n_groups, const float * q, int64_t q_stride, Tile & tile) {
+template <int ROWS, typename Opener, typename Rows>
+static void dots(const Rows & rows, int32_t n_groups, const float * q, int64_t q_stride, Tile & tile) {
     for (int32_t c = 0; c < tile.n8; c += 2) {
         __m256 a[ROWS];
         __m256 b[ROWS];
@@ -43,14 +43,15 @@ static void dots(const Row & row, int32_t n_groups, const float * q, int64_t q_s
             b[i] = _mm256_setzero_ps();
         }
         for (int32_t g = 0; g < n_groups; ++g) {
-            __m256 a_low, a_high, b_low, b_high;
-            row(g, tile.k[c], a_low, a_high);
-            row(g, tile.k[c + 1], b_low, b_high);
+            const Opener group = rows.template open<Opener>(g);
+            __m256       a_low, a_high, b_low, b_high;
+            group.load(tile.k[c], a_low, a_high);
+            group.load(tile.k[c + 1], b_low, b_high);
             for (int i = 0; i < ROWS; ++i) {
-                const __m256 q_low  = _mm256_load_ps(q + i * q_stride + g * GROUP);
-                const __m256 q_high = _mm256_load_ps(q + i * q_stride + g * GROUP + 8);
+                const __m256 q_low  = pin(_mm256_load_ps(q + i * q_stride + g * GROUP));
                 a[i]                = _mm256_fmadd_ps(a_low, q_low, a[i]);
                 b[i]                = _mm256_fmadd_ps(b_low, q_low, b[i]);
+                const __m256 q_high = pin(_mm256_load_ps(q + i * q_stride + g * GROUP + 8));
                 a[i]                = _mm256_fmadd_ps(a_high, q_high, a[i]);
                 b[i]                = _mm256_fmadd_ps(b_high, q_high, b[i]);
             }
@@ -61,29 +62,42 @@ static void dots(const Row & row, int32_t n_groups, const float * q, int64_t q_s
     }
 }
 
-template <int ROWS, typename Row>
-static void add_values(const Row & row, int32_t n_groups, const float * shrink, float * sum, int64_t sum_stride,
+// sum[i][16 coefficients of a group] = shrink[i] * sum + sum_c weight[i][c] * value[c]
+template <int ROWS, typename Opener>
+static void add_group(const Opener & group, const float * shrink, float * sum, int64_t sum_stride, const Tile & tile) {
+    __m256 low[ROWS];
+    __m256 high[ROWS];
+    for (int i = 0; i < ROWS; ++i) {
+        const __m256 f = _mm256_set1_ps(shrink[i]);
+        low[i]         = _mm256_mul_ps(f, _mm256_load_ps(sum + i * sum_stride));
+        high[i]        = _mm256_mul_ps(f, _mm256_load_ps(sum + i * sum_stride + 8));
+    }
+    const int32_t n = tile.n;
+    for (int32_t c = 0; c < n; ++c) {
+        __m256 v_low, v_high;
+        group.load(tile.v[c], v_low, v_high);
+        for (int i = 0; i < ROWS; ++i) {
+            const __m256 w = _mm256_broadcast_ss(&tile.weight[i][c]);
+            low[i]         = _mm256_fmadd_ps(v_low, w, low[i]);
+            high[i]        = _mm256_fmadd_ps(v_high, w, high[i]);
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        _mm256_store_ps(sum + i * sum_stride, low[i]);
+        _mm256_store_ps(sum + i * sum_stride + 8, high[i]);
+    }
+}
+
+template <int ROWS, typename Rows>
+static void add_values(const Rows & rows, int32_t n_groups, const float * shrink, float * sum, int64_t sum_stride,
                        const Tile & tile) {
+    using Fast = typename Rows::Fast;
+    using Slow = typename Rows::Slow;
     for (int32_t g = 0; g < n_groups; ++g) {
-        __m256 low[ROWS];
-        __m256 high[ROWS];
-        for (int i = 0; i < ROWS; ++i) {
-            const __m256 f = _mm256_set1_ps(shrink[i]);
-            low[i]         = _mm256_mul_ps(f, _mm256_load_ps(sum + i * sum_stride + g * GROUP));
-            high[i]        = _mm256_mul_ps(f, _mm256_load_ps(sum + i * sum_stride + g * GROUP + 8));
-        }
-        for (int32_t c = 0; c < tile.n; ++c) {
-            __m256 v_low, v_high;
-            row(g, tile.v[c], v_low, v_high);
-            for (int i = 0; i < ROWS; ++i) {
-                const __m256 w = _mm256_broadcast_ss(&tile.weight[i][c]);
-                low[i]         = _mm256_fmadd_ps(v_low, w, low[i]);
-                high[i]        = _mm256_fmadd_ps(v_high, w, high[i]);
-            }
-        }
-        for (int i = 0; i < ROWS; ++i) {
-            _mm256_store_ps(sum + i * sum_stride + g * GROUP, low[i]);
-            _mm256_store_ps(sum + i * sum_stride + g * GROUP + 8, high[i]);
+        if (rows.simple(g)) {
+            add_group<ROWS>(rows.template open<Fast>(g), shrink, sum + g * GROUP, sum_stride, tile);
+        } else {
+            add_group<ROWS>(rows.template open<Slow>(g), shrink, sum + g * GROUP, sum_stride, tile);
         }
     }
 }
@@ -94,10 +108,10 @@ static float soften(const Call & call, Tile & tile, int i, float slope, float & 
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
     __m256       top       = minus_inf;
     for (int32_t c = 0; c < tile.n8; c += 8) {
-        float(*h)[8] = tile.dot[i] + c / 2;
-        __m256 x     = sum_pairs(_mm256_loadu_ps(h[0]), _mm256_loadu_ps(h[1]), _mm256_loadu_ps(h[2]),
-                                 _mm256_loadu_ps(h[3]));
-        x            = _mm256_mul_ps(x, _mm256_loadu_ps(tile.scale_k + c));
+        float (*h)[8] = tile.dot[i] + c / 2;
+        __m256 x =
+            sum_pairs(_mm256_loadu_ps(h[0]), _mm256_loadu_ps(h[1]), _mm256_loadu_ps(h[2]), _mm256_loadu_ps(h[3]));
+        x = _mm256_mul_ps(x, _mm256_loadu_ps(tile.scale_k + c));
         if (call.softcap > 0.0f) {
             x = soft_cap(x, call.softcap);
         }
@@ -127,8 +141,7 @@ static float soften(const Call & call, Tile & tile, int i, float slope, float & 
 }
 
 static void prefetch_rows(const uint8_t * rows, int64_t stride, int32_t row_bytes, int64_t n) {
-    for (int64_t c = 0; c < n; ++c) {
-        _mm_prefetch((const char *) (rows + c * stride), _MM_HINT_T0);
+    for (int64_t c = 0; c < n; ++c) { // rows lie close together: the last byte's line is enough
         _mm_prefetch((const char *) (rows + c * stride + row_bytes - 1), _MM_HINT_T0);
     }
 }
@@ -151,24 +164,35 @@ static void point_at_codes(const uint8_t * rows, int64_t stride, int32_t row_byt
     }
 }
 
-static bool sees(const Call & call, int64_t cell) {
-    for (int64_t t = 0; t < call.n_tok; ++t) {
-        if (call.bias[t * call.bias_stride + cell] != NEG_INF) {
-            return true;
+// seen[c]: some query sees cell first + c. Returns whether any cell is seen.
+static bool find_seen(const Call & call, int64_t first, int64_t n, bool * seen) {
+    const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
+    int32_t      any       = 0;
+    for (int64_t c = 0; c < n; c += 8) {
+        const int64_t left = n - c;
+        int32_t       open = 0;
+        for (int64_t t = 0; t < call.n_tok; ++t) {
+            const float * bias = call.bias + t * call.bias_stride + first + c;
+            if (left >= 8) {
+                open |= _mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(bias), minus_inf, _CMP_NEQ_UQ));
+                continue;
+            }
+            for (int64_t i = 0; i < left; ++i) {
+                open |= (bias[i] != NEG_INF ? 1 : 0) << i;
+            }
         }
+        for (int64_t i = 0; i < 8 && i < left; ++i) {
+            seen[c + i] = (open >> i & 1) != 0;
+        }
+        any |= open;
     }
-    return false;
+    return any != 0;
 }
 
 // Fills the tile with cells [first, first + n). false: nobody sees any of them, no row was touched.
 static bool fill(const Call & call, int64_t first, int64_t n, Tile & tile) {
-    bool    seen[TILE];
-    int32_t n_seen = 0;
-    for (int64_t c = 0; c < n; ++c) {
-        seen[c] = sees(call, first + c);
-        n_seen += seen[c] ? 1 : 0;
-    }
-    if (n_seen == 0) {
+    bool seen[TILE];
+    if (!find_seen(call, first, n, seen)) {
         return false;
     }
     tile.n  = (int32_t) n;
@@ -197,12 +221,16 @@ static bool fill(const Call & call, int64_t first, int64_t n, Tile & tile) {
 }
 
 // Query rows [row, row + ROWS) against one tile.
-template <int ROWS, typename KRow, typename VRow>
-static void step(const Call & call, const KRow & k_row, const VRow & v_row, int64_t row, int64_t first, Tile & tile,
+template <int ROWS, typename KRows, typename VRows>
+static void step(const Call & call, const KRows & k_rows, const VRows & v_rows, int64_t row, int64_t first, Tile & tile,
                  const float * q, float * sum, float * m, float * z) {
     const int32_t k_pad = cpu::padded(call.d_k);
     const int32_t v_pad = cpu::padded(call.d_v);
-    dots<ROWS>(k_row, k_pad / GROUP, q + row * k_pad, k_pad, tile);
+    if (k_rows.all_simple()) {
+        dots<ROWS, typename KRows::Fast>(k_rows, k_pad / GROUP, q + row * k_pad, k_pad, tile);
+    } else {
+        dots<ROWS, typename KRows::Slow>(k_rows, k_pad / GROUP, q + row * k_pad, k_pad, tile);
+    }
     float shrink[ROWS];
     for (int i = 0; i < ROWS; ++i) {
         const int64_t t = (row + i) / call.n_group;
@@ -212,19 +240,19 @@ static void step(const Call & call, const KRow & k_row, const VRow & v_row, int6
         }
         shrink[i] = soften(call, tile, i, call.slope[(row + i) % call.n_group], m[row + i], z[row + i]);
     }
-    add_values<ROWS>(v_row, v_pad / GROUP, shrink, sum + row * v_pad, v_pad, tile);
+    add_values<ROWS>(v_rows, v_pad / GROUP, shrink, sum + row * v_pad, v_pad, tile);
 }
 
-template <typename KRow, typename VRow>
-static void run(const Call & call, const KRow & k_row, const VRow & v_row, const float * k_ratio,
+template <typename KRows, typename VRows>
+static void run(const Call & call, const KRows & k_rows, const VRows & v_rows, const float * k_ratio,
                 const float * v_ratio) {
     const int64_t n_rows = call.n_tok * call.n_group;
     const int32_t k_pad  = cpu::padded(call.d_k);
     const int32_t v_pad  = cpu::padded(call.d_v);
-    float * q   = (float *) cpu::scratch(SLOT_QUERY, (size_t) (n_rows * k_pad) * sizeof(float));
-    float * sum = (float *) cpu::scratch(SLOT_SUM, (size_t) (n_rows * (v_pad + 3)) * sizeof(float));
-    float * m   = sum + n_rows * v_pad;
-    float * z   = m + n_rows;
+    float *       q      = (float *) cpu::scratch(SLOT_QUERY, (size_t) (n_rows * k_pad) * sizeof(float));
+    float *       sum    = (float *) cpu::scratch(SLOT_SUM, (size_t) (n_rows * (v_pad + 3)) * sizeof(float));
+    float *       m      = sum + n_rows * v_pad;
+    float *       z      = m + n_rows;
     memset(sum, 0, (size_t) (n_rows * v_pad) * sizeof(float));
     for (int64_t row = 0; row < n_rows; ++row) {
         for (int32_t j = 0; j < k_pad; ++j) {
@@ -243,10 +271,10 @@ static void run(const Call & call, const KRow & k_row, const VRow & v_row, const
         for (int64_t block = 0; block < n_blocks; ++block) {
             const int64_t row = n_rows * block / n_blocks;
             switch (n_rows * (block + 1) / n_blocks - row) {
-                case 1: step<1>(call, k_row, v_row, row, first, tile, q, sum, m, z); break;
-                case 2: step<2>(call, k_row, v_row, row, first, tile, q, sum, m, z); break;
-                case 3: step<3>(call, k_row, v_row, row, first, tile, q, sum, m, z); break;
-                default: step<4>(call, k_row, v_row, row, first, tile, q, sum, m, z); break;
+                case 1: step<1>(call, k_rows, v_rows, row, first, tile, q, sum, m, z); break;
+                case 2: step<2>(call, k_rows, v_rows, row, first, tile, q, sum, m, z); break;
+                case 3: step<3>(call, k_rows, v_rows, row, first, tile, q, sum, m, z); break;
+                default: step<4>(call, k_rows, v_rows, row, first, tile, q, sum, m, z); break;
             }
         }
     }
@@ -262,10 +290,11 @@ static void run(const Call & call, const KRow & k_row, const VRow & v_row, const
     }
 }
 
-static void spread_ratios(const HeadCodec & codec, float * ratio) {
+static void spread_ratios(const HeadCodec & codec, const Plan & plan, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
-            ratio[codec.bands[i].first + j] = codec.bands[i].ratio;
+            const int32_t c = codec.bands[i].first + j;
+            ratio[c]        = codec.bands[i].ratio * plan.unit[c];
         }
     }
 }
@@ -273,15 +302,16 @@ static void spread_ratios(const HeadCodec & codec, float * ratio) {
 void attend_small(const Call & call) {
     float * ratio = (float *) cpu::scratch(SLOT_RATIO, 2 * MAX_HEAD_SIZE * sizeof(float));
     if (call.coded != nullptr) {
-        spread_ratios(*call.coded->k, ratio);
-        spread_ratios(*call.coded->v, ratio + MAX_HEAD_SIZE);
-        run(call, CodeRow{ cpu::plan_of(*call.coded->k) }, CodeRow{ cpu::plan_of(*call.coded->v) }, ratio,
-            ratio + MAX_HEAD_SIZE);
+        const Plan & k = cpu::plan_of(*call.coded->k);
+        const Plan & v = cpu::plan_of(*call.coded->v);
+        spread_ratios(*call.coded->k, k, ratio);
+        spread_ratios(*call.coded->v, v, ratio + MAX_HEAD_SIZE);
+        run(call, CodeRows{ k }, CodeRows{ v }, ratio, ratio + MAX_HEAD_SIZE);
     } else {
         for (int32_t j = 0; j < MAX_HEAD_SIZE; ++j) {
             ratio[j] = 1.0f;
         }
-        run(call, HalfRow{ call.d_k }, HalfRow{ call.d_v }, ratio, ratio);
+        run(call, HalfRows{ call.d_k }, HalfRows{ call.d_v }, ratio, ratio);
     }
 }
 

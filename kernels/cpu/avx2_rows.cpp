@@ -21,7 +21,8 @@ static inline float half_range(int32_t bits) {
 }
 
 static inline __m256 quantize(__m256 c, __m256 inverse, __m256 middle) {
-    const __m256 u = _mm256_round_ps(_mm256_fmadd_ps(c, inverse, middle), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 u =
+        _mm256_round_ps(_mm256_fmadd_ps(c, inverse, middle), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return _mm256_min_ps(_mm256_max_ps(u, _mm256_setzero_ps()), _mm256_add_ps(middle, middle));
 }
 
@@ -58,8 +59,8 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
         quantized      = true;
         __m256 largest = _mm256_setzero_ps();
         for (int32_t j = 0; j < band.n; j += 8) {
-            largest = _mm256_max_ps(largest,
-                                    _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(c + band.first + j)));
+            largest =
+                _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(c + band.first + j)));
         }
         const float r = horizontal_max(largest) / (band.ratio * half_range(band.bits));
         reach         = r > reach ? r : reach;
@@ -67,7 +68,7 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
     if (!quantized) {
         return SCALE_ONE;
     }
-    int32_t low = 1; // smallest code in [low, high] that does not clip
+    int32_t low  = 1; // smallest code in [low, high] that does not clip
     int32_t high = 255;
     while (low < high) {
         const int32_t k = (low + high) / 2;
@@ -114,8 +115,8 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
     row[0]        = (uint8_t) choose_scale(codec, c);
     const float s = SCALES[row[0]];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        const float *  x  = c + band.first;
+        const Band &  band = codec.bands[i];
+        const float * x    = c + band.first;
         if (band.bits == 16) {
             for (int32_t j = 0; j < band.n; j += 8) { // max, min in this order: as ref, finite input
                 const __m256 v = _mm256_min_ps(_mm256_max_ps(_mm256_loadu_ps(x + j), _mm256_set1_ps(-HALF_MAX)),
@@ -139,10 +140,10 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
 
 int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
                     uint8_t * rows, int64_t row_stride) {
-    float *       c     = (float *) cpu::scratch(SLOT_COEF, (size_t) (TOKENS * codec.rank) * sizeof(float));
-    const __m256  limit = _mm256_set1_ps(__FLT_MAX__);
-    const __m256  sign  = _mm256_set1_ps(-0.0f);
-    int64_t       n_bad = 0;
+    float *      c     = (float *) cpu::scratch(SLOT_COEF, (size_t) (TOKENS * codec.rank) * sizeof(float));
+    const __m256 limit = _mm256_set1_ps(__FLT_MAX__);
+    const __m256 sign  = _mm256_set1_ps(-0.0f);
+    int64_t      n_bad = 0;
     for (int64_t first = 0; first < n; first += TOKENS) {
         const int64_t count = n - first < TOKENS ? n - first : TOKENS;
         project(codec.encode, codec.rank, codec.d, x + first * ldx, ldx, count, 1.0f, c, codec.rank);
@@ -182,7 +183,7 @@ void dequantize_row(const HeadCodec & codec, const Plan & plan, const uint8_t * 
     }
     for (int32_t g = 0; g < plan.n_groups; ++g) {
         __m256 low, high;
-        unpack_group(plan.parts, plan.groups[g], from, low, high);
+        ManyWindows(plan.parts, plan.groups[g]).load(from, low, high);
         _mm256_store_ps(out + g * GROUP, low);
         _mm256_store_ps(out + g * GROUP + 8, high);
     }
@@ -191,19 +192,21 @@ void dequantize_row(const HeadCodec & codec, const Plan & plan, const uint8_t * 
         float *      c    = out + band.first;
         if (band.bits == 16) {
             for (int32_t j = 0; j < band.n; j += 8) {
-                _mm256_storeu_ps(c + j, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (row + band.offset + 2 * j))));
+                _mm256_storeu_ps(c + j,
+                                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (row + band.offset + 2 * j))));
             }
             continue;
         }
         const __m256 step = _mm256_set1_ps(SCALES[row[0]] * band.ratio);
         for (int32_t j = 0; j < band.n; j += 8) {
-            _mm256_storeu_ps(c + j, _mm256_mul_ps(step, _mm256_loadu_ps(c + j)));
+            const __m256 unit = _mm256_loadu_ps(plan.unit + band.first + j); // a power of two: exact
+            _mm256_storeu_ps(c + j, _mm256_mul_ps(_mm256_mul_ps(step, unit), _mm256_loadu_ps(c + j)));
         }
     }
 }
 
 void dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c) {
-    const Plan & plan = cpu::plan_of(codec);
+    const Plan &      plan = cpu::plan_of(codec);
     alignas(32) float line[MAX_HEAD_SIZE];
     for (int64_t t = 0; t < n; ++t) {
         dequantize_row(codec, plan, rows + t * row_stride, line);

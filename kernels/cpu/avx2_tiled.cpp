@@ -116,10 +116,10 @@ struct Tile {
     int64_t first;
     int32_t n;
     int32_t n16;
-    float * keys;    // [n16/16][k_pad][16]
-    float * values;  // [TILE][v_pad]
-    float * bias;    // [n_tok][TILE]
-    bool *  awake;   // [n_tok]: sees a cell of this tile
+    float * keys;   // [n16/16][k_pad][16]
+    float * values; // [TILE][v_pad]
+    float * bias;   // [n_tok][TILE]
+    bool *  awake;  // [n_tok]: sees a cell of this tile
 };
 
 static bool read_bias(const Call & call, Tile & tile, bool * seen) {
@@ -155,9 +155,9 @@ static bool read_bias(const Call & call, Tile & tile, bool * seen) {
 
 // Cells nobody sees become zero vectors, whatever their bytes are.
 static void read_rows(const Call & call, Tile & tile, const bool * seen) {
-    const int32_t k_pad = cpu::padded(call.d_k);
-    const int32_t v_pad = cpu::padded(call.d_v);
-    float *       rows  = (float *) cpu::scratch(SLOT_ROWS, (size_t) (TILE * k_pad) * sizeof(float));
+    const int32_t k_pad  = cpu::padded(call.d_k);
+    const int32_t v_pad  = cpu::padded(call.d_v);
+    float *       rows   = (float *) cpu::scratch(SLOT_ROWS, (size_t) (TILE * k_pad) * sizeof(float));
     const Plan *  plan_k = call.coded != nullptr ? &cpu::plan_of(*call.coded->k) : nullptr;
     const Plan *  plan_v = call.coded != nullptr ? &cpu::plan_of(*call.coded->v) : nullptr;
     for (int32_t c = 0; c < tile.n16; ++c) {
@@ -219,8 +219,7 @@ static float soften(const Call & call, const Tile & tile, float * x, const float
     return shrink;
 }
 
-static void block_logits(const Call & call, int64_t row, int64_t n, const float * panel,
-                         float * out) {
+static void block_logits(const Call & call, int64_t row, int64_t n, const float * panel, float * out) {
     const float * q = call.q + row * call.d_k;
     switch (n) {
         case 1: logits<1>(q, call.d_k, call.d_k, panel, out, TILE); break;
@@ -266,8 +265,7 @@ static void step(const Call & call, const Tile & tile, int64_t row, int64_t n, f
     for (int32_t c = 0; c < tile.n16; c += 16) { // a panel stays in L1 while the block's queries pass
         for (int64_t i = 0; i < n; i += MR) {
             if (awake[i / MR]) {
-                block_logits(call, row + i, n - i < MR ? n - i : MR, tile.keys + c * k_pad,
-                             weight + i * TILE + c);
+                block_logits(call, row + i, n - i < MR ? n - i : MR, tile.keys + c * k_pad, weight + i * TILE + c);
             }
         }
     }
@@ -279,8 +277,8 @@ static void step(const Call & call, const Tile & tile, int64_t row, int64_t n, f
         float         shrink[MR];
         for (int64_t k = 0; k < rows; ++k) {
             const int64_t r = row + i + k;
-            shrink[k] = soften(call, tile, weight + (i + k) * TILE, tile.bias + r / call.n_group * TILE,
-                               call.slope[r % call.n_group], call.m[r], call.z[r]);
+            shrink[k]       = soften(call, tile, weight + (i + k) * TILE, tile.bias + r / call.n_group * TILE,
+                                     call.slope[r % call.n_group], call.m[r], call.z[r]);
         }
         block_outputs(call, tile, row + i, rows, weight + i * TILE, shrink);
     }

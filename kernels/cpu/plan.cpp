@@ -34,12 +34,12 @@ int32_t fields_of(const Band & band, int32_t j, std::vector<Field> & out) {
     const int32_t low = low_bits(band.bits);
     const int32_t m   = band.n * low / 8;
     const int32_t s   = low * (j / m);
-    out.push_back({ band.offset + j % m, ((1 << low) - 1) << s, 4, false });
+    out.push_back({ band.offset + j % m, ((1 << low) - 1) << s, 2, false });
     const int32_t high = band.bits - low;
     if (high > 0) {
         const int32_t m_high = band.n * high / 8;
         const int32_t t      = high * (j / m_high);
-        out.push_back({ band.offset + m + j % m_high, ((1 << high) - 1) << t, 4 << (s + low - t), true });
+        out.push_back({ band.offset + m + j % m_high, ((1 << high) - 1) << t, 2 << (s + low - t), true });
     }
     return s;
 }
@@ -92,12 +92,16 @@ void build(const HeadCodec & codec, StoredPlan & stored) {
     Plan & plan = stored.plan;
     std::memset(&plan, 0, sizeof(plan));
     plan.n_groups = padded(codec.rank) / GROUP;
+    plan.single   = true;
     std::vector<std::pair<int32_t, int32_t>> where; // band and index in it of every coefficient
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         plan.has_half = plan.has_half || codec.bands[i].bits == 16;
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
             where.push_back({ i, j });
         }
+    }
+    for (float & unit : plan.unit) {
+        unit = 1.0f;
     }
     for (int32_t g = 0; g < plan.n_groups; ++g) {
         Group &                         group = plan.groups[g];
@@ -108,12 +112,13 @@ void build(const HeadCodec & codec, StoredPlan & stored) {
             if (c >= where.size() || codec.bands[where[c].first].bits == 16) {
                 continue; // no fields: the lane gives 0
             }
-            const Band & band = codec.bands[where[c].first];
-            group.offset[i] += 0.5f * (float) ((1 << band.bits) - 1);
-            const int32_t s           = fields_of(band, where[c].second, lanes[(size_t) i]);
-            group.align[lane_of(i)] = (uint16_t) (1 << (15 - s));
+            const Band &  band = codec.bands[where[c].first];
+            const int32_t s    = fields_of(band, where[c].second, lanes[(size_t) i]);
+            group.offset[i] += 0.5f * (float) (((1 << band.bits) - 1) << s);
+            plan.unit[c] = 1.0f / (float) (1 << s);
         }
         add_parts(stored, group, lanes, codec.row_bytes);
+        plan.single = plan.single && group.n_parts == 1;
     }
     plan.parts = stored.parts.data();
 }
@@ -132,7 +137,7 @@ struct Scratch {
 
 const Plan & plan_of(const HeadCodec & codec) {
     static thread_local std::map<std::vector<int32_t>, std::unique_ptr<StoredPlan>> plans;
-    static thread_local std::vector<int32_t>                                       key;
+    static thread_local std::vector<int32_t>                                        key;
     key.clear();
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         key.push_back(codec.bands[i].n << 8 | codec.bands[i].bits);

@@ -2,10 +2,11 @@
 //
 // A group is 16 consecutive coefficients, one 16-bit lane each. For lane L with code field(s) at bit s of byte A (low
 // plane) and bit t of byte B (high plane, h bits above): shuffle brings A and B into the lane's low and high byte,
-// `mask` keeps their fields, the signed pair multiply-add by (4, 4 * 2^(s + h - t)) yields code * 2^(s+2), and the high
-// product by 2^(15-s) shifts that to 2*code. 0x4a80'0000 | 2*code is the float 2^22 + code; subtracting `offset`
-// (2^22 + (2^b - 1)/2, exact) leaves the centred code. All bytes that a lane needs are usually in one 16-byte window of
-// the row; a group whose bytes are not has several parts, which add up before the shift.
+// `mask` keeps their fields, and the signed pair multiply-add by (2, 2 * 2^(s + h - t)) yields code * 2^(s+1).
+// 0x4a80'0000 | that is the float 2^22 + code * 2^s; subtracting `offset` = 2^22 + (2^b - 1)/2 * 2^s leaves the centred
+// code times 2^s, exactly. Nothing shifts it back: `unit` = 2^-s is folded into queries, steps and final sums. All bytes
+// that a lane needs are usually in one 16-byte window of the row; a group whose bytes are not has several parts, which
+// add up.
 //
 // Lanes are ordered so that unpacking with 16-bit interleaves gives coefficients 0..7 and 8..15.
 // Windows lie inside the row; rows shorter than 16 bytes must be copied to 16 bytes first.
@@ -26,17 +27,18 @@ struct alignas(32) Part {
 };
 
 struct alignas(32) Group {
-    uint16_t align[16];
-    float    offset[16]; // natural order
-    int32_t  first_part;
-    int32_t  n_parts;
+    float   offset[16]; // natural order
+    int32_t first_part;
+    int32_t n_parts;
 };
 
 struct Plan {
     int32_t      n_groups;
     bool         has_half; // a 16-bit band: the groups do not describe it
+    bool         single;   // every group has one part
     const Part * parts;
     Group        groups[MAX_GROUPS];
+    float        unit[MAX_HEAD_SIZE]; // per coefficient; 1 in 16-bit bands
 };
 
 // The plan of codec's bands, made at first use by this thread and kept.

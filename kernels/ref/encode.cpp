@@ -55,7 +55,7 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         if (band.bits != 16) {
-            quantized = true;
+            quantized     = true;
             float largest = 0.0f;
             for (int32_t j = 0; j < band.n; ++j) {
                 largest = std::fmax(largest, std::fabs(c[band.first + j]));
@@ -101,8 +101,7 @@ static void put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint3
             put_plane(planes, n, 2, j, u);
             put_plane(planes + n / 4, n, 1, j, u >> 2);
             break;
-        default:
-            put_plane(planes, n, bits, j, u);
+        default: put_plane(planes, n, bits, j, u);
     }
 }
 

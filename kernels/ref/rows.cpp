@@ -16,10 +16,11 @@ namespace subkv {
 #define S8(e) 1.0f * e, S7(e)
 // Literals, not exp2(): the table must not depend on a libm. Powers of two are exact, so is each product.
 const float SCALES[256] = {
-    0.0f, S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f), S8(0x1p-16f), S8(0x1p-15f), S8(0x1p-14f), S8(0x1p-13f),
-    S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f), S8(0x1p-9f),  S8(0x1p-8f),  S8(0x1p-7f),  S8(0x1p-6f),  S8(0x1p-5f),
-    S8(0x1p-4f),  S8(0x1p-3f),  S8(0x1p-2f),  S8(0x1p-1f),  S8(0x1p+0f),  S8(0x1p+1f),  S8(0x1p+2f),  S8(0x1p+3f),
-    S8(0x1p+4f),  S8(0x1p+5f),  S8(0x1p+6f),  S8(0x1p+7f),  S8(0x1p+8f),  S8(0x1p+9f),  S8(0x1p+10f), S8(0x1p+11f),
+    0.0f,         S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f), S8(0x1p-16f), S8(0x1p-15f),
+    S8(0x1p-14f), S8(0x1p-13f), S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f), S8(0x1p-9f),  S8(0x1p-8f),
+    S8(0x1p-7f),  S8(0x1p-6f),  S8(0x1p-5f),  S8(0x1p-4f),  S8(0x1p-3f),  S8(0x1p-2f),  S8(0x1p-1f),
+    S8(0x1p+0f),  S8(0x1p+1f),  S8(0x1p+2f),  S8(0x1p+3f),  S8(0x1p+4f),  S8(0x1p+5f),  S8(0x1p+6f),
+    S8(0x1p+7f),  S8(0x1p+8f),  S8(0x1p+9f),  S8(0x1p+10f), S8(0x1p+11f),
 };
 #undef S8
 #undef S7
@@ -35,14 +36,10 @@ static uint32_t plane_value(const uint8_t * plane, int32_t n, int32_t w, int32_t
 
 static uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j) {
     switch (bits) {
-        case 6:
-            return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 2, j) << 4;
-        case 5:
-            return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 1, j) << 4;
-        case 3:
-            return plane_value(planes, n, 2, j) | plane_value(planes + n / 4, n, 1, j) << 2;
-        default:
-            return plane_value(planes, n, bits, j);
+        case 6: return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 2, j) << 4;
+        case 5: return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 1, j) << 4;
+        case 3: return plane_value(planes, n, 2, j) | plane_value(planes + n / 4, n, 1, j) << 2;
+        default: return plane_value(planes, n, bits, j);
     }
 }
 
@@ -61,7 +58,7 @@ void dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_
                     out[band.first + j] = half_to_float((uint16_t) (planes[2 * j] | planes[2 * j + 1] << 8));
                 } else {
                     const float half_range = 0.5f * (float) ((1 << band.bits) - 1);
-                    out[band.first + j] = s * band.ratio * ((float) code(planes, band.n, band.bits, j) - half_range);
+                    out[band.first + j]    = s * band.ratio * ((float) code(planes, band.n, band.bits, j) - half_range);
                 }
             }
         }

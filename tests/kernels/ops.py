@@ -326,9 +326,7 @@ def attend_exact(
     ops.attend_exact(ct.byref(args))
 
 
-def attention(
-    q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float
-) -> tuple[F64, F64, F64, F64, F64]:
+def attention(q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float) -> tuple[F64, F64, F64, F64, F64]:
     """Ordinary softmax in double, from a fresh state.
 
     q [n_tok*G][d_k], k [n][d_k], v [n][d_v], bias [n_tok][>= n] -> m, z [n_tok*G], acc [n_tok*G][d_v], and for

@@ -219,7 +219,7 @@ class Fenced:
     def rows(self, n: int, stride: int, row_bytes: int) -> o.U8:
         """[n][stride] view; the last row's padding lies beyond the fence."""
         flat = (ct.c_uint8 * ((n - 1) * stride + row_bytes)).from_address(self.at)
-        return np.lib.stride_tricks.as_strided(np.frombuffer(flat, np.uint8), (n, row_bytes), (stride, 1))
+        return np.lib.stride_tricks.as_strided(np.frombuffer(memoryview(flat), np.uint8), (n, row_bytes), (stride, 1))
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
@@ -231,7 +231,7 @@ def test_nothing_is_read_beyond_the_last_row(table: o.Ops, layout: o.Layout, row
     fence_k, fence_v = Fenced(k_rows.tobytes()), Fenced(v_rows.tobytes())
     safe_k, safe_v = fence_k.rows(n, k.row_bytes, k.row_bytes), fence_v.rows(n, v.row_bytes, v.row_bytes)
     fence_b = Fenced(np.ascontiguousarray(case.bias).tobytes())
-    flat = np.frombuffer((ct.c_float * case.bias.size).from_address(fence_b.at), np.float32)
+    flat = np.frombuffer(memoryview((ct.c_float * case.bias.size).from_address(fence_b.at)), np.float32)
     fenced = Case(case.q, flat.reshape(case.bias.shape), case.slope, 0.0, case.k, case.v)
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, fenced, safe_k, safe_v, state)

@@ -14,14 +14,10 @@ from hypothesis import strategies as st
 SWEEP = pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
 
 
-def encode(
-    table: o.Ops, head: o.Head, x: o.F32, cells: list[int], rows: o.U8, ldx: int | None = None
-) -> int:
+def encode(table: o.Ops, head: o.Head, x: o.F32, cells: list[int], rows: o.U8, ldx: int | None = None) -> int:
     index = np.array(cells, np.int64)
     n = len(cells)
-    bad = table.encode_rows(
-        head.ref(), o.ptr(x), ldx or x.shape[1], n, o.ptr(index), o.ptr(rows), rows.strides[0]
-    )
+    bad = table.encode_rows(head.ref(), o.ptr(x), ldx or x.shape[1], n, o.ptr(index), o.ptr(rows), rows.strides[0])
     return int(bad)
 
 

@@ -34,11 +34,11 @@ struct Band {
 
 // One KV head of one layer, K or V.
 struct HeadCodec {
-    int32_t d;         // head size
-    int32_t rank;      // coefficients kept, = sum of bands[i].n, <= d
-    int32_t row_bytes; // 1 + bytes of all planes
-    int32_t n_bands;
-    Band    bands[MAX_BANDS];
+    int32_t       d;         // head size
+    int32_t       rank;      // coefficients kept, = sum of bands[i].n, <= d
+    int32_t       row_bytes; // 1 + bytes of all planes
+    int32_t       n_bands;
+    Band          bands[MAX_BANDS];
     const float * encode; // E [rank][d]: c_i = sum_j E[i][j] x_j
     const float * decode; // D [rank][d]: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
 };
@@ -54,21 +54,21 @@ struct HeadCodec {
 struct AttendArgs {
     const HeadCodec * k;
     const HeadCodec * v;
-    const uint8_t *   k_rows;   // this head's row of the first cell
+    const uint8_t *   k_rows; // this head's row of the first cell
     const uint8_t *   v_rows;
     int64_t           k_stride; // bytes from one cell to the next
     int64_t           v_stride;
     int64_t           n_cells;
     int64_t           n_tok;
     int64_t           n_group;
-    const float *     qt;        // [n_tok*n_group][k->rank] projected queries, gamma and softmax scale already in
-    const float *     bias;      // [n_tok][bias_stride], first n_cells of each row used
+    const float *     qt;   // [n_tok*n_group][k->rank] projected queries, gamma and softmax scale already in
+    const float *     bias; // [n_tok][bias_stride], first n_cells of each row used
     int64_t           bias_stride;
-    const float *     slope;     // [n_group]
-    float             softcap;   // 0: none
-    float *           m;         // [n_tok*n_group]                in/out
-    float *           z;         // [n_tok*n_group]                in/out
-    float *           acc;       // [n_tok*n_group][acc_stride]    in/out, first v->rank of each row used
+    const float *     slope;   // [n_group]
+    float             softcap; // 0: none
+    float *           m;       // [n_tok*n_group]                in/out
+    float *           z;       // [n_tok*n_group]                in/out
+    float *           acc;     // [n_tok*n_group][acc_stride]    in/out, first v->rank of each row used
     int64_t           acc_stride;
 };
 
@@ -77,11 +77,11 @@ struct AttendArgs {
 struct ExactArgs {
     int64_t                  d_k, d_v;
     int64_t                  n_keys;
-    const uint16_t * const * k;  // [n_keys] -> [d_k] IEEE half
-    const uint16_t * const * v;  // [n_keys] -> [d_v] IEEE half
+    const uint16_t * const * k; // [n_keys] -> [d_k] IEEE half
+    const uint16_t * const * v; // [n_keys] -> [d_v] IEEE half
     int64_t                  n_tok;
     int64_t                  n_group;
-    const float *            q;  // [n_tok*n_group][d_k], softmax scale already in
+    const float *            q;    // [n_tok*n_group][d_k], softmax scale already in
     const float *            bias; // [n_tok][bias_stride]
     int64_t                  bias_stride;
     const float *            slope; // [n_group]
