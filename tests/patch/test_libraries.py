@@ -1,0 +1,105 @@
+"""The installed libraries and their ctypes declarations."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from subkv import _lib
+
+TYPES = {"int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float}
+
+
+@pytest.fixture(scope="session")
+def header() -> str:
+    """subkv.h without its comments."""
+    path = Path(__file__).resolve().parents[2] / "runtime" / "native" / "subkv.h"
+    return re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a new interpreter whose environment says nothing about llama_cpp unless `env` does."""
+    base = {k: v for k, v in os.environ.items() if k != _lib.LIB_PATH}
+    return subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, check=False)
+
+
+def test_every_function_is_declared(header: str) -> None:
+    declared = re.findall(r"SUBKV_API\s[^;]*?(\w+)\s*\(([^;]*?)\)\s*;", header)
+    found = {name: 0 if args.strip() in ("", "void") else args.count(",") + 1 for name, args in declared}
+    assert found == {name: len(arguments) for name, (_, arguments) in _lib.SIGNATURES.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "structure"),
+    [("subkv_cache_params", _lib.CacheParams), ("subkv_stats", _lib.Stats), ("subkv_observed", _lib.Observed)],
+)
+def test_structures(header: str, name: str, structure: type[ctypes.Structure]) -> None:
+    match = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", header, re.S)
+    assert match
+    fields = []
+    for kind, names in re.findall(r"(\w+)\s+([\w\s,]+);", match[1]):
+        fields += [(field.strip(), TYPES[kind]) for field in names.split(",")]
+    assert fields == structure._fields_
+
+
+def test_import_does_nothing() -> None:
+    done = run(
+        "import os, sys, subkv, subkv._lib; print('llama_cpp' in sys.modules, 'LLAMA_CPP_LIB_PATH' in os.environ)"
+    )
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_one_libllama() -> None:
+    """What the process has mapped, by name: one libllama, one of every ggml library, all from one folder."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc/self/maps")
+    done = run("from subkv import _lib; _lib.load(); print(_lib.lib_dir()); print(open('/proc/self/maps').read())")
+    assert done.returncode == 0, done.stderr
+    folder, maps = done.stdout.split("\n", 1)
+    mapped = {Path(p) for p in re.findall(r"(/\S+\.so\S*)", maps) if re.match(r"lib(llama|ggml|subkv)", Path(p).name)}
+    assert {p.parent for p in mapped} == {Path(folder)}
+    assert {"libllama.so", "libsubkv.so", "libggml.so", "libggml-base.so"} <= {p.name for p in mapped}
+
+
+def test_other_libllama_is_refused(tmp_path: Path) -> None:
+    done = run("from subkv import _lib; _lib.load()", LLAMA_CPP_LIB_PATH=str(tmp_path))
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("ImportError: LLAMA_CPP_LIB_PATH: expected ")
+
+
+def test_llama_cpp_bound_elsewhere_is_refused() -> None:
+    stock = _lib.lib_dir() / "stock"
+    if not stock.is_dir():
+        pytest.skip("stock library: not built (SUBKV_STOCK=ON)")
+    done = run("import llama_cpp; from subkv import _lib; _lib.load()", LLAMA_CPP_LIB_PATH=str(stock))
+    assert done.returncode != 0
+    assert "ImportError: llama_cpp: expected libllama" in done.stderr.splitlines()[-1]
+
+
+def test_missing_library_is_named(tmp_path: Path) -> None:
+    done = run("from subkv import _lib; _lib.load()", SUBKV_LIB_PATH=str(tmp_path))
+    assert done.returncode != 0
+    assert f"ImportError: SUBKV_LIB_PATH: expected libsubkv{_lib.SUFFIX} in {tmp_path}" in done.stderr.splitlines()[-1]
+
+
+def test_stock_library_is_stock() -> None:
+    """The hook's functions are in our libllama and not in the stock one."""
+    ours = _lib.lib_dir() / f"libllama{_lib.SUFFIX}"
+    stock = _lib.lib_dir() / "stock" / ours.name
+    if not stock.is_file():
+        pytest.skip("stock library: not built (SUBKV_STOCK=ON)")
+    assert b"llama_subkv" in ours.read_bytes()
+    assert b"subkv" not in stock.read_bytes()
+
+
+def test_no_links_and_no_versions() -> None:
+    """A wheel stores a link as a second copy, and llama_cpp opens the plain name."""
+    names = sorted(p.name for p in _lib.lib_dir().iterdir() if p.is_file())
+    assert all(re.fullmatch(r"lib[\w-]+\.(so|dylib)", name) for name in names), names
+    assert not any(p.is_symlink() for p in _lib.lib_dir().iterdir())
