@@ -3,7 +3,9 @@
     python -m runtime.bench -m M.gguf -p 512 -n 32 -d 0,4096 -ctk f16,q8_0,subkv -fa auto,off -t 2 -r 5
 
 All caches live in one process and take turns within every repetition, so that a busy machine slows all of them alike.
-Each context is filled to a depth once; after a repetition its tail is removed again.
+Each context is filled to a depth once; after a repetition its tail is removed again. Filling evaluates batches
+that do not see each other and joins them to one sequence: the cells hold other numbers than those of a real text, which
+no time depends on, and a cache whose prefill is slow at depth can be measured there too.
 """
 
 from __future__ import annotations
@@ -109,10 +111,12 @@ def generate(context: Context, tokens: Tokens, pos: int, n: int) -> None:
 
 
 def fill(config: Config, tokens: Tokens, depth: int, bar: Any) -> None:
-    """Extend a context's cells to `depth`."""
+    """Extend sequence 0 to `depth` cells, each batch decoded as sequence 1 and then handed over."""
     while config.depth < depth:
         n = min(config.context.n_batch, depth - config.depth)
-        prompt(config.context, tokens, config.depth, n)
+        config.context.decode(tokens.take(n), config.depth, n - 1, seq=1)
+        config.context.synchronize()
+        config.context.adopt(1)
         config.depth += n
         bar.update(n)
 
@@ -218,7 +222,6 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
         "cache": m.config.name,
         "kernel": stats.kernel,
         "bpe": round(stats.bpe, 4),
-        "kv_bytes": stats.bytes_kv,
         "kv_bytes_per_token": stats.bytes_per_token,
         "kv_read_gbs": stats.bytes_per_token * cells * median / 1e9 if m.n_gen else None,
         "read_bandwidth_gbs": bandwidth,
@@ -339,6 +342,7 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
                 n_ubatch=given["n_ubatch"],
                 n_threads=n_threads,
                 flash_attn=fa,
+                n_seq_max=2,  # the second sequence serves fill()
                 **window,
             )
         except CacheError as error:

@@ -80,10 +80,12 @@ class Model:
         n_sink: int | None = None,
         n_recent: int | None = None,
         n_rollback: int | None = None,
+        n_seq_max: int = 1,
     ) -> Context:
-        """A context with the given cache. Raises CacheError with the native reason."""
+        """A context with the given cache; sequences share its cells. Raises CacheError with the native reason."""
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
+        params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1
         params.n_batch = min(n_batch, n_ctx)
         params.n_ubatch = min(n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = n_threads
@@ -110,7 +112,7 @@ class Model:
 
 
 class Context:
-    """Sequence 0 of one llama.cpp context."""
+    """One llama.cpp context; everything concerns sequence 0 unless a method says otherwise."""
 
     def __init__(self, model: Model, handle: Any, choice: CacheChoice, n_batch: int, stats: KVStats) -> None:
         self.model = model
@@ -121,7 +123,7 @@ class Context:
         self.memory = C.llama_get_memory(handle)
         self.batch = C.llama_batch_init(n_batch, 0, 1)
 
-    def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int) -> int:
+    def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int, seq: int = 0) -> int:
         """Evaluate at most n_batch tokens at positions pos, pos+1, …; those at index ≥ first_logits give logits.
 
         Returns how many rows of logits there are. Raises CacheError when llama.cpp cannot decode.
@@ -134,7 +136,7 @@ class Context:
         np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
         np.ctypeslib.as_array(batch.logits, (n,))[:] = np.arange(n) >= first_logits
         for i in range(n):
-            batch.seq_id[i][0] = 0
+            batch.seq_id[i][0] = seq
         code = C.llama_decode(self.handle, batch)
         if code != 0:
             why = "no room in the cache" if code == 1 else f"llama_decode returned {code}"
@@ -150,6 +152,11 @@ class Context:
 
     def clear(self) -> None:
         C.llama_memory_clear(self.memory, True)
+
+    def adopt(self, seq: int) -> None:
+        """Give the cells of another sequence to sequence 0."""
+        C.llama_memory_seq_cp(self.memory, seq, 0, -1, -1)
+        C.llama_memory_seq_rm(self.memory, seq, -1, -1)
 
     def drop_tail(self, pos: int) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""

@@ -1,1 +1,22 @@
-"""llama.cpp with a KV cache of calibrated, quantized coefficients."""
+"""subkv: llama.cpp whose KV cache holds coefficients.
+
+Nothing happens on import; `subkv.Llama` binds the native libraries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subkv.llama import Llama
+
+__all__ = ["Llama", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Llama":
+        from subkv.llama import Llama
+
+        return Llama
+    raise AttributeError(f"module 'subkv' has no attribute {name!r}")

@@ -31,7 +31,7 @@ def tokens(model: engine.Model) -> list[int]:
 
 @pytest.fixture(scope="session")
 def make_layout(tmp_path_factory: pytest.TempPathFactory, model: engine.Model) -> Callable[..., Any]:
-    """make_layout(bands_k, bands_v, n_sink=, n_recent=): exact bases for the tiny llama, see engine.signed_permutations."""
+    """make_layout(bands_k, bands_v, n_sink=, …): bases for the tiny llama, see engine.signed_permutations."""
     folder = tmp_path_factory.mktemp("layouts")
     made: dict[Any, Any] = {}
 

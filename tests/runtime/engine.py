@@ -1,4 +1,4 @@
-"""Drives libllama and libsubkv directly, so that the tests see batches, sequences and states and not a wrapper's idea of them."""
+"""Drives libllama and libsubkv directly: the tests see batches, sequences and states, not a wrapper's idea of them."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ def signed_permutations(
 ) -> Any:
     """A layout whose bases are exact in half precision: coefficients are permuted, sign-flipped elements.
 
-    shape: (il, n_head_kv, d_k, d_v) of every coded layer. With 16-bit bands of full rank the coded path then holds the same
-    half-precision numbers as an f16 cache. Returns the loaded layout handle.
+    shape: (il, n_head_kv, d_k, d_v) of every coded layer. With 16-bit bands of full rank the coded path then holds the
+    same half-precision numbers as an f16 cache. Returns the loaded layout handle.
     """
     rng = np.random.default_rng(seed)
 
@@ -243,8 +243,9 @@ def distance(a: Logits, b: Logits) -> float:
 def agree(a: Logits, b: Logits) -> bool:
     """Two runs of the coded path that may differ in the order of float sums only.
 
-    Nearly every token's logits then differ by less than 1e-3 of their spread (measured: 1e-6 to 1e-4). Where a coefficient
-    lies on a rounding border its code flips, and the few tokens that attend to it differ by up to its step (measured: 1e-2).
+    Nearly every token's logits then differ by less than 1e-3 of their spread (measured: 1e-6 to 1e-4). Where a
+    coefficient lies on a rounding border its code flips, and the few tokens that attend to it differ by up to its step
+    (measured: 1e-2).
     """
     differences = np.abs(a - b).max(1) / a.std()
     return bool(np.quantile(differences, 0.75) < 1e-3 and differences.max() < 0.05)

@@ -18,7 +18,9 @@ def test_bytes(model: engine.Model, make_layout: Callable[..., Any], n_seq_max: 
     row_k = 1 + (8 * 8 + 8 * 6 + 16 * 4) // 8
     row_v = 1 + (8 * 6 + 16 * 3) // 8
     engine.LOG.clear()
-    with session(model, make_layout(bands_k, bands_v), window=(4, 16, 8), n_ctx=768, n_seq_max=n_seq_max, unified=unified) as s:
+    with session(
+        model, make_layout(bands_k, bands_v), window=(4, 16, 8), n_ctx=768, n_seq_max=n_seq_max, unified=unified
+    ) as s:
         stats = s.stats()
         n_cells = 768 if unified or n_seq_max == 1 else 256
         n_stream = 1 if unified or n_seq_max == 1 else n_seq_max

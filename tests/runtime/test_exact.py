@@ -1,4 +1,4 @@
-"""Promises 2 and 3: exact codes give the exact cache; no split of a prompt, number of threads or kernel changes the result."""
+"""Promises 2 and 3: exact codes give the exact cache; no split, number of threads or kernel changes the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECES = [100, *[1] * 40, 60]
 
 @pytest.fixture(scope="module")
 def floor(model: engine.Model, tokens: list[int]) -> float:
-    """What stock differs from itself: flash attention on or off, one call or many. A difference of float rounding only."""
+    """What stock differs from itself by rounding: flash attention on or off, one call or many."""
     with session(model, flash_attn=0) as s:
         one = s.decode(tokens)
     with session(model, flash_attn=0) as s:
@@ -32,7 +32,12 @@ def floor(model: engine.Model, tokens: list[int]) -> float:
 @pytest.mark.parametrize("flash_attn", [0, 1])
 @pytest.mark.parametrize("window", [(4, 8, 4), (0, 0, 0), (0, 8, 0), (4, 0, 0), (4, 128, 32)])
 def test_full_rank_and_exact_codes_equal_the_f16_cache(
-    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], window: tuple[int, int, int], flash_attn: int, floor: float
+    model: engine.Model,
+    tokens: list[int],
+    make_layout: Callable[..., Any],
+    window: tuple[int, int, int],
+    flash_attn: int,
+    floor: float,
 ) -> None:
     with session(model, flash_attn=flash_attn) as s:
         expected = s.decode(tokens)
@@ -53,7 +58,11 @@ def test_the_far_past_matters_in_this_model(model: engine.Model, tokens: list[in
 @pytest.mark.parametrize("bands", [[(32, 16)], [(32, 8)], [(8, 8), (8, 6), (16, 4)], [(8, 5), (8, 3), (8, 2)]])
 @pytest.mark.parametrize("window", [(4, 8, 4), (0, 0, 0), (3, 20, 0)])
 def test_any_split_of_the_prompt_gives_the_same_result(
-    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], bands: engine.Bands, window: tuple[int, int, int]
+    model: engine.Model,
+    tokens: list[int],
+    make_layout: Callable[..., Any],
+    bands: engine.Bands,
+    window: tuple[int, int, int],
 ) -> None:
     layout = make_layout(bands, bands)
     with session(model, layout, window=window, n_ubatch=256) as s:
@@ -85,9 +94,7 @@ def test_a_narrow_layout_differs_and_the_window_protects_recent_tokens(
     assert distance(exact[100:], windowed[100:]) > 2 * floor
 
 
-def test_every_kernel_gives_the_same_result(
-    model: engine.Model, tokens: list[int], tmp_path: Path
-) -> None:
+def test_every_kernel_gives_the_same_result(model: engine.Model, tokens: list[int], tmp_path: Path) -> None:
     """SUBKV_KERNEL is read once per process, so each version runs in its own."""
     names = [engine.SUBKV.subkv_ops_name(i).decode() for i in range(engine.SUBKV.subkv_ops_count())]
     assert names[0] == "ref"
@@ -106,10 +113,16 @@ def test_every_kernel_gives_the_same_result(
     for name in names:
         out = tmp_path / name
         here = Path(__file__).resolve().parent
-        env = {**os.environ, "SUBKV_KERNEL": name, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+        env = {
+            **os.environ,
+            "SUBKV_KERNEL": name,
+            "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+        }
         env.pop("LLAMA_CPP_LIB_PATH", None)
         subprocess.run(
-            [sys.executable, str(script), str(model.path), str(out), ",".join(map(str, tokens[:100]))], check=True, env=env
+            [sys.executable, str(script), str(model.path), str(out), ",".join(map(str, tokens[:100]))],
+            check=True,
+            env=env,
         )
         results.append(np.load(f"{out}.npy"))
     for name, result in zip(names[1:], results[1:], strict=True):

@@ -8,7 +8,7 @@ import struct
 import engine
 import numpy as np
 import pytest
-from engine import C, SUBKV, Refused, observe_values, observed, session
+from engine import SUBKV, C, Refused, observe_values, observed, session
 
 
 def cached_keys(s: engine.Session, n_tokens: int, n_head_kv: int, d: int) -> np.ndarray:
@@ -17,7 +17,9 @@ def cached_keys(s: engine.Session, n_tokens: int, n_head_kv: int, d: int) -> np.
     row = n_head_kv * d * 2
     head = struct.pack("<iQ", 1, row)  # type f16, bytes of a row
     at = data.index(head) + len(head)
-    return np.frombuffer(data, np.float16, n_tokens * n_head_kv * d, at).reshape(n_tokens, n_head_kv, d).astype(np.float64)
+    return (
+        np.frombuffer(data, np.float16, n_tokens * n_head_kv * d, at).reshape(n_tokens, n_head_kv, d).astype(np.float64)
+    )
 
 
 @pytest.mark.parametrize("n_skip", [0, 4])
@@ -33,7 +35,9 @@ def test_moments_are_those_of_the_cached_rows(model: engine.Model, tokens: list[
     k1 = observe_values(obs, 0, "k1", (shape.n_head_kv, shape.d_k))
     k2 = observe_values(obs, 0, "k2", (shape.n_head_kv, shape.d_k, shape.d_k))
     np.testing.assert_allclose(k1, keys.mean(0), atol=2e-3 * np.abs(keys).max())
-    np.testing.assert_allclose(k2, np.einsum("thi,thj->hij", keys, keys) / len(keys), atol=2e-3 * np.abs(keys).max() ** 2)
+    np.testing.assert_allclose(
+        k2, np.einsum("thi,thj->hij", keys, keys) / len(keys), atol=2e-3 * np.abs(keys).max() ** 2
+    )
     for what, d in (("q2", shape.d_k), ("v2", shape.d_v)):
         second = observe_values(obs, 0, what, (shape.n_head_kv, d, d))
         assert np.linalg.eigvalsh(second).min() > -1e-9 and np.trace(second, axis1=1, axis2=2).min() > 0

@@ -29,7 +29,9 @@ def test_remove_a_tail_and_decode_again(model: engine.Model, tokens: list[int], 
     assert agree(expected[100:], found)
 
 
-def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(
+    model: engine.Model, tokens: list[int], layout: Any
+) -> None:
     with session(model, layout, window=WINDOW) as s:
         expected = s.decode(tokens[:121])
         s.clear()
@@ -100,7 +102,9 @@ def test_tokens_shared_by_two_sequences(model: engine.Model, tokens: list[int], 
         assert agree(expected[80:], s.decode(tokens[80:100], 80, 0))
 
 
-def test_a_copy_without_its_window_is_refused_at_the_next_decode(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_a_copy_without_its_window_is_refused_at_the_next_decode(
+    model: engine.Model, tokens: list[int], layout: Any
+) -> None:
     with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
         s.decode(tokens[:120], 0, 0)
         s.cp(0, 1, 0, 60)

@@ -94,7 +94,7 @@ def test_refused_with_the_reason_and_the_way_out(tiny_model: Callable[..., Path]
 def test_a_model_without_a_kv_cache_leaves_the_context_ordinary_and_says_so(
     tiny_model: Callable[..., Path], tmp_path: Path, arch: str
 ) -> None:
-    """libllama builds no K/V cache here, so the caller is told by subkv_context_fingerprint; the request must not linger."""
+    """libllama builds no K/V cache here; subkv_context_fingerprint tells, and the request must not linger."""
     model = engine.Model(tiny_model(arch))
     layout = engine.signed_permutations(
         [(0, 2, 32, 32)], [(32, 16)], [(32, 16)], arch=arch, block_count=1, path=tmp_path / "layout.gguf"
@@ -114,9 +114,7 @@ def test_a_model_without_a_kv_cache_leaves_the_context_ordinary_and_says_so(
         ({"d": 16}, "subkv.layout"),
     ],
 )
-def test_bases_of_another_model(
-    model: engine.Model, tmp_path: Path, change: dict[str, Any], key: str
-) -> None:
+def test_bases_of_another_model(model: engine.Model, tmp_path: Path, change: dict[str, Any], key: str) -> None:
     n_layer = C.llama_model_n_layer(model.handle)
     n_head_kv = change.get("n_head_kv", C.llama_model_n_head_kv(model.handle))
     d = change.get("d", 32)
