@@ -55,13 +55,8 @@ const char * subkv_layout_fingerprint(const subkv_layout * layout) {
     return layout ? layout->p->fingerprint.c_str() : nullptr;
 }
 
-int64_t subkv_layout_basis(const subkv_layout * layout,
-                           int32_t              il,
-                           int32_t              head_kv,
-                           bool                 value,
-                           bool                 decode,
-                           float *              out,
-                           int64_t              n_out) {
+int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
+                           float * out, int64_t n_out) {
     if (!layout) {
         set_error("subkv_layout_basis: expected a layout, found NULL");
         return -1;

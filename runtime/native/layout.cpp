@@ -149,7 +149,7 @@ std::string number(double x) {
 }
 
 class Keys {
-  public:
+public:
     explicit Keys(const gguf_context * ctx) : ctx(ctx) {
         // A key with an embedded NUL looks like a shorter one through the C interface.
         std::unordered_set<std::string_view> seen;
@@ -210,7 +210,7 @@ class Keys {
         return value;
     }
 
-  private:
+private:
     int64_t find(const std::string & key, gguf_type type) const {
         const int64_t id = gguf_find_key(ctx, key.c_str());
         if (id < 0) {

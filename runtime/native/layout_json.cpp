@@ -44,11 +44,9 @@ size_t LayerSpec::basis_bytes() const {
 namespace {
 
 class LayoutReader {
-  public:
+public:
     LayoutReader(std::string_view text, int block_count, std::string & err) :
-        text(text),
-        block_count(block_count),
-        err(err) {}
+        text(text), block_count(block_count), err(err) {}
 
     bool read(std::vector<LayerSpec> & layers) {
         where = "top level";
@@ -71,23 +69,18 @@ class LayoutReader {
         return true;
     }
 
-  private:
+private:
     bool layer(std::vector<LayerSpec> & layers) {
         const std::string name = "layers[" + std::to_string(layers.size()) + "]";
         LayerSpec         spec;
         where         = name;
         const bool ok = object({ "il", "n_head_kv", "d_k", "d_v", "k", "v" }, [&](size_t i) {
             switch (i) {
-                case 0:
-                    return integer("il", 0, block_count - 1, spec.il);
-                case 1:
-                    return integer("n_head_kv", 1, MAX_HEADS_KV, spec.n_head_kv);
-                case 2:
-                    return integer("d_k", 8, MAX_HEAD_SIZE, spec.d_k) && multiple_of_8("d_k", spec.d_k);
-                case 3:
-                    return integer("d_v", 8, MAX_HEAD_SIZE, spec.d_v) && multiple_of_8("d_v", spec.d_v);
-                default:
-                    return heads(name, i == 4 ? "k" : "v", i == 4 ? spec.k : spec.v);
+                case 0: return integer("il", 0, block_count - 1, spec.il);
+                case 1: return integer("n_head_kv", 1, MAX_HEADS_KV, spec.n_head_kv);
+                case 2: return integer("d_k", 8, MAX_HEAD_SIZE, spec.d_k) && multiple_of_8("d_k", spec.d_k);
+                case 3: return integer("d_v", 8, MAX_HEAD_SIZE, spec.d_v) && multiple_of_8("d_v", spec.d_v);
+                default: return heads(name, i == 4 ? "k" : "v", i == 4 ? spec.k : spec.v);
             }
         });
         where         = name;

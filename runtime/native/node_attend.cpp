@@ -67,10 +67,12 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     float                                  slope[MAX_GROUP];
     int64_t                                projected = -1; // block whose queries qt holds
 
-    // neighbouring units of a thread share a block, so that its queries are projected once
-    const int64_t first = n_units * ith / nth;
-    const int64_t last  = n_units * (ith + 1) / nth;
-    for (int64_t unit = first; unit < last; ++unit) {
+    // Splits of one block go to one thread as far as possible, so that its queries are projected once. Whole blocks are
+    // dealt out in turn: under a causal mask the later ones have more to do.
+    const bool    in_turn = s.n_split == 1 && !per_head;
+    const int64_t first   = in_turn ? ith : n_units * ith / nth;
+    const int64_t last    = in_turn ? n_units : n_units * (ith + 1) / nth;
+    for (int64_t unit = first; unit < last; unit += in_turn ? nth : 1) {
         const int64_t part   = unit % n_parts;
         const int64_t split  = unit / n_parts % s.n_split;
         const int64_t block  = unit / n_parts / s.n_split;

@@ -38,15 +38,17 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
 }
 
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope) {
+    if (layer.max_alibi_bias <= 0.0f) {
+        std::fill(slope, slope + n, 1.0f);
+        return;
+    }
     // Press et al., arXiv:2108.12409, in the form for head counts that are no power of two
     const int   n_log2 = 1 << (int) std::floor(std::log2((float) layer.n_head));
     const float m0     = std::pow(2.0f, -layer.max_alibi_bias / (float) n_log2);
     const float m1     = std::pow(2.0f, -layer.max_alibi_bias / 2.0f / (float) n_log2);
     for (int64_t i = 0; i < n; ++i) {
         const int64_t h = first_head + i;
-        slope[i]        = layer.max_alibi_bias <= 0.0f ? 1.0f :
-                          h < n_log2                   ? std::pow(m0, (float) (h + 1)) :
-                                                         std::pow(m1, (float) (2 * (h - n_log2) + 1));
+        slope[i]        = h < n_log2 ? std::pow(m0, (float) (h + 1)) : std::pow(m1, (float) (2 * (h - n_log2) + 1));
     }
 }
 

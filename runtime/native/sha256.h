@@ -8,11 +8,11 @@
 namespace subkv {
 
 class Sha256 {
-  public:
+public:
     void        update(const void * data, size_t n);
     std::string hex(); // finishes: 64 lower-case digits; the object must not be used afterwards
 
-  private:
+private:
     void block(const uint8_t * p);
 
     uint32_t state[8] = {

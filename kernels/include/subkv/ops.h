@@ -119,7 +119,7 @@ struct Ops {
     //   x [n][ldx] f32, s [d][d] f64, sum [d] f64
     void (*moment)(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
 
-    // IEEE half <-> float, n values.
+    // h = x rounded to IEEE half, n values.
     void (*to_half)(const float * x, uint16_t * h, int64_t n);
 };
 
