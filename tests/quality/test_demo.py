@@ -1,4 +1,4 @@
-"""The demo model with its shipped calibration: promises 3 and 4 on a real model, and quality against stock at fewer bytes.
+"""The demo model with its shipped calibration: promises 3 and 4, and quality against stock at fewer bytes.
 
 The text is one that every CPython carries, so these tests need nothing but the demo extra.
 """
@@ -63,7 +63,7 @@ def test_splits_tails_and_states(model: engine.Model, bases: Path, text: Path) -
 
 
 def close(a: engine.Logits, b: engine.Logits) -> bool:
-    """Quantized weights and activations amplify rounding: stock differs from itself by as much (see README, noise floor)."""
+    """Quantized weights and activations amplify rounding: stock differs from itself by as much."""
     return bool(abs(a - b).mean() < 0.05 * a.std())
 
 
@@ -77,5 +77,5 @@ def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, bases: Path, 
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     by_type = {row["type_k"]: row for row in rows}
     assert by_type["subkv"]["bpe"] < by_type["q4_0"]["bpe"]
-    # no recent window here: the codes alone, on technical text with bases calibrated on prose. Measured: 0.044 against 0.063
+    # no recent window here: the codes alone, on technical text, calibrated on prose. Measured: 0.044 against 0.063
     assert by_type["subkv"]["mean_kld"] < by_type["q4_0"]["mean_kld"]
