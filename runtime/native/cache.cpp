@@ -177,20 +177,32 @@ void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml
 
 static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '1' };
 
-void Cache::state_write_head(StateWriter & w) const {
-    const int32_t numbers[3] = { window_.n_sink(), window_.n_recent(), window_.n_rollback() };
-    w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
-    w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
-    w.write(numbers, sizeof(numbers));
+// What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
+struct StateWindow {
+    int32_t n_sink, n_recent, n_rollback, n_seq;
+};
+
+static void fail(const std::string & why) {
+    set_error("%s", why.c_str());
+    throw std::runtime_error(why);
 }
 
-void Cache::state_read_head(StateReader & r) const {
+void Cache::state_write_head(StateWriter & w, int32_t seq) const {
+    if (seq >= window_.n_seq()) {
+        fail(text("state: sequence 0 to %d expected, %d found", window_.n_seq() - 1, seq));
+    }
+    const StateWindow s = { window_.n_sink(), window_.n_recent(), window_.n_rollback(), seq < 0 ? window_.n_seq() : 0 };
+    w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
+    w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
+    w.write(&s, sizeof(s));
+}
+
+void Cache::state_read_head(StateReader & r, int32_t seq) const {
+    if (seq >= window_.n_seq()) {
+        fail(text("state: sequence 0 to %d expected, %d found", window_.n_seq() - 1, seq));
+    }
     char magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
-    const auto fail = [](const std::string & why) {
-        set_error("%s", why.c_str());
-        throw std::runtime_error(why);
-    };
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
         fail("state: a state of a subkv cache expected, one of another cache type found");
     }
@@ -200,11 +212,15 @@ void Cache::state_read_head(StateReader & r) const {
         fail(
             text("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str()));
     }
-    int32_t numbers[3];
-    r.read(numbers, sizeof(numbers));
-    if (numbers[0] != window_.n_sink() || numbers[1] != window_.n_recent() || numbers[2] != window_.n_rollback()) {
-        fail(text("state: exact window n_sink %d, n_recent %d, n_rollback %d expected, %d, %d, %d found",
-                  window_.n_sink(), window_.n_recent(), window_.n_rollback(), numbers[0], numbers[1], numbers[2]));
+    const StateWindow want = { window_.n_sink(), window_.n_recent(), window_.n_rollback(),
+                               seq < 0 ? window_.n_seq() : 0 };
+    StateWindow       found;
+    r.read(&found, sizeof(found));
+    if (std::memcmp(&want, &found, sizeof(want)) != 0) {
+        fail(text(
+            "state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
+            want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
+            found.n_seq));
     }
 }
 

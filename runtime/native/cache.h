@@ -38,9 +38,11 @@ public:
     size_t row_bytes(int32_t il, bool value) const override;
     void   clear() override { window_.clear(); }
     bool   can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
-    void   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) override { window_.copy_seq(src, dst, p0, p1); }
-    bool   ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
-    void   refuse(const char * what) const override;
+    bool   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) override {
+        return window_.copy_seq(src, dst, p0, p1);
+    }
+    bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
+    void refuse(const char * what) const override;
 
     bool          wants(int32_t) const override { return observer_ != nullptr; }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
@@ -50,8 +52,8 @@ public:
     void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, const Inputs & in, float scale) override;
 
-    void state_write_head(StateWriter & w) const override;
-    void state_read_head(StateReader & r) const override;
+    void state_write_head(StateWriter & w, int32_t seq) const override;
+    void state_read_head(StateReader & r, int32_t seq) const override;
     void state_write_window(StateWriter & w, int32_t seq) const override { window_.state_write(w, seq); }
     void state_read_window(StateReader & r, int32_t seq) override { window_.state_read(r, seq); }
 

@@ -49,7 +49,7 @@ public:
     virtual uint32_t stream_of(int32_t seq) const = 0;
     // positions of cells 0 .. n-1 of a stream, -1 where empty
     virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
-    // cells of a sequence with p0 <= pos < p1, in cell order
+    // cells of a sequence with p0 <= pos < p1
     virtual void find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
     // largest position of a sequence outside [p0, p1), -1 when there is none
     virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
@@ -119,7 +119,8 @@ public:
     virtual void clear() = 0;
     // May [p0, p1) of a sequence (-1: every sequence) be removed without losing exact rows that later tokens need?
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
-    virtual void copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1)                      = 0;
+    // false: refused, no cell may be copied
+    virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) = 0;
     // Are the exact rows that these tokens attend to complete? Reports why not.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
     // A call that this cache cannot carry out; reports the reason.
@@ -133,9 +134,9 @@ public:
     virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const Inputs & in, float scale) = 0;
 
-    // The head comes before any cell is touched and throws when the state belongs to another layout.
-    virtual void state_write_head(StateWriter & w) const                = 0;
-    virtual void state_read_head(StateReader & r) const                 = 0;
+    // The head comes before any cell is touched and throws when the state belongs to another layout. seq -1: all.
+    virtual void state_write_head(StateWriter & w, int32_t seq) const   = 0;
+    virtual void state_read_head(StateReader & r, int32_t seq) const    = 0;
     virtual void state_write_window(StateWriter & w, int32_t seq) const = 0;
     virtual void state_read_window(StateReader & r, int32_t seq)        = 0;
 };

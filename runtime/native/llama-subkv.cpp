@@ -8,7 +8,9 @@
 #include "llama-kv-cache-iswa.h"
 #include "llama-model.h"
 
-static subkv::cache_new_fn g_cache_new = nullptr;
+#include <atomic>
+
+static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
 
 void llama_subkv_register(subkv::cache_new_fn fn) {
     g_cache_new = fn;
@@ -33,28 +35,20 @@ public:
 
     void find(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
         out.clear();
-        const auto &   cells = kv.v_cells[kv.seq_to_stream[seq]];
-        const uint32_t n     = cells.used_max_p1();
-        for (uint32_t i = 0; i < n; ++i) {
-            if (cells.pos_in(i, p0, p1) && cells.seq_has(i, seq)) {
-                out.push_back({ cells.pos_get(i), (int32_t) i });
-            }
+        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]].seq_pos_get(seq);
+        for (auto it = cells.lower_bound({ p0, 0 }); it != cells.end() && it->first < p1; ++it) {
+            out.push_back({ it->first, (int32_t) it->second });
         }
     }
 
     int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const override {
-        const auto &  cells = kv.v_cells[kv.seq_to_stream[seq]];
-        const int32_t max   = cells.seq_pos_max(seq);
-        if (max < p0 || max >= p1) {
-            return max;
-        }
-        int32_t res = -1;
-        for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
-            if (!cells.is_empty(i) && cells.seq_has(i, seq) && !cells.pos_in(i, p0, p1)) {
-                res = std::max(res, cells.pos_get(i));
+        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]].seq_pos_get(seq);
+        for (auto it = cells.rbegin(); it != cells.rend(); ++it) {
+            if (it->first < p0 || it->first >= p1) {
+                return it->first;
             }
         }
-        return res;
+        return -1;
     }
 
 private:
@@ -100,7 +94,8 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, bool shares) {
-    if (!g_cache_new) {
+    const subkv::cache_new_fn cache_new = g_cache_new;
+    if (!cache_new) {
         return;
     }
     const auto & hparams = kv.hparams;
@@ -125,7 +120,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
               (int32_t) hparams.n_embd_head_k(il), (int32_t) hparams.n_embd_head_v(il),
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
-    kv.subkv_hook = g_cache_new(desc);
+    kv.subkv_hook = cache_new(desc);
 }
 
 size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {
@@ -145,10 +140,15 @@ bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, ll
     return kv.subkv_hook->can_remove(seq, p0, p1, reader(kv));
 }
 
-void llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
-    if (kv.subkv_hook && kv.subkv_hook->coded()) {
-        kv.subkv_hook->copy_seq(src, dst, p0 < 0 ? 0 : p0, p1 < 0 ? INT32_MAX : p1);
+bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
     }
+    if (kv.seq_to_stream[src] != kv.seq_to_stream[dst]) { // llama.cpp then copies everything
+        p0 = 0;
+        p1 = -1;
+    }
+    return kv.subkv_hook->copy_seq(src, dst, p0 < 0 ? 0 : p0, p1 < 0 ? INT32_MAX : p1);
 }
 
 bool llama_subkv::refuses(const llama_kv_cache & kv, const char * what) {
@@ -208,17 +208,17 @@ private:
 
 } // namespace
 
-void llama_subkv::state_write_head(const llama_kv_cache & kv, llama_io_write_i & io) {
+void llama_subkv::state_write_head(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq) {
     if (kv.subkv_hook && kv.subkv_hook->coded()) {
         state_writer w(io);
-        kv.subkv_hook->state_write_head(w);
+        kv.subkv_hook->state_write_head(w, seq);
     }
 }
 
-void llama_subkv::state_read_head(const llama_kv_cache & kv, llama_io_read_i & io) {
+void llama_subkv::state_read_head(const llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq) {
     if (kv.subkv_hook && kv.subkv_hook->coded()) {
         state_reader r(io);
-        kv.subkv_hook->state_read_head(r);
+        kv.subkv_hook->state_read_head(r, seq);
     }
 }
 
@@ -290,6 +290,11 @@ llama_subkv::graph_input * llama_subkv::inputs(const llm_graph_context & g, cons
     input->s0          = sinfo.s0;
     input->tensors     = mctx->kv->subkv_hook->build_inputs(g.ctx0, mctx->n_kv, sinfo.s1 - sinfo.s0 + 1, g.n_tokens);
     return static_cast<graph_input *>(g.res->add_input(std::move(input)));
+}
+
+bool llama_subkv::coded(llama_memory_i * memory) {
+    const auto * hook = hook_of(memory, nullptr, nullptr);
+    return hook && hook->coded();
 }
 
 bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {

@@ -19,14 +19,17 @@ struct llama_subkv {
 
     static void clear(llama_kv_cache & kv);
     static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1); // false: refused
-    static void seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1);
+    static bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1); // ditto
     static bool refuses(const llama_kv_cache & kv, const char * what); // true: coded cache, reason reported
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
 
-    static void state_write_head(const llama_kv_cache & kv, llama_io_write_i & io);
-    static void state_read_head(const llama_kv_cache & kv, llama_io_read_i & io);
+    static void state_write_head(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq);
+    static void state_read_head(const llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
     static void state_write_window(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq);
     static void state_read_window(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
+
+    // the cache, or the full-attention half of an iswa cache, holds coefficients
+    static bool coded(llama_memory_i * memory);
 
     // llm_graph_context::build_attn
     static bool          coded(const llama_kv_cache_context * mctx, int il);

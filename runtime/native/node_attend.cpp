@@ -30,8 +30,9 @@ bool coded_bias(const LayerNodes & layer, const ggml_tensor * dst, const AttendS
         const int64_t at   = (t0 + t) * s.n_kv + c0;
         float *       row  = bias + t * CHUNK;
         bool          seen = false;
+        mask_values(mask, at, n, row);
         for (int64_t c = 0; c < n; ++c) {
-            row[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : mask_value(mask, at + c);
+            row[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : row[c];
             seen |= row[c] != -INFINITY;
         }
         any |= seen;

@@ -52,7 +52,7 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
         }
     }
     const int64_t stream = t0 / s.n_tps;
-    for (int64_t j = stream * s.n_tps; j < (stream + 1) * s.n_tps; ++j) {
+    for (int64_t j = stream * s.n_tps; layer.window->n_slots() > 0 && j < (stream + 1) * s.n_tps; ++j) {
         if (may_see(tokens[4 * j])) {
             add(tokens[4 * j], tokens[4 * j + 2], fresh, j);
         }

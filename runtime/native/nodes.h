@@ -4,6 +4,7 @@
 
 #include "cache.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -40,6 +41,23 @@ inline float mask_value(const ggml_tensor * mask, int64_t i) {
     }
     const ggml_fp16_t h = ((const ggml_fp16_t *) mask->data)[i];
     return h == 0 ? 0.0f : h == 0xFC00 ? -INFINITY : ggml_fp16_to_fp32(h);
+}
+
+// out [n]: mask values i .. i + n - 1
+inline void mask_values(const ggml_tensor * mask, int64_t i, int64_t n, float * out) {
+    if (mask->type == GGML_TYPE_F32) {
+        std::copy_n((const float *) mask->data + i, n, out);
+        return;
+    }
+    const ggml_fp16_t * h     = (const ggml_fp16_t *) mask->data + i;
+    bool                plain = true; // 0 and -INFINITY only: no ALiBi
+    for (int64_t c = 0; c < n; ++c) {
+        plain &= h[c] == 0 || h[c] == 0xFC00;
+        out[c] = h[c] == 0 ? 0.0f : -INFINITY;
+    }
+    for (int64_t c = 0; !plain && c < n; ++c) {
+        out[c] = mask_value(mask, i + c);
+    }
 }
 
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 namespace subkv {
 
@@ -140,6 +141,11 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         slot->shape.d_v       = (int32_t) v->ne[0];
         slot->shape.scale     = scale;
         allocate(*slot);
+    }
+    const auto & shape = slot->shape;
+    if (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0]) {
+        set_error("observer: layer %d of one model expected, another shape than before found", il);
+        throw std::runtime_error("observer: used with two models");
     }
     const auto f32 = [&](ggml_tensor * t) {
         return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) ? t :

@@ -57,9 +57,10 @@ typedef struct subkv_cache_params {
     int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 32
 } subkv_cache_params;
 
-// The next context that *this thread* creates with llama_init_from_model uses `layout` (it is retained by the
-// context). Consumed by that creation, successful or not; NULL cancels. `params` may be NULL.
-// If the model cannot use it, llama_init_from_model returns NULL and subkv_last_error() says why.
+// The next K/V cache that *this thread* creates, within llama_init_from_model, uses `layout` (retained by the context).
+// `params` may be NULL. If the model cannot use it, llama_init_from_model returns NULL and subkv_last_error() says why.
+// A model without a K/V cache (recurrent, encoder-only) creates none: after llama_init_from_model always cancel with
+// subkv_attach(NULL, NULL), and check with subkv_get_stats that the context is what you asked for.
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
 typedef struct subkv_stats {

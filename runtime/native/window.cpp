@@ -79,7 +79,7 @@ void Window::clear() {
 
 bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
     std::vector<PosCell> kept;
-    for (int32_t s = seq < 0 ? 0 : seq; s < (seq < 0 ? n_seq_ : seq + 1); ++s) {
+    for (int32_t s = std::max(0, seq); s < (seq < 0 ? n_seq_ : std::min(n_seq_, seq + 1)); ++s) {
         const int32_t last = cells.max_pos_outside(s, p0, p1);
         if (last < 0 || n_recent_ == 0) {
             continue;
@@ -103,14 +103,21 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
     return true;
 }
 
-void Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
-    if (src == dst || n_slot_ == 0) {
-        return;
+bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
+    if (src >= n_seq_ || dst >= n_seq_) {
+        set_error("seq_cp: sequences 0 to %d expected, %d to %d found", n_seq_ - 1, src, dst);
+        return false;
+    }
+    if (src == dst) {
+        return true;
     }
     for (int32_t i = 0; i < n_slot_; ++i) {
         const size_t  from = (size_t) (first_slot(src) + i);
         const size_t  to   = (size_t) (first_slot(dst) + i);
         const int32_t pos  = pos_[from];
+        if (pos_[to] >= p0 && pos_[to] < p1) {
+            pos_[to] = -1; // of cells that dst had before
+        }
         if (pos < 0 || pos < p0 || pos >= p1) {
             continue;
         }
@@ -121,17 +128,27 @@ void Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
             }
         }
     }
+    return true;
 }
 
 bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
+    clear_error(); // what it holds after a failed decode is then about that decode
     if (n_slot_ == 0) {
         return true;
     }
     struct Range {
         int32_t min, max;
     };
-    std::map<int32_t, Range> ranges;
+    std::map<int32_t, Range>              ranges;
+    std::set<std::pair<int32_t, int32_t>> seen; // (sequence, position)
     for (const auto & token : tokens) {
+        for (int32_t i = 0; i < token.n_seq; ++i) {
+            if (!seen.insert({ token.seq[i], token.pos }).second) {
+                set_error("decode: one token per position expected, two of sequence %d at position %d found",
+                          token.seq[i], token.pos);
+                return false;
+            }
+        }
         auto [it, fresh] = ranges.try_emplace(token.seq[0], Range{ token.pos, token.pos });
         it->second.min   = std::min(it->second.min, token.pos);
         it->second.max   = std::max(it->second.max, token.pos);

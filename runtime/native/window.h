@@ -35,11 +35,11 @@ public:
 
     void clear();
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
-    void copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1);
+    bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored.
-    // `in_ubatch(stream, cell)` marks come from the tokens themselves.
+
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
 
     void state_write(StateWriter & w, int32_t seq) const;

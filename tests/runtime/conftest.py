@@ -26,7 +26,7 @@ def model(tiny_model: Callable[..., Path]) -> Iterator[engine.Model]:
 def tokens(model: engine.Model) -> list[int]:
     """200 tokens of no meaning."""
     rng = random.Random(7)
-    return [rng.randrange(10, model.n_vocab) for _ in range(200)]
+    return [rng.randrange(10, model.n_vocab - 2) for _ in range(200)]
 
 
 @pytest.fixture(scope="session")
