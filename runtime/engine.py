@@ -28,6 +28,7 @@ from subkv.cache import (
     context_stats,
     creation_error,
     flash_attention,
+    last_error,
     last_log_error,
 )
 
@@ -86,7 +87,7 @@ class Model:
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1
-        params.n_batch = min(n_batch, n_ctx)
+        params.n_batch = max(min(n_batch, n_ctx), n_seq_max)
         params.n_ubatch = min(n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = flash_attention(flash_attn, choice)
@@ -139,7 +140,8 @@ class Context:
             batch.seq_id[i][0] = seq
         code = C.llama_decode(self.handle, batch)
         if code != 0:
-            why = "no room in the cache" if code == 1 else f"llama_decode returned {code}"
+            refused = last_error() if self.choice.coded else ""
+            why = refused or ("no room in the cache" if code == 1 else f"llama_decode returned {code}")
             raise CacheError("-c", f"cannot evaluate {n} tokens at position {pos}: {why}")
         return max(n - max(first_logits, 0), 0)
 
