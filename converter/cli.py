@@ -101,7 +101,8 @@ def convert_file(
     with Gguf("MODEL", model) as base:
         if output is not None:
             _check_output(model, bases, output)
-        with tqdm(total=2 * len(calibration.layers) + 1, disable=not progress, unit="step", leave=False) as bar:
+        disable = None if progress else True  # None: no bar where stderr is no terminal
+        with tqdm(total=2 * len(calibration.layers) + 1, disable=disable, unit="step", leave=False) as bar:
 
             def step(what: str) -> None:
                 bar.set_description(what, refresh=False)

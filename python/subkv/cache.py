@@ -355,7 +355,8 @@ def creation_error(error: Exception, choice: CacheChoice, log: LogLines) -> Subk
     if "context" not in str(error):
         return SubkvError("", str(error))
     reason = (last_error() if choice.coded else "") or last_log_error(log) or str(error)
-    return CacheError("kv_cache", f"{reason}; choose f16 to run without coefficients" if choice.coded else reason)
+    wayless = choice.coded and "f16" not in reason
+    return CacheError("kv_cache", f"{reason}; choose f16 to run without coefficients" if wayless else reason)
 
 
 #
@@ -404,7 +405,9 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> 
     raw = _lib.Stats()
     if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
         raise CacheError(
-            "kv_cache", last_error() or "expected a coefficient cache in this context, found an ordinary one"
+            "kv_cache",
+            "expected a model with a K/V cache to hold coefficients, found one that keeps none (recurrent or "
+            "encoder-only); choose f16",
         )
     fingerprint = native().subkv_context_fingerprint(ctx)
     kernel = native().subkv_kernel_name()
