@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FLASH_NUMBERS = {"auto": -1, "off": 0, "on": 1}
 SEED = 1234
+WARM_UP = 2  # tokens
 
 
 class IntList(click.ParamType):  # type: ignore[type-arg]
@@ -129,8 +130,8 @@ def measure(
 
     done: list[Measurement] = []
     for config in configs:  # warm up: page in the weights, build the graphs
-        prompt(config.context, tokens, 0, 2)
-        generate(config.context, tokens, 2, 1)
+        prompt(config.context, tokens, 0, WARM_UP)
+        generate(config.context, tokens, WARM_UP, 1)
         config.context.clear()
     for depth in sorted(set(depths)):
         missing = sum(depth - config.depth for config in configs)
@@ -337,7 +338,7 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
         try:
             context = model.context(
                 choice,
-                n_ctx=max(given["depths"]) + longest,
+                n_ctx=max(given["depths"]) + max(longest, WARM_UP + 1),
                 n_batch=given["n_batch"],
                 n_ubatch=given["n_ubatch"],
                 n_threads=n_threads,

@@ -87,7 +87,7 @@ class Model:
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1
-        params.n_batch = max(min(n_batch, n_ctx), n_seq_max)
+        params.n_batch = min(n_batch, n_ctx)
         params.n_ubatch = min(n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = flash_attention(flash_attn, choice)
