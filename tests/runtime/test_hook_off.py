@@ -24,7 +24,8 @@ if mode == "patched-used":  # a coefficient context lived in this process before
     from subkv import _lib
     subkv = _lib.load()
 from llama_cpp import llama_cpp as C
-C.llama_log_set(C.llama_log_callback(lambda *_: None), None)
+quiet = C.llama_log_callback(lambda *_: None)  # llama.cpp keeps the pointer
+C.llama_log_set(quiet, None)
 C.llama_backend_init()
 handle = C.llama_model_load_from_file(model.encode(), C.llama_model_default_params())
 n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(handle))
@@ -86,7 +87,7 @@ def test_bit_identical_to_stock(arch: str, tiny_model: Callable[..., Path], requ
     assert codes[0] != codes[1], "the stock library is the patched one"
     model = request.getfixturevalue("demo_model") if arch == "demo" else tiny_model(arch)
     stock = digests("stock", STOCK, model)
-    assert len({v for v in stock.values() if v != "refused"}) > 2
+    assert len({v for v in stock.values() if v != "refused"}) > 1
     assert stock == digests("patched", _lib.lib_dir(), model)
     if arch != "deepseek2" and arch != "lfm2":  # those refuse to be observed
         assert stock == digests("patched-used", _lib.lib_dir(), model)
