@@ -15,6 +15,7 @@ import pytest
 from subkv import _lib
 
 STOCK = _lib.lib_dir() / "stock"
+CALIBRATION = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.calib.safetensors"
 
 RUN = """
 import ctypes, hashlib, json, sys
@@ -91,3 +92,14 @@ def test_bit_identical_to_stock(arch: str, tiny_model: Callable[..., Path], requ
     assert stock == digests("patched", _lib.lib_dir(), model)
     if arch != "deepseek2" and arch != "lfm2":  # those refuse to be observed
         assert stock == digests("patched-used", _lib.lib_dir(), model)
+
+
+def test_a_converted_model_is_the_base_model_to_stock(demo_model: Path, tmp_path: Path) -> None:
+    """Promise 5: stock llama.cpp loads the converted file and computes what it computes from the base file."""
+    if not STOCK.is_dir():
+        pytest.skip(f"stock libllama: {STOCK} is missing (build with -DSUBKV_STOCK=ON)")
+    converted = tmp_path / "converted.gguf"
+    command = ["-m", "converter", "--bases", str(CALIBRATION), str(demo_model), "-o", str(converted)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert digests("stock", STOCK, converted) == digests("stock", STOCK, demo_model)
