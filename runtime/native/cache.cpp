@@ -126,10 +126,10 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
 }
 
 void Cache::refuse(const char * what) const {
-    set_error("%s: keys are stored as codes in a fixed frame, so their positions cannot be shifted; remove the "
-              "sequence and decode "
-              "it again with new positions, or use an ordinary cache type (-ctk f16)",
-              what);
+    set_error(
+        "%s: keys are stored as codes in a fixed frame, so their positions cannot be shifted; remove the sequence "
+        "and decode it again with new positions, or use an ordinary cache type (-ctk f16)",
+        what);
 }
 
 //
@@ -187,21 +187,23 @@ static void fail(const std::string & why) {
     throw std::runtime_error(why);
 }
 
-void Cache::state_write_head(StateWriter & w, int32_t seq) const {
-    if (seq >= window_.n_seq()) {
-        fail(text("state: sequence 0 to %d expected, %d found", window_.n_seq() - 1, seq));
+static StateWindow state_window(const Window & window, int32_t seq) {
+    if (seq >= window.n_seq()) {
+        fail(text("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq));
     }
-    const StateWindow s = { window_.n_sink(), window_.n_recent(), window_.n_rollback(), seq < 0 ? window_.n_seq() : 0 };
+    return { window.n_sink(), window.n_recent(), window.n_rollback(), seq < 0 ? window.n_seq() : 0 };
+}
+
+void Cache::state_write_head(StateWriter & w, int32_t seq) const {
+    const StateWindow s = state_window(window_, seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
     w.write(&s, sizeof(s));
 }
 
 void Cache::state_read_head(StateReader & r, int32_t seq) const {
-    if (seq >= window_.n_seq()) {
-        fail(text("state: sequence 0 to %d expected, %d found", window_.n_seq() - 1, seq));
-    }
-    char magic[sizeof(STATE_MAGIC)];
+    const StateWindow want = state_window(window_, seq);
+    char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
         fail("state: a state of a subkv cache expected, one of another cache type found");
@@ -212,9 +214,7 @@ void Cache::state_read_head(StateReader & r, int32_t seq) const {
         fail(
             text("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str()));
     }
-    const StateWindow want = { window_.n_sink(), window_.n_recent(), window_.n_rollback(),
-                               seq < 0 ? window_.n_seq() : 0 };
-    StateWindow       found;
+    StateWindow found;
     r.read(&found, sizeof(found));
     if (std::memcmp(&want, &found, sizeof(want)) != 0) {
         fail(text(

@@ -129,21 +129,17 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     layer.softcap        = b.softcap;
     layer.max_alibi_bias = b.max_alibi_bias;
 
-    ggml_context * ctx = b.ctx;
-    const auto     f32 = [&](ggml_tensor * t) {
-        return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) ? t :
-                                                                       ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
-    };
-    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, std::vector<ggml_tensor *> args,
-                            ggml_custom_op_t fun, const char * name) {
+    ggml_context * ctx    = b.ctx;
+    const auto     custom = [&](ggml_type type, int64_t ne0, int64_t ne1, std::vector<ggml_tensor *> args,
+                                ggml_custom_op_t fun, const char * name) {
         ggml_tensor * t =
             ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args.data(), (int) args.size(), fun, GGML_N_TASKS_MAX, &layer);
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
         return t;
     };
-    ggml_tensor *     q     = f32(b.q);
-    ggml_tensor *     k     = f32(b.k);
-    ggml_tensor *     v     = f32(b.v);
+    ggml_tensor *     q     = as_f32(ctx, b.q);
+    ggml_tensor *     k     = as_f32(ctx, b.k);
+    ggml_tensor *     v     = as_f32(ctx, b.v);
     const auto &      codec = *layer.codec;
     const AttendShape s     = attend_shape(layer, q, b.k_view);
     const int64_t     width = (int64_t) codec.n_head_kv * (codec.d_k + codec.d_v);

@@ -43,6 +43,12 @@ inline float mask_value(const ggml_tensor * mask, int64_t i) {
     return h == 0 ? 0.0f : h == 0xFC00 ? -INFINITY : ggml_fp16_to_fp32(h);
 }
 
+// The tensor itself when the nodes can read it, else a contiguous F32 copy.
+inline ggml_tensor * as_f32(ggml_context * ctx, ggml_tensor * t) {
+    const bool readable = t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float);
+    return readable ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
+}
+
 // out [n]: mask values i .. i + n - 1
 inline void mask_values(const ggml_tensor * mask, int64_t i, int64_t n, float * out) {
     if (mask->type == GGML_TYPE_F32) {

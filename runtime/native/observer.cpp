@@ -1,6 +1,7 @@
 #include "observer.h"
 
 #include "error.h"
+#include "nodes.h"
 
 #include <algorithm>
 #include <cmath>
@@ -147,11 +148,7 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         set_error("observer: layer %d of one model expected, another shape than before found", il);
         throw std::runtime_error("observer: used with two models");
     }
-    const auto f32 = [&](ggml_tensor * t) {
-        return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) ? t :
-                                                                       ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
-    };
-    ggml_tensor * args[] = { f32(q), f32(k), f32(v), in.tokens };
+    ggml_tensor * args[] = { as_f32(ctx, q), as_f32(ctx, k), as_f32(ctx, v), in.tokens };
     ggml_tensor * node =
         ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 4, observe_op, GGML_N_TASKS_MAX, slot.get());
     ggml_format_name(node, "subkv_observe-%d", il);

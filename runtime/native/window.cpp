@@ -131,6 +131,16 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
     return true;
 }
 
+std::vector<PosCell> Window::exact_cells(int32_t seq, int32_t min, int32_t end, const CellReader & cells) const {
+    // a position past the sinks and before `first` is attended through its codes
+    const int32_t        first = std::max(0, min - n_recent_ + 1);
+    std::vector<PosCell> sinks, res;
+    cells.find(seq, 0, std::min(n_sink_, first), sinks);
+    cells.find(seq, first, end, res);
+    res.insert(res.end(), sinks.begin(), sinks.end());
+    return res;
+}
+
 bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
     clear_error(); // what it holds after a failed decode is then about that decode
     if (n_slot_ == 0) {
@@ -153,24 +163,14 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
         it->second.min   = std::min(it->second.min, token.pos);
         it->second.max   = std::max(it->second.max, token.pos);
     }
-    std::vector<PosCell> found;
     for (const auto & [seq, range] : ranges) {
-        const int32_t first = std::max(0, range.min - n_recent_ + 1);
-        for (const auto & [p0, p1] : { std::pair{ 0, std::min(n_sink_, first) }, std::pair{ first, range.max } }) {
-            if (p0 >= p1) {
-                continue;
-            }
-            cells.find(seq, p0, p1, found);
-            for (const auto & cell : found) {
-                // a position past the sinks and before `first` is attended through its codes
-                if (!holds(seq, cell.pos)) {
-                    set_error(
-                        "decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
-                        "held (it was copied or removed past the window); remove the whole sequence and decode it "
-                        "again",
-                        seq, range.min, cell.pos);
-                    return false;
-                }
+        for (const auto & cell : exact_cells(seq, range.min, range.max, cells)) {
+            if (!holds(seq, cell.pos)) {
+                set_error("decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
+                          "held (it was copied or removed past the window); remove the whole sequence and decode it "
+                          "again",
+                          seq, range.min, cell.pos);
+                return false;
             }
         }
     }
@@ -206,21 +206,12 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
     for (const auto & token : tokens) {
         stream_in_ubatch[token.seq[0]] = token.stream;
     }
-    std::vector<PosCell> found;
     for (const auto & [seq, range] : ranges) {
-        const int32_t first = std::max(0, range.first - n_recent_ + 1);
-        for (const auto & [p0, p1] :
-             { std::pair{ 0, std::min(n_sink_, first) }, std::pair{ first, range.second + 1 } }) {
-            if (p0 >= p1) {
-                continue;
-            }
-            cells.find(seq, p0, p1, found);
-            for (const auto & cell : found) {
-                if (holds(seq, cell.pos) && !fresh.count({ stream_in_ubatch[seq], cell.cell })) {
-                    const int32_t slot = first_slot(seq) + slot_of(cell.pos);
-                    s_pos[slot]        = cell.pos;
-                    s_cell[slot]       = cell.cell;
-                }
+        for (const auto & cell : exact_cells(seq, range.first, range.second + 1, cells)) {
+            if (holds(seq, cell.pos) && !fresh.count({ stream_in_ubatch[seq], cell.cell })) {
+                const int32_t slot = first_slot(seq) + slot_of(cell.pos);
+                s_pos[slot]        = cell.pos;
+                s_cell[slot]       = cell.cell;
             }
         }
     }

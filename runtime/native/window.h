@@ -50,6 +50,9 @@ private:
     int32_t slot_of(int32_t pos) const;
     bool    holds(int32_t seq, int32_t pos) const;
 
+    // Cells before position `end` that some query at a position >= `min` attends to exactly.
+    std::vector<PosCell> exact_cells(int32_t seq, int32_t min, int32_t end, const CellReader & cells) const;
+
     int32_t n_sink_;
     int32_t n_recent_;
     int32_t n_rollback_;
