@@ -208,7 +208,16 @@ def pip_download(version: dict[str, str], folder: Path) -> Path:
     """
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{version['package']}=={version['version']} --hash=sha256:{version['sha256']}\n")
-    command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--no-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--require-hashes",
+        "--no-deps",
+        "--no-binary",
+        version["package"],
+    ]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "-d", str(folder), "-r", str(requirements)]
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-build-isolation")

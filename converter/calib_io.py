@@ -52,6 +52,30 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class LayerSensitivity:
+    """What an error in one layer's cache does to the model's next-token distributions, float64, post-RoPE frame.
+
+    k, v: [n_head_kv, d, d] symmetric, such that independent errors of covariance C in the coded keys (values) of one head
+    cost ½ tr(k C) nats of KLD per token (second order). Errors count where attention reads coded cells: beyond the
+    exact window of Sensitivity.n_recent. k0, v0: the same without a recent window.
+    """
+
+    k: F64
+    v: F64
+    k0: F64
+    v0: F64
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How the layers' sensitivities were measured. tokens: cells that entered them."""
+
+    method: str
+    tokens: int
+    n_recent: int
+
+
+@dataclass(frozen=True)
 class LayerStats:
     """Statistics of one layer in the post-RoPE frame, float64 unless noted.
 
@@ -70,6 +94,7 @@ class LayerStats:
     ks: F16
     vs: F16
     qs: F16
+    sensitivity: LayerSensitivity | None = None
 
     @property
     def has_samples(self) -> bool:
@@ -97,6 +122,7 @@ class Calibration:
     model_sha256: str
     generator: str
     layers: tuple[LayerStats, ...]
+    sensitivity: Sensitivity | None = None  # None: then no layer has one, else all have
     sha256: str = field(default="", compare=False)
 
 
@@ -129,6 +155,9 @@ def write_calibration(flag: str, path: Path, calibration: Calibration) -> None:
         if layer.has_samples:
             for key, rows in (("ks", layer.ks), ("vs", layer.vs), ("qs", layer.qs)):
                 tensors[blk + key] = np.ascontiguousarray(rows, dtype=np.float16)
+        if layer.sensitivity is not None:
+            for name, field_name in _SENSITIVITY.items():
+                tensors[blk + name] = pack(getattr(layer.sensitivity, field_name))
         shapes.append({key: getattr(shape, key) for key in _SHAPE_FIELDS})
     values = {
         "version": VERSION,
@@ -143,6 +172,8 @@ def write_calibration(flag: str, path: Path, calibration: Calibration) -> None:
         "layers": json.dumps(shapes),
         "generator": calibration.generator,
     }
+    if calibration.sensitivity is not None:
+        values["sensitivity"] = json.dumps(vars(calibration.sensitivity))
     blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
     with atomic_file(flag, path) as handle:
         for part in _canonical(blob):
@@ -165,6 +196,8 @@ def _canonical(blob: bytes) -> tuple[bytes, memoryview]:
 # reading
 #
 
+_SENSITIVITY = {"ek": "k", "ev": "v", "ek0": "k0", "ev0": "v0"}  # tensor: field of LayerSensitivity
+METHODS = ("fisher", "probe")
 _SHAPE_FIELDS = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
 
 
@@ -185,7 +218,8 @@ def read_calibration(flag: str, path: Path) -> Calibration:
         raise ConverterError(f"{flag}: {path} is not a readable safetensors file: {error}") from error
     header = _Header(metadata)
     shapes = header.shapes()
-    layers = tuple(_read_layer(tensors, shape) for shape in shapes)
+    sensitivity = header.sensitivity()
+    layers = tuple(_read_layer(tensors, shape, sensitivity is not None) for shape in shapes)
     if tensors:
         raise ConverterError(
             f"{min(tensors)}: expected only tensors of FORMAT.md §4 for the listed layers, found this one"
@@ -201,6 +235,7 @@ def read_calibration(flag: str, path: Path) -> Calibration:
         model_sha256=header.sha256("model_sha256"),
         generator=header.text("generator"),
         layers=layers,
+        sensitivity=sensitivity,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
     )
 
@@ -256,6 +291,29 @@ class _Header:
             sources.append(TextSource(**item))
         return tuple(sources)
 
+    def sensitivity(self) -> Sensitivity | None:
+        """None when the file has none."""
+        if PREFIX + "sensitivity" not in self.metadata:
+            return None
+        text = self.text("sensitivity")
+        try:
+            item = json.loads(text)
+        except (ValueError, RecursionError):
+            item = None
+        if (
+            not isinstance(item, dict)
+            or set(item) != {"method", "tokens", "n_recent"}
+            or item["method"] not in METHODS
+            or type(item["tokens"]) is not int
+            or type(item["n_recent"]) is not int
+            or item["tokens"] < 1
+            or item["n_recent"] < 0
+        ):
+            raise ConverterError(
+                f"{PREFIX}sensitivity: expected {{method: {' or '.join(METHODS)}, tokens, n_recent}}, found {text[:80]!r}"
+            )
+        return Sensitivity(**item)
+
     def shapes(self) -> list[LayerShape]:
         block_count = self.integer("block_count", 1, MAX_LAYERS)
         items = self._json_list("layers")
@@ -296,8 +354,8 @@ def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
     return LayerShape(**{**item, "scale": float(scale)})
 
 
-def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape) -> LayerStats:
-    """Take the layer's tensors out of `tensors` and validate them."""
+def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: bool) -> LayerStats:
+    """Take the layer's tensors out of `tensors` and validate them. sensitive: the file says it has sensitivities."""
     blk = f"blk.{shape.il}."
 
     def take(key: str, dtype: type[np.generic], expected: tuple[int | None, ...]) -> NDArray[Any]:
@@ -345,7 +403,11 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape) -> LayerSta
             raise ConverterError(f"{blk}vs: expected {len(samples['ks'])} rows as in ks, found {len(samples['vs'])}")
     else:
         samples = {key: np.zeros((0, *rest), dtype=np.float16) for key, rest in kinds.items()}
-    return LayerStats(shape=shape, **stats, **samples)
+    sensitivity = None
+    if sensitive:
+        sizes = {"ek": shape.d_k, "ev": shape.d_v, "ek0": shape.d_k, "ev0": shape.d_v}
+        sensitivity = LayerSensitivity(**{_SENSITIVITY[key]: moments(key, d) for key, d in sizes.items()})
+    return LayerStats(shape=shape, **stats, **samples, sensitivity=sensitivity)
 
 
 #
@@ -372,7 +434,8 @@ def check_mergeable(flag: str, earlier: Calibration, arch: str, name: str, block
 def merge(flag: str, earlier: Calibration, later: Calibration) -> Calibration:
     """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
 
-    n_ctx, model_sha256 and generator are those of `later`. Raises ConverterError when the models differ.
+    n_ctx, model_sha256, generator and, where it has them, sensitivities are those of `later`. Raises ConverterError when
+    the models differ.
     """
     check_mergeable(flag, earlier, later.arch, later.name, later.block_count, later.n_skip)
     found = [replace(layer.shape, tokens=0) for layer in earlier.layers]
@@ -383,7 +446,14 @@ def merge(flag: str, earlier: Calibration, later: Calibration) -> Calibration:
         raise ConverterError(f"{flag}: {PREFIX}layers: {detail}")
     layers = tuple(_merge_layer(a, b) for a, b in zip(earlier.layers, later.layers, strict=True))
     texts = tuple(dict.fromkeys(earlier.texts + later.texts))
-    return replace(later, layers=layers, tokens=earlier.tokens + later.tokens, texts=texts, sha256="")
+    return replace(
+        later,
+        layers=layers,
+        tokens=earlier.tokens + later.tokens,
+        texts=texts,
+        sensitivity=later.sensitivity or earlier.sensitivity,
+        sha256="",
+    )
 
 
 def _merge_layer(a: LayerStats, b: LayerStats) -> LayerStats:
@@ -395,4 +465,6 @@ def _merge_layer(a: LayerStats, b: LayerStats) -> LayerStats:
     samples: dict[str, Any] = {
         key: thin(np.concatenate([getattr(a, key), getattr(b, key)])) for key in ("ks", "vs", "qs")
     }
-    return LayerStats(shape=replace(a.shape, tokens=total), **moments, **samples)
+    return LayerStats(
+        shape=replace(a.shape, tokens=total), **moments, **samples, sensitivity=b.sensitivity or a.sensitivity
+    )

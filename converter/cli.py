@@ -17,7 +17,8 @@ from converter.calib_io import read_calibration
 from converter.errors import ConverterError, exit_on_error
 from converter.gamma import METHODS
 from converter.gguf_io import Gguf, write_copy, write_sidecar
-from converter.metadata import CodedLayer, Settings
+from converter.metadata import CodedLayer
+from converter.metrics import BASES_K, BASES_V
 from converter.pipeline import Options, Result
 from converter.pipeline import convert as run_pipeline
 
@@ -35,13 +36,13 @@ def generator() -> str:
 @click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration file (calib.safetensors).")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL.subkv.gguf beside the model.")
 @click.option(
-    "--kv-bits", type=float, help=f"Bits per K/V element, everything counted. [default: {layout.DEFAULT_KV_BITS}]"
+    "--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: what equals q8_0's quality]"
 )
 @click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded", show_default=True)
 @click.option("--rank-k", type=int, help="Most K coefficients per head. [default: the head size]")
 @click.option("--rank-v", type=int, help="Most V coefficients per head. [default: the head size]")
-@click.option("--basis-k", type=click.Choice(["pca", "query-aware"]), default="query-aware", show_default=True)
-@click.option("--basis-v", type=click.Choice(["pca", "output-aware"]), default="output-aware", show_default=True)
+@click.option("--basis-k", type=click.Choice(BASES_K), help=f"[default: {BASES_K[2]} if calibrated, else {BASES_K[1]}]")
+@click.option("--basis-v", type=click.Choice(BASES_V), help=f"[default: {BASES_V[2]} if calibrated, else {BASES_V[1]}]")
 @click.option("--gamma", type=click.Choice(METHODS), default="calibrated", show_default=True)
 @click.option(
     "--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions kept exact."
@@ -60,8 +61,8 @@ def convert(
     codec: str,
     rank_k: int | None,
     rank_v: int | None,
-    basis_k: str,
-    basis_v: str,
+    basis_k: str | None,
+    basis_v: str | None,
     gamma: str,
     n_sink: int,
     n_recent: int,
@@ -74,13 +75,25 @@ def convert(
         raise click.UsageError("--kv-bits: codec int8 has 8 bits per coefficient; choose --rank-k and --rank-v instead")
     if bpe_context is not None and bpe_context < 1:
         raise click.UsageError(f"--bpe-context: expected at least 1, found {bpe_context}")
-    settings = Settings(codec, basis_k, basis_v, gamma, n_sink, n_recent)
-    options = Options(settings, kv_bits, rank_k, rank_v, bpe_context)
+    options = Options(
+        codec=codec,
+        basis_k=basis_k,
+        basis_v=basis_v,
+        gamma=gamma,
+        n_sink=n_sink,
+        n_recent=n_recent,
+        kv_bits=kv_bits,
+        rank_k=rank_k,
+        rank_v=rank_v,
+        bpe_context=bpe_context,
+    )
     with exit_on_error():
         target = output or default_output(model, sidecar)
         result = convert_file(model, bases, None if dry_run else target, options, sidecar, progress=True)
         for line in table(result):
             click.echo(line)
+        for note in result.notes:
+            click.echo(note, err=True)
         click.echo("dry run: nothing was written" if dry_run else f"wrote {target}")
 
 
@@ -102,7 +115,7 @@ def convert_file(
         if output is not None:
             _check_output(model, bases, output)
         disable = None if progress else True  # None: no bar where stderr is no terminal
-        with tqdm(total=2 * len(calibration.layers) + 1, disable=disable, unit="step", leave=False) as bar:
+        with tqdm(total=2 * len(calibration.layers) + 2, disable=disable, unit="step", leave=False) as bar:
 
             def step(what: str) -> None:
                 bar.set_description(what, refresh=False)
@@ -111,7 +124,7 @@ def convert_file(
             result = run_pipeline(base, calibration, options, step)
             step("reading the base model")
             if output is not None:
-                values = metadata.keys(result.layers, calibration, options.settings, result.counted, generator())
+                values = metadata.keys(result.layers, calibration, result.settings, result.counted, generator())
                 (write_sidecar if sidecar else write_copy)("-o", base, output, values)
     return result
 
@@ -159,6 +172,9 @@ def table(result: Result) -> Iterator[str]:
         f"bits per element at {counted.context} tokens: rows {counted.rows:.3f} + exact window {counted.window:.3f} "
         f"+ bases {counted.bases:.3f} = {counted.total:.3f}"
     )
+    if result.predicted is not None:
+        stock = ", ".join(f"{kind} {error:.2g}" for kind, error in (result.stock or {}).items())
+        yield f"predicted KLD: {result.predicted:.2g} nats per token" + (f" ({stock})" if stock else "")
 
 
 def _f16_bytes(result: Result) -> int:

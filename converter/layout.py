@@ -22,7 +22,6 @@ from converter.quantizer import WIDTHS, distortion
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
 N_ROLLBACK = 32  # exact rows the runtime keeps beyond n_recent (subkv_cache_params.n_rollback)
-DEFAULT_KV_BITS = 4.5
 DEFAULT_N_SINK = 4
 DEFAULT_N_RECENT = 128
 MAX_SINK = 4096
@@ -122,14 +121,25 @@ def _pooled(importance: F64) -> F64:
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
 
 
+def _extremes(heads: Sequence[Head], overhead: Overhead) -> tuple[Account, Account]:
+    """The least and the largest layout: one group of the least width per head, and every coefficient at the largest."""
+    least: list[Bands] = [((GROUP, WIDTHS[0]),) for _ in heads]
+    most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
+    return account(heads, least, overhead), account(heads, most, overhead)
+
+
+def budget_range(heads: Sequence[Head], overhead: Overhead) -> tuple[float, float]:
+    """Bits per element that plan_banded can express."""
+    low, high = _extremes(heads, overhead)
+    return low.total, high.total
+
+
 def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> list[Bands]:
     """Bands of every head within `kv_bits` bits per element, everything counted at overhead.context.
 
     Raises ConverterError naming the expressible range when the budget lies outside it.
     """
-    least: list[Bands] = [((GROUP, WIDTHS[0]),) for _ in heads]
-    most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
-    low, high = account(heads, least, overhead), account(heads, most, overhead)
+    low, high = _extremes(heads, overhead)
     if not low.total <= kv_bits <= high.total:
         raise ConverterError(
             f"--kv-bits: expected {_up(low.total)} to {_down(high.total)} bits per element, everything counted at "

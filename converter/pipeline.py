@@ -1,16 +1,16 @@
-"""From a calibration file and a base model to coded layers: metrics, bases, plan, rounding, gamma."""
+"""From a calibration file and a base model to coded layers: costs, bases, plan, rounding, gamma, predicted KLD."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from converter import layout
-from converter.basis import F64, FullBasis, fit_metric, fit_pca, store
+from converter import layout, predict
+from converter.basis import FullBasis, store
 from converter.calib_io import PREFIX, Calibration, LayerShape, LayerStats
 from converter.codec import Bands
 from converter.errors import ConverterError
@@ -18,43 +18,60 @@ from converter.gamma import gamma_of
 from converter.gguf_io import Gguf
 from converter.layout import Account, Head, Overhead
 from converter.metadata import CodedHead, CodedLayer, Settings
+from converter.metrics import LayerCost, fit_heads, layer_cost, resolve_bases
 
-# Weight of K against V in the plan. To first order a logit error δ and a value error ε change the attention output by
-# Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), so in units of the layer's centred value energy the weight would be 1. But keys that
-# draw much attention hold values close to the output o, so K weighs less. Measured on SmolLM2-135M at 3.2 bits per
-# element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1, 0.022 at 0.5 and at 0.35.
-KEY_WEIGHT = 0.4
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
+TARGET = "q8_0"  # the stock type whose quality the default budget matches
+FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
+TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
+BUDGET_STEP = 0.05  # default budgets are multiples of it
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `convert` was asked for. kv_bits is None for codec int8; ranks are None for the head size."""
+    """What `convert` was asked for.
 
-    settings: Settings
-    kv_bits: float | None
-    rank_k: int | None
-    rank_v: int | None
-    bpe_context: int | None
+    kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
+    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT.
+    """
+
+    codec: str = "banded"
+    basis_k: str | None = None
+    basis_v: str | None = None
+    gamma: str = "calibrated"
+    n_sink: int = layout.DEFAULT_N_SINK
+    n_recent: int = layout.DEFAULT_N_RECENT
+    kv_bits: float | None = None
+    rank_k: int | None = None
+    rank_v: int | None = None
+    bpe_context: int | None = None
 
 
 @dataclass(frozen=True)
 class Result:
+    """A layout with its bases. settings: as resolved. predicted: nats of KLD per token, None where it cannot be told.
+
+    stock: the same for llama.cpp's cache types, without a recent window. notes: sentences for the user.
+    """
+
     layers: tuple[CodedLayer, ...]
+    settings: Settings
     counted: Account
     gamma_sources: dict[str, int]  # heads per source of gamma
+    predicted: float | None = None
+    stock: dict[str, float] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """One layer's full bases and the prices the planner uses. Lists are per KV head."""
+    """One layer's full bases, importance in the planner's units, and what errors cost. Lists are per KV head."""
 
     k: list[FullBasis]
     v: list[FullBasis]
-    k_weight: list[float]  # importance of K coefficients times this is in the planner's units
-    v_weight: list[float]
+    cost: LayerCost
 
 
 def check_model(base: Gguf, calibration: Calibration) -> None:
@@ -101,93 +118,138 @@ def _check_shape(base: Gguf, arch: str, shape: LayerShape) -> None:
             )
 
 
-def output_metrics(base: Gguf, shape: LayerShape) -> F64:
-    """Σ over the group's heads of W_o,hᵀ W_o,h, per KV head: [n_head_kv, d_v, d_v].
-
-    W_o is blk.N.attn_output.weight, [n_embd, n_head·d_v]; query head h reads columns h·d_v … (h+1)·d_v.
-    Raises ConverterError when the model has no such tensor.
-    """
-    name = f"blk.{shape.il}.attn_output.weight"
-    weights = base.tensor(name, "basis output-aware needs it, --basis-v pca does not")
-    columns = shape.n_head * shape.d_v
-    if weights.shape[1] != columns:
-        raise ConverterError(
-            f"{name}: expected {columns} columns (heads × head size), found {weights.shape[1]}; "
-            f"--basis-v pca does not need it"
-        )
-    metrics = np.zeros((shape.n_head_kv, shape.d_v, shape.d_v))
-    for head in range(shape.n_head):
-        slice_ = weights[:, head * shape.d_v : (head + 1) * shape.d_v]
-        metrics[head // shape.n_group] += (slice_.T @ slice_).astype(np.float64)
-    return metrics
-
-
-def _fit_layer(base: Gguf, stats: LayerStats, settings: Settings) -> _Fitted:
-    shape = stats.shape
-    if settings.basis_v == "output-aware":
-        metrics = output_metrics(base, shape)
-    else:
-        metrics = np.broadcast_to(np.eye(shape.d_v), (shape.n_head_kv, shape.d_v, shape.d_v))
-    fit_k = fit_metric if settings.basis_k == "query-aware" else fit_pca
-    fit_v = fit_metric if settings.basis_v == "output-aware" else fit_pca
-    k = [fit_k(stats.k2[h], stats.q2[h]) for h in range(shape.n_head_kv)]
-    v = [fit_v(stats.v2[h], metrics[h]) for h in range(shape.n_head_kv)]
-    centred = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]
-    energy = np.maximum(np.einsum("hde,hde->h", metrics, centred), 0.0)
-    total = float(energy.sum())
-    if total <= 0.0:
-        return _Fitted(k, v, [0.0] * shape.n_head_kv, [0.0] * shape.n_head_kv)
-    k_weight = [KEY_WEIGHT * shape.scale**2 * float(e) / total for e in energy]
-    return _Fitted(k, v, k_weight, [1.0 / total] * shape.n_head_kv)
-
-
 def default_context(base: Gguf) -> int:
     """Context at which bits per element are stated unless --bpe-context says otherwise."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     return min(int(trained), CALIBRATED_CONTEXT) if trained else CALIBRATED_CONTEXT
 
 
+class Fit:
+    """Bases and costs of all layers, ready to be planned and coded at any budget.
+
+    Raises ConverterError for anything in the input that does not fit.
+    """
+
+    def __init__(
+        self, base: Gguf, calibration: Calibration, options: Options, progress: Progress = lambda _: None
+    ) -> None:
+        check_model(base, calibration)
+        basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
+        self.settings = settings = Settings(
+            options.codec, basis_k, basis_v, options.gamma, options.n_sink, options.n_recent
+        )
+        check_window(settings, calibration)
+        self.calibration = calibration
+        self.overhead = Overhead(options.bpe_context or default_context(base), settings.n_sink, settings.n_recent)
+        measured = calibration.sensitivity
+        self.windowed = measured is not None and settings.n_recent >= measured.n_recent
+        self._base = base
+        self.layers: list[_Fitted] = []
+        self.heads: list[Head] = []  # K, V of every head of every layer
+        for stats in calibration.layers:
+            rank_k = layout.check_rank("--rank-k", options.rank_k, stats.shape.d_k, stats.shape.il)
+            rank_v = layout.check_rank("--rank-v", options.rank_v, stats.shape.d_v, stats.shape.il)
+            progress(f"basis of layer {stats.shape.il}")
+            cost = layer_cost(base, stats, basis_v, self.windowed)
+            k = fit_heads(basis_k, stats.k2, cost.k, cost.query)
+            v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
+            self.layers.append(_Fitted(k, v, cost))
+            for h in range(stats.shape.n_head_kv):
+                self.heads.append(Head(stats.shape.d_k, k[h].importance[:rank_k]))
+                self.heads.append(Head(stats.shape.d_v, v[h].importance[:rank_v]))
+
+    def plan(self, kv_bits: float) -> list[Bands]:
+        """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
+        if self.settings.codec == "int8":
+            return layout.plan_int8(self.heads)
+        return layout.plan_banded(self.heads, kv_bits, self.overhead)
+
+    def account(self, plan: Sequence[Bands]) -> Account:
+        return layout.account(self.heads, plan, self.overhead)
+
+    def code(
+        self, plan: Sequence[Bands], progress: Progress = lambda _: None
+    ) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
+        """Rounded bases and gammas for a plan, and the number of heads per source of gamma."""
+        sources: Counter[str] = Counter()
+        bands = iter(plan)
+        layers = []
+        for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
+            progress(f"coding of layer {stats.shape.il}")
+            coded = []
+            for h in range(stats.shape.n_head_kv):
+                head, source = _code_head(stats, fit, h, next(bands), next(bands), self.settings.gamma)
+                sources[source] += 1
+                coded.append(head)
+            layers.append(CodedLayer(stats.shape, tuple(coded)))
+        return tuple(layers), dict(sources)
+
+    def error(self, layers: Sequence[CodedLayer]) -> float | None:
+        """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples."""
+        return predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
+
+    def stock_error(self, kind: str) -> float | None:
+        """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
+        if self.windowed:
+            costs = [layer_cost(self._base, stats, self.settings.basis_v, False) for stats in self.calibration.layers]
+        else:
+            costs = [fit.cost for fit in self.layers]
+        return predict.stock_error(self.calibration, costs, kind)
+
+    def budget_like(self, kind: str) -> float | None:
+        """The smallest budget in steps of BUDGET_STEP whose error is at most that of a stock type; None: cannot tell."""
+        target = self.stock_error(kind)
+        if target is None:
+            return None
+        low, high = layout.budget_range(self.heads, self.overhead)
+        first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
+        while first < last:
+            middle = (first + last) // 2
+            error = self.error(self.code(self.plan(middle * BUDGET_STEP))[0])
+            if error is None:
+                return None
+            first, last = (first, middle) if error <= target else (middle + 1, last)
+        return round(first * BUDGET_STEP, 6)
+
+
 def convert(base: Gguf, calibration: Calibration, options: Options, progress: Progress = lambda _: None) -> Result:
     """Fit, plan, round and calibrate all layers. Raises ConverterError for anything in the input that does not fit."""
-    settings = options.settings
-    check_model(base, calibration)
-    check_window(settings, calibration)
-    overhead = Overhead(options.bpe_context or default_context(base), settings.n_sink, settings.n_recent)
-    ranks = [
-        (
-            layout.check_rank("--rank-k", options.rank_k, layer.shape.d_k, layer.shape.il),
-            layout.check_rank("--rank-v", options.rank_v, layer.shape.d_v, layer.shape.il),
+    fit = Fit(base, calibration, options, progress)
+    notes = [*_token_notes(fit)]
+    kv_bits = options.kv_bits
+    if kv_bits is None and fit.settings.codec != "int8":
+        progress(f"budget of {TARGET}'s quality")
+        kv_bits = fit.budget_like(TARGET)
+        if kv_bits is None:
+            kv_bits = FALLBACK_KV_BITS
+            notes.append(
+                f"--kv-bits: {kv_bits:g} by default, since {TARGET}'s quality cannot be predicted here: that needs "
+                f"held-out samples in the calibration and head sizes in multiples of 32"
+            )
+        else:
+            what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
+            notes.append(f"--kv-bits: {kv_bits:g} by default, the smallest whose {what} is at most {TARGET}'s")
+    plan = fit.plan(kv_bits or 0.0)
+    layers, sources = fit.code(plan, progress)
+    predicted, stock_types = None, None
+    if calibration.sensitivity is not None:
+        predicted = fit.error(layers)
+        errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
+        stock_types = {kind: error for kind, error in errors.items() if error is not None}
+    return Result(layers, fit.settings, fit.account(plan), sources, predicted, stock_types, tuple(notes))
+
+
+def _token_notes(fit: Fit) -> list[str]:
+    """A warning where the moments rest on too few tokens for the rank."""
+    notes = []
+    rank = max(len(head.importance) for head in fit.heads)
+    tokens = min(stats.shape.tokens for stats in fit.calibration.layers)
+    if tokens < TOKENS_PER_RANK * rank:
+        notes.append(
+            f"--bases: expected at least {TOKENS_PER_RANK * rank} calibrated tokens for rank {rank}, found {tokens}: "
+            f"the bases will describe this text and little else"
         )
-        for layer in calibration.layers
-    ]
-    fitted = []
-    for stats in calibration.layers:
-        progress(f"basis of layer {stats.shape.il}")
-        fitted.append(_fit_layer(base, stats, settings))
-
-    heads: list[Head] = []
-    for stats, fit, (rank_k, rank_v) in zip(calibration.layers, fitted, ranks, strict=True):
-        for h in range(stats.shape.n_head_kv):
-            heads.append(Head(stats.shape.d_k, fit.k_weight[h] * fit.k[h].importance[:rank_k]))
-            heads.append(Head(stats.shape.d_v, fit.v_weight[h] * fit.v[h].importance[:rank_v]))
-    if settings.codec == "int8":
-        plan = layout.plan_int8(heads)
-    else:
-        kv_bits = layout.DEFAULT_KV_BITS if options.kv_bits is None else options.kv_bits
-        plan = layout.plan_banded(heads, kv_bits, overhead)
-
-    sources: Counter[str] = Counter()
-    bands = iter(plan)
-    layers = []
-    for stats, fit in zip(calibration.layers, fitted, strict=True):
-        progress(f"coding of layer {stats.shape.il}")
-        coded = []
-        for h in range(stats.shape.n_head_kv):
-            head, source = _code_head(stats, fit, h, next(bands), next(bands), settings.gamma)
-            sources[source] += 1
-            coded.append(head)
-        layers.append(CodedLayer(stats.shape, tuple(coded)))
-    return Result(tuple(layers), layout.account(heads, plan, overhead), dict(sources))
+    return notes
 
 
 def _code_head(

@@ -62,9 +62,7 @@ def converted() -> Path:
 
     Raises ProgramError, ConverterError.
     """
-    from converter import layout
     from converter.cli import convert_file, generator
-    from converter.metadata import Settings
     from converter.pipeline import Options
     from subkv.cache import ModelFileError, check_model_file
 
@@ -81,10 +79,7 @@ def converted() -> Path:
     except OSError as error:
         raise ProgramError(f"XDG_CACHE_HOME: cannot create {folder}: {error.strerror}") from error
     click.echo(f"first use: converting the demo model into {target}", err=True)
-    settings = Settings(
-        "banded", "query-aware", "output-aware", "calibrated", layout.DEFAULT_N_SINK, layout.DEFAULT_N_RECENT
-    )
-    convert_file(model, calibration, target, Options(settings, None, None, None, None), progress=True)
+    convert_file(model, calibration, target, Options(), progress=True)
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):
         if path != target:
             path.unlink(missing_ok=True)

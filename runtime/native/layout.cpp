@@ -242,8 +242,8 @@ void read_header(const Keys & keys, Layout & l) {
     l.bpe_rows           = keys.positive_f32("subkv.bits_per_element.rows");
     l.bpe_context        = keys.u32("subkv.bpe_context", 1, UINT32_MAX);
     l.gamma              = keys.str("subkv.gamma", { "calibrated", "sqrt_r_d", "one" });
-    l.basis_k            = keys.str("subkv.basis_k", { "pca", "query-aware" });
-    l.basis_v            = keys.str("subkv.basis_v", { "pca", "output-aware" });
+    l.basis_k            = keys.str("subkv.basis_k", { "pca", "query-aware", "kld-aware" });
+    l.basis_v            = keys.str("subkv.basis_v", { "pca", "output-aware", "kld-aware" });
     l.base_sha256        = keys.sha256("subkv.base.sha256");
     l.calibration_sha256 = keys.sha256("subkv.calibration.sha256");
     l.calibration_tokens = keys.u64("subkv.calibration.tokens");

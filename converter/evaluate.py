@@ -1,0 +1,261 @@
+"""Quality of layouts without engine noise: the codec of the engine inside a float32 model of transformers.
+
+    python -m converter.evaluate -m M.gguf --bases calib.safetensors -f TEXT --kv-bits 3.5,4.25,5,7 [-o json]
+
+Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact keys
+and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are, and with
+the exact window of our rows ("+ window").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from tqdm import tqdm
+
+from converter import layout, stock
+from converter.calib_io import Calibration, read_calibration
+from converter.calibrate import MIN_TOKENS, default_threads
+from converter.errors import ConverterError, exit_on_error
+from converter.gguf_io import Gguf
+from converter.metadata import CodedLayer
+from converter.metrics import BASES_K, BASES_V
+from converter.pipeline import Fit, Options
+from converter.predict import reconstructed
+from converter.reference import F32, Coder, Reference
+from converter.sensitivity import check_shapes, cut
+from runtime.scoring import Scores, score
+
+SIDES = {"both": "kv", "keys": "k", "values": "v"}
+
+
+@dataclass
+class Cache:
+    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone."""
+
+    name: str
+    coder: Coder | None
+    bpe: float
+    rows: float
+    n_sink: int = 0
+    n_recent: int = 0
+    predicted: float | None = None
+    scores: Scores = field(default_factory=Scores)
+
+
+def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
+    """What attention sees through coded layers. sides: which of k and v are coded; the others stay exact."""
+    coded = {layer.shape.il: layer.heads for layer in layers}
+
+    def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+        heads = coded.get(il, ())
+        if heads and "k" in sides:
+            k = np.stack([reconstructed(rows, head.k, head.gamma) for rows, head in zip(k, heads, strict=True)])
+        if heads and "v" in sides:
+            v = np.stack([reconstructed(rows, head.v) for rows, head in zip(v, heads, strict=True)])
+        return k, v
+
+    return seen
+
+
+def stock_coder(kind: str, sides: str = "kv") -> Coder:
+    """What attention sees through one of llama.cpp's cache types."""
+
+    def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+        return (
+            stock.round_trip(kind, k, keys=True) if "k" in sides else k,
+            stock.round_trip(kind, v, keys=False) if "v" in sides else v,
+        )
+
+    return seen
+
+
+def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
+    """Rows for llama.cpp's types, each as it is and with the exact window of `fit`."""
+    window = fit.overhead.window_bits
+    n_sink, n_recent = fit.settings.n_sink, fit.settings.n_recent
+    caches = []
+    for kind in kinds:
+        bits = stock.BITS[kind]
+        coder = stock_coder(kind, sides)
+        caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
+        if n_sink + n_recent:
+            caches.append(Cache(f"{kind} + window", coder, bits + window, bits, n_sink, n_recent))
+    return caches
+
+
+def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:
+    """Our row at a budget."""
+    plan = fit.plan(kv_bits)
+    layers, _ = fit.code(plan)
+    counted = fit.account(plan)
+    return Cache(
+        name or f"subkv {kv_bits:g}",
+        layer_coder(layers, sides),
+        counted.total,
+        counted.rows,
+        fit.settings.n_sink,
+        fit.settings.n_recent,
+        fit.error(layers) if fit.calibration.sensitivity and sides == "kv" else None,
+    )
+
+
+def run(
+    reference: Reference, caches: Sequence[Cache], chunks: Sequence[Sequence[int]], n_threads: int, progress: bool
+) -> None:
+    """Score the second half of every chunk under every cache; the scores are added to the caches'."""
+    with (
+        ThreadPoolExecutor(n_threads) as pool,
+        tqdm(total=len(chunks) * (len(caches) + 1), unit="chunk", disable=not progress, desc="evaluate") as bar,
+    ):
+        for chunk in chunks:
+            first = len(chunk) // 2
+            targets = np.array(chunk[first + 1 :], dtype=np.int32)
+            base = reference.logits(chunk, first)[:-1]
+            bar.update()
+            for cache in caches:
+                if cache.coder is None:
+                    logits = base
+                else:
+                    logits = reference.coded_logits(chunk, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
+                cache.scores.add(score(logits, targets, base, pool, n_threads))
+                bar.update()
+
+
+def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
+    """One JSON object, runtime.perplexity's names."""
+    return {
+        "name": cache.name,
+        **cache.scores.summary(),
+        "bpe": round(cache.bpe, 4),
+        "bpe_rows": round(cache.rows, 4),
+        "predicted_kld": cache.predicted,
+        "n_sink": cache.n_sink,
+        "n_recent": cache.n_recent,
+        "text": text,
+        "n_ctx": n_ctx,
+        "chunks": chunks,
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Results as a Markdown table."""
+    lines = [
+        "| text | cache | bpe | rows alone | Δ PPL | mean KLD | median KLD | 99.9% KLD | same top-1 | predicted KLD |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in results:
+        predicted = "" if r["predicted_kld"] is None else f"{r['predicted_kld']:.6f}"
+        lines.append(
+            f"| {r['text']} | {r['name']} | {r['bpe']:.2f} | {r['bpe_rows']:.2f} "
+            f"| {r['delta_percent']:+.2f}% ± {100 * r['ppl_ratio_stderr']:.2f}% "
+            f"| {r['mean_kld']:.6f} ± {r['mean_kld_stderr']:.6f} | {r['median_kld']:.6f} | {r['kld_999']:.6f} "
+            f"| {100 * r['same_top']:.2f}% | {predicted} |"
+        )
+    return "\n".join(lines)
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise click.BadParameter(f"expected numbers separated by commas, found {text!r}") from error
+
+
+def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    kinds = [part for part in text.split(",") if part]
+    for kind in kinds:
+        if kind not in stock.BITS:
+            raise click.BadParameter(f"expected types out of {', '.join(stock.BITS)}, found {kind!r}")
+    return kinds
+
+
+@click.command(name="evaluate", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")
+@click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration file (calib.safetensors).")
+@click.option(
+    "-f", "--file", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="UTF-8 text."
+)
+@click.option("--kv-bits", default="3.5,4.25,5,7", show_default=True, callback=_numbers, help="Budgets, as of convert.")
+@click.option(
+    "--stock",
+    "kinds",
+    default="q8_0,q5_1,q5_0,q4_1,q4_0",
+    show_default=True,
+    callback=_kinds,
+    help="llama.cpp's types to compare with; empty: none.",
+)
+@click.option(
+    "-c", "--ctx-size", default=2048, show_default=True, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
+)
+@click.option("--chunks", default=2, show_default=True, type=click.IntRange(1), help="Chunks of every text.")
+@click.option("--basis-k", type=click.Choice(BASES_K), help="As of convert.")
+@click.option("--basis-v", type=click.Choice(BASES_V), help="As of convert.")
+@click.option("--sides", type=click.Choice(list(SIDES)), default="both", show_default=True, help="What is coded.")
+@click.option("--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions exact.")
+@click.option("--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions exact.")
+@click.option("--bpe-context", type=int, help="Context of the bit count. [default: as of convert]")
+@click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]")
+@click.option("--plot", "target", type=click.Path(path_type=Path), help="Draw bits against KLD (extra plot).")
+@click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md", show_default=True)
+def command(
+    model: Path,
+    bases: Path,
+    files: tuple[Path, ...],
+    kv_bits: list[float],
+    kinds: list[str],
+    ctx_size: int,
+    chunks: int,
+    basis_k: str | None,
+    basis_v: str | None,
+    sides: str,
+    n_sink: int,
+    n_recent: int,
+    bpe_context: int | None,
+    threads: int | None,
+    target: Path | None,
+    output: str,
+) -> None:
+    """KLD of layouts and of llama.cpp's cache types in float32."""
+    with exit_on_error():
+        calibration: Calibration = read_calibration("--bases", bases)
+        n_threads = threads or default_threads()
+        reference = Reference("-m", model, n_threads)
+        check_shapes("--bases", reference, calibration)
+        options = Options(basis_k=basis_k, basis_v=basis_v, n_sink=n_sink, n_recent=n_recent, bpe_context=bpe_context)
+        results: list[dict[str, Any]] = []
+        with Gguf("-m", model) as base:
+            fit = Fit(base, calibration, options)
+            planned = [coded_cache(fit, bits, SIDES[sides]) for bits in kv_bits]
+            if not planned and not kinds:
+                raise ConverterError("--kv-bits: expected a budget or --stock types to evaluate, found none")
+            against = stock_caches(kinds, fit, SIDES[sides])
+        for path in files:
+            pieces = cut(reference, (path,), ctx_size, chunks)
+            if not results:
+                reference.match("--bases", [layer.k2 for layer in calibration.layers], pieces[0], calibration.n_skip)
+            for cache in (*planned, *against):
+                cache.scores = Scores()
+            run(reference, (*planned, *against), pieces, n_threads, progress=True)
+            results += [result(cache, path.name, ctx_size, len(pieces)) for cache in (*planned, *against)]
+        if target is not None:
+            from runtime.plots import frontier
+
+            frontier(results, target)
+        click.echo(json.dumps(results, indent=2) if output == "json" else table(results))
+
+
+def main() -> None:
+    """Entry point of `python -m converter.evaluate`."""
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Sensitivities by backpropagation: what an error in a cached key or value does to the next-token distributions.
+
+For small errors δ the KLD of a distribution p from its disturbed self is ½ δᵀ F δ with the Fisher information
+F = E_y [g gᵀ], g = ∂ ln p(y)/∂(cached vector), y drawn from p (for example Amari, Natural Gradient Works Efficiently in
+Learning, 1998). One backward pass through a chunk gives one draw of g for every cached vector and, since the draws of
+different positions are independent with mean zero, the sum of the positions' F in expectation. Extra `torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from converter.basis import F64
+from converter.calib_io import Calibration, LayerSensitivity, Sensitivity
+from converter.reference import Reference, attend
+
+SEED = 1  # of the labels drawn
+
+
+def measure(
+    reference: Reference,
+    calibration: Calibration,
+    chunks: Sequence[Sequence[int]],
+    n_recent: int,
+    progress: bool = False,
+) -> Calibration:
+    """The calibration with sensitivities measured on `chunks`, each run from an empty cache.
+
+    reference.key_order must be the calibration's (Reference.match). Every cell from calibration.n_skip on enters.
+    Raises ConverterError when the shapes differ.
+    """
+    import torch
+
+    shapes = [layer.shape for layer in calibration.layers]
+    sums: list[dict[str, F64]] = [
+        {
+            "k": np.zeros((s.n_head_kv, s.d_k, s.d_k)),
+            "v": np.zeros((s.n_head_kv, s.d_v, s.d_v)),
+            "k0": np.zeros((s.n_head_kv, s.d_k, s.d_k)),
+            "v0": np.zeros((s.n_head_kv, s.d_v, s.d_v)),
+        }
+        for s in shapes
+    ]
+    tokens = 0
+    generator = torch.Generator().manual_seed(SEED)
+    with tqdm(total=len(chunks), unit="chunk", disable=not progress, desc="sensitivity") as bar:
+        for chunk in chunks:
+            for il, gradients in enumerate(_gradients(reference, chunk, calibration.n_skip, n_recent, generator)):
+                _accumulate(sums[il], gradients, reference.key_order)
+            tokens += len(chunk) - calibration.n_skip
+            bar.update()
+    layers = tuple(
+        replace(layer, sensitivity=LayerSensitivity(**{key: total / tokens for key, total in sums[i].items()}))
+        for i, layer in enumerate(calibration.layers)
+    )
+    return replace(calibration, layers=layers, sensitivity=Sensitivity("fisher", tokens, n_recent), sha256="")
+
+
+def _gradients(reference: Reference, chunk: Sequence[int], n_skip: int, n_recent: int, generator: Any) -> list[Any]:
+    """Per layer (k beyond the window, k within, v beyond, v within), each [n_head_kv, n − n_skip, d] f32, torch's frame."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    leaves: dict[int, Any] = {}
+
+    def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+        # Separate zeros on the coded and on the exact reading of a cell tell their gradients apart.
+        zeros = [torch.zeros_like(x, requires_grad=True) for x in (k, k, v, v)]
+        leaves[il] = zeros
+
+        def piece(q: Any, k: Any, v: Any, k_far: Any, k_near: Any, v_far: Any, v_near: Any) -> Any:
+            return attend(q, k + k_near, v + v_near, (k + k_far, v + v_far), scale, n_skip, n_recent)
+
+        # recomputed in the backward pass: the score matrices of all layers do not fit in memory together
+        return checkpoint(piece, q, k, v, *zeros, use_reentrant=False)
+
+    with torch.enable_grad(), reference.hooked(hook):
+        ids = torch.tensor(chunk)[None]
+        embedded = reference.model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        hidden = reference.model.get_decoder()(inputs_embeds=embedded, use_cache=False).last_hidden_state[0]
+        # the head's logits are large: their gradient is taken piece by piece
+        cut = hidden.detach().requires_grad_(True)
+        for rows in torch.split(cut, 512):
+            log_p = torch.log_softmax(reference.model.get_output_embeddings()(rows), -1)
+            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+            log_p.gather(1, drawn).sum().backward()
+        hidden.backward(cut.grad)
+    return [[leaf.grad[0, :, n_skip:] for leaf in leaves[il]] for il in range(reference.n_layer)]
+
+
+def _accumulate(total: dict[str, F64], gradients: Sequence[Any], key_order: Any) -> None:
+    import torch
+
+    k_far, k_near, v_far, v_near = gradients
+    order = torch.from_numpy(key_order)
+    for key, rows in (
+        ("k", k_far[..., order]),
+        ("k0", (k_far + k_near)[..., order]),
+        ("v", v_far),
+        ("v0", v_far + v_near),
+    ):
+        total[key] += torch.einsum("hti,htj->hij", rows, rows).double().numpy()

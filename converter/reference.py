@@ -1,0 +1,207 @@
+"""The float32 reference: a model in transformers whose attention reads its keys and values through a codec.
+
+Extra `torch`. No engine noise: weights are dequantized once, activations stay float32. Frames: transformers orders the
+rotary pairs of some architectures differently from llama.cpp; everything that leaves or enters this module is in
+llama.cpp's order (`Reference.key_order`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converter.errors import ConverterError
+
+F32 = NDArray[np.float32]
+Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> what attention sees of them
+
+QUERIES = 256  # query rows per piece: bounds the score matrix
+NAME = "subkv_reference"
+
+
+def _needed() -> tuple[Any, Any]:
+    missing = [name for name in ("torch", "transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConverterError(
+            f"expected the packages of the extra `torch`, found no {', '.join(missing)}: pip install 'subkv[torch]'"
+        )
+    import torch
+    import transformers
+
+    return torch, transformers
+
+
+def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, n_sink: int, n_recent: int) -> Any:
+    """Causal attention in which the first n_sink and the last n_recent keys of every query are exact.
+
+    q [1, n_head, n, d_k], k, v [1, n_head_kv, n, d]: exact. coded: k̂, v̂ shaped as k, v, read for all other keys; None
+    reads everything exactly. A query's own key is the last of its n_recent. Returns [1, n, n_head, d_v].
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    n_head, n, d = q.shape[1:]
+    n_kv = k.shape[1]
+    group = n_head // n_kv
+    if coded is None:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    k_coded, v_coded = coded
+    grouped = q.view(1, n_kv, group, n, d)
+    pieces = []
+    for low in range(0, n, QUERIES):
+        high = min(low + QUERIES, n)
+        sinks = min(n_sink, high)
+        far = max(sinks, high - n_recent)  # coded keys [sinks, far): no query of the piece has a later one
+        near = max(sinks, low - n_recent + 1)  # exact keys [near, high)
+        i = torch.arange(low, high)[:, None]
+        mask = torch.cat(
+            [
+                torch.arange(sinks)[None] <= i,
+                torch.arange(sinks, far)[None] <= i - n_recent,
+                (torch.arange(near, high)[None] <= i) & (torch.arange(near, high)[None] > i - n_recent),
+            ],
+            1,
+        )
+        keys = torch.cat([k[:, :, :sinks], k_coded[:, :, sinks:far], k[:, :, near:high]], 2)
+        values = torch.cat([v[:, :, :sinks], v_coded[:, :, sinks:far], v[:, :, near:high]], 2)
+        rows = grouped[:, :, :, low:high].reshape(1, n_kv, group * (high - low), d)
+        out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask.repeat(group, 1)[None, None], scale=scale)
+        pieces.append(out.view(1, n_kv, group, high - low, -1))
+    return torch.cat(pieces, 3).permute(0, 3, 1, 2, 4).reshape(1, n, n_head, -1)
+
+
+class Reference:
+    """One model in float32. Raises ConverterError when it cannot be loaded or has attention that is not understood.
+
+    n_layer, n_head, n_head_kv, d: attention shapes. key_order: [d] index into a key of transformers for every
+    coordinate of llama.cpp's key; the identity until `match` has found it.
+    """
+
+    def __init__(self, flag: str, path: Path, n_threads: int) -> None:
+        torch, transformers = _needed()
+        torch.set_num_threads(n_threads)
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        where: dict[str, Any] = {"pretrained_model_name_or_path": path}
+        if not path.is_dir():
+            where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        if not path.exists():
+            raise ConverterError(f"{flag}: expected a GGUF or a Hugging Face folder, found nothing at {path}")
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        except (ValueError, OSError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConverterError(f"{flag}: {path}: transformers cannot load it: {reason}") from error
+        self.model.eval().requires_grad_(False)
+        config = self.model.config
+        for key in ("attn_logit_softcapping", "attn_logit_softcap"):
+            if getattr(config, key, None):
+                raise ConverterError(f"{flag}: expected plain softmax attention, found {key} in {config.model_type}")
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            raise ConverterError(f"{flag}: expected full attention in every layer, found a sliding window")
+        self.n_layer = int(config.num_hidden_layers)
+        self.n_head = int(config.num_attention_heads)
+        self.n_head_kv = int(getattr(config, "num_key_value_heads", None) or self.n_head)
+        self.d = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_head)
+        self.key_order = np.arange(self.d)
+        self._hook: Callable[..., Any] | None = None
+        self._register(torch, transformers)
+
+    def _register(self, torch: Any, transformers: Any) -> None:
+        """Give this model our attention; other models of the process keep theirs."""
+
+        def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **rest: Any) -> Any:
+            scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            hook = module.config._subkv_hook()
+            if hook is None:
+                return attend(q, k, v, None, scale, 0, 0), None
+            return hook(int(module.layer_idx), q, k, v, scale), None
+
+        transformers.AttentionInterface.register(NAME, attention)
+        transformers.AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+        for module in self.model.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation = NAME
+                object.__setattr__(module.config, "_subkv_hook", lambda: self._hook)
+        self._torch = torch
+
+    @contextlib.contextmanager
+    def hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Within: every layer's attention is hook(il, q, k, v, scale), tensors as in attend()."""
+        self._hook = hook
+        try:
+            yield
+        finally:
+            self._hook = None
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    @property
+    def bos(self) -> int | None:
+        """The token every chunk starts with, None when the tokenizer adds none."""
+        token = self._tokenizer.bos_token_id
+        return int(token) if getattr(self._tokenizer, "add_bos_token", False) and token is not None else None
+
+    def logits(self, tokens: Sequence[int], first: int) -> F32:
+        """Logits [n − first, n_vocab] of the positions from `first` on."""
+        torch = self._torch
+        with torch.inference_mode():
+            ids = torch.tensor(tokens)[None]
+            hidden = self.model.get_decoder()(ids, use_cache=False).last_hidden_state[:, first:]
+            out: F32 = self.model.get_output_embeddings()(hidden)[0].numpy()
+        return out
+
+    def coded_logits(self, tokens: Sequence[int], first: int, coder: Coder, n_sink: int, n_recent: int) -> F32:
+        """As logits(), with all keys and values outside the exact window replaced by what `coder` makes of them."""
+        torch = self._torch
+        order = self.key_order
+        back = np.argsort(order)
+
+        def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+            k_coded, v_coded = coder(il, k[0].numpy()[:, :, order], v[0].numpy())
+            coded = (torch.from_numpy(k_coded[:, :, back])[None], torch.from_numpy(v_coded)[None])
+            return attend(q, k, v, coded, scale, n_sink, n_recent)
+
+        with self.hooked(hook):
+            return self.logits(tokens, first)
+
+    def match(self, flag: str, moments: Sequence[NDArray[np.float64]], tokens: Sequence[int], n_skip: int) -> None:
+        """Find key_order: the order of key coordinates under which this model has the calibration's moments.
+
+        moments: per layer Σ_k [n_head_kv, d, d] in llama.cpp's frame. Tried: the same order, and rotary pairs that are
+        neighbours in llama.cpp but half a head apart here. Raises ConverterError when neither fits: another model.
+        """
+        torch = self._torch
+        seen: list[Any] = [None] * self.n_layer
+
+        def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+            rows = k[0, :, n_skip:].double()
+            seen[il] = torch.einsum("hti,htj->hij", rows, rows).numpy()
+            return attend(q, k, v, None, scale, 0, 0)
+
+        with self.hooked(hook):
+            self.logits(tokens, len(tokens) - 1)
+        half = self.d // 2
+        orders = [np.arange(self.d), np.stack([np.arange(half), half + np.arange(half)], 1).ravel()]
+        fits = []
+        for order in orders:
+            cosines = [
+                float(np.sum(a[:, order][:, :, order] * b) / (np.linalg.norm(a) * np.linalg.norm(b)))
+                for a, b in zip(seen, moments, strict=True)
+            ]
+            fits.append(float(np.mean(cosines)))
+        if max(fits) < 0.9:
+            raise ConverterError(
+                f"{flag}: expected the keys of the calibrated model, found others "
+                f"(cosine of second moments {max(fits):.2f}, expected above 0.9)"
+            )
+        self.key_order = orders[int(np.argmax(fits))]
