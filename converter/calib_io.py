@@ -53,7 +53,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What an error in one layer's cache does to the model's next-token distributions, float64, post-RoPE frame.
+    """What an error in one layer's cache does to the next-token distributions, float64, post-RoPE frame.
 
     k, v: [n_head_kv, d, d] symmetric, such that independent errors of covariance C in the coded keys (values) of one head
     cost ½ tr(k C) nats of KLD per token (second order). Errors count where attention reads coded cells: beyond the
@@ -310,7 +310,8 @@ class _Header:
             or item["n_recent"] < 0
         ):
             raise ConverterError(
-                f"{PREFIX}sensitivity: expected {{method: {' or '.join(METHODS)}, tokens, n_recent}}, found {text[:80]!r}"
+                f"{PREFIX}sensitivity: expected {{method: {' or '.join(METHODS)}, tokens, n_recent}}, "
+                f"found {text[:80]!r}"
             )
         return Sensitivity(**item)
 
@@ -434,8 +435,8 @@ def check_mergeable(flag: str, earlier: Calibration, arch: str, name: str, block
 def merge(flag: str, earlier: Calibration, later: Calibration) -> Calibration:
     """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
 
-    n_ctx, model_sha256, generator and, where it has them, sensitivities are those of `later`. Raises ConverterError when
-    the models differ.
+    n_ctx, model_sha256, generator and, where it has them, sensitivities are those of `later`. Raises ConverterError
+    when the models differ.
     """
     check_mergeable(flag, earlier, later.arch, later.name, later.block_count, later.n_skip)
     found = [replace(layer.shape, tokens=0) for layer in earlier.layers]

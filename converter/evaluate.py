@@ -2,9 +2,9 @@
 
     python -m converter.evaluate -m M.gguf --bases calib.safetensors -f TEXT --kv-bits 3.5,4.25,5,7 [-o json]
 
-Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact keys
-and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are, and with
-the exact window of our rows ("+ window").
+Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact
+keys and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are,
+and with the exact window of our rows ("+ window").
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def measure(
 
 
 def _gradients(reference: Reference, chunk: Sequence[int], n_skip: int, n_recent: int, generator: Any) -> list[Any]:
-    """Per layer (k beyond the window, k within, v beyond, v within), each [n_head_kv, n − n_skip, d] f32, torch's frame."""
+    """Per layer (k beyond the window, k within, v beyond, v within): [n_head_kv, n − n_skip, d] f32, torch's frame."""
     import torch
     from torch.utils.checkpoint import checkpoint
 

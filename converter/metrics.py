@@ -1,8 +1,9 @@
-"""What an error in a cached key or value costs: one matrix per KV head, from measured sensitivities where there are any.
+"""What an error in a cached key or value costs: one matrix per KV head, from measured sensitivities if there are any.
 
-With sensitivities (FORMAT.md §4) the cost is nats of KLD per token. They are estimated from one gradient per cell, so they
-are noisy; a little of the structural metric, scaled to the same energy on the data, is mixed in. Without sensitivities
-the structural metric alone decides: the queries' second moment for keys, the output projection for values.
+With sensitivities (FORMAT.md §4) the cost is nats of KLD per token. They are estimated from one gradient per cell, so
+they are noisy; a little of the structural metric, scaled to the same energy on the data, is mixed in. Without
+sensitivities the structural metric alone decides: the queries' second moment for keys, the output projection for
+values.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from converter.gguf_io import Gguf
 # on WikiText-2 test and Sherlock: 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and at 0.1, 0.0029 at 0.3.
 SHRINKAGE = 0.05
 
-# Weight of K against V without sensitivities. To first order a logit error δ and a value error ε change the attention
-# output by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), so in units of the layer's centred value energy the weight would be 1. But
-# keys that draw much attention hold values close to the output o, so K weighs less. Measured on SmolLM2-135M at 3.2 bits
-# per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1, 0.022 at 0.5 and at 0.35.
+# Weight of K against V without sensitivities. To first order a logit error δ and a value error ε change the output of
+# attention by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), so in units of the layer's centred value energy the weight would be 1.
+# But keys that draw much attention hold values close to the output o, so K weighs less. Measured on SmolLM2-135M at 3.2
+# bits per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1, 0.022 at 0.5 and 0.35.
 KEY_WEIGHT = 0.4
 
 BASES_K = ("pca", "query-aware", "kld-aware")

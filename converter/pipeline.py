@@ -143,14 +143,15 @@ class Fit:
         self.overhead = Overhead(options.bpe_context or default_context(base), settings.n_sink, settings.n_recent)
         measured = calibration.sensitivity
         self.windowed = measured is not None and settings.n_recent >= measured.n_recent
-        self._base = base
         self.layers: list[_Fitted] = []
+        self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
         self.heads: list[Head] = []  # K, V of every head of every layer
         for stats in calibration.layers:
             rank_k = layout.check_rank("--rank-k", options.rank_k, stats.shape.d_k, stats.shape.il)
             rank_v = layout.check_rank("--rank-v", options.rank_v, stats.shape.d_v, stats.shape.il)
             progress(f"basis of layer {stats.shape.il}")
             cost = layer_cost(base, stats, basis_v, self.windowed)
+            self._stock_costs.append(layer_cost(base, stats, basis_v, False) if self.windowed else cost)
             k = fit_heads(basis_k, stats.k2, cost.k, cost.query)
             v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
             self.layers.append(_Fitted(k, v, cost))
@@ -190,14 +191,10 @@ class Fit:
 
     def stock_error(self, kind: str) -> float | None:
         """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
-        if self.windowed:
-            costs = [layer_cost(self._base, stats, self.settings.basis_v, False) for stats in self.calibration.layers]
-        else:
-            costs = [fit.cost for fit in self.layers]
-        return predict.stock_error(self.calibration, costs, kind)
+        return predict.stock_error(self.calibration, self._stock_costs, kind)
 
     def budget_like(self, kind: str) -> float | None:
-        """The smallest budget in steps of BUDGET_STEP whose error is at most that of a stock type; None: cannot tell."""
+        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell."""
         target = self.stock_error(kind)
         if target is None:
             return None

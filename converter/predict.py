@@ -12,7 +12,7 @@ import numpy as np
 
 from converter import codec, stock
 from converter.basis import F64, StoredBasis
-from converter.calib_io import Calibration, LayerStats
+from converter.calib_io import Calibration
 from converter.metadata import CodedLayer
 from converter.metrics import LayerCost
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from converter.errors import ConverterError
+from converter.gguf_io import Gguf
 
 F32 = NDArray[np.float32]
 Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> what attention sees of them
@@ -92,8 +93,10 @@ class Reference:
         where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         if not path.is_dir():
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-        if not path.exists():
-            raise ConverterError(f"{flag}: expected a GGUF or a Hugging Face folder, found nothing at {path}")
+            if not path.exists():
+                raise ConverterError(f"{flag}: expected a GGUF or a Hugging Face folder, found nothing at {path}")
+            with Gguf(flag, path):
+                pass  # refuses what is not a whole GGUF with a better sentence than transformers'
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
             self.model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
@@ -194,14 +197,19 @@ class Reference:
         orders = [np.arange(self.d), np.stack([np.arange(half), half + np.arange(half)], 1).ravel()]
         fits = []
         for order in orders:
-            cosines = [
-                float(np.sum(a[:, order][:, :, order] * b) / (np.linalg.norm(a) * np.linalg.norm(b)))
-                for a, b in zip(seen, moments, strict=True)
-            ]
-            fits.append(float(np.mean(cosines)))
-        if max(fits) < 0.9:
+            pairs = ((_uneven(a[:, order][:, :, order]), _uneven(b)) for a, b in zip(seen, moments, strict=True))
+            fits.append(float(np.mean([np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs])))
+        # measured: 0.8 between contexts of 512 and 2048 tokens of one model, 0.05 in the wrong order
+        if max(fits) < 0.5:
             raise ConverterError(
-                f"{flag}: expected the keys of the calibrated model, found others "
-                f"(cosine of second moments {max(fits):.2f}, expected above 0.9)"
+                f"{flag}: expected a calibration of this model, found one of other keys "
+                f"(cosine of their second moments {max(fits):.2f}, expected above 0.5)"
             )
         self.key_order = orders[int(np.argmax(fits))]
+
+
+def _uneven(moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Second moments [n, d, d] less what an isotropic distribution of the same energy has: what tells models apart."""
+    d = moments.shape[-1]
+    even = np.trace(moments, axis1=1, axis2=2)[:, None, None] / d * np.eye(d)
+    return moments - even + np.finfo(np.float64).tiny

@@ -2,8 +2,8 @@
 
     python -m converter.sensitivity -m M.gguf --bases calib.safetensors -f TEXT -o calib.safetensors
 
-Method and units: fisher.py. The result lets `convert` choose bases and bits by their effect on the output (kld-aware) and
-predict the KLD of a layout. Needs the extra `torch` and memory for the model in float32.
+Method and units: fisher.py. The result lets `convert` choose bases and bits by their effect on the output (kld-aware)
+and predict the KLD of a layout. Needs the extra `torch` and memory for the model in float32.
 """
 
 from __future__ import annotations

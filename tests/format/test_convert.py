@@ -27,7 +27,7 @@ from converter.errors import ConverterError
 from converter.gguf_io import Gguf
 from converter.layout import Head, Overhead, account
 from converter.metadata import read
-from converter.pipeline import output_metrics
+from converter.metrics import output_metrics
 
 
 @pytest.fixture

@@ -1,0 +1,106 @@
+"""The float32 reference against the engine: the same model, the same codec, two implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from converter.calib_io import read_calibration
+from converter.cli import convert_file
+from converter.errors import ConverterError
+from converter.gguf_io import Gguf
+from converter.pipeline import Fit, Options
+from runtime.engine import Model, parse_cache
+
+TOKENS = [10 + 7 * i % 200 for i in range(160)]
+
+
+def engine_logits(model: Path, spec: str) -> Any:
+    """Logits of all TOKENS under a cache of the native engine."""
+    with Model(str(model)) as m:
+        context = m.context(
+            parse_cache(spec, model, None), n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1, flash_attn="off"
+        )
+        out = context.logits(context.decode(TOKENS, 0, 0)).copy()
+        context.close()
+    return out
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_exact_logits_are_the_engines(
+    arch: str, reference: Callable[[str], Any], tiny_model: Callable[..., Path]
+) -> None:
+    ours = reference(arch).logits(TOKENS, 0)
+    theirs = engine_logits(tiny_model(arch), "f16")
+    assert np.abs(ours - theirs).max() < 0.02  # the engine's cache is f16; logits reach 8
+    np.testing.assert_array_equal(reference(arch).logits(TOKENS, 100), ours[100:])
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbouring rotary pairs, and pairs half a head apart
+@pytest.mark.parametrize("n_recent", [0, 16])
+def test_coded_logits_are_the_engines(
+    arch: str,
+    n_recent: int,
+    reference: Callable[[str], Any],
+    calibration: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+) -> None:
+    """Few bits, so that the codec's error is large against every other difference of the two implementations."""
+    from converter.evaluate import layer_coder
+
+    model, bases = tiny_model(arch), calibration(arch)
+    options = Options(kv_bits=3.0, n_recent=n_recent, bpe_context=100_000)
+    sidecar = tmp_path / "s.gguf"
+    convert_file(model, bases, sidecar, options, sidecar=True)
+    stats = read_calibration("--bases", bases)
+    with Gguf("-m", model) as base:
+        fit = Fit(base, stats, options)
+        layers, _ = fit.code(fit.plan(3.0))
+    r = reference(arch)
+    seen = r.tokenize(text.read_text())[:255]
+    r.match("--bases", [layer.k2 for layer in stats.layers], seen, stats.n_skip)
+    exact = r.logits(TOKENS, 0)
+    ours = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, n_recent)
+    theirs = engine_logits(model, f"subkv:{sidecar}")
+    effect = np.sqrt(np.mean((ours - exact) ** 2))
+    assert effect > 0.05
+    # f16 noise moves single codes by a step, so the largest difference says little
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.2 * effect
+
+
+def test_only_cells_outside_the_window_are_coded(reference: Callable[[str], Any]) -> None:
+    """A coder that returns garbage changes nothing before the first query that has a coded key."""
+    r = reference("llama")
+
+    def garbage(il: int, k: Any, v: Any) -> Any:
+        return np.full_like(k, 3.0), np.full_like(v, -2.0)
+
+    exact = r.logits(TOKENS, 0)
+    spoilt = r.coded_logits(TOKENS, 0, garbage, 4, 32)
+    np.testing.assert_allclose(spoilt[:36], exact[:36], atol=1e-4)
+    assert np.abs(spoilt[36:] - exact[36:]).max(axis=1).min() > 1e-2
+
+
+def test_another_models_calibration_is_refused(
+    reference: Callable[[str], Any], calibration: Callable[[str], Path], text: Path
+) -> None:
+    stats = read_calibration("--bases", calibration("qwen2"))
+    seen = reference("llama").tokenize(text.read_text())[:255]
+    with pytest.raises(ConverterError, match=r"--bases: expected a calibration of this model, found one of other keys"):
+        reference("llama").match("--bases", [layer.k2 for layer in stats.layers], seen, 4)
+
+
+def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Path) -> None:
+    from converter.reference import Reference
+
+    with pytest.raises(ConverterError, match="-m: expected a GGUF or a Hugging Face folder, found nothing at"):
+        Reference("-m", tmp_path / "none.gguf", 1)
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF but not really")
+    with pytest.raises(ConverterError, match="-m: "):
+        Reference("-m", tmp_path / "bad.gguf", 1)

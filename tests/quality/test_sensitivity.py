@@ -1,0 +1,198 @@
+"""Sensitivities predict the KLD that small errors cause, and everything that is built on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from converter import evaluate, sensitivity
+from converter.calib_io import Calibration, read_calibration
+from converter.cli import convert
+from converter.gguf_io import Gguf
+from converter.pipeline import Fit, Options
+from runtime.scoring import log_softmax
+
+N_RECENT = 16
+
+
+@pytest.fixture(scope="module")
+def measured(
+    reference: Callable[[str], Any],
+    calibration: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The tiny llama's calibration with sensitivities of 12 chunks."""
+    reference("llama")
+    path = tmp_path_factory.mktemp("measured") / "calib.safetensors"
+    arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
+    result = CliRunner().invoke(
+        sensitivity.command, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("n_recent", [0, N_RECENT])
+def test_predicts_the_kld_of_small_noise(
+    side: str, n_recent: int, measured: Path, reference: Callable[[str], Any], text: Path
+) -> None:
+    """Independent noise on every coded key (or value) of one head of each layer: ½ tr(S C) against the KLD it causes."""
+    r = reference("llama")
+    stats = read_calibration("--bases", measured)
+    chunk = r.tokenize(text.read_text())[-256:]
+    r.match("--bases", [layer.k2 for layer in stats.layers], chunk, stats.n_skip)
+    exact = log_softmax(r.logits(chunk, 0))
+    for il in range(2):
+        rng = np.random.default_rng(il)
+        field = side if n_recent else f"{side}0"
+        metric = getattr(stats.layers[il].sensitivity, field)[1]
+        sigma = np.sqrt(0.02 / np.trace(metric))  # ½ tr = 0.01 nats
+
+        def noisy(layer: int, k: Any, v: Any, il: int = il, sigma: float = sigma, rng: Any = rng) -> Any:
+            x = (k if side == "k" else v).copy()
+            if layer == il:
+                x[1] += sigma * rng.standard_normal(x[1].shape).astype(np.float32)
+            return (x, v) if side == "k" else (k, x)
+
+        found = []
+        for _ in range(4):
+            disturbed = log_softmax(r.coded_logits(chunk, 0, noisy, stats.n_skip, n_recent))
+            found.append(float(np.mean(np.sum(np.exp(exact) * (exact - disturbed), axis=1))))
+        # one gradient per cell, another text and a finite error: agreement within a factor
+        assert 0.5 < np.mean(found) / 0.01 < 2.0, (side, il, found)
+
+
+def test_values_beyond_the_window_matter_less(measured: Path) -> None:
+    stats = read_calibration("--bases", measured)
+    assert stats.sensitivity is not None and stats.sensitivity.method == "fisher"
+    assert stats.sensitivity.n_recent == N_RECENT
+    assert stats.sensitivity.tokens == 12 * 252
+    near = sum(np.trace(layer.sensitivity.v0.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
+    far = sum(np.trace(layer.sensitivity.v.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
+    assert 0.0 < far < near
+
+
+def fit_of(model: Path, calibration: Calibration, **options: Any) -> Fit:
+    with Gguf("-m", model) as base:
+        return Fit(base, calibration, Options(n_recent=N_RECENT, bpe_context=10_000_000, **options))
+
+
+def test_measured_bases_beat_structural_ones(
+    measured: Path, reference: Callable[[str], Any], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """At equal bits: kld-aware bases and bits give less KLD than those of a calibration without sensitivities."""
+    r = reference("llama")
+    stats = read_calibration("--bases", measured)
+    blind = replace(stats, sensitivity=None, layers=tuple(replace(layer, sensitivity=None) for layer in stats.layers))
+    pieces = sensitivity.cut(r, (text,), 256, 4)
+    caches = []
+    for name, calib in (("measured", stats), ("blind", blind)):
+        fit = fit_of(tiny_model("llama"), calib)
+        caches.append(evaluate.coded_cache(fit, 2.5, "kv", name))
+    evaluate.run(r, caches, pieces, 1, progress=False)
+    good, bad = (cache.scores.summary()["mean_kld"] for cache in caches)
+    assert good < bad
+    assert caches[0].predicted is not None and 0.3 < good / caches[0].predicted < 3.0
+    assert caches[1].predicted is None
+
+
+def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """`convert` without a budget: the smallest whose predicted KLD is at most q8_0's, said in a sentence."""
+    fit = fit_of(tiny_model("llama"), read_calibration("--bases", measured))
+    target = fit.stock_error("q8_0")
+    budget = fit.budget_like("q8_0")
+    assert target is not None and budget is not None
+    error = fit.error(fit.code(fit.plan(budget))[0])
+    worse = fit.error(fit.code(fit.plan(budget - 0.05))[0])
+    assert error is not None and worse is not None and error <= target < worse
+
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "predicted KLD: " in result.output and "q8_0" in result.output
+    assert "by default, the smallest whose predicted KLD is at most q8_0's" in result.output
+
+
+def run_convert(model: Path, bases: Path, folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(convert, ["--bases", str(bases), "-o", str(folder / "o.gguf"), *arguments, str(model)])
+
+
+def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    from converter.metadata import read
+
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--kv-bits", "5")
+    assert result.exit_code == 0, result.output
+    layout = read(tmp_path / "o.gguf")
+    assert (layout["basis_k"], layout["basis_v"]) == ("kld-aware", "kld-aware")
+
+
+def test_kld_aware_needs_sensitivities(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = run_convert(tiny_model("llama"), calibration("llama"), tmp_path, "--basis-k", "kld-aware")
+    assert result.exit_code == 1
+    assert "--basis-k: kld-aware expects a calibration with sensitivities, found none" in result.output
+    assert not (tmp_path / "o.gguf").exists()
+
+
+def test_evaluate_command(
+    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
+) -> None:
+    reference("llama")
+    arguments = [
+        "-m",
+        str(tiny_model("llama")),
+        "--bases",
+        str(measured),
+        "-f",
+        str(text),
+        "-c",
+        "256",
+        "--chunks",
+        "1",
+    ]
+    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--stock", "q8_0,q4_0", "-t", "1"]
+    result = CliRunner().invoke(evaluate.command, [*arguments, "-o", "json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["subkv 4", "subkv 6", "q8_0", "q8_0 + window", "q4_0", "q4_0 + window"]
+    assert rows["subkv 6"]["mean_kld"] < rows["subkv 4"]["mean_kld"]
+    assert rows["q4_0 + window"]["mean_kld"] < rows["q4_0"]["mean_kld"]
+    assert rows["q4_0"]["bpe"] == 4.5 and rows["q4_0 + window"]["bpe"] > 4.5
+    assert abs(rows["subkv 6"]["bpe"] - 6.0) < 0.2
+    table = CliRunner().invoke(evaluate.command, arguments)
+    assert table.exit_code == 0 and "| words.txt | subkv 4 |" in table.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--kv-bits", "x"], "expected numbers separated by commas, found 'x'"),
+        (["--stock", "q3_9"], "expected types out of f16, q8_0"),
+        (["-c", "100000"], "words.txt: expected at least 100000 tokens for a chunk, found"),
+        (["--kv-bits", "", "--stock", ""], "--kv-bits: expected a budget or --stock types to evaluate, found none"),
+        (["--kv-bits", "0.2"], "--kv-bits: expected "),
+    ],
+)
+def test_evaluate_refuses(
+    arguments: list[str],
+    sentence: str,
+    measured: Path,
+    tiny_model: Callable[..., Path],
+    text: Path,
+    reference: Callable[[str], Any],
+) -> None:
+    reference("llama")
+    given = ["-m", str(tiny_model("llama")), "--bases", str(measured), "-f", str(text), "-t", "1", *arguments]
+    result = CliRunner().invoke(evaluate.command, given)
+    assert result.exit_code in (1, 2)
+    assert sentence in result.output
