@@ -50,8 +50,8 @@ class Overhead:
         return 16.0 * (self.n_sink + self.n_recent + N_ROLLBACK) / self.context
 
     def basis_bits(self, d: int) -> float:
-        """Bits per token that one kept coefficient costs in E and D, f32 as libsubkv holds them in memory."""
-        return 2.0 * 32.0 * d / self.context
+        """Bits per token that one kept coefficient costs in E and D, f16 in the file and in libsubkv's memory."""
+        return 2.0 * 16.0 * d / self.context
 
 
 @dataclass(frozen=True)

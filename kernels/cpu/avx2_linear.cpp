@@ -13,21 +13,31 @@ enum Slot { SLOT_BLOCK = 11, SLOT_TRIANGLE = 9 }; // 9 is the tiled attention's;
 
 constexpr int64_t TOKENS = 64; // of the second moment: summed in float before they are added to the doubles
 
-static float dot(const float * a, const float * b, int64_t d) {
+// Eight entries of a matrix. Converting costs an instruction, but the value then stays in its register: a load of
+// floats would be folded into every product that uses it, and loads are what the loops below wait for.
+static inline __m256 load8(const uint16_t * m) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) m));
+}
+
+static inline float to_float(uint16_t h) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
+}
+
+static float dot(const uint16_t * a, const float * b, int64_t d) {
     __m256  sum = _mm256_setzero_ps();
     int64_t j   = 0;
     for (; j + 8 <= d; j += 8) {
-        sum = _mm256_fmadd_ps(_mm256_loadu_ps(a + j), _mm256_loadu_ps(b + j), sum);
+        sum = _mm256_fmadd_ps(load8(a + j), _mm256_loadu_ps(b + j), sum);
     }
     float total = horizontal_sum(sum);
     for (; j < d; ++j) {
-        total += a[j] * b[j];
+        total += to_float(a[j]) * b[j];
     }
     return total;
 }
 
 // y[k] = scale * m[k] . x for eight rows of m
-static void dot8(const float * m, int64_t d, const float * x, float scale, float * y) {
+static void dot8(const uint16_t * m, int64_t d, const float * x, float scale, float * y) {
     __m256 sum[8];
     for (int i = 0; i < 8; ++i) {
         sum[i] = _mm256_setzero_ps();
@@ -35,7 +45,7 @@ static void dot8(const float * m, int64_t d, const float * x, float scale, float
     for (int64_t j = 0; j < d; j += 8) {
         const __m256 v = _mm256_loadu_ps(x + j);
         for (int i = 0; i < 8; ++i) {
-            sum[i] = _mm256_fmadd_ps(v, _mm256_loadu_ps(m + i * d + j), sum[i]);
+            sum[i] = _mm256_fmadd_ps(v, load8(m + i * d + j), sum[i]);
         }
     }
     const __m256 total = sum_pairs(_mm256_hadd_ps(sum[0], sum[1]), _mm256_hadd_ps(sum[2], sum[3]),
@@ -44,7 +54,7 @@ static void dot8(const float * m, int64_t d, const float * x, float scale, float
 }
 
 // The same for two tokens and four rows: six loads serve eight products.
-static void dot4x2(const float * m, int64_t d, const float * x0, const float * x1, float scale, float * y0,
+static void dot4x2(const uint16_t * m, int64_t d, const float * x0, const float * x1, float scale, float * y0,
                    float * y1) {
     __m256 a[4];
     __m256 b[4];
@@ -56,7 +66,7 @@ static void dot4x2(const float * m, int64_t d, const float * x0, const float * x
         const __m256 v0 = _mm256_loadu_ps(x0 + j);
         const __m256 v1 = _mm256_loadu_ps(x1 + j);
         for (int i = 0; i < 4; ++i) {
-            const __m256 w = _mm256_loadu_ps(m + i * d + j);
+            const __m256 w = load8(m + i * d + j);
             a[i]           = _mm256_fmadd_ps(v0, w, a[i]);
             b[i]           = _mm256_fmadd_ps(v1, w, b[i]);
         }
@@ -68,7 +78,7 @@ static void dot4x2(const float * m, int64_t d, const float * x0, const float * x
     _mm_storeu_ps(y1, _mm256_extractf128_ps(total, 1));
 }
 
-void project(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy) {
     const int64_t whole = d % 8 == 0 ? r / 8 * 8 : 0;
     int64_t       t     = 0;
@@ -89,7 +99,7 @@ void project(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx
     }
 }
 
-void reconstruct(const float * m, int64_t r, int64_t d, const float * e, float * o) {
+void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o) {
     int64_t j = 0;
     for (; j + 32 <= d; j += 32) {
         __m256 sum[4];
@@ -99,7 +109,7 @@ void reconstruct(const float * m, int64_t r, int64_t d, const float * e, float *
         for (int64_t i = 0; i < r; ++i) {
             const __m256 w = _mm256_broadcast_ss(e + i);
             for (int k = 0; k < 4; ++k) {
-                sum[k] = _mm256_fmadd_ps(w, _mm256_loadu_ps(m + i * d + j + 8 * k), sum[k]);
+                sum[k] = _mm256_fmadd_ps(w, load8(m + i * d + j + 8 * k), sum[k]);
             }
         }
         for (int k = 0; k < 4; ++k) {
@@ -109,14 +119,14 @@ void reconstruct(const float * m, int64_t r, int64_t d, const float * e, float *
     for (; j + 8 <= d; j += 8) {
         __m256 sum = _mm256_setzero_ps();
         for (int64_t i = 0; i < r; ++i) {
-            sum = _mm256_fmadd_ps(_mm256_broadcast_ss(e + i), _mm256_loadu_ps(m + i * d + j), sum);
+            sum = _mm256_fmadd_ps(_mm256_broadcast_ss(e + i), load8(m + i * d + j), sum);
         }
         _mm256_storeu_ps(o + j, _mm256_add_ps(_mm256_loadu_ps(o + j), sum));
     }
     for (; j < d; ++j) {
         float sum = 0.0f;
         for (int64_t i = 0; i < r; ++i) {
-            sum += e[i] * m[i * d + j];
+            sum += e[i] * to_float(m[i * d + j]);
         }
         o[j] += sum;
     }

@@ -201,11 +201,11 @@ void attend_tiled(const Call & call); // many: tiles of dequantized rows
 int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
                     uint8_t * rows, int64_t row_stride);
 void    dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
-void    project(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
-                int64_t ldy);
-void    reconstruct(const float * m, int64_t r, int64_t d, const float * e, float * o);
-void    moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
-void    to_half(const float * x, uint16_t * h, int64_t n);
+void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+             int64_t ldy);
+void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
+void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
+void to_half(const float * x, uint16_t * h, int64_t n);
 
 // One coded row, dequantized, to out[padded(rank)] (zero beyond rank).
 void dequantize_row(const HeadCodec & codec, const Plan & plan, const uint8_t * row, float * out);

@@ -1,5 +1,5 @@
 // encode.cpp: c = E x, quantized into rows.
-//   x [n][ldx] f32 | E [rank][d] f32 | row of token t at rows + cells[t]*row_stride, row_bytes written
+//   x [n][ldx] f32 | E [rank][d] half | row of token t at rows + cells[t]*row_stride, row_bytes written
 //
 // Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in 1..255
 // with SCALES[k0] >= max r_j, i.e. nothing clips (255 if even that one clips). Candidates k0, k0-1, ...,

@@ -1,5 +1,6 @@
 // capi_layout.cpp: section "layout" of subkv.h.
 #include "error.h"
+#include "ggml.h"
 #include "layout.h"
 
 #include <algorithm>
@@ -77,8 +78,7 @@ int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head
                   (long long) (out ? n_out : 0));
         return -1;
     }
-    const float * src = decode ? head.decode : head.encode;
-    std::copy(src, src + n, out);
+    ggml_fp16_to_fp32_row(decode ? head.decode : head.encode, out, n);
     return n;
 }
 

@@ -289,19 +289,19 @@ struct BlockReader {
         return value;
     }
 
-    void halves(float * out, size_t n, const std::string & what) {
+    void halves(uint16_t * out, size_t n, const std::string & what) {
         for (size_t i = 0; i < n; ++i, p += 2) {
-            const ggml_fp16_t half = (ggml_fp16_t) (p[0] | p[1] << 8);
+            const uint16_t half = (uint16_t) (p[0] | p[1] << 8);
             if ((half & 0x7c00) == 0x7c00) {
                 refuse(key, "finite values in " + what,
                        (half & 0x3ff ? "NaN at " : "an infinity at ") + std::to_string(i));
             }
-            out[i] = ggml_fp16_to_fp32(half);
+            out[i] = half;
         }
     }
 };
 
-HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block, float *& storage) {
+HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block, uint16_t *& storage) {
     HeadCodec head = {};
     head.d         = d;
     head.rank      = spec.rank();
@@ -326,7 +326,7 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
     return head;
 }
 
-LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uint8_t * bytes, float *& storage) {
+LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uint8_t * bytes, uint16_t *& storage) {
     BlockReader block{ key, bytes };
     LayerCodec  layer;
     layer.il        = spec.il;
@@ -348,7 +348,7 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
 }
 
 void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout & l, Sha256 & sha) {
-    size_t n_floats = 0;
+    size_t n_halves = 0;
     size_t n_bytes  = 0; // of the largest block
     for (const LayerSpec & spec : specs) {
         const std::string key      = basis_key(spec.il);
@@ -360,14 +360,14 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
         }
         n_bytes = std::max(n_bytes, spec.basis_bytes());
         for (int h = 0; h < spec.n_head_kv; ++h) {
-            n_floats +=
+            n_halves +=
                 2 * ((size_t) spec.k[h].rank() * (size_t) spec.d_k + (size_t) spec.v[h].rank() * (size_t) spec.d_v);
         }
     }
-    l.bytes_bases = n_floats * sizeof(float);
-    l.matrices.reset((float *) ::operator new[](l.bytes_bases, std::align_val_t(MATRIX_ALIGN)));
+    l.bytes_bases = n_halves * sizeof(uint16_t);
+    l.matrices.reset((uint16_t *) ::operator new[](l.bytes_bases, std::align_val_t(MATRIX_ALIGN)));
 
-    float *              storage = l.matrices.get();
+    uint16_t *           storage = l.matrices.get();
     std::vector<uint8_t> bytes(n_bytes);
     for (const LayerSpec & spec : specs) {
         const std::string      key  = basis_key(spec.il);
@@ -421,7 +421,7 @@ template <typename T, typename F> T sentence(T failed, std::string & err, F body
 
 } // namespace
 
-void Layout::AlignedDelete::operator()(float * p) const {
+void Layout::AlignedDelete::operator()(uint16_t * p) const {
     ::operator delete[](p, std::align_val_t(MATRIX_ALIGN));
 }
 

@@ -75,7 +75,7 @@ struct Layout {
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
     std::string             fingerprint;
-    size_t                  bytes_bases     = 0; // E and D of all heads, f32
+    size_t                  bytes_bases     = 0; // E and D of all heads as held, IEEE half
     size_t                  bytes_per_token = 0; // coefficient rows of one cell, all coded layers
 
     // nullptr: the layer keeps an ordinary cache.
@@ -83,10 +83,10 @@ struct Layout {
 
     // Owns what HeadCodec::encode and ::decode point to; every matrix starts on a 64-byte boundary.
     struct AlignedDelete {
-        void operator()(float * p) const;
+        void operator()(uint16_t * p) const;
     };
 
-    std::unique_ptr<float[], AlignedDelete> matrices;
+    std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
 // nullptr on any defect, `err` then holds one sentence that names the key, what was expected and what was found.

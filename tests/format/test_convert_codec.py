@@ -179,7 +179,7 @@ def test_native_kernels_write_the_same_bytes(seed: int, bands: Bands) -> None:
     n = 16
     ratio = np.random.default_rng(seed).uniform(0.1, 1.0, len(bands)).astype(np.float32)
     c = rows_of(seed, n, bands)
-    identity = np.eye(r, dtype=np.float32)
+    identity = np.eye(r, dtype=np.float16)
     codec = _HeadCodec(r, r, row_bytes(bands), len(bands))
     first, offset = 0, 1
     for i, (m, bits) in enumerate(bands):

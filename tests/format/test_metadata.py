@@ -58,7 +58,7 @@ def test_values(name: str, tmp_path: Path) -> None:
             assert got[f"{side}_row_bytes"] == offset
     sides = [h for layer in layers for h in layer.k + layer.v]
     assert layout.json["bytes_per_token"] == sum(h.row_bytes for h in sides)
-    assert layout.json["bytes_bases"] == sum(4 * (h.encode.size + h.decode.size) for h in sides)
+    assert layout.json["bytes_bases"] == sum(2 * (h.encode.size + h.decode.size) for h in sides)
 
 
 def check_head(got: dict[str, Any], want: writer.Head, offset: int, key: bool) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+F16 = npt.NDArray[np.float16]
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 
@@ -152,7 +153,7 @@ class Head:
     """A HeadCodec with the arrays that it points to."""
 
     codec: HeadCodec
-    encode: F32  # [rank][d]
+    encode: F16  # [rank][d]
     layout: Layout
     ratio: F32  # [n_bands]
 
@@ -176,7 +177,7 @@ def make_head(layout: Layout, d: int, rng: np.random.Generator, orthonormal: boo
     """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs)."""
     rank = sum(n for n, _ in layout)
     assert rank <= d
-    encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float32)
+    encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float16)
     ratio = (2.0 ** rng.uniform(-6, 0, len(layout))).astype(np.float32)
     codec = HeadCodec(d=d, rank=rank, n_bands=len(layout), encode=ptr(encode), decode=ptr(encode))
     first, offset = 0, 1

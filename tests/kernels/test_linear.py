@@ -18,13 +18,13 @@ SHAPES = [(8, 8), (16, 64), (64, 64), (24, 40), (128, 128), (72, 80), (256, 256)
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
 def test_project(table: o.Ops, r: int, d: int, n: int) -> None:
     rng = np.random.default_rng(r + n)
-    m = rng.standard_normal((r, d)).astype(np.float32)
+    m = rng.standard_normal((r, d)).astype(np.float16)
     x = rng.standard_normal((n, d + 5)).astype(np.float32)
     x[:, d:] = np.nan
     y = np.full((n, r + 3), 7.0, np.float32)
     table.project(o.ptr(m), r, d, o.ptr(x), d + 5, n, 0.125, o.ptr(y), r + 3)
     want = 0.125 * x[:, :d].astype(np.float64) @ m.astype(np.float64).T
-    size = 0.125 * np.abs(x[:, :d]) @ np.abs(m).T
+    size = 0.125 * np.abs(x[:, :d]) @ np.abs(m).astype(np.float32).T
     assert np.all(np.abs(y[:, :r] - want) <= 8 * o.EPS * size)
     assert np.all(y[:, r:] == 7.0)
 
@@ -32,13 +32,13 @@ def test_project(table: o.Ops, r: int, d: int, n: int) -> None:
 @pytest.mark.parametrize(("r", "d"), SHAPES)
 def test_reconstruct(table: o.Ops, r: int, d: int) -> None:
     rng = np.random.default_rng(r)
-    m = rng.standard_normal((r, d)).astype(np.float32)
+    m = rng.standard_normal((r, d)).astype(np.float16)
     e = rng.standard_normal(r).astype(np.float32)
     out = rng.standard_normal(d + 1).astype(np.float32)
     start = out.copy()
     table.reconstruct(o.ptr(m), r, d, o.ptr(e), o.ptr(out))
     want = start[:d] + e.astype(np.float64) @ m.astype(np.float64)
-    size = np.abs(start[:d]) + np.abs(e) @ np.abs(m)
+    size = np.abs(start[:d]) + np.abs(e) @ np.abs(m).astype(np.float32)
     assert np.all(np.abs(out[:d] - want) <= r / 4 * o.EPS * size + 2 * o.EPS * size)
     assert out[d] == start[d]
 

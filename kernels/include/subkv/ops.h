@@ -34,13 +34,13 @@ struct Band {
 
 // One KV head of one layer, K or V.
 struct HeadCodec {
-    int32_t       d;         // head size
-    int32_t       rank;      // coefficients kept, = sum of bands[i].n, <= d
-    int32_t       row_bytes; // 1 + bytes of all planes
-    int32_t       n_bands;
-    Band          bands[MAX_BANDS];
-    const float * encode; // E [rank][d]: c_i = sum_j E[i][j] x_j
-    const float * decode; // D [rank][d]: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
+    int32_t          d;         // head size
+    int32_t          rank;      // coefficients kept, = sum of bands[i].n, <= d
+    int32_t          row_bytes; // 1 + bytes of all planes
+    int32_t          n_bands;
+    Band             bands[MAX_BANDS];
+    const uint16_t * encode; // E [rank][d] IEEE half: c_i = sum_j E[i][j] x_j
+    const uint16_t * decode; // D [rank][d] IEEE half: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
 };
 
 // Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
@@ -105,12 +105,13 @@ struct Ops {
     // c [n][rank] f32 = dequantized coefficients of n consecutive cells.
     void (*dequantize_rows)(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
 
-    // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d], x [n][ldx], y [n][ldy]
-    void (*project)(const float * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale,
+    // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d] IEEE half, finite; x [n][ldx], y [n][ldy] f32
+    //   Products and sums in f32 or wider: the entries of m are not rounded again.
+    void (*project)(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale,
                     float * y, int64_t ldy);
 
-    // o[j] += sum_i e[i] m[i][j];  m [r][d], e [r], o [d]
-    void (*reconstruct)(const float * m, int64_t r, int64_t d, const float * e, float * o);
+    // o[j] += sum_i e[i] m[i][j];  m [r][d] IEEE half, finite; e [r], o [d] f32. The same of products and sums.
+    void (*reconstruct)(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
 
     void (*attend)(const AttendArgs & args);
     void (*attend_exact)(const ExactArgs & args);
