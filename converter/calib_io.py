@@ -55,8 +55,8 @@ class LayerShape:
 class LayerSensitivity:
     """What an error in one layer's cache does to the next-token distributions, float64, post-RoPE frame.
 
-    k, v: [n_head_kv, d, d] symmetric, such that independent errors of covariance C in the coded keys (values) of one head
-    cost ½ tr(k C) nats of KLD per token (second order). Errors count where attention reads coded cells: beyond the
+    k, v: [n_head_kv, d, d] symmetric, such that independent errors of covariance C in the coded keys (values) of one
+    head cost ½ tr(k C) nats of KLD per token (second order). Errors count where attention reads coded cells: beyond the
     exact window of Sensitivity.n_recent. k0, v0: the same without a recent window.
     """
 

@@ -32,7 +32,7 @@ def check_shapes(flag: str, reference: Reference, calibration: Calibration) -> N
     }
     if shapes != {expected}:
         raise ConverterError(
-            f"{flag}: expected {expected[0]} layers of {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
+            f"{flag}: expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
             f"as in the model, found another calibration"
         )
 
