@@ -68,7 +68,7 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How the layers' sensitivities were measured. tokens: cells that entered them."""
+    """How the layers' sensitivities were measured. tokens: positions whose distributions entered them."""
 
     method: str
     tokens: int

@@ -3,7 +3,8 @@
 For small errors δ the KLD of a distribution p from its disturbed self is ½ δᵀ F δ with the Fisher information
 F = E_y [g gᵀ], g = ∂ ln p(y)/∂(cached vector), y drawn from p (for example Amari, Natural Gradient Works Efficiently in
 Learning, 1998). One backward pass through a chunk gives one draw of g for every cached vector and, since the draws of
-different positions are independent with mean zero, the sum of the positions' F in expectation. Extra `torch`.
+different positions are independent with mean zero, the sum of the positions' F in expectation. As in every evaluation
+here, the second half of a chunk is scored: a cache matters at depth. Extra `torch`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def measure(
     n_recent: int,
     progress: bool = False,
 ) -> Calibration:
-    """The calibration with sensitivities measured on `chunks`, each run from an empty cache.
+    """The calibration with sensitivities measured on `chunks`, each run from an empty cache, per scored token.
 
     reference.key_order must be the calibration's (Reference.match). Every cell from calibration.n_skip on enters.
     Raises ConverterError when the shapes differ.
@@ -52,7 +53,7 @@ def measure(
         for chunk in chunks:
             for il, gradients in enumerate(_gradients(reference, chunk, calibration.n_skip, n_recent, generator)):
                 _accumulate(sums[il], gradients, reference.key_order)
-            tokens += len(chunk) - calibration.n_skip
+            tokens += len(chunk) - len(chunk) // 2
             bar.update()
     layers = tuple(
         replace(layer, sensitivity=LayerSensitivity(**{key: total / tokens for key, total in sums[i].items()}))
@@ -83,6 +84,7 @@ def _gradients(reference: Reference, chunk: Sequence[int], n_skip: int, n_recent
         ids = torch.tensor(chunk)[None]
         embedded = reference.model.get_input_embeddings()(ids).detach().requires_grad_(True)
         hidden = reference.model.get_decoder()(inputs_embeds=embedded, use_cache=False).last_hidden_state[0]
+        hidden = hidden[len(chunk) // 2 :]
         # the head's logits are large: their gradient is taken piece by piece
         cut = hidden.detach().requires_grad_(True)
         for rows in torch.split(cut, 512):

@@ -51,7 +51,7 @@ def test_predicts_the_kld_of_small_noise(
     stats = read_calibration("--bases", measured)
     chunk = r.tokenize(text.read_text())[-256:]
     r.match("--bases", [layer.k2 for layer in stats.layers], chunk, stats.n_skip)
-    exact = log_softmax(r.logits(chunk, 0))
+    exact = log_softmax(r.logits(chunk, 128))
     for il in range(2):
         rng = np.random.default_rng(il)
         field = side if n_recent else f"{side}0"
@@ -66,7 +66,7 @@ def test_predicts_the_kld_of_small_noise(
 
         found = []
         for _ in range(4):
-            disturbed = log_softmax(r.coded_logits(chunk, 0, noisy, stats.n_skip, n_recent))
+            disturbed = log_softmax(r.coded_logits(chunk, 128, noisy, stats.n_skip, n_recent))
             found.append(float(np.mean(np.sum(np.exp(exact) * (exact - disturbed), axis=1))))
         # one gradient per cell, another text and a finite error: agreement within a factor
         assert 0.5 < np.mean(found) / 0.01 < 2.0, (side, il, found)
@@ -76,7 +76,7 @@ def test_values_beyond_the_window_matter_less(measured: Path) -> None:
     stats = read_calibration("--bases", measured)
     assert stats.sensitivity is not None and stats.sensitivity.method == "fisher"
     assert stats.sensitivity.n_recent == N_RECENT
-    assert stats.sensitivity.tokens == 12 * 252
+    assert stats.sensitivity.tokens == 12 * 128
     near = sum(np.trace(layer.sensitivity.v0.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
     far = sum(np.trace(layer.sensitivity.v.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
     assert 0.0 < far < near
