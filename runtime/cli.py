@@ -10,6 +10,8 @@ import click
 COMMANDS = {
     "convert": ("converter.cli", "convert", "write bases and layout into a copy of a GGUF"),
     "calibrate": ("converter.calibrate", "command", "statistics of a model on text"),
+    "sensitivity": ("converter.sensitivity", "command", "add measured sensitivities to a calibration"),
+    "evaluate": ("converter.evaluate", "command", "KL divergence of layouts in float32"),
     "chat": ("runtime.chat", "main", "chat with a model"),
     "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
     "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
