@@ -252,6 +252,7 @@ def sensitivity_figure(calibration: Any, flag: str = "--plot") -> Any:
         sums = np.nansum(costs[side], axis=1)
         axis.bar(np.arange(len(sums)), sums, color="tab:blue", width=0.8)
         axis.set(title=f"{side.upper()}: all heads of a layer, in total {sums.sum():.2g} nats", xlabel="layer")
+        axis.set_yscale("log")  # K and V, and layers, are orders of magnitude apart
         axis.grid(True, axis="y", color="0.9")
         axis.set_axisbelow(True)
     axes[1, 0].set_ylabel("nats of KLD")
