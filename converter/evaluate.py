@@ -31,6 +31,7 @@ from converter.pipeline import Fit, Options
 from converter.predict import reconstructed
 from converter.reference import F32, Coder, Reference
 from converter.sensitivity import check_shapes, cut
+from runtime import plots
 from runtime.scoring import Scores, score
 
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
@@ -225,6 +226,8 @@ def command(
 ) -> None:
     """KLD of layouts and of llama.cpp's cache types in float32."""
     with exit_on_error():
+        if target is not None:
+            plots.check("--plot", target)
         calibration: Calibration = read_calibration("--bases", bases)
         n_threads = threads or default_threads()
         reference = Reference("-m", model, n_threads)
@@ -245,11 +248,9 @@ def command(
                 cache.scores = Scores()
             run(reference, (*planned, *against), pieces, n_threads, progress=True)
             results += [result(cache, path.name, ctx_size, len(pieces)) for cache in (*planned, *against)]
-        if target is not None:
-            from runtime.plots import frontier
-
-            frontier(results, target)
         click.echo(json.dumps(results, indent=2) if output == "json" else table(results))
+        if target is not None:
+            plots.frontier(results, target)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from runtime import options
+from runtime import options, plots
 
 SCALE_BITS = 8  # one scale byte per head and row
 
@@ -68,77 +68,13 @@ def summary(layout: dict[str, Any]) -> list[str]:
     ]
 
 
-def bit_map(layout: dict[str, Any], side: str) -> Any:
-    """[heads of all layers, d] float: bits of every coefficient, 0 for dropped ones."""
-    import numpy as np
-
-    d = max(layer[f"d_{side}"] for layer in layout["layers"])
-    rows = []
-    for layer in layout["layers"]:
-        for head in layer[side]:
-            row = np.zeros(d)
-            for band in head["bands"]:
-                row[band["first"] : band["first"] + band["n"]] = band["bits"]
-            rows.append(row)
-    return np.array(rows)
-
-
-def spectra(calibration: Any) -> dict[str, Any]:
-    """Eigenvalues per head, descending, largest 1: K query-aware (of Σ_q Σ_k), V raw. [heads, d] float64."""
-    import numpy as np
-
-    def normalized(values: Any) -> Any:
-        values = np.sort(np.maximum(values.real, 0.0), axis=-1)[:, ::-1]
-        return values / np.maximum(values[:, :1], np.finfo(np.float64).tiny)
-
-    k = [normalized(np.linalg.eigvals(stats.q2 @ stats.k2)) for stats in calibration.layers]
-    v = [normalized(np.linalg.eigvalsh(stats.v2)) for stats in calibration.layers]
-    widths = [max(x.shape[1] for x in side) for side in (k, v)]
-    padded = [
-        np.concatenate([np.pad(x, ((0, 0), (0, w - x.shape[1]))) for x in side])
-        for side, w in zip((k, v), widths, strict=True)
-    ]
-    return {"k": padded[0], "v": padded[1]}
-
-
-def plot(layout: dict[str, Any], calibration: Any, target: Path) -> None:
-    """Bits per head and coefficient as an image; with a calibration the spectra below. Raises ProgramError."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise options.ProgramError("--plot: expected matplotlib, found none; pip install 'subkv[plot]'") from error
-    import numpy as np
-
-    n_rows = 1 if calibration is None else 2
-    figure, axes = pyplot.subplots(n_rows, 2, figsize=(11, 5 * n_rows), squeeze=False, layout="constrained")
-    for axis, side in zip(axes[0], "kv", strict=True):
-        image = axis.imshow(
-            bit_map(layout, side), aspect="auto", interpolation="nearest", vmin=0, vmax=8, cmap="viridis"
-        )
-        axis.set(title=f"{side.upper()}: bits per coefficient", xlabel="coefficient", ylabel="head (all layers)")
-        figure.colorbar(image, ax=axis)
-    if calibration is not None:
-        names = {"k": "K: spectrum of Σq Σk", "v": "V: spectrum of Σv"}
-        for axis, (side, values) in zip(axes[1], spectra(calibration).items(), strict=True):
-            floor = np.maximum(values, 1e-12)
-            axis.semilogy(floor.T, color="tab:blue", alpha=0.15, linewidth=0.7)
-            axis.semilogy(np.exp(np.log(floor).mean(axis=0)), color="black")
-            axis.set(title=names[side], xlabel="coefficient", ylabel="eigenvalue / largest", ylim=(1e-8, 2))
-    try:
-        figure.savefig(target, dpi=120)
-    except (OSError, ValueError) as error:
-        raise options.ProgramError(f"--plot: cannot write {target}: {error}") from error
-    finally:
-        pyplot.close(figure)
-
-
 @options.command()
 @click.argument("model", metavar="M.gguf")
 @click.option(
-    "--bases", default=None, metavar="FILE", help="calibration (calib.safetensors) whose spectra --plot shows, too"
+    "--bases",
+    default=None,
+    metavar="FILE",
+    help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
 )
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
 @click.option("--plot", "target", default=None, metavar="FILE.png", help="draw bits per coefficient")
@@ -157,7 +93,7 @@ def main(model: str, bases: str | None, bands: bool, target: str | None, output:
     if bases is not None and target is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
     if target is not None:
-        plot(layout, read_calibration("--bases", Path(bases)) if bases else None, Path(target))
+        plots.plot(layout, read_calibration("--bases", Path(bases)) if bases else None, Path(target))
         options.note(f"wrote {target}")
     if output == "json":
         click.echo(json.dumps(layout, indent=2))

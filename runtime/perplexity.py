@@ -1,7 +1,7 @@
 """Perplexity and KLD of a model under different KV caches, by llama-perplexity's method and names.
 
     python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 [-ctk T]
-    python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 --compare f16,q8_0,q4_0,subkv
+    python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 --compare f16,q8_0,q4_0,subkv [--plot FILE.png]
     … --kl-divergence-base F        writes the base's logits (f16 cache unless -ctk says otherwise)
     … --kl-divergence-base F --kl-divergence -ctk T
 
@@ -40,7 +40,8 @@ class Run:
     flash_attn: str
     scores: Scores
 
-    def result(self, n_ctx: int, chunks: int) -> dict[str, Any]:
+    def result(self, text: str | None, n_ctx: int, chunks: int) -> dict[str, Any]:
+        """One JSON object. text: name of the scored text, None when only its tokens are known."""
         stats = self.context.stats
         return {
             "name": self.name,
@@ -52,6 +53,7 @@ class Run:
             "kv_bytes": stats.bytes_kv,
             "kv_bytes_per_token": stats.bytes_per_token,
             "kernel": stats.kernel,
+            "text": text,
             "n_ctx": n_ctx,
             "chunks": chunks,
         }
@@ -198,6 +200,7 @@ def report(r: dict[str, Any]) -> str:
 @click.option(
     "--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped"
 )
+@click.option("--plot", "target", default=None, metavar="FILE.png", help="with --compare: draw bits against KLD")
 @click.option(
     "--kl-divergence-base",
     "base_file",
@@ -218,13 +221,17 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
         raise click.UsageError("--kl-divergence: expected --kl-divergence-base FILE with it, found none")
     if given["compare"] and (base_file or given["type_k"] or given["type_v"]):
         raise click.UsageError("--compare: expected no -ctk, -ctv or --kl-divergence-base with it")
+    if given["target"] and not given["compare"]:
+        raise click.UsageError("--plot: expected --compare T,… with it, found none")
     if not file and not given["kl_divergence"]:
         raise click.UsageError("-f: expected a text file, found none")
 
     from converter.atomic import atomic_file
-    from runtime import scoring
+    from runtime import plots, scoring
     from runtime.engine import Model
 
+    if given["target"]:
+        plots.check("--plot", Path(given["target"]))
     n_threads = options.threads(given["n_threads"])
     with contextlib.ExitStack() as cleanup:
         model = cleanup.enter_context(Model(given["model"], given["n_gpu_layers"]))
@@ -259,9 +266,13 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
             writer = cleanup.enter_context(atomic_file("--kl-divergence-base", Path(base_file)))
             scoring.write_header(writer, tokens, n_ctx, model.n_vocab, chunks)
         evaluate(runs, tokens, n_ctx, chunks, n_threads=n_threads, reader=reader, writer=writer)
-        results = [run.result(n_ctx, chunks) for run in runs]
+        text = None if reader is not None else Path(file).name
+        results = [run.result(text, n_ctx, chunks) for run in runs]
     if given["compare"]:
         click.echo(json.dumps(results, indent=2) if given["output"] == "json" else table(results))
+        if given["target"]:
+            plots.frontier(results, Path(given["target"]))
+            options.note(f"wrote {given['target']}")
     else:
         click.echo(json.dumps(results[0], indent=2) if given["output"] == "json" else report(results[0]))
 

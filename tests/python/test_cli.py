@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime import cli, demo, inspect, options
+from runtime import cli, demo, options
 from subkv.cache import check_model_file
 
 Models = Callable[..., Path]
@@ -23,7 +23,7 @@ def run(*arguments: Any) -> Result:
 def test_every_command_has_help() -> None:
     listing = run("--help")
     assert listing.exit_code == 0
-    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "inspect"):
+    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "plot", "inspect"):
         assert f"  {name} " in listing.stdout
         result = run(name, "--help")
         assert result.exit_code == 0
@@ -73,32 +73,6 @@ def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("M.gguf: expected subkv.* keys (a converted model or a sidecar), found none")
     assert run("inspect", tmp_path / "none").stderr.startswith("M.gguf: expected a GGUF file, found no file")
-
-
-def test_bit_map_and_spectra(coded_model: Models, calibration: Path) -> None:
-    from converter.calib_io import read_calibration
-
-    layout = json.loads(run("inspect", coded_model(), "-o", "json").stdout)
-    bits = inspect.bit_map(layout, "k")
-    assert bits.shape == (sum(layer["n_head_kv"] for layer in layout["layers"]), 32)
-    assert (bits == 8).all()
-    for values in inspect.spectra(read_calibration("--bases", calibration)).values():
-        assert values.shape == bits.shape
-        assert (values[:, 0] == 1).all()
-        assert (values[:, 1:] <= values[:, :-1]).all()
-
-
-def test_inspect_plot(coded_model: Models, calibration: Path, tmp_path: Path) -> None:
-    target = tmp_path / "plot.png"
-    result = run("inspect", coded_model(), "--plot", target, "--bases", calibration)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        assert result.exit_code == 1
-        assert result.stderr == "--plot: expected matplotlib, found none; pip install 'subkv[plot]'\n"
-        return
-    assert result.exit_code == 0, result.output
-    assert target.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

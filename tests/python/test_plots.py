@@ -1,0 +1,369 @@
+"""Pictures: what is in them, their files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from converter.calib_io import Calibration, LayerSensitivity, Sensitivity, read_calibration, write_calibration
+from runtime import cli, inspect, options, plots
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
+from calib_synthetic import random_calibration, random_moment
+
+Models = Callable[..., Path]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def drawn() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install '.[plot]')")
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], prog_name="subkv")
+
+
+def row(name: str, bpe: float, kld: float | None, **more: Any) -> dict[str, Any]:
+    stderr = None if kld is None else kld / 10
+    return {"name": name, "bpe": bpe, "mean_kld": kld, "mean_kld_stderr": stderr, "text": "a.txt", "n_ctx": 64, **more}
+
+
+EVALUATED = [
+    row("subkv 5", 5.0, 0.0003),
+    row("subkv 3.5", 3.5, 0.002),
+    row("q4_0", 4.5, 0.03),
+    row("q4_0 + window", 5.8, 0.003),
+    row("q8_0", 8.5, 0.0004),
+]
+COMPARED = [
+    row("f16", 16.0, None),
+    row("subkv:folder/s45.gguf", 4.98, 0.008),
+    row("q8_0/q4_0", 6.5, 0.02),
+    row("f16 (flash attention off)", 16.0, 0.0031),
+]
+
+
+def sensitive(n_layer: int = 3, **shape: Any) -> Calibration:
+    """Random statistics with random sensitivities, two decades apart from layer to layer."""
+    calibration = random_calibration(n_layer, **shape)
+    rng = np.random.default_rng(1)
+
+    def moments(il: int, heads: int, d: int) -> Any:
+        return 0.1 * 100.0**-il * np.stack([random_moment(rng, d) for _ in range(heads)])
+
+    layers = []
+    for stats in calibration.layers:
+        il, heads, d_k, d_v = stats.shape.il, stats.shape.n_head_kv, stats.shape.d_k, stats.shape.d_v
+        k, k0, v, v0 = (moments(il, heads, d) for d in (d_k, d_k, d_v, d_v))
+        layers.append(replace(stats, sensitivity=LayerSensitivity(k=k, v=v, k0=k0, v0=v0)))
+    return replace(calibration, layers=tuple(layers), sensitivity=Sensitivity("fisher", 1000, 128))
+
+
+def texts(axis: Any) -> list[str]:
+    return [text.get_text() for text in axis.texts]
+
+
+def legend(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+#
+# bits against KLD
+#
+
+
+def test_frontier_shows_every_result(drawn: None) -> None:
+    figure = plots.frontier_figure(EVALUATED + COMPARED)
+    (axis,) = figure.axes
+    assert axis.get_yscale() == "log"
+    assert axis.get_title() == "a.txt, 64 tokens"
+    assert sorted(texts(axis)) == ["q4_0", "q4_0", "q8_0", "q8_0/q4_0", "s45"]
+    lines = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axis.containers}
+    assert lines == {
+        "subkv": [[3.5, 0.002], [4.98, 0.008], [5.0, 0.0003]],
+        "llama.cpp's types": [[4.5, 0.03], [8.5, 0.0004], [6.5, 0.02]],
+        "the same with subkv's exact window": [[5.8, 0.003]],
+    }
+    assert legend(figure) == [*lines, "noise floor: f16 (flash attention off)"]
+    (floor,) = [line for line in axis.lines if line.get_linestyle() == "--"]
+    assert set(floor.get_ydata()) == {0.0031}
+
+
+def test_frontier_has_a_panel_for_every_text_and_context(drawn: None) -> None:
+    other = [row("subkv", 4.0, 0.01, text="b$2$.txt"), row("subkv", 4.1, 0.02, n_ctx=128)]
+    unnamed = {key: value for key, value in row("q8_0", 8.5, 0.01).items() if key not in ("text", "n_ctx")}
+    lonely_floor = row("f16 (flash attention on)", 16.0, 0.001, n_ctx=256)
+    figure = plots.frontier_figure([*EVALUATED, *other, unnamed, lonely_floor])
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["a.txt, 64 tokens", r"b\$2\$.txt, 64 tokens", "a.txt, 128 tokens", ""]
+    assert len({axis.get_ylim() for axis in figure.axes}) == 1
+    three = plots.frontier_figure([*EVALUATED, *other])
+    assert len(three.axes) == 3
+
+
+def test_frontier_labels_do_not_overlap(drawn: None) -> None:
+    """Ten types crowded into one corner and a line through it."""
+    crowd = [row(f"q{i}_0", 5 + 0.1 * i, 0.01 * 1.1**i) for i in range(10)]
+    figure = plots.frontier_figure([*crowd, row("subkv 4", 4.0, 0.03), row("subkv 7", 7.0, 0.008)])
+    (axis,) = figure.axes
+    boxes = [text.get_window_extent() for text in axis.texts]
+    assert len(boxes) == 10
+    for i, box in enumerate(boxes):
+        assert axis.get_window_extent().containsx(box.x0)
+        assert axis.get_window_extent().containsx(box.x1)
+        assert not any(box.overlaps(other) for other in boxes[:i])
+
+
+def test_frontier_leaves_out_what_a_log_axis_cannot_show(drawn: None, capsys: pytest.CaptureFixture[str]) -> None:
+    (axis,) = plots.frontier_figure([*EVALUATED, row("same", 16.0, 0.0)]).axes
+    assert "same" not in texts(axis)
+    assert capsys.readouterr().err == "--plot: same: a KLD of 0 has no place on a log axis; left out\n"
+
+
+@pytest.mark.parametrize("rows", [[], COMPARED[:1], [COMPARED[0], COMPARED[-1]], [row("q8_0", 8.5, 0.0)]])
+def test_frontier_without_a_kld(drawn: None, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(options.ProgramError, match="--plot: expected results with a mean KLD above 0, found none in"):
+        plots.frontier(rows, tmp_path / "out.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+#
+# the command
+#
+
+
+@pytest.mark.parametrize(("name", "start"), [("out.png", PNG), ("out", PNG), ("out.pdf", b"%PDF"), ("o.svg", b"<?xml")])
+def test_command_writes_a_picture_of_all_files(drawn: None, tmp_path: Path, name: str, start: bytes) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, rows in zip(paths, (EVALUATED, COMPARED), strict=True):
+        path.write_text(json.dumps(rows))
+    target = tmp_path / name
+    result = run("plot", *paths, "-o", target)
+    assert result.exit_code == 0, result.output
+    assert (result.stdout, result.stderr) == ("", f"wrote {target}\n")
+    assert target.read_bytes().startswith(start)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "RESULTS.json: cannot read PATH: No such file or directory"),
+        ("| a | table |", "RESULTS.json: expected JSON, found text that does not parse in PATH ("),
+        ("[" * 100000, "RESULTS.json: expected JSON, found text that does not parse in PATH ("),
+        ("{}", "RESULTS.json: expected a JSON list as converter.evaluate and runtime.perplexity --compare print it, "),
+        ("[3]", "RESULTS.json: expected objects, found 3 as row 0 of PATH"),
+        ('[{"bpe": 1}]', "RESULTS.json: expected a string as name of row 0 of PATH, found none"),
+        ('[{"name": "a", "bpe": "x"}]', 'RESULTS.json: expected a number as bpe of row 0 of PATH, found "x"'),
+        ('[{"name": "a", "bpe": true}]', "RESULTS.json: expected a number as bpe of row 0 of PATH, found true"),
+        ('[{"name": "a", "bpe": 1}]', "RESULTS.json: expected a number as mean_kld of row 0 of PATH, found none"),
+        (
+            '[{"name": "a", "bpe": 1, "mean_kld": NaN}]',
+            "RESULTS.json: expected a number as mean_kld of row 0 of PATH, found NaN",
+        ),
+        (
+            '[{"name": "a", "bpe": 1, "mean_kld": 1, "n_ctx": "2k"}]',
+            'RESULTS.json: expected a number as n_ctx of row 0 of PATH, found "2k"',
+        ),
+        (json.dumps(COMPARED[:1]), "-o: expected results with a mean KLD above 0, found none in 1"),
+    ],
+)
+def test_command_refuses(drawn: None, tmp_path: Path, content: str | None, message: str) -> None:
+    path, target = tmp_path / "results.json", tmp_path / "out.png"
+    if content is not None:
+        path.write_text(content)
+    result = run("plot", path, "-o", target)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith(message.replace("PATH", str(path)))
+    assert result.stderr.count("\n") == 1
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("missing/out.png", "-o: cannot write PATH: No such file or directory"),
+        ("", "-o: expected a file name, found the folder PATH"),
+        ("out.txt", "-o: expected a file name that ends in .png, .svg or .pdf, found out.txt"),
+    ],
+)
+def test_command_refuses_targets(drawn: None, tmp_path: Path, target: str, message: str) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(EVALUATED))
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    result = run("plot", tmp_path / "results.json", "-o", folder / target)
+    assert result.exit_code == 1
+    assert result.stderr == message.replace("PATH", str(folder / target)) + "\n"
+    assert list(folder.iterdir()) == []
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # makes its import fail
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    (tmp_path / "results.json").write_text(json.dumps(EVALUATED))
+    result = run("plot", tmp_path / "results.json", "-o", tmp_path / "out.png")
+    assert result.exit_code == 1
+    assert result.stderr == "-o: expected matplotlib, found none; pip install 'subkv[plot]'\n"
+    with pytest.raises(options.ProgramError, match="--plot: expected matplotlib, found none"):
+        plots.sensitivity(sensitive(), tmp_path / "out.png")
+
+
+def test_usage(tmp_path: Path) -> None:
+    assert run("plot", "-o", tmp_path / "out.png").exit_code == 2
+    assert run("plot", tmp_path / "results.json").exit_code == 2
+    mixed = run("plot", tmp_path / "a.json", tmp_path / "a.safetensors", "-o", tmp_path / "out.png")
+    assert mixed.exit_code == 2
+    assert "RESULTS.json: expected results or one calibration, found 2 files" in mixed.stderr
+    result = run("perplexity", "-m", "x", "-f", "x", "--plot", tmp_path / "out.png")
+    assert result.exit_code == 2
+    assert "--plot: expected --compare T,… with it, found none" in result.stderr
+
+
+#
+# sensitivities
+#
+
+
+def test_layer_costs_are_what_one_percent_of_error_costs() -> None:
+    """E ½ eᵀ S e over errors drawn with a hundredth of the data's standard deviation."""
+    calibration = sensitive(2)
+    stats = calibration.layers[1]
+    costs = plots.layer_costs(calibration)
+    assert costs["k"].shape == costs["v"].shape == (2, 2)
+    values, vectors = np.linalg.eigh(stats.v2[0])
+    rows = np.random.default_rng(0).standard_normal((200000, len(values))) * np.sqrt(values) @ vectors.T
+    errors = 0.01 * rows
+    sampled = 0.5 * np.einsum("ni,ij,nj->", errors, stats.sensitivity.v[0], errors) / len(errors)
+    assert costs["v"][1, 0] == pytest.approx(sampled, rel=0.01)
+
+
+def test_layer_costs_of_layers_of_other_shapes() -> None:
+    narrow = replace(sensitive(2, n_head_kv=1).layers[1])
+    calibration = sensitive(2)
+    costs = plots.layer_costs(replace(calibration, layers=(calibration.layers[0], narrow)))
+    assert np.isnan(costs["k"]).tolist() == [[False, False], [False, True]]
+
+
+def test_sensitivity_figure(drawn: None) -> None:
+    calibration = sensitive()
+    costs = plots.layer_costs(calibration)
+    figure = plots.sensitivity_figure(calibration)
+    heat, bars = figure.axes[:2], figure.axes[2:4]
+    for axis, below, side in zip(heat, bars, "kv", strict=True):
+        np.testing.assert_array_equal(axis.images[0].get_array(), costs[side].T)
+        assert [bar.get_height() for bar in below.patches] == pytest.approx(costs[side].sum(axis=1))
+        assert axis.get_title().startswith(f"{side.upper()}: nats of KLD")
+        assert below.get_xlabel() == "layer"
+    limits = {(axis.images[0].norm.vmin, axis.images[0].norm.vmax) for axis in heat}
+    assert limits == {(min(c.min() for c in costs.values()), max(c.max() for c in costs.values()))}
+    assert "tiny: KLD from a one percent error beyond the exact window of 128 tokens" in figure.get_suptitle()
+
+
+def test_layers_keep_their_numbers(drawn: None) -> None:
+    calibration = sensitive(2)
+    layers = [
+        replace(stats, shape=replace(stats.shape, il=il)) for stats, il in zip(calibration.layers, (3, 7), strict=True)
+    ]
+    axis = plots.sensitivity_figure(replace(calibration, layers=tuple(layers))).axes[0]
+    assert [axis.xaxis.get_major_formatter()(x) for x in (-1, 0, 0.5, 1, 2)] == ["", "3", "", "7", ""]
+
+
+def test_command_draws_a_calibration(drawn: None, tmp_path: Path) -> None:
+    path, target = tmp_path / "calib.safetensors", tmp_path / "out.png"
+    write_calibration("-o", path, sensitive())
+    assert run("plot", path, "-o", target).exit_code == 0
+    assert target.read_bytes().startswith(PNG)
+    target.unlink()
+    write_calibration("-o", path, random_calibration())
+    result = run("plot", path, "-o", target)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "calib.safetensors: expected a calibration with sensitivities, found none in it; "
+        "`python -m converter.sensitivity` adds them\n"
+    )
+    assert not target.exists()
+
+
+def test_sensitivities_of_zero(drawn: None) -> None:
+    calibration = sensitive(1)
+    stats = calibration.layers[0]
+    nothing = replace(stats.sensitivity, k=0 * stats.sensitivity.k, v=0 * stats.sensitivity.v)
+    with pytest.raises(options.ProgramError, match="--plot: expected a sensitivity above 0 in the calibration"):
+        plots.sensitivity_figure(replace(calibration, layers=(replace(stats, sensitivity=nothing),)))
+
+
+#
+# inspect, perplexity
+#
+
+
+def test_spectra() -> None:
+    for values in plots.spectra(random_calibration(2)).values():
+        assert values.shape == (4, 32)
+        assert (values[:, 0] == 1).all()
+        assert (values[:, 1:] <= values[:, :-1]).all()
+    calibration = sensitive(2)
+    costs = plots.layer_costs(calibration)
+    for side, values in plots.spectra(calibration).items():
+        assert (values[:, 1:] <= values[:, :-1]).all()
+        np.testing.assert_allclose(values.sum(axis=1) * plots.RELATIVE_ERROR, costs[side].ravel(), rtol=1e-6)
+
+
+def layout_of(model: Path) -> Any:
+    return json.loads(run("inspect", model, "-o", "json").stdout)
+
+
+def test_layout_figure(drawn: None, coded_model: Models, calibration: Path) -> None:
+    layout = layout_of(coded_model())
+    bits = plots.bit_map(layout, "k")
+    assert bits.shape == (sum(layer["n_head_kv"] for layer in layout["layers"]), 32)
+    assert (bits == 8).all()
+
+    def titles(with_calibration: Calibration | None) -> list[str]:
+        return [axis.get_title() for axis in plots.layout_figure(layout, with_calibration).axes if axis.get_title()]
+
+    first = ["K: bits per coefficient", "V: bits per coefficient"]
+    assert titles(None) == first
+    assert titles(read_calibration("--bases", calibration)) == [*first, "K: spectrum of Σq Σk", "V: spectrum of Σv"]
+    assert titles(sensitive()) == [
+        *first,
+        "K: spectrum of ½ S Σk",
+        "V: spectrum of ½ S Σv",
+        "K: nats of KLD per percent of error",
+        "V: nats of KLD per percent of error",
+    ]
+
+
+def test_inspect_plot(drawn: None, coded_model: Models, calibration: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plot.png"
+    result = CliRunner().invoke(inspect.main, [str(coded_model()), "--plot", str(target), "--bases", str(calibration)])
+    assert result.exit_code == 0, result.output
+    assert target.read_bytes().startswith(PNG)
+    result = run("inspect", coded_model(), "--plot", tmp_path / "none" / "plot.png")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"--plot: cannot write {tmp_path / 'none' / 'plot.png'}: No such file")
+
+
+def test_perplexity_plot(drawn: None, coded_model: Models, text_file: Path, tmp_path: Path) -> None:
+    target, saved = tmp_path / "plot.png", tmp_path / "results.json"
+    common = ["perplexity", "-m", coded_model(), "-f", text_file, "-c", 64, "--chunks", 2, "-t", 2]
+    result = run(*common, "--compare", "f16,q4_0,subkv", "-o", "json", "--plot", target)
+    assert result.exit_code == 0, result.output
+    assert target.read_bytes().startswith(PNG)
+    saved.write_text(result.stdout)
+    (axis,) = plots.frontier_figure(plots.read_results(saved)).axes
+    assert axis.get_title() == f"{text_file.name}, 64 tokens"
+    assert texts(axis) == ["q4_0"]
+    refused = run(*common, "--compare", "f16,q4_0", "--plot", tmp_path / "plot.txt")
+    assert refused.exit_code == 1
+    assert refused.stderr == "--plot: expected a file name that ends in .png, .svg or .pdf, found plot.txt\n"
