@@ -1,9 +1,9 @@
 """The planner: importance of every coefficient + byte budget -> bands per head. A band is (coefficients, bits).
 
 Reverse water-filling in groups of 8 coefficients. A group of importance Λ (cost of independent errors as large as the
-coefficients) at b bits costs Λ·loss(b), which grows with the distortion of the best uniform quantizer on a Gaussian. Steps to the next useful width are
-taken in order of error saved per bit, over all layers, heads, K and V at once, until the budget is spent. Within a head
-the bits never increase, so the bands are the runs of equal bits.
+coefficients) at b bits costs Λ·loss(b), which grows with the distortion of the best uniform quantizer on a Gaussian.
+Steps to the next useful width are taken in order of cost saved per bit, over all layers, heads, K and V at once, until
+the budget is spent. Within a head the bits never increase, so the bands are the runs of equal bits.
 """
 
 from __future__ import annotations
