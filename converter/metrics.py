@@ -18,8 +18,8 @@ from converter.errors import ConverterError
 from converter.gguf_io import Gguf
 
 # Share of the structural metric in the measured one. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
-# Sherlock: with sensitivities of 16k tokens 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and 0.1, 0.0029 at 0.3; of 32k
-# tokens and with the plan and decoder of today 0.00127 at 0.05, 0.00134 at 0.15, 0.00119 at 0.3.
+# Sherlock: with sensitivities of 16k tokens 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and 0.1, 0.0029 at 0.3; of
+# 32k tokens and with the plan and decoder of today 0.00127 at 0.05, 0.00134 at 0.15, 0.00119 at 0.3.
 SHRINKAGE = 0.2
 
 # Weight of K against V without sensitivities. To first order a logit error δ and a value error ε change the output of

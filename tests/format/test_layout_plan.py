@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from converter.codec import Bands, rank
 from converter.errors import ConverterError
-from converter.layout import GROUP, Head, Overhead, account, check_rank, plan_banded, plan_int8
-from converter.quantizer import WIDTHS, distortion
+from converter.layout import GROUP, Head, Overhead, account, check_rank, loss, plan_banded, plan_int8
+from converter.quantizer import WIDTHS
 
 OVERHEAD = Overhead(context=8192, n_sink=4, n_recent=128)
 
@@ -32,7 +32,7 @@ def error(heads: list[Head], plan: list[Bands]) -> float:
     for head, bands in zip(heads, plan, strict=True):
         bits = [b for n, b in bands for _ in range(n)]
         bits += [0] * (len(head.importance) - len(bits))
-        total += sum(i * distortion(b) for i, b in zip(head.importance, bits, strict=True))
+        total += sum(i * loss(b) for i, b in zip(head.importance, bits, strict=True))
     return total
 
 
@@ -84,7 +84,7 @@ def test_plan_is_close_to_the_best_of_all_plans(kv_bits: float) -> None:
     for head in heads:
         sums = head.importance.reshape(-1, GROUP).sum(axis=1)
         costs.append([sum(GROUP * (bits + (overhead.basis_bits(24) if bits else 0)) for bits in o) for o in options])
-        errors.append([sum(s * distortion(bits) for s, bits in zip(sums, o, strict=True)) for o in options])
+        errors.append([sum(s * loss(bits) for s, bits in zip(sums, o, strict=True)) for o in options])
     budget = (kv_bits - overhead.window_bits) * 48 - 16  # two scale bytes
     best = min(
         errors[0][i] + errors[1][j]

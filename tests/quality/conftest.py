@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
 
-WORDS = "the cat sat on a mat and then it ran over the hill to find another cat in an old house of stone".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "over", "hills", "to", "an", "old", "house"]
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def measured(
 def test_predicts_the_kld_of_small_noise(
     side: str, n_recent: int, measured: Path, reference: Callable[[str], Any], text: Path
 ) -> None:
-    """Independent noise on every coded key (or value) of one head of each layer: ½ tr(S C) against the KLD it causes."""
+    """Independent noise on every coded key (or value) of one head of each layer: ½ tr(S C) against the KLD caused."""
     r = reference("llama")
     stats = read_calibration("--bases", measured)
     chunk = r.tokenize(text.read_text())[-256:]
