@@ -123,7 +123,10 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mix_max_bits: int = MIX_M
     """Keep the coefficients of `bands`, mix inside bands, round to half precision, and make D fit the rounded E.
 
     At full rank D is the inverse of the rounded E. At lower rank it is the linear decoder of least expected error,
-    D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data.
+    D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data. Either is
+    divided by what a quantizer of relative distortion δ at its best step leaves, E[ĉ|c] = (1 − δ) c: attention sums over
+    cells, where what all lose alike does not average out. (SmolLM2-135M, KLD: 0.0041 instead of 0.0047 at 3 bits in
+    rows, 0.00090 instead of 0.00111 at 4.)
     Raises ConverterError if a value does not fit half precision.
     """
     d = basis.encode.shape[1]
@@ -150,7 +153,8 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mix_max_bits: int = MIX_M
     else:
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
-    return StoredBasis(bands, rounded, _half(decode, "D"), steps.astype(np.float32))
+    kept = np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
+    return StoredBasis(bands, rounded, _half(decode / kept[:, None], "D"), steps.astype(np.float32))
 
 
 def _half(matrix: NDArray[np.floating], name: str) -> NDArray[np.float16]:

@@ -35,7 +35,7 @@ def rotation_size(d: int, keys: bool) -> int:
 
 
 def round_trip(kind: str, x: F32, keys: bool) -> F32:
-    """x [..., d] as attention sees it after it was stored as `kind`, one of BITS. Raises ConverterError for another d."""
+    """x [..., d] as attention sees it, stored as `kind`, one of BITS. Raises ConverterError for a d it cannot take."""
     d = x.shape[-1]
     if kind == "f16":
         return x.astype(np.float16).astype(np.float32)
