@@ -22,9 +22,7 @@ F64 = NDArray[np.float64]
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
 MIX_MAX_BITS = 8  # widest band that is mixed; 16-bit bands have no shared step and need none
-MEAN_TOLERANCE = (
-    1e-4  # negative eigenvalues of a centred moment, relative to the moment's trace, that pass for rounding
-)
+MEAN_TOLERANCE = 1e-4  # negative eigenvalues of a centred moment that pass for rounding, relative to the trace
 STEP_FLOOR = 1e-6  # least band step relative to the largest of the row, for bands without energy
 
 
@@ -71,8 +69,8 @@ def stored_mean(mean: F64) -> NDArray[np.float16]:
 def centred_moment(moment: F64, mean: F64, stored: NDArray[np.float16]) -> F64:
     """Second moment [d, d] of x − μ̃ from the second moment and the mean [d] of x; μ̃ = stored is the rounded mean.
 
-    E (x − μ̃)(x − μ̃)ᵀ = Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises ConverterError when
-    they are beyond rounding: no data have such a mean and such moments.
+    It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises ConverterError when they are beyond
+    rounding: no data have such a mean and such moments.
     """
     if not stored.any():
         return moment
@@ -210,6 +208,9 @@ def _half(matrix: NDArray[np.floating], name: str) -> NDArray[np.float16]:
 
 
 def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
-    """Expected metric error of the *unquantized* projection of data less the mean: tr(M R Σ Rᵀ), R = I − Dᵀ E with the rounded matrices."""
+    """Expected metric error of the *unquantized* projection: tr(M R Σ Rᵀ), R = I − Dᵀ E with the rounded matrices.
+
+    moment: of the data less the stored mean.
+    """
     lost = np.eye(len(moment)) - stored.decode.astype(np.float64).T @ stored.encode.astype(np.float64)
     return float(np.trace(metric @ lost @ moment @ lost.T))

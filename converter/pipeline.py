@@ -35,8 +35,8 @@ class Options:
     """What `convert` was asked for.
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
-    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less their
-    mean, unless n_sink is 0.
+    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
+    their mean, unless n_sink is 0.
     """
 
     codec: str = "banded"
@@ -152,7 +152,7 @@ class Fit:
             options.n_recent,
             center_k=options.center_k and options.n_sink > 0,
         )
-        # keys of sinks are far from the mean of the others: centred codes would reach less far where most attention goes
+        # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
         self.notes: list[str] = []
         if options.center_k and not settings.center_k:
             self.notes.append(
@@ -271,7 +271,7 @@ def _token_notes(fit: Fit) -> list[str]:
 
 
 def _centre(stats: LayerStats, center_k: bool) -> tuple[NDArray[np.float16], F64]:
-    """What a layer's keys are coded less of, zeros without center_k, and the second moments of the rest; per KV head."""
+    """What a layer's keys are coded less of, zeros if not center_k, and the rest's second moments; per head."""
     if not center_k:
         return np.zeros(stats.k1.shape, dtype=np.float16), stats.k2
     means, moments = [], []

@@ -158,7 +158,7 @@ class Head:
     encode: F16  # [rank][d]
     layout: Layout
     ratio: F32  # [n_bands]
-    offset: F32 | None = None  # [rank]
+    subtracted: F32 | None = None  # [rank], the codec's offset
 
     @property
     def rank(self) -> int:
@@ -177,9 +177,12 @@ class Head:
 
 
 def make_head(
-    layout: Layout, d: int, rng: np.random.Generator, orthonormal: bool = False, offset: F32 | None = None
+    layout: Layout, d: int, rng: np.random.Generator, orthonormal: bool = False, subtracted: F32 | None = None
 ) -> Head:
-    """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs)."""
+    """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs).
+
+    subtracted: the codec's offset [rank].
+    """
     rank = sum(n for n, _ in layout)
     assert rank <= d
     encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float16)
@@ -190,9 +193,9 @@ def make_head(
         codec.bands[i] = Band(n=n, bits=bits, first=first, offset=offset, ratio=float(ratio[i]))
         first, offset = first + n, offset + n * bits // 8
     codec.row_bytes = offset
-    if offset is not None:
-        codec.offset = ptr(offset)
-    return Head(codec, encode, layout, ratio, offset)
+    if subtracted is not None:
+        codec.offset = ptr(subtracted)
+    return Head(codec, encode, layout, ratio, subtracted)
 
 
 def codes_of(head: Head, row: U8) -> F64:
@@ -275,7 +278,10 @@ def attend(
     n_cells: int | None = None,
     shift: F32 | None = None,
 ) -> None:
-    """q [n_tok*n_group][rank]; shift [n_tok*n_group]; bias [n_tok][>= n_cells]; rows [n_cells][stride]; updates state."""
+    """q [n_tok*n_group][rank]; shift [n_tok*n_group]; bias [n_tok][>= n_cells]; rows [n_cells][stride].
+
+    Updates state.
+    """
     args = AttendArgs(
         k=ct.pointer(k.codec),
         v=ct.pointer(v.codec),

@@ -177,7 +177,7 @@ def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: 
     case.shift = None
     run(table, k, v, case, k_rows, v_rows, none)
     assert np.array_equal(zeros.m, none.m) and np.array_equal(zeros.z, none.z) and np.array_equal(zeros.acc, none.acc)
-    assert np.abs(state.m - none.m).max() > 0.1
+    assert np.any(state.m != none.m)
 
 
 @pytest.mark.parametrize("rows", [(1, 3), (6, 3)], ids=str)

@@ -69,7 +69,7 @@ def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, la
     d, n = layouts.head_size(layout), 40
     offset = rng.standard_normal(sum(m for m, _ in layout)).astype(np.float32)
     plain = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True)
-    shifted = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True, offset=offset)
+    shifted = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True, subtracted=offset)
     x = (rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-3, 4, (n, 1))).astype(np.float32)
     x[3, : len(offset)] = offset
     x[4] = 0
