@@ -69,8 +69,8 @@ def stored_mean(mean: F64) -> NDArray[np.float16]:
 def centred_moment(moment: F64, mean: F64, stored: NDArray[np.float16]) -> F64:
     """Second moment [d, d] of x − μ̃ from the second moment and the mean [d] of x; μ̃ = stored is the rounded mean.
 
-    It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises ConverterError when they are beyond
-    rounding: no data have such a mean and such moments.
+    It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises ConverterError when they are
+    beyond rounding: no data have such a mean and such moments.
     """
     if not stored.any():
         return moment
