@@ -2,6 +2,7 @@
 
 A basis is the pair E (encode, c = E x) and D (decode, x̂ = Dᵀ c), both [r, d]. Fitting gives all d coefficients ordered
 by importance; `store` then keeps the coefficients a layout has bands for, folds the mixing matrices in, and rounds.
+Keys are coded less their mean μ: c = E (k − μ), k̂ = γ Dᵀ c + μ; every moment below is then that of k − μ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ F64 = NDArray[np.float64]
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
 MIX_MAX_BITS = 8  # widest band that is mixed; 16-bit bands have no shared step and need none
+MEAN_TOLERANCE = 1e-4  # negative eigenvalues of a centred moment that pass for rounding, relative to the trace
 STEP_FLOOR = 1e-6  # least band step relative to the largest of the row, for bands without energy
 
 
@@ -40,12 +42,53 @@ class FullBasis:
 
 @dataclass(frozen=True)
 class StoredBasis:
-    """What the file holds for one head, K or V. encode, decode: [r, d] float16; ratio: [n_bands] float32, largest 1."""
+    """What the file holds for one head, K or V. encode, decode: [r, d] float16; ratio: [n_bands] float32, largest 1.
+
+    mean: [d] float16, subtracted before encoding and added after decoding; zeros for V.
+    """
 
     bands: Bands
     encode: NDArray[np.float16]
     decode: NDArray[np.float16]
     ratio: NDArray[np.float32]
+    mean: NDArray[np.float16]
+
+    def coefficients(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """c = E x − E μ of rows x [n, d] float32: [n, r], rounded where the kernels round."""
+        encode = self.encode.astype(np.float32)
+        offset = (self.encode.astype(np.float64) @ self.mean.astype(np.float64)).astype(np.float32)
+        c: NDArray[np.float32] = (x @ encode.T).astype(np.float32) - offset
+        return c
+
+
+def gains(bands: Bands) -> F64:
+    """[r] what is left of every coefficient by its quantizer: E[ĉ|c] = (1 − δ) c at the best step of distortion δ."""
+    return np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
+
+
+def stored_mean(mean: F64) -> NDArray[np.float16]:
+    """A mean [d] as the file holds it. Raises ConverterError if a value does not fit half precision."""
+    return _half(mean, "mean")
+
+
+def centred_moment(moment: F64, mean: F64, stored: NDArray[np.float16]) -> F64:
+    """Second moment [d, d] of x − μ̃ from the second moment and the mean [d] of x; μ̃ = stored is the rounded mean.
+
+    It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises ConverterError when they are
+    beyond rounding: no data have such a mean and such moments.
+    """
+    if not stored.any():
+        return moment
+    rounded = stored.astype(np.float64)
+    values, vectors = np.linalg.eigh(
+        moment - np.outer(mean, rounded) - np.outer(rounded, mean) + np.outer(rounded, rounded)
+    )
+    if values[0] < -MEAN_TOLERANCE * np.trace(moment):
+        raise ConverterError(
+            f"k1: expected a mean whose square is within the second moment k2, found an eigenvalue of "
+            f"{values[0]:.3g} in k2 − k1 k1ᵀ"
+        )
+    return np.asarray((vectors * np.maximum(values, 0.0)) @ vectors.T, dtype=np.float64)
 
 
 def _ridged(matrix: F64, relative: float) -> F64:
@@ -119,12 +162,18 @@ def band_step(bits: int, variance: F64, mix: bool) -> tuple[float, bool]:
     return step, False
 
 
-def store(basis: FullBasis, moment: F64, bands: Bands, mix_max_bits: int = MIX_MAX_BITS) -> StoredBasis:
+def store(
+    basis: FullBasis,
+    moment: F64,
+    bands: Bands,
+    mean: NDArray[np.float16] | None = None,
+    mix_max_bits: int = MIX_MAX_BITS,
+) -> StoredBasis:
     """Keep the coefficients of `bands`, mix inside bands, round to half precision, and make D fit the rounded E.
 
     At full rank D is the inverse of the rounded E. At lower rank it is the linear decoder of least expected error,
-    D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data. Either is
-    divided by what a quantizer of relative distortion δ at its best step leaves, E[ĉ|c] = (1 − δ) c: attention sums over
+    D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data
+    less `mean`, [d] as stored, None: zeros. Either is divided by what quantizers leave (`gains`): attention sums over
     cells, where what all lose alike does not average out. (SmolLM2-135M, KLD: 0.0041 instead of 0.0047 at 3 bits in
     rows, 0.00090 instead of 0.00111 at 4.)
     Raises ConverterError if a value does not fit half precision.
@@ -153,8 +202,8 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mix_max_bits: int = MIX_M
     else:
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
-    kept = np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
-    return StoredBasis(bands, rounded, _half(decode / kept[:, None], "D"), steps.astype(np.float32))
+    mean = np.zeros(d, dtype=np.float16) if mean is None else mean
+    return StoredBasis(bands, rounded, _half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
 
 
 def _half(matrix: NDArray[np.floating], name: str) -> NDArray[np.float16]:
@@ -166,6 +215,9 @@ def _half(matrix: NDArray[np.floating], name: str) -> NDArray[np.float16]:
 
 
 def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
-    """Expected metric error of the *unquantized* projection: tr(M R Σ Rᵀ), R = I − Dᵀ E with the rounded matrices."""
+    """Expected metric error of the *unquantized* projection: tr(M R Σ Rᵀ), R = I − Dᵀ E with the rounded matrices.
+
+    moment: of the data less the stored mean.
+    """
     lost = np.eye(len(moment)) - stored.decode.astype(np.float64).T @ stored.encode.astype(np.float64)
     return float(np.trace(metric @ lost @ moment @ lost.T))

@@ -45,6 +45,9 @@ def generator() -> str:
 @click.option("--basis-v", type=click.Choice(BASES_V), help=f"[default: {BASES_V[2]} if calibrated, else {BASES_V[1]}]")
 @click.option("--gamma", type=click.Choice(METHODS), default="calibrated", show_default=True)
 @click.option(
+    "--center-k/--no-center-k", default=True, show_default=True, help="Code keys less their mean; needs sinks."
+)
+@click.option(
     "--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions kept exact."
 )
 @click.option(
@@ -64,6 +67,7 @@ def convert(
     basis_k: str | None,
     basis_v: str | None,
     gamma: str,
+    center_k: bool,
     n_sink: int,
     n_recent: int,
     bpe_context: int | None,
@@ -86,6 +90,7 @@ def convert(
         rank_k=rank_k,
         rank_v=rank_v,
         bpe_context=bpe_context,
+        center_k=center_k,
     )
     with exit_on_error():
         target = output or default_output(model, sidecar)

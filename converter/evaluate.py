@@ -199,6 +199,7 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
 @click.option("--chunks", default=2, show_default=True, type=click.IntRange(1), help="Chunks of every text.")
 @click.option("--basis-k", type=click.Choice(BASES_K), help="As of convert.")
 @click.option("--basis-v", type=click.Choice(BASES_V), help="As of convert.")
+@click.option("--center-k/--no-center-k", default=True, show_default=True, help="As of convert.")
 @click.option("--sides", type=click.Choice(list(SIDES)), default="both", show_default=True, help="What is coded.")
 @click.option("--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions exact.")
 @click.option("--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions exact.")
@@ -216,6 +217,7 @@ def command(
     chunks: int,
     basis_k: str | None,
     basis_v: str | None,
+    center_k: bool,
     sides: str,
     n_sink: int,
     n_recent: int,
@@ -232,10 +234,19 @@ def command(
         n_threads = threads or default_threads()
         reference = Reference("-m", model, n_threads)
         check_shapes("--bases", reference, calibration)
-        options = Options(basis_k=basis_k, basis_v=basis_v, n_sink=n_sink, n_recent=n_recent, bpe_context=bpe_context)
+        options = Options(
+            basis_k=basis_k,
+            basis_v=basis_v,
+            n_sink=n_sink,
+            n_recent=n_recent,
+            bpe_context=bpe_context,
+            center_k=center_k,
+        )
         results: list[dict[str, Any]] = []
         with Gguf("-m", model) as base:
             fit = Fit(base, calibration, options)
+            for note in fit.notes:
+                click.echo(note, err=True)
             planned = [coded_cache(fit, bits, SIDES[sides]) for bits in kv_bits]
             if not planned and not kinds:
                 raise ConverterError("--kv-bits: expected a budget or --stock types to evaluate, found none")

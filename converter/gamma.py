@@ -1,6 +1,7 @@
 """The logit factor gamma of a head's key basis.
 
-gamma multiplies every approximate logit ℓ̂ = s·(D q)·ĉ. `calibrated` minimises E (ℓ − γ ℓ̂)², so γ = Σ ℓ ℓ̂ / Σ ℓ̂².
+gamma multiplies every approximate logit ℓ̂ = s·(D q)·ĉ. `calibrated` minimises E (ℓ − γ ℓ̂)², so γ = Σ ℓ ℓ̂ / Σ ℓ̂². Where
+keys are coded less their mean μ, ℓ is the logit less s·q·μ, which is added back exactly.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import math
 
 import numpy as np
 
-from converter.basis import F64, StoredBasis
+from converter.basis import F64, StoredBasis, centred_moment, gains
 from converter.calib_io import LayerStats
 from converter.codec import round_trip
-from converter.quantizer import distortion
 
 METHODS = ("calibrated", "sqrt", "one")
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # FORMAT.md §1
@@ -35,10 +35,9 @@ def sampled_gamma(stats: LayerStats, head: int, stored: StoredBasis) -> float | 
     group = stats.shape.n_group
     keys = stats.ks[:, head].astype(np.float32)
     queries = stats.qs[:, head * group : (head + 1) * group].reshape(-1, stats.shape.d_k).astype(np.float64)
-    coefficients = (keys @ stored.encode.astype(np.float32).T).astype(np.float32)
-    decoded = round_trip(coefficients, stored.bands, stored.ratio).astype(np.float64)
-    exact = queries @ keys.astype(np.float64).T
-    approximate = queries @ stored.decode.astype(np.float64).T @ decoded.T
+    decoded = round_trip(stored.coefficients(keys), stored.bands, stored.ratio).astype(np.float64)
+    exact = queries @ (keys.astype(np.float64) - stored.mean.astype(np.float64)).T
+    approximate = queries @ _least_squares_decoder(stored).T @ decoded.T
     return _ratio(float(np.sum(exact * approximate)), float(np.sum(approximate**2)))
 
 
@@ -46,16 +45,22 @@ def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> flo
     """The same from second moments alone, keys and queries taken as independent and coefficients as Gaussian.
 
     A best uniform quantizer of relative distortion δ acts like the gain 1 − δ and independent noise of variance
-    δ(1 − δ)·E c². Returns None as above. moments: [d, d].
+    δ(1 − δ)·E c². Returns None as above. moments: [d, d], key_moment of the keys less the stored mean.
     """
-    encode, decode = stored.encode.astype(np.float64), stored.decode.astype(np.float64)
-    delta = np.concatenate([np.full(n, distortion(bits)) for n, bits in stored.bands])
-    gain = 1.0 - delta
+    encode, decode = stored.encode.astype(np.float64), _least_squares_decoder(stored)
+    gain = gains(stored.bands)
+    delta = 1.0 - gain
     covariance = encode @ key_moment @ encode.T
     projected = decode @ query_moment @ decode.T
     cross = float(np.sum(decode @ query_moment * ((gain[:, None] * encode) @ key_moment)))
     noisy = gain[:, None] * covariance * gain[None, :] + np.diag(delta * gain * np.diag(covariance))
     return _ratio(cross, float(np.sum(projected * noisy)))
+
+
+def _least_squares_decoder(stored: StoredBasis) -> F64:
+    """D [r, d] before it was divided by the quantizers' gains."""
+    decoder: F64 = stored.decode.astype(np.float64) * gains(stored.bands)[:, None]
+    return decoder
 
 
 def _ratio(cross: float, power: float) -> float | None:
@@ -78,7 +83,8 @@ def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis) -> 
     sampled = sampled_gamma(stats, head, stored)
     if sampled is not None:
         return sampled, "samples"
-    estimated = moment_gamma(stats.k2[head], stats.q2[head], stored)
+    key_moment = centred_moment(stats.k2[head], stats.k1[head], stored.mean)
+    estimated = moment_gamma(key_moment, stats.q2[head], stored)
     if estimated is not None:
         return estimated, "moments"
     return 1.0, "none"

@@ -37,10 +37,14 @@ MAX_RECENT = 65536
 
 @dataclass(frozen=True)
 class Head:
-    """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep."""
+    """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep.
+
+    centred: coded less a mean, which the bases then hold too.
+    """
 
     d: int
     importance: F64
+    centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,13 @@ class Overhead:
         """Exact-window bits per K/V element at `context`: f16 rows of sinks, recent tokens and rollback."""
         return 16.0 * (self.n_sink + self.n_recent + N_ROLLBACK) / self.context
 
-    def basis_bits(self, d: int) -> float:
-        """Bits per token that one kept coefficient costs in E and D, f16 in the file and in libsubkv's memory."""
-        return 2.0 * 16.0 * d / self.context
+    def basis_bits(self, d: int, centred: bool = False) -> float:
+        """Bits per token that one kept coefficient costs in libsubkv's memory: E and D in f16, an offset in f32."""
+        return (2.0 * 16.0 * d + (32.0 if centred else 0.0)) / self.context
+
+    def mean_bits(self, head: Head) -> float:
+        """Bits per token of a head's mean, f16."""
+        return 16.0 * head.d / self.context if head.centred else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,10 @@ def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -
     """Count a layout. heads and bands are parallel."""
     elements = sum(head.d for head in heads)
     n_bytes = sum(row_bytes(b) for b in bands)
-    bases = sum(overhead.basis_bits(head.d) * sum(n for n, _ in b) for head, b in zip(heads, bands, strict=True))
+    bases = sum(
+        overhead.mean_bits(head) + overhead.basis_bits(head.d, head.centred) * sum(n for n, _ in b)
+        for head, b in zip(heads, bands, strict=True)
+    )
     return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
 
 
@@ -177,7 +188,7 @@ class _Filling:
 
     def __init__(self, heads: Sequence[Head], overhead: Overhead, spare: float) -> None:
         self.spare = spare * (1.0 + 1e-12)  # bits per token beyond the least layout
-        self.basis_bits = [overhead.basis_bits(head.d) for head in heads]
+        self.basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
         self.weight = [_pooled(head.importance) for head in heads]
         self.bits = [[0] * len(weight) for weight in self.weight]
         self.heap: list[tuple[float, int, int, int]] = []  # (−gain, head, group, next width)

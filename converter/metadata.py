@@ -19,7 +19,7 @@ from converter.gamma import STORED_NAMES
 from converter.gguf_io import Value
 from converter.layout import Account
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Settings:
     gamma: str
     n_sink: int
     n_recent: int
+    center_k: bool  # keys are coded less their mean
 
 
 def layout_json(layers: Sequence[CodedLayer]) -> str:
@@ -70,8 +71,10 @@ def basis_block(layer: CodedLayer) -> bytes:
     parts = []
     for head in layer.heads:
         parts.append(np.array([head.gamma], dtype="<f4").tobytes())
-        for stored in (head.k, head.v):
+        for stored, key in ((head.k, True), (head.v, False)):
             parts.append(stored.ratio.astype("<f4").tobytes())
+            if key:
+                parts.append(stored.mean.astype("<f2").tobytes())
             parts.append(stored.encode.astype("<f2").tobytes())
             parts.append(stored.decode.astype("<f2").tobytes())
     return b"".join(parts)
@@ -80,7 +83,7 @@ def basis_block(layer: CodedLayer) -> bytes:
 def keys(
     layers: Sequence[CodedLayer], calibration: Calibration, settings: Settings, counted: Account, generator: str
 ) -> dict[str, Value]:
-    """Every subkv.* key of version 1 except subkv.base.sha256, which is known once the base has been read."""
+    """Every subkv.* key of version 2 except subkv.base.sha256, which is known once the base has been read."""
     values: dict[str, Value] = {
         "subkv.version": ("u32", VERSION),
         "subkv.codec": ("str", settings.codec),

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from converter import layout, predict
-from converter.basis import FullBasis, store
+from converter.basis import F64, FullBasis, centred_moment, store, stored_mean
 from converter.calib_io import PREFIX, Calibration, LayerShape, LayerStats
 from converter.codec import Bands
 from converter.errors import ConverterError
@@ -34,7 +35,8 @@ class Options:
     """What `convert` was asked for.
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
-    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT.
+    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
+    their mean, unless n_sink is 0.
     """
 
     codec: str = "banded"
@@ -47,6 +49,7 @@ class Options:
     rank_k: int | None = None
     rank_v: int | None = None
     bpe_context: int | None = None
+    center_k: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,16 @@ class Result:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """One layer's full bases, importance in the planner's units, and what errors cost. Lists are per KV head."""
+    """One layer's full bases, importance in the planner's units, and what errors cost. Lists are per KV head.
+
+    mean: [n_head_kv, d_k] float16, what keys are coded less of; k2: [n_head_kv, d_k, d_k] second moments of the rest.
+    """
 
     k: list[FullBasis]
     v: list[FullBasis]
     cost: LayerCost
+    mean: NDArray[np.float16]
+    k2: F64
 
 
 def check_model(base: Gguf, calibration: Calibration) -> None:
@@ -136,8 +144,20 @@ class Fit:
         check_model(base, calibration)
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         self.settings = settings = Settings(
-            options.codec, basis_k, basis_v, options.gamma, options.n_sink, options.n_recent
+            options.codec,
+            basis_k,
+            basis_v,
+            options.gamma,
+            options.n_sink,
+            options.n_recent,
+            center_k=options.center_k and options.n_sink > 0,
         )
+        # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
+        self.notes: list[str] = []
+        if options.center_k and not settings.center_k:
+            self.notes.append(
+                "--center-k: off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
+            )
         check_window(settings, calibration)
         self.calibration = calibration
         self.overhead = Overhead(options.bpe_context or default_context(base), settings.n_sink, settings.n_recent)
@@ -152,11 +172,12 @@ class Fit:
             progress(f"basis of layer {stats.shape.il}")
             cost = layer_cost(base, stats, basis_v, self.windowed)
             self._stock_costs.append(layer_cost(base, stats, basis_v, False) if self.windowed else cost)
-            k = fit_heads(basis_k, stats.k2, cost.k, cost.query)
+            mean, k2 = _centre(stats, settings.center_k)
+            k = fit_heads(basis_k, k2, cost.k, cost.query)
             v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
-            self.layers.append(_Fitted(k, v, cost))
+            self.layers.append(_Fitted(k, v, cost, mean, k2))
             for h in range(stats.shape.n_head_kv):
-                self.heads.append(Head(stats.shape.d_k, k[h].importance[:rank_k]))
+                self.heads.append(Head(stats.shape.d_k, k[h].importance[:rank_k], centred=bool(mean[h].any())))
                 self.heads.append(Head(stats.shape.d_v, v[h].importance[:rank_v]))
 
     def plan(self, kv_bits: float) -> list[Bands]:
@@ -212,7 +233,7 @@ class Fit:
 def convert(base: Gguf, calibration: Calibration, options: Options, progress: Progress = lambda _: None) -> Result:
     """Fit, plan, round and calibrate all layers. Raises ConverterError for anything in the input that does not fit."""
     fit = Fit(base, calibration, options, progress)
-    notes = [*_token_notes(fit)]
+    notes = [*fit.notes, *_token_notes(fit)]
     kv_bits = options.kv_bits
     if kv_bits is None and fit.settings.codec != "int8":
         progress(f"budget of {TARGET}'s quality")
@@ -249,11 +270,25 @@ def _token_notes(fit: Fit) -> list[str]:
     return notes
 
 
+def _centre(stats: LayerStats, center_k: bool) -> tuple[NDArray[np.float16], F64]:
+    """What a layer's keys are coded less of, zeros if not center_k, and the rest's second moments; per head."""
+    if not center_k:
+        return np.zeros(stats.k1.shape, dtype=np.float16), stats.k2
+    means, moments = [], []
+    for h in range(stats.shape.n_head_kv):
+        try:
+            means.append(stored_mean(stats.k1[h]))
+            moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
+        except ConverterError as error:
+            raise ConverterError(f"layer {stats.shape.il} head {h}: {error}") from error
+    return np.stack(means), np.stack(moments)
+
+
 def _code_head(
     stats: LayerStats, fit: _Fitted, h: int, bands_k: Bands, bands_v: Bands, method: str
 ) -> tuple[CodedHead, str]:
     try:
-        k = store(fit.k[h], stats.k2[h], bands_k)
+        k = store(fit.k[h], fit.k2[h], bands_k, fit.mean[h])
         v = store(fit.v[h], stats.v2[h], bands_v)
     except ConverterError as error:
         raise ConverterError(f"layer {stats.shape.il} head {h}: {error}") from error

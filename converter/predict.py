@@ -24,10 +24,10 @@ def _cost(rows: F64, seen: F64, matrix: F64) -> float:
 
 
 def reconstructed(x: codec.F32, stored: StoredBasis, gamma: float = 1.0) -> codec.F32:
-    """What attention sees of rows x [n, d] kept in this basis; keys times gamma."""
-    coefficients = (x @ stored.encode.astype(np.float32).T).astype(np.float32)
-    seen: codec.F32 = codec.round_trip(coefficients, stored.bands, stored.ratio) @ stored.decode.astype(np.float32)
-    return seen if gamma == 1.0 else np.float32(gamma) * seen
+    """What attention sees of rows x [n, d] kept in this basis: γ Dᵀ ĉ + μ, gamma being that of keys."""
+    coefficients = codec.round_trip(stored.coefficients(x), stored.bands, stored.ratio)
+    seen: codec.F32 = np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32))
+    return seen + stored.mean.astype(np.float32)
 
 
 def _sum(

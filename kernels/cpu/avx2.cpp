@@ -11,8 +11,9 @@ namespace subkv::avx2 {
 constexpr int64_t TILED_FROM = 16;
 
 static void attend(const AttendArgs & a) {
-    const Call call = { a.n_cells, a.n_tok,   a.n_group, a.k->rank, a.v->rank, a.qt,         a.bias, a.bias_stride,
-                        a.slope,   a.softcap, a.m,       a.z,       a.acc,     a.acc_stride, &a,     nullptr };
+    const Call call = { a.n_cells, a.n_tok, a.n_group,     a.k->rank, a.v->rank, a.qt,
+                        a.shift,   a.bias,  a.bias_stride, a.slope,   a.softcap, a.m,
+                        a.z,       a.acc,   a.acc_stride,  &a,        nullptr };
     const bool half = cpu::plan_of(*a.k).has_half || cpu::plan_of(*a.v).has_half;
     if (half || a.n_tok * a.n_group >= TILED_FROM) {
         attend_tiled(call);
@@ -22,7 +23,7 @@ static void attend(const AttendArgs & a) {
 }
 
 static void attend_exact(const ExactArgs & a) {
-    const Call call = { a.n_keys, a.n_tok,   a.n_group, a.d_k, a.d_v, a.q,          a.bias,  a.bias_stride,
+    const Call call = { a.n_keys, a.n_tok,   a.n_group, a.d_k, a.d_v, a.q,          nullptr, a.bias, a.bias_stride,
                         a.slope,  a.softcap, a.m,       a.z,   a.acc, a.acc_stride, nullptr, &a };
     if (a.n_tok * a.n_group >= TILED_FROM) {
         attend_tiled(call);

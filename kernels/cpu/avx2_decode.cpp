@@ -104,14 +104,14 @@ static void add_values(const Rows & rows, int32_t n_groups, const float * shrink
 
 // Logits of query row i of the block from its dots; updates m, z; leaves exp(logit - m) * scale_v in tile.weight[i].
 // Returns what the sums so far shrink by.
-static float soften(const Call & call, Tile & tile, int i, float slope, float & m, float & z) {
+static float soften(const Call & call, Tile & tile, int i, float shift, float slope, float & m, float & z) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
     __m256       top       = minus_inf;
     for (int32_t c = 0; c < tile.n8; c += 8) {
         float (*h)[8] = tile.dot[i] + c / 2;
         __m256 x =
             sum_pairs(_mm256_loadu_ps(h[0]), _mm256_loadu_ps(h[1]), _mm256_loadu_ps(h[2]), _mm256_loadu_ps(h[3]));
-        x = _mm256_mul_ps(x, _mm256_loadu_ps(tile.scale_k + c));
+        x = _mm256_fmadd_ps(x, _mm256_loadu_ps(tile.scale_k + c), _mm256_set1_ps(shift));
         if (call.softcap > 0.0f) {
             x = soft_cap(x, call.softcap);
         }
@@ -238,7 +238,8 @@ static void step(const Call & call, const KRows & k_rows, const VRows & v_rows, 
         for (int32_t c = tile.n; c < tile.n8; ++c) {
             tile.bias[c] = NEG_INF;
         }
-        shrink[i] = soften(call, tile, i, call.slope[(row + i) % call.n_group], m[row + i], z[row + i]);
+        const float shift = call.shift != nullptr ? call.shift[row + i] : 0.0f;
+        shrink[i]         = soften(call, tile, i, shift, call.slope[(row + i) % call.n_group], m[row + i], z[row + i]);
     }
     add_values<ROWS>(v_rows, v_pad / GROUP, shrink, sum + row * v_pad, v_pad, tile);
 }

@@ -148,11 +148,16 @@ int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64
         const int64_t count = n - first < TOKENS ? n - first : TOKENS;
         project(codec.encode, codec.rank, codec.d, x + first * ldx, ldx, count, 1.0f, c, codec.rank);
         for (int64_t t = 0; t < count; ++t) {
-            const float * row_c  = c + t * codec.rank;
-            __m256        finite = _mm256_cmp_ps(limit, limit, _CMP_EQ_OQ);
-            __m256        any    = _mm256_setzero_ps();
+            float * row_c  = c + t * codec.rank;
+            __m256  finite = _mm256_cmp_ps(limit, limit, _CMP_EQ_OQ);
+            __m256  any    = _mm256_setzero_ps();
             for (int32_t j = 0; j < codec.rank; j += 8) {
-                const __m256 magnitude = _mm256_andnot_ps(sign, _mm256_loadu_ps(row_c + j));
+                __m256 value = _mm256_loadu_ps(row_c + j);
+                if (codec.offset != nullptr) {
+                    value = _mm256_sub_ps(value, _mm256_loadu_ps(codec.offset + j));
+                    _mm256_storeu_ps(row_c + j, value);
+                }
+                const __m256 magnitude = _mm256_andnot_ps(sign, value);
                 finite                 = _mm256_and_ps(finite, _mm256_cmp_ps(magnitude, limit, _CMP_LE_OQ));
                 any                    = _mm256_or_ps(any, magnitude);
             }

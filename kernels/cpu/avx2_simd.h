@@ -182,6 +182,7 @@ struct Call {
     int64_t            n, n_tok, n_group;
     int64_t            d_k, d_v; // ranks or head sizes
     const float *      q;        // [n_tok*n_group][d_k]
+    const float *      shift;    // [n_tok*n_group] or nullptr
     const float *      bias;
     int64_t            bias_stride;
     const float *      slope;

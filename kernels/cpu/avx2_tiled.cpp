@@ -185,12 +185,12 @@ static void read_rows(const Call & call, Tile & tile, const bool * seen) {
 }
 
 // Logits in x[n16] become weights; returns what the row's sum so far shrinks by.
-static float soften(const Call & call, const Tile & tile, float * x, const float * bias, float slope, float & m,
-                    float & z) {
+static float soften(const Call & call, const Tile & tile, float * x, const float * bias, float shift, float slope,
+                    float & m, float & z) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
     __m256       top       = minus_inf;
     for (int32_t c = 0; c < tile.n16; c += 8) {
-        __m256 l = _mm256_load_ps(x + c);
+        __m256 l = _mm256_add_ps(_mm256_load_ps(x + c), _mm256_set1_ps(shift));
         if (call.softcap > 0.0f) {
             l = soft_cap(l, call.softcap);
         }
@@ -277,8 +277,9 @@ static void step(const Call & call, const Tile & tile, int64_t row, int64_t n, f
         float         shrink[MR];
         for (int64_t k = 0; k < rows; ++k) {
             const int64_t r = row + i + k;
-            shrink[k]       = soften(call, tile, weight + (i + k) * TILE, tile.bias + r / call.n_group * TILE,
-                                     call.slope[r % call.n_group], call.m[r], call.z[r]);
+            shrink[k] = soften(call, tile, weight + (i + k) * TILE, tile.bias + r / call.n_group * TILE,
+                               call.shift != nullptr ? call.shift[r] : 0.0f, call.slope[r % call.n_group], call.m[r],
+                               call.z[r]);
         }
         block_outputs(call, tile, row + i, rows, weight + i * TILE, shrink);
     }

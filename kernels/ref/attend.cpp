@@ -1,5 +1,6 @@
 // attend.cpp: attention over coded cells and over exact keys, one query row at a time, in double.
-//   logit(t,g,c) = cap(q[t*n_group+g] . k(c)) + slope[g]*bias[t][c],  cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x
+//   logit(t,g,c) = cap(q[t*n_group+g] . k(c) + shift[t*n_group+g]) + slope[g]*bias[t][c]
+//   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x;  no shift over exact keys
 //   m' = max(m, max_c logit);  z' = z exp(m - m') + sum_c exp(logit - m');  acc' = acc exp(m - m') + sum_c exp(..) v(c)
 // bias = -INFINITY leaves a cell out: its row is not even looked at. A query row that sees nothing keeps its state.
 // m is a float between calls, so m' is rounded to float before it is used.
@@ -13,8 +14,8 @@ namespace subkv::ref {
 
 // key(c, out), value(c, out): vector number c as d_k / d_v floats
 template <typename Key, typename Value>
-static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, const float * bias, float slope,
-                       float softcap, float * m, float * z, float * acc, Key key, Value value) {
+static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, float shift, const float * bias,
+                       float slope, float softcap, float * m, float * z, float * acc, Key key, Value value) {
     std::vector<double> logit((size_t) n);
     std::vector<float>  buffer((size_t) (d_k > d_v ? d_k : d_v));
     float               top = *m;
@@ -24,7 +25,7 @@ static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, con
             continue;
         }
         key(c, buffer.data());
-        double dot = 0.0;
+        double dot = shift;
         for (int64_t j = 0; j < d_k; ++j) {
             dot += (double) q[j] * (double) buffer[(size_t) j];
         }
@@ -64,8 +65,9 @@ static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, con
 void attend(const AttendArgs & a) {
     for (int64_t row = 0; row < a.n_tok * a.n_group; ++row) {
         attend_row(
-            a.n_cells, a.k->rank, a.v->rank, a.qt + row * a.k->rank, a.bias + row / a.n_group * a.bias_stride,
-            a.slope[row % a.n_group], a.softcap, a.m + row, a.z + row, a.acc + row * a.acc_stride,
+            a.n_cells, a.k->rank, a.v->rank, a.qt + row * a.k->rank, a.shift != nullptr ? a.shift[row] : 0.0f,
+            a.bias + row / a.n_group * a.bias_stride, a.slope[row % a.n_group], a.softcap, a.m + row, a.z + row,
+            a.acc + row * a.acc_stride,
             [&](int64_t c, float * out) { dequantize_rows(*a.k, a.k_rows + c * a.k_stride, a.k_stride, 1, out); },
             [&](int64_t c, float * out) { dequantize_rows(*a.v, a.v_rows + c * a.v_stride, a.v_stride, 1, out); });
     }
@@ -79,7 +81,7 @@ void attend_exact(const ExactArgs & a) {
     };
     for (int64_t row = 0; row < a.n_tok * a.n_group; ++row) {
         attend_row(
-            a.n_keys, a.d_k, a.d_v, a.q + row * a.d_k, a.bias + row / a.n_group * a.bias_stride,
+            a.n_keys, a.d_k, a.d_v, a.q + row * a.d_k, 0.0f, a.bias + row / a.n_group * a.bias_stride,
             a.slope[row % a.n_group], a.softcap, a.m + row, a.z + row, a.acc + row * a.acc_stride,
             [&](int64_t c, float * out) { widen(a.k[c], a.d_k, out); },
             [&](int64_t c, float * out) { widen(a.v[c], a.d_v, out); });

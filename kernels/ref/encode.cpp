@@ -1,5 +1,5 @@
-// encode.cpp: c = E x, quantized into rows.
-//   x [n][ldx] f32 | E [rank][d] half | row of token t at rows + cells[t]*row_stride, row_bytes written
+// encode.cpp: c = E x - offset, quantized into rows.
+//   x [n][ldx] f32 | E [rank][d] half | offset [rank] f32 or none | row of token t at rows + cells[t]*row_stride, row_bytes written
 //
 // Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in 1..255
 // with SCALES[k0] >= max r_j, i.e. nothing clips (255 if even that one clips). Candidates k0, k0-1, ...,
@@ -12,7 +12,7 @@
 // Guarantee: the bytes are a function of the f32 coefficients alone, the same in every version. That is why the
 // fused multiply-adds are explicit and the error is summed in eight lanes (coefficient j in lane j % 8) in this
 // order: a compiler may contract or reorder nothing that matters. The coefficients themselves may differ between
-// versions in their last bits.
+// versions in the last bits of E x; it is rounded to f32 before the offset is subtracted.
 #include "half.h"
 #include "rows.h"
 
@@ -131,6 +131,9 @@ int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64
     int64_t            n_bad = 0;
     for (int64_t t = 0; t < n; ++t) {
         project(codec.encode, codec.rank, codec.d, x + t * ldx, ldx, 1, 1.0f, c.data(), codec.rank);
+        for (int32_t i = 0; codec.offset != nullptr && i < codec.rank; ++i) {
+            c[(size_t) i] -= codec.offset[i];
+        }
         bool finite = true;
         bool zero   = true;
         for (const float value : c) {

@@ -24,7 +24,8 @@ namespace subkv {
 
 namespace {
 
-constexpr size_t MATRIX_ALIGN = 64;
+constexpr int    FORMAT_VERSION = 2;
+constexpr size_t MATRIX_ALIGN   = 64;
 
 struct Invalid {
     std::string why;
@@ -227,9 +228,13 @@ private:
 };
 
 void read_header(const Keys & keys, Layout & l) {
-    l.version = (int) keys.u32("subkv.version", 1, 1);
-    l.codec   = keys.str("subkv.codec", { "banded", "int8" });
-    l.arch    = keys.str("subkv.arch");
+    l.version = (int) keys.u32("subkv.version", 0, UINT32_MAX);
+    if (l.version != FORMAT_VERSION) {
+        refuse("subkv.version", std::to_string(FORMAT_VERSION),
+               std::to_string((uint32_t) l.version) + "; convert the base model again with this version of subkv");
+    }
+    l.codec = keys.str("subkv.codec", { "banded", "int8" });
+    l.arch  = keys.str("subkv.arch");
 
     const std::string arch = keys.str("general.architecture");
     if (arch != l.arch) {
@@ -301,7 +306,33 @@ struct BlockReader {
     }
 };
 
-HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block, uint16_t *& storage) {
+// The mean of a key head; empty when it is zero.
+std::vector<uint16_t> read_mean(int d, const std::string & name, BlockReader & block) {
+    std::vector<uint16_t> mean((size_t) d);
+    block.halves(mean.data(), mean.size(), "mean of " + name);
+    if (std::all_of(mean.begin(), mean.end(), [](uint16_t half) { return (half & 0x7fff) == 0; })) {
+        return {};
+    }
+    return mean;
+}
+
+// E mean, summed in double: encode subtracts it from E x.
+std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean) {
+    std::vector<float> offset(mean.empty() ? 0 : (size_t) head.rank);
+    for (size_t i = 0; i < offset.size(); ++i) {
+        const uint16_t * row   = head.encode + i * mean.size();
+        double           total = 0.0;
+        for (size_t j = 0; j < mean.size(); ++j) {
+            total += (double) ggml_fp16_to_fp32(row[j]) * (double) ggml_fp16_to_fp32(mean[j]);
+        }
+        offset[i] = (float) total;
+    }
+    return offset;
+}
+
+// centre: of a key head, else nullptr.
+HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block, uint16_t *& storage,
+                    KeyCentre * centre) {
     HeadCodec head = {};
     head.d         = d;
     head.rank      = spec.rank();
@@ -317,12 +348,19 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
         first += band.n;
         offset += band.n / 8 * band.bits;
     }
+    if (centre) {
+        centre->mean = read_mean(d, name, block);
+    }
     const size_t n = (size_t) head.rank * (size_t) d; // a multiple of 64: the next matrix stays aligned
     block.halves(storage, n, "E of " + name);
     block.halves(storage + n, n, "D of " + name);
     head.encode = storage;
     head.decode = storage + n;
     storage += 2 * n;
+    if (centre && !centre->mean.empty()) {
+        centre->offset = project_mean(head, centre->mean);
+        head.offset    = centre->offset.data();
+    }
     return head;
 }
 
@@ -333,12 +371,13 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
     layer.n_head_kv = spec.n_head_kv;
     layer.d_k       = spec.d_k;
     layer.d_v       = spec.d_v;
+    layer.centre.resize((size_t) spec.n_head_kv);
     for (size_t h = 0; h < (size_t) spec.n_head_kv; ++h) {
         const std::string k = "k head " + std::to_string(h);
         const std::string v = "v head " + std::to_string(h);
         layer.gamma.push_back(block.positive("gamma of " + k));
-        layer.k.push_back(read_head(spec.k[h], spec.d_k, k, block, storage));
-        layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, storage));
+        layer.k.push_back(read_head(spec.k[h], spec.d_k, k, block, storage, &layer.centre[h]));
+        layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, storage, nullptr));
         layer.k_offset.push_back(layer.k_row_bytes);
         layer.v_offset.push_back(layer.v_row_bytes);
         layer.k_row_bytes += (size_t) layer.k[h].row_bytes;
@@ -378,6 +417,9 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
         }
         sha.update(bytes.data(), spec.basis_bytes());
         l.layers.push_back(read_layer(spec, key, bytes.data(), storage));
+        for (const KeyCentre & centre : l.layers.back().centre) {
+            l.bytes_bases += centre.bytes();
+        }
         l.bytes_per_token += l.layers.back().k_row_bytes + l.layers.back().v_row_bytes;
     }
 }

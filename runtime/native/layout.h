@@ -45,10 +45,19 @@ struct LayerSpec {
 // Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
 bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);
 
+// What the keys of one head are coded less of; empty: nothing (a mean of zeros). HeadCodec::offset points in here.
+struct KeyCentre {
+    std::vector<uint16_t> mean;   // [d_k] IEEE half
+    std::vector<float>    offset; // [rank] E mean
+
+    size_t bytes() const { return mean.size() * sizeof(uint16_t) + offset.size() * sizeof(float); }
+};
+
 struct LayerCodec {
     int                    il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
     std::vector<HeadCodec> k, v;            // [n_head_kv]
     std::vector<float>     gamma;           // [n_head_kv]
+    std::vector<KeyCentre> centre;          // [n_head_kv]
     size_t                 k_row_bytes = 0; // of one cell, all heads
     size_t                 v_row_bytes = 0;
     std::vector<size_t>    k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
@@ -75,7 +84,7 @@ struct Layout {
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
     std::string             fingerprint;
-    size_t                  bytes_bases     = 0; // E and D of all heads as held, IEEE half
+    size_t                  bytes_bases     = 0; // E, D, means and offsets of all heads as held
     size_t                  bytes_per_token = 0; // coefficient rows of one cell, all coded layers
 
     // nullptr: the layer keeps an ordinary cache.

@@ -31,8 +31,8 @@ size_t LayerSpec::basis_bytes() const {
     for (int h = 0; h < n_head_kv; ++h) {
         const size_t rank_k = (size_t) k[h].rank();
         const size_t rank_v = (size_t) v[h].rank();
-        bytes +=
-            4 * (size_t) (1 + k[h].n_bands + v[h].n_bands) + 2 * 2 * (rank_k * (size_t) d_k + rank_v * (size_t) d_v);
+        bytes += 4 * (size_t) (1 + k[h].n_bands + v[h].n_bands) + 2 * (size_t) d_k +
+                 2 * 2 * (rank_k * (size_t) d_k + rank_v * (size_t) d_v);
     }
     return bytes;
 }
@@ -366,7 +366,7 @@ static std::string json_string(const std::string & s) {
 static void write_head(std::ostream & out, const HeadCodec & head, size_t offset, const float * gamma) {
     out << '{';
     if (gamma) {
-        out << "\"gamma\":" << *gamma << ',';
+        out << "\"gamma\":" << *gamma << ",\"centred\":" << (head.offset ? "true" : "false") << ',';
     }
     out << "\"rank\":" << head.rank << ",\"row_bytes\":" << head.row_bytes << ",\"offset\":" << offset
         << ",\"bands\":[";

@@ -61,12 +61,13 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t n_parts  = per_head ? s.n_head_kv : 1;
     const int64_t n_units  = s.n_blocks * s.n_split * n_parts;
 
-    static thread_local std::vector<float> qt_buf, bias_buf;
+    static thread_local std::vector<float> qt_buf, shift_buf, bias_buf;
     const int64_t                          rank_max = MAX_HEAD_SIZE;
     float *                                bias     = scratch(bias_buf, s.block * CHUNK);
     float *                                qt       = scratch(qt_buf, s.n_head_kv * s.block * s.n_group * rank_max);
+    float *                                shift    = scratch(shift_buf, s.n_head_kv * s.block * s.n_group);
     float                                  slope[MAX_GROUP];
-    int64_t                                projected = -1; // block whose queries qt holds
+    int64_t                                projected = -1; // block whose queries qt and shift hold
 
     // Splits of one block go to one thread as far as possible, so that its queries are projected once. Whole blocks are
     // dealt out in turn: under a causal mask the later ones have more to do.
@@ -89,9 +90,13 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 const HeadCodec & head = codec.k[(size_t) h];
                 float *           out  = qt + h * s.block * s.n_group * rank_max;
                 for (int64_t g = 0; g < s.n_group; ++g) {
-                    ops.project(head.decode, head.rank, codec.d_k, row_f32(q, h * s.n_group + g, t0), stride_f32(q, 2),
-                                n_tok, layer.scale * codec.gamma[(size_t) h], out + g * head.rank,
-                                s.n_group * head.rank);
+                    const float * rows = row_f32(q, h * s.n_group + g, t0);
+                    ops.project(head.decode, head.rank, codec.d_k, rows, stride_f32(q, 2), n_tok,
+                                layer.scale * codec.gamma[(size_t) h], out + g * head.rank, s.n_group * head.rank);
+                    if (head.offset) { // not times gamma: the mean is added back as it is
+                        ops.project(codec.centre[(size_t) h].mean.data(), 1, codec.d_k, rows, stride_f32(q, 2), n_tok,
+                                    layer.scale, shift + h * s.block * s.n_group + g, s.n_group);
+                    }
                 }
             }
             projected = block;
@@ -124,6 +129,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 a.n_tok       = n_tok;
                 a.n_group     = s.n_group;
                 a.qt          = qt + h * s.block * s.n_group * rank_max;
+                a.shift       = a.k->offset ? shift + h * s.block * s.n_group : nullptr;
                 a.bias        = bias;
                 a.bias_stride = CHUNK;
                 a.slope       = slope;

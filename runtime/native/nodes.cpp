@@ -58,15 +58,18 @@ namespace {
 // encode: dst F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens] | src: k, v, k_cache, v_cache, k_idxs, v_idxs
 //
 
-// Half-precision copy of one head's rows; a row that is not finite becomes zero, like its codes.
+// Half-precision copy of one head's rows; a row that is not finite becomes what its zero codes stand for: `mean`, or
+// zero when that is nullptr.
 void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0, int64_t n, ggml_tensor * dst,
-                int64_t offset, bool any_bad) {
+                int64_t offset, const uint16_t * mean, bool any_bad) {
     const int64_t d = x->ne[0];
     for (int64_t t = t0; t < t0 + n; ++t) {
         auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]) + offset;
         const float * row = row_f32(x, head, t);
         if (any_bad && !std::all_of(row, row + d, [](float f) { return std::isfinite(f); })) {
-            std::memset(out, 0, (size_t) d * sizeof(uint16_t));
+            for (int64_t j = 0; j < d; ++j) {
+                out[j] = mean ? mean[j] : 0;
+            }
             continue;
         }
         ops.to_half(row, out, d);
@@ -102,7 +105,8 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         if (bad > 0) {
             layer.n_zero_rows->fetch_add((uint64_t) bad);
         }
-        fresh_rows(ops, x, h, t0, nt, dst, offset, bad > 0);
+        const uint16_t * mean = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
+        fresh_rows(ops, x, h, t0, nt, dst, offset, mean, bad > 0);
     }
 }
 

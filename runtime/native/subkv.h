@@ -68,7 +68,7 @@ typedef struct subkv_stats {
     uint64_t bytes_window;    // exact window as allocated
     uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers)
     uint64_t bytes_f16;       // what an f16 cache of the same context would allocate
-    uint64_t bytes_bases;     // bases as held in memory: 2 bytes per entry of E and D
+    uint64_t bytes_bases;     // bases as held in memory: E, D, and what keys are coded less of
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
     uint64_t n_zero_rows;     // rows with non-finite input that were stored as zero rows
     uint32_t n_layer_coded;

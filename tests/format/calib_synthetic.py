@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ def random_layer(il: int, seed: int, samples: int = 32, **shape: Any) -> LayerSt
     zeros_k, zeros_v = np.zeros((dims.n_head_kv, dims.d_k)), np.zeros((dims.n_head_kv, dims.d_v))
     rows = [x.astype(np.float16) for x in (keys, values, queries)]
     return LayerStats(dims, k2, q2, v2, zeros_k, zeros_k, zeros_v, *rows)
+
+
+def with_key_means(layer: LayerStats, size: float) -> LayerStats:
+    """The same keys around means whose elements are of this size."""
+    rng = np.random.default_rng([layer.shape.il, 77])
+    mean = size * rng.standard_normal(layer.k1.shape)
+    k2 = layer.k2 + mean[:, :, None] * mean[:, None, :]
+    return replace(layer, k1=mean, k2=k2, ks=(layer.ks.astype(np.float64) + mean).astype(np.float16))
 
 
 def random_calibration(n_layer: int = 2, seed: int = 0, samples: int = 32, **overrides: Any) -> Calibration:

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calib_synthetic import random_calibration
+from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
 from gguf import GGUFReader
 
+from converter.basis import gains
 from converter.calib_io import Calibration, write_calibration
 from converter.cli import convert, default_output
 from converter.codec import row_bytes
@@ -80,7 +81,7 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
     rows, total = found.pop("subkv.bits_per_element.rows"), found.pop("subkv.bits_per_element")
     assert generator.startswith("subkv ")
     assert found == {
-        "subkv.version": 1,
+        "subkv.version": 2,
         "subkv.codec": "banded",
         "subkv.arch": "llama",
         "subkv.block_count": 2,
@@ -111,9 +112,12 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
                 numbers = np.frombuffer(block, "<f4", (kind == "k") + len(plan), offset)
                 assert (numbers > 0).all()
                 offset += 4 * len(numbers)
+                if kind == "k":
+                    assert not np.frombuffer(block, "<f2", 32, offset).any()  # the means of this calibration are zeros
+                    offset += 2 * 32
                 encode, decode = np.frombuffer(block, "<f2", 2 * r * 32, offset).reshape(2, r, 32).astype(np.float64)
                 offset += 4 * r * 32
-                np.testing.assert_allclose(encode @ decode.T, np.eye(r), atol=0.02)
+                np.testing.assert_allclose(encode @ decode.T * gains(plan), np.eye(r), atol=0.02)
                 heads.append(Head(32, np.ones(32)))
                 bands.append(plan)
         assert offset == len(block)
@@ -192,6 +196,57 @@ def test_every_method(
         if codec == "int8":
             ranks = [[(b["n"], b["bits"]) for b in head["bands"]] for kind in "kv" for head in layer[kind]]
             assert ranks == [[(24, 8)]] * 2 + [[(16, 8)]] * 2
+
+
+def centred_calibration(size: float = 2.0, **overrides: Any) -> Calibration:
+    calibration = random_calibration(**overrides)
+    return replace(calibration, layers=tuple(with_key_means(layer, size) for layer in calibration.layers))
+
+
+def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path) -> None:
+    calibration = centred_calibration()
+    result = run(calibration=calibration)
+    assert result.exit_code == 0, result.output
+    target = base.with_name("m.subkv.gguf")
+    described, found = read(target), fields(target)
+    layout = json.loads(found["subkv.layout"])
+    for il, layer in enumerate(layout["layers"]):
+        block = base64.b64decode(found[f"subkv.blk.{il}.basis"])
+        at = 4 + 4 * len(layer["k"][0])
+        mean = np.frombuffer(block, "<f2", 32, at)
+        np.testing.assert_allclose(mean, calibration.layers[il].k1[0], rtol=1e-3, atol=1e-6)
+        assert [head["centred"] for head in described["layers"][il]["k"]] == [True, True]
+        assert all("centred" not in head for head in described["layers"][il]["v"])
+    # the window and the bases count as allocated: what is left of the total is what libsubkv says it holds
+    window = 16 * (4 + 128 + 32) / 4096
+    bases = found["subkv.bits_per_element"] - found["subkv.bits_per_element.rows"] - window
+    assert bases * 4096 * 2 * 2 * (32 + 32) / 8 == pytest.approx(described["bytes_bases"], rel=1e-4)
+
+
+def test_centring_is_as_good_as_keys_without_a_mean(run: Callable[..., Result], base: Path) -> None:
+    """The layout of keys around a mean is that of the keys alone, and without centring it is another."""
+    layouts = {}
+    for name, calibration, args in (
+        ("none", random_calibration(), ["--codec", "int8"]),
+        ("on", centred_calibration(), ["--codec", "int8"]),
+        ("off", centred_calibration(), ["--codec", "int8", "--no-center-k"]),
+    ):
+        write_calibration("-o", base.with_name("c.safetensors"), calibration)
+        result = CliRunner().invoke(convert, ["--bases", str(base.with_name("c.safetensors")), str(base), *args])
+        assert result.exit_code == 0, result.output
+        layouts[name] = read(base.with_name("m.subkv.gguf"))["layers"]
+    gammas = {name: [head["gamma"] for layer in layers for head in layer["k"]] for name, layers in layouts.items()}
+    assert gammas["on"] == pytest.approx(gammas["none"], rel=1e-2)
+    assert not any(head["centred"] for name in ("none", "off") for layer in layouts[name] for head in layer["k"])
+
+
+def test_centring_is_off_without_sinks(run: Callable[..., Result], base: Path) -> None:
+    result = run("--n-sink", "0", calibration=centred_calibration(n_skip=0))
+    assert result.exit_code == 0, result.output
+    assert "--center-k: off, since centring needs exact sinks, found --n-sink 0" in result.stderr
+    assert not any(head["centred"] for layer in read(base.with_name("m.subkv.gguf"))["layers"] for head in layer["k"])
+    quiet = run("--n-sink", "0", "--no-center-k", calibration=centred_calibration(n_skip=0))
+    assert quiet.exit_code == 0 and "--center-k" not in quiet.stderr
 
 
 def test_partial_coverage_codes_the_calibrated_layers_only(run: Callable[..., Result], base: Path) -> None:
@@ -310,6 +365,19 @@ def test_bad_calibration_names_the_tensor(run: Callable[..., Result]) -> None:
     poisoned = replace(layer, v2=np.where(np.arange(32) == 3, np.nan, layer.v2))
     result = run(calibration=replace(calibration, layers=(calibration.layers[0], poisoned)))
     refused(result, "blk.1.v2: expected finite values, found NaN or infinity")
+
+
+def test_a_mean_that_no_keys_can_have_is_refused(run: Callable[..., Result]) -> None:
+    calibration = centred_calibration()
+    layer = calibration.layers[1]
+    wrong = replace(calibration, layers=(calibration.layers[0], replace(layer, k1=-layer.k1)))
+    assert run(calibration=wrong).exit_code == 0  # a mean has no sign that the second moment knows
+    wrong = replace(calibration, layers=(calibration.layers[0], replace(layer, k1=2 * layer.k1)))
+    refused(run(calibration=wrong), "layer 1 head 0: k1: expected a mean whose square is within the second moment k2")
+    assert run("--no-center-k", calibration=wrong).exit_code == 0
+    huge = replace(layer, k1=1e6 * np.ones_like(layer.k1), k2=layer.k2 + 1e12)
+    result = run(calibration=replace(calibration, layers=(calibration.layers[0], huge)))
+    refused(result, "layer 1 head 0: basis mean: expected values within half precision, found 1e+06")
 
 
 def test_full_disk_leaves_the_earlier_file(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:

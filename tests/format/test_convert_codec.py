@@ -148,6 +148,7 @@ class _HeadCodec(ctypes.Structure):
         ("bands", _Band * 8),
         ("encode", ctypes.c_void_p),
         ("decode", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
     ]
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from calib_synthetic import draw, random_layer
+from calib_synthetic import draw, random_layer, with_key_means
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.basis import StoredBasis, fit_metric, fit_pca, store
+from converter.basis import StoredBasis, centred_moment, fit_metric, fit_pca, gains, store, stored_mean
 from converter.calib_io import LayerStats
 from converter.codec import Bands, round_trip
 from converter.gamma import gamma_of, moment_gamma, sampled_gamma
@@ -30,7 +30,8 @@ def test_sampled_gamma_is_the_least_squares_factor(seed: int, bands: Bands, awar
     gamma = sampled_gamma(stats, head, stored)
     keys = stats.ks[:, head].astype(np.float64)
     c = (stats.ks[:, head].astype(np.float32) @ stored.encode.astype(np.float32).T).astype(np.float32)
-    decoded = round_trip(c, bands, stored.ratio) @ stored.decode.astype(np.float64)
+    decoder = stored.decode.astype(np.float64) * gains(bands)[:, None]  # what quantizers shrink is not undone
+    decoded = round_trip(c, bands, stored.ratio) @ decoder
     queries = np.concatenate([stats.qs[:, 2], stats.qs[:, 3]]).astype(np.float64)  # the group of head 1
     exact, approximate = queries @ keys.T, queries @ decoded.T
 
@@ -58,6 +59,25 @@ def test_moment_gamma_agrees_with_many_samples(bands: Bands, aware: bool) -> Non
     estimated = moment_gamma(stats.k2[0], stats.q2[0], stored)
     assert sampled is not None
     assert estimated == pytest.approx(sampled, rel=0.05)
+
+
+@pytest.mark.parametrize("bands", [((32, 8),), ((32, 2),), ((16, 8),)])
+def test_a_mean_that_is_taken_out_leaves_gamma_alone(bands: Bands) -> None:
+    """Both estimates are of the centred part: far keys with their mean out give what the same keys around 0 give."""
+    plain = random_layer(0, seed=6)
+    far = with_key_means(plain, 3.0)
+    mean = stored_mean(far.k1[0])
+    moment = centred_moment(far.k2[0], far.k1[0], mean)
+    np.testing.assert_allclose(moment, plain.k2[0], atol=1e-2 * np.trace(plain.k2[0]))
+    stored = store(fit_metric(moment, far.q2[0]), moment, bands, mean)
+    around_zero = stored_basis(plain, 0, bands)
+    for stats, basis, other in ((far, stored, around_zero),):
+        found, wanted = sampled_gamma(stats, 0, basis), sampled_gamma(plain, 0, other)
+        assert found == pytest.approx(wanted, rel=0.03)
+        bare, bare_plain = replace(stats, ks=stats.ks[:0], qs=stats.qs[:0]), replace(plain, qs=plain.qs[:0])
+        assert gamma_of("calibrated", bare, 0, basis)[0] == pytest.approx(
+            gamma_of("calibrated", bare_plain, 0, other)[0], rel=0.01
+        )
 
 
 def test_exact_codes_give_one() -> None:

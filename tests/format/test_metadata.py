@@ -58,13 +58,17 @@ def test_values(name: str, tmp_path: Path) -> None:
             assert got[f"{side}_row_bytes"] == offset
     sides = [h for layer in layers for h in layer.k + layer.v]
     assert layout.json["bytes_per_token"] == sum(h.row_bytes for h in sides)
-    assert layout.json["bytes_bases"] == sum(2 * (h.encode.size + h.decode.size) for h in sides)
+    held = sum(
+        h.held_bytes(key) for layer in layers for heads, key in ((layer.k, True), (layer.v, False)) for h in heads
+    )
+    assert layout.json["bytes_bases"] == held
 
 
 def check_head(got: dict[str, Any], want: writer.Head, offset: int, key: bool) -> None:
     """Compares one head of the JSON; `offset` is where its row starts in the cell's row."""
     assert (got["rank"], got["row_bytes"], got["offset"]) == (want.rank, want.row_bytes, offset)
     assert got.get("gamma") == (pytest.approx(want.gamma, rel=1e-7) if key else None)
+    assert got.get("centred") == (want.mean is not None and bool(want.mean.any()) if key else None)
     first, at = 0, 1
     for band, (n, bits), ratio in zip(got["bands"], want.bands, want.ratios, strict=True):
         assert (band["n"], band["bits"], band["first"], band["offset"]) == (n, bits, first, at)
@@ -104,7 +108,7 @@ def test_header(tmp_path: Path) -> None:
 def fingerprint(keys: writer.Keys, layers: Sequence[Layer]) -> str:
     """The definition in FORMAT.md §5."""
     canonical = json.dumps({"layers": [layer.spec() for layer in layers]}, separators=(",", ":"))
-    lines = ["subkv 1", *(keys[f"subkv.{k}"][1] for k in ("arch", "block_count", "n_sink", "n_recent")), canonical, ""]
+    lines = ["subkv 2", *(keys[f"subkv.{k}"][1] for k in ("arch", "block_count", "n_sink", "n_recent")), canonical, ""]
     return hashlib.sha256("\n".join(map(str, lines)).encode() + b"".join(x.block() for x in layers)).hexdigest()
 
 
@@ -141,6 +145,8 @@ def test_fingerprint_binds_what_decodes_a_cell(tmp_path: Path) -> None:
     assert add(writer.metadata(layers)) == 7
     layers[0].k[0].bands[0] = (8, 6)
     assert add(writer.metadata(layers)) == 8
+    layers[0].k[1].mean = None
+    assert add(writer.metadata(layers)) == 9
 
 
 def test_unknown_keys_are_ignored(tmp_path: Path) -> None:

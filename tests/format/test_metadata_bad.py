@@ -69,8 +69,9 @@ def test_wrong_type(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "rest"),
     [
-        ("subkv.version", 0, "expected 1..1, found 0"),
-        ("subkv.version", 2, "expected 1..1, found 2"),
+        ("subkv.version", 0, "expected 2, found 0"),
+        ("subkv.version", 1, "expected 2, found 1; convert the base model again with this version of subkv"),
+        ("subkv.version", 2**32 - 1, "expected 2, found 4294967295"),
         ("subkv.codec", "int4", "expected 'banded' or 'int8', found 'int4'"),
         ("subkv.codec", "", "expected 'banded' or 'int8', found ''"),
         ("subkv.arch", "gpt2", "expected general.architecture 'llama', found 'gpt2'"),
@@ -85,8 +86,8 @@ def test_wrong_type(key: str, tmp_path: Path) -> None:
         ("subkv.bits_per_element.rows", -4.5, "expected a positive finite number, found -4.5"),
         ("subkv.bpe_context", 0, "expected 1..4294967295, found 0"),
         ("subkv.gamma", "two", "expected 'calibrated' or 'sqrt_r_d' or 'one', found 'two'"),
-        ("subkv.basis_k", "output-aware", "expected 'pca' or 'query-aware', found 'output-aware'"),
-        ("subkv.basis_v", "query-aware", "expected 'pca' or 'output-aware', found 'query-aware'"),
+        ("subkv.basis_k", "output-aware", "expected 'pca' or 'query-aware' or 'kld-aware', found 'output-aware'"),
+        ("subkv.basis_v", "query-aware", "expected 'pca' or 'output-aware' or 'kld-aware', found 'query-aware'"),
         ("subkv.base.sha256", "ABCDEF" * 11, "expected 64 lower-case hex digits, found 'ABCDEFABCDEF"),
         ("subkv.base.sha256", "a" * 63, "expected 64 lower-case hex digits, found 'aaaa"),
         ("subkv.calibration.sha256", "a" * 65, "expected 64 lower-case hex digits, found 'aaaa"),
@@ -213,7 +214,8 @@ def test_basis_without_layer(tmp_path: Path) -> None:
     assert message == "subkv.blk.1.basis: expected bases only of layers in subkv.layout, found another one"
 
 
-BASIS = KEYS["subkv.blk.1.basis"][1]
+SMALL = writer.metadata(writer.random_layers(n_head_kv=1))
+BASIS = SMALL["subkv.blk.1.basis"][1]
 HOSTILE_BASE64: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", f"expected {len(BASIS)} base64 characters"),
     "one group short": (BASIS[:-4], f"found {len(BASIS) - 4}"),
@@ -236,7 +238,7 @@ HOSTILE_BASE64: dict[str, tuple[str | bytes, str]] = {
 def test_hostile_base64(name: str, tmp_path: Path) -> None:
     assert BASIS[-2] in "AEIMQUYcgkosw048" and BASIS[-1] == "=", "these cases need a block of 3n + 2 bytes"
     text, expected = HOSTILE_BASE64[name]
-    message = refusal_of(tmp_path, subkv__blk__1__basis=(T.STRING, text))
+    message = refusal(writer.write(tmp_path / "a.gguf", SMALL | {"subkv.blk.1.basis": (T.STRING, text)}))
     assert message.startswith("subkv.blk.1.basis: ") and expected in message
 
 
@@ -259,6 +261,7 @@ def test_matrices_are_finite(bad: float, found: str, tmp_path: Path) -> None:
     cells: list[tuple[Callable[[writer.Layer], Any], str, int]] = [
         (lambda x: x.k[0].encode, "E of k head 0", 0),
         (lambda x: x.k[1].decode, "D of k head 1", 32 * 32 - 1),
+        (lambda x: x.k[1].mean, "mean of k head 1", 7),
         (lambda x: x.v[0].encode, "E of v head 0", 5),
         (lambda x: x.v[1].decode, "D of v head 1", 24 * 32 - 1),
     ]

@@ -29,13 +29,14 @@ SHA = "0123456789abcdef" * 4
 
 @dataclass
 class Head:
-    """K or V of one KV head. encode, decode: [rank, d] float16; ratios: one per band; gamma: K only."""
+    """K or V of one KV head. encode, decode: [rank, d] float16; ratios: one per band; gamma, mean [d]: K only."""
 
     bands: list[tuple[int, int]]
     ratios: list[float]
     encode: Half
     decode: Half
     gamma: float = 1.0
+    mean: Half | None = None  # None: zeros
 
     @property
     def rank(self) -> int:
@@ -47,10 +48,18 @@ class Head:
         """Bytes of one cell's row: the scale byte and all codes."""
         return 1 + sum(n * bits // 8 for n, bits in self.bands)
 
+    def held_bytes(self, key: bool) -> int:
+        """What the native reader holds of it: E, D, and of a key head with a mean that mean and an offset."""
+        centred = key and self.mean is not None and bool(self.mean.any())
+        return 2 * (self.encode.size + self.decode.size) + (2 * self.encode.shape[1] + 4 * self.rank) * centred
+
     def block(self, key: bool) -> bytes:
         """The head's part of the decoded basis string."""
         out = struct.pack("<f", self.gamma) if key else b""
         out += struct.pack(f"<{len(self.ratios)}f", *self.ratios)
+        if key:
+            mean = np.zeros(self.encode.shape[1]) if self.mean is None else self.mean
+            out += mean.astype("<f2").tobytes()
         return out + self.encode.astype("<f2").tobytes() + self.decode.astype("<f2").tobytes()
 
 
@@ -89,23 +98,25 @@ def orthonormal(rng: np.random.Generator, d: int) -> npt.NDArray[np.float64]:
 def head(rng: np.random.Generator, d: int, bands: Bands, kind: str = "random") -> Head:
     """One head with bases of the given kind.
 
-    random: unrelated E and D, random ratios and gamma (for the reader's tests); orthonormal: D = E = rows of a
+    random: unrelated E and D, random ratios, gamma and mean (for the reader's tests); orthonormal: D = E = rows of a
     random rotation, ratios 1, gamma 1; identity: D = E = leading unit vectors.
     """
     rank = sum(n for n, _ in bands)
     ratios = [1.0] * len(bands)
     gamma = 1.0
+    mean = None
     if kind == "random":
         encode, decode = rng.standard_normal((2, rank, d))
         ratios = [1.0 if bits == 16 else float(np.float32(rng.uniform(0.5, 2.0))) for _, bits in bands]
         gamma = float(np.float32(rng.uniform(0.5, 1.5)))
+        mean = rng.standard_normal(d).astype(np.float16)
     elif kind == "orthonormal":
         encode = decode = orthonormal(rng, d)[:rank]
     elif kind == "identity":
         encode = decode = np.eye(d)[:rank]
     else:
         raise ValueError(f"kind: expected random, orthonormal or identity, found {kind!r}")
-    return Head(list(bands), ratios, encode.astype(np.float16), decode.astype(np.float16), gamma)
+    return Head(list(bands), ratios, encode.astype(np.float16), decode.astype(np.float16), gamma, mean)
 
 
 def random_layers(
@@ -151,7 +162,7 @@ def metadata(
     u32, f32, string = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.STRING
     keys: Keys = {
         "general.architecture": (string, arch),
-        "subkv.version": (u32, 1),
+        "subkv.version": (u32, 2),
         "subkv.codec": (string, "banded"),
         "subkv.arch": (string, arch),
         "subkv.block_count": (u32, layers[-1].il + 1 if block_count is None else block_count),

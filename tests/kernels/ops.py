@@ -46,6 +46,7 @@ class HeadCodec(ct.Structure):
         ("bands", Band * MAX_BANDS),
         ("encode", ct.c_void_p),
         ("decode", ct.c_void_p),
+        ("offset", ct.c_void_p),
     ]
 
 
@@ -61,6 +62,7 @@ class AttendArgs(ct.Structure):
         ("n_tok", ct.c_int64),
         ("n_group", ct.c_int64),
         ("qt", ct.c_void_p),
+        ("shift", ct.c_void_p),
         ("bias", ct.c_void_p),
         ("bias_stride", ct.c_int64),
         ("slope", ct.c_void_p),
@@ -156,6 +158,7 @@ class Head:
     encode: F16  # [rank][d]
     layout: Layout
     ratio: F32  # [n_bands]
+    subtracted: F32 | None = None  # [rank], the codec's offset
 
     @property
     def rank(self) -> int:
@@ -173,8 +176,13 @@ class Head:
         return np.repeat(self.ratio, [n for n, _ in self.layout])
 
 
-def make_head(layout: Layout, d: int, rng: np.random.Generator, orthonormal: bool = False) -> Head:
-    """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs)."""
+def make_head(
+    layout: Layout, d: int, rng: np.random.Generator, orthonormal: bool = False, subtracted: F32 | None = None
+) -> Head:
+    """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs).
+
+    subtracted: the codec's offset [rank].
+    """
     rank = sum(n for n, _ in layout)
     assert rank <= d
     encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float16)
@@ -185,7 +193,9 @@ def make_head(layout: Layout, d: int, rng: np.random.Generator, orthonormal: boo
         codec.bands[i] = Band(n=n, bits=bits, first=first, offset=offset, ratio=float(ratio[i]))
         first, offset = first + n, offset + n * bits // 8
     codec.row_bytes = offset
-    return Head(codec, encode, layout, ratio)
+    if subtracted is not None:
+        codec.offset = ptr(subtracted)
+    return Head(codec, encode, layout, ratio, subtracted)
 
 
 def codes_of(head: Head, row: U8) -> F64:
@@ -266,8 +276,12 @@ def attend(
     softcap: float,
     state: State,
     n_cells: int | None = None,
+    shift: F32 | None = None,
 ) -> None:
-    """q [n_tok*n_group][rank]; bias [n_tok][>= n_cells]; rows [n_cells][stride]; updates state."""
+    """q [n_tok*n_group][rank]; shift [n_tok*n_group]; bias [n_tok][>= n_cells]; rows [n_cells][stride].
+
+    Updates state.
+    """
     args = AttendArgs(
         k=ct.pointer(k.codec),
         v=ct.pointer(v.codec),
@@ -279,6 +293,7 @@ def attend(
         n_tok=len(bias),
         n_group=len(slope),
         qt=ptr(q),
+        shift=None if shift is None else ptr(shift),
         bias=ptr(bias),
         bias_stride=bias.strides[0] // 4,
         slope=ptr(slope),
@@ -327,7 +342,9 @@ def attend_exact(
     ops.attend_exact(ct.byref(args))
 
 
-def attention(q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float) -> tuple[F64, F64, F64, F64, F64]:
+def attention(
+    q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float, shift: F32 | None = None
+) -> tuple[F64, F64, F64, F64, F64]:
     """Ordinary softmax in double, from a fresh state.
 
     q [n_tok*G][d_k], k [n][d_k], v [n][d_v], bias [n_tok][>= n] -> m, z [n_tok*G], acc [n_tok*G][d_v], and for
@@ -341,11 +358,13 @@ def attention(q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float) -> 
         open_ = np.isfinite(b)
         if not open_.any():
             continue
-        x = k[open_] @ q[r].astype(np.float64)
+        common = 0.0 if shift is None else float(shift[r])
+        x = k[open_] @ q[r].astype(np.float64) + common
         if softcap > 0:
             x = softcap * np.tanh(x / softcap)
         x = x + float(slope[r % group]) * b[open_]
         size[r] = (np.abs(k[open_]) @ np.abs(q[r].astype(np.float64))).max() + np.abs(b[open_]).max() + softcap
+        size[r] += abs(common)
         m[r] = np.float32(x.max())
         e = np.exp(x - m[r])
         z[r] = e.sum()

@@ -33,9 +33,10 @@ class Case:
     softcap: float
     k: o.F64
     v: o.F64
+    shift: o.F32 | None = None
 
     def check(self, state: o.State) -> None:
-        m, z, acc, size, weight_v = o.attention(self.q, self.k, self.v, self.bias, self.slope, self.softcap)
+        m, z, acc, size, weight_v = o.attention(self.q, self.k, self.v, self.bias, self.slope, self.softcap, self.shift)
         dv = self.v.shape[1]
         dead = np.isneginf(m)
         assert np.all(np.isneginf(state.m[dead]))
@@ -70,6 +71,7 @@ def make_case(
     seed: int,
     softcap: float = 0.0,
     extra: int = 3,
+    shift: float = 0.0,
 ) -> tuple[Case, o.U8, o.U8]:
     rng = np.random.default_rng(seed)
     n_tok, n_group = rows
@@ -85,11 +87,12 @@ def make_case(
     hidden = np.isneginf(bias[:, :n]).all(axis=0)
     k_rows[hidden] = rng.choice(np.array([0, 1, 255], np.uint8), (int(hidden.sum()), k_rows.shape[1]))
     v_rows[hidden] = 255
-    return Case(q, bias, slope, softcap, keys, values), k_rows, v_rows
+    shifts = (shift * rng.standard_normal(len(q))).astype(np.float32) if shift else None
+    return Case(q, bias, slope, softcap, keys, values, shifts), k_rows, v_rows
 
 
 def run(table: o.Ops, k: o.Head, v: o.Head, case: Case, k_rows: o.U8, v_rows: o.U8, state: o.State) -> None:
-    o.attend(table, k, v, k_rows, v_rows, case.q, case.bias, case.slope, case.softcap, state)
+    o.attend(table, k, v, k_rows, v_rows, case.q, case.bias, case.slope, case.softcap, state, shift=case.shift)
 
 
 def pair(layout_k: o.Layout, layout_v: o.Layout) -> tuple[o.Head, o.Head]:
@@ -127,6 +130,7 @@ def test_every_layout(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> 
     rows=st.tuples(st.integers(1, 7), st.integers(1, 5)),
     softcap=st.sampled_from([0.0, 5.0, 50.0]),
     extra=st.sampled_from([0, 1, 16]),
+    shift=st.sampled_from([0.0, 3.0, 100.0]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_call(
@@ -137,10 +141,11 @@ def test_any_call(
     rows: tuple[int, int],
     softcap: float,
     extra: int,
+    shift: float,
     seed: int,
 ) -> None:
     k, v = pair(layout_k, layout_v)
-    case, k_rows, v_rows = make_case(k, v, n, rows, seed, softcap, extra)
+    case, k_rows, v_rows = make_case(k, v, n, rows, seed, softcap, extra, shift)
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, case, k_rows, v_rows, state)
     case.check(state)
@@ -155,6 +160,24 @@ def test_softcap(table: o.Ops, rows: tuple[int, int], softcap: float) -> None:
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, case, k_rows, v_rows, state)
     case.check(state)
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 8.0])
+@pytest.mark.parametrize("layout", [MIXED[0], MIXED[4]], ids=layouts.name)
+def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: float, rows: tuple[int, int]) -> None:
+    k, v = pair(layout, MIXED[2])
+    case, k_rows, v_rows = make_case(k, v, 150, rows, 21, softcap, shift=5.0)
+    state, zeros, none = (o.State.start(len(case.q), v.rank) for _ in range(3))
+    run(table, k, v, case, k_rows, v_rows, state)
+    case.check(state)
+    assert case.shift is not None
+    case.shift = np.zeros_like(case.shift)
+    run(table, k, v, case, k_rows, v_rows, zeros)
+    case.shift = None
+    run(table, k, v, case, k_rows, v_rows, none)
+    assert np.array_equal(zeros.m, none.m) and np.array_equal(zeros.z, none.z) and np.array_equal(zeros.acc, none.acc)
+    assert np.any(state.m != none.m)
 
 
 @pytest.mark.parametrize("rows", [(1, 3), (6, 3)], ids=str)

@@ -62,6 +62,27 @@ def test_bytes_depend_on_the_coefficients_alone(table: o.Ops, ref: o.Ops, layout
     assert np.array_equal(got, want)
 
 
+@SWEEP
+def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, layout: o.Layout) -> None:
+    """c = E x − offset gives the bytes of the coefficients themselves; a row that becomes zero is a zero row."""
+    rng = np.random.default_rng(13)
+    d, n = layouts.head_size(layout), 40
+    offset = rng.standard_normal(sum(m for m, _ in layout)).astype(np.float32)
+    plain = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True)
+    shifted = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True, subtracted=offset)
+    x = (rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-3, 4, (n, 1))).astype(np.float32)
+    x[3, : len(offset)] = offset
+    x[4] = 0
+    x[5, 0] = np.nan
+    c = x.copy()
+    c[:, : len(offset)] -= offset
+    got, want = (np.full((n, plain.row_bytes), 0xAA, np.uint8) for _ in range(2))
+    assert encode(table, shifted, x, list(range(n)), got) == 1
+    assert encode(ref, plain, c, list(range(n)), want) == 1
+    assert np.array_equal(got, want)
+    assert not got[3].any() and got[4, 0] != 0 and not got[5].any()
+
+
 def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
     """Squared error of every scale code that encode may choose, in double."""
     bits = np.repeat([b for _, b in head.layout], [n for n, _ in head.layout])
@@ -185,7 +206,7 @@ def test_to_half_is_ieee(table: o.Ops, n: int) -> None:
 def test_struct_sizes() -> None:
     """The ctypes mirror has the layout that a 64-bit C++ compiler gives the structs."""
     assert ct.sizeof(o.Band) == 20
-    assert ct.sizeof(o.HeadCodec) == 16 + 8 * 20 + 16
-    assert ct.sizeof(o.AttendArgs) == 18 * 8
+    assert ct.sizeof(o.HeadCodec) == 16 + 8 * 20 + 24
+    assert ct.sizeof(o.AttendArgs) == 19 * 8
     assert ct.sizeof(o.ExactArgs) == 16 * 8
     assert ct.sizeof(o.Ops) == 9 * 8

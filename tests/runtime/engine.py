@@ -206,14 +206,17 @@ def signed_permutations(
     path: Path,
     n_sink: int = 4,
     n_recent: int = 8,
+    mean: float = 0.0,
     seed: int = 0,
 ) -> Any:
     """A layout whose bases are exact in half precision: coefficients are permuted, sign-flipped elements.
 
     shape: (il, n_head_kv, d_k, d_v) of every coded layer. With 16-bit bands of full rank the coded path then holds the
-    same half-precision numbers as an f16 cache. Returns the loaded layout handle.
+    same half-precision numbers as an f16 cache. mean: size of the means that keys are coded less of; the same numbers
+    then, up to rounding to half. Returns the loaded layout handle.
     """
     rng = np.random.default_rng(seed)
+    centre = np.random.default_rng([seed, 1])
 
     def head(d: int, bands: Bands) -> Any:
         rank = sum(n for n, _ in bands)
@@ -221,7 +224,8 @@ def signed_permutations(
         basis[np.arange(rank), rng.permutation(d)[:rank]] = rng.choice([-1.0, 1.0], rank)
         # steps for elements of the size of one: 4 over the levels
         ratios = [1.0 if bits == 16 else 2.0 ** (8 - bits) for _, bits in bands]
-        return writer.Head(list(bands), ratios, basis, basis)
+        means = (mean * centre.standard_normal(d)).astype(np.float16)
+        return writer.Head(list(bands), ratios, basis, basis, mean=means)
 
     layers = [
         writer.Layer(

@@ -127,3 +127,31 @@ def test_every_kernel_gives_the_same_result(model: engine.Model, tokens: list[in
         results.append(np.load(f"{out}.npy"))
     for name, result in zip(names[1:], results[1:], strict=True):
         assert agree(results[0], result), name
+
+
+@pytest.mark.parametrize("bands", [[(32, 8)], [(8, 8), (8, 6), (16, 4)], [(8, 5), (8, 3)]])
+@pytest.mark.parametrize("window", [(4, 8, 4), (4, 64, 0)])
+def test_any_split_gives_the_same_result_for_centred_keys(
+    model: engine.Model,
+    tokens: list[int],
+    make_layout: Callable[..., Any],
+    bands: engine.Bands,
+    window: tuple[int, int, int],
+) -> None:
+    layout = make_layout(bands, bands, mean=0.7)
+    with session(model, layout, window=window, n_ubatch=256) as s:
+        expected = s.decode(tokens)
+    for n_ubatch, pieces, threads in [(16, None, 2), (7, None, 1), (256, PIECES, 3)]:
+        with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
+            found = s.decode(tokens, pieces=pieces)
+        assert agree(expected, found), (n_ubatch, pieces, threads, distance(expected, found))
+
+
+def test_bytes_of_the_means_are_counted(model: engine.Model, make_layout: Callable[..., Any]) -> None:
+    n_layer = engine.C.llama_model_n_layer(model.handle)
+    n_head_kv = engine.C.llama_model_n_head_kv(model.handle)
+    found = []
+    for mean in (0.0, 0.7):
+        with session(model, make_layout([(24, 4)], [(32, 4)], mean=mean)) as s:
+            found.append(s.stats().bytes_bases)
+    assert found[1] - found[0] == n_layer * n_head_kv * (2 * 32 + 4 * 24)

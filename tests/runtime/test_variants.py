@@ -26,11 +26,17 @@ def shape_of(model: engine.Model) -> list[tuple[int, int, int, int]]:
     return shapes
 
 
-def exact_layout(model: engine.Model, arch: str, path: Path) -> Any:
+def exact_layout(model: engine.Model, arch: str, path: Path, mean: float = 0.0) -> Any:
     shapes = shape_of(model)
     d_k, d_v = shapes[0][2:]
     return engine.signed_permutations(
-        shapes, [(d_k, 16)], [(d_v, 16)], arch=arch, block_count=C.llama_model_n_layer(model.handle), path=path
+        shapes,
+        [(d_k, 16)],
+        [(d_v, 16)],
+        arch=arch,
+        block_count=C.llama_model_n_layer(model.handle),
+        path=path,
+        mean=mean,
     )
 
 
@@ -60,6 +66,31 @@ def test_supported_variant_equals_the_f16_cache(
         again = s.decode(tokens)
     assert distance(expected, found) < 2 * floor
     assert distance(found, again) < 2 * floor
+    model.free()
+
+
+@pytest.mark.parametrize("window", [(4, 16, 4), (0, 0, 0)])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2", "bloom"])
+def test_keys_less_a_mean_equal_the_f16_cache(
+    tiny_model: Callable[..., Path], tmp_path: Path, arch: str, window: tuple[int, int, int]
+) -> None:
+    """Coded and exact keys agree, under key biases, a softcap and ALiBi: half codes of k − μ, and μ added back.
+
+    k − μ rounds elsewhere than k, so the bound is what rounding to half does: the distance of an f16 from an f32 cache.
+    """
+    model = engine.Model(tiny_model(arch))
+    rng = random.Random(5)
+    tokens = [rng.randrange(10, model.n_vocab) for _ in range(150)]
+    with session(model) as s:
+        expected = s.decode(tokens)
+    with session(model, type_k=0, type_v=0) as s:
+        bound = 4 * distance(expected, s.decode(tokens))
+    assert bound < 0.05
+    layout = exact_layout(model, arch, tmp_path / "layout.gguf", mean=1.0)
+    for options in ({}, {"n_ubatch": 13, "threads": 1}, {"n_ubatch": 150, "threads": 3}):
+        with session(model, layout, window=window, **options) as s:
+            found = s.decode(tokens, pieces=[100, *[1] * 10, 40])
+        assert distance(expected, found) < bound, options
     model.free()
 
 

@@ -39,8 +39,9 @@ struct HeadCodec {
     int32_t          row_bytes; // 1 + bytes of all planes
     int32_t          n_bands;
     Band             bands[MAX_BANDS];
-    const uint16_t * encode; // E [rank][d] IEEE half: c_i = sum_j E[i][j] x_j
+    const uint16_t * encode; // E [rank][d] IEEE half: c_i = sum_j E[i][j] x_j - offset[i]
     const uint16_t * decode; // D [rank][d] IEEE half: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
+    const float *    offset; // [rank], finite; nullptr: zeros. E mean, where rows are coded less their mean
 };
 
 // Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
@@ -48,7 +49,9 @@ struct HeadCodec {
 //
 // Attention of n_tok * n_group query rows over n_cells coded cells of one KV head. Query row (t, g) is number
 // t * n_group + g everywhere below.
-//   logit(t,g,c) = cap( qt[t,g] . c_k(c) ) + slope[g] * bias[t][c]      cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x
+//   logit(t,g,c) = cap( qt[t,g] . c_k(c) + shift[t,g] ) + slope[g] * bias[t][c]
+//   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x
+// shift is what a query has in common with all cells: q . mean, where keys are coded less their mean.
 // bias = -INFINITY leaves the cell out, whatever its bytes are (a cell nobody may see can hold anything).
 // acc collects value *coefficients* of v, dequantized (scale, ratio and zero point applied).
 struct AttendArgs {
@@ -61,8 +64,9 @@ struct AttendArgs {
     int64_t           n_cells;
     int64_t           n_tok;
     int64_t           n_group;
-    const float *     qt;   // [n_tok*n_group][k->rank] projected queries, gamma and softmax scale already in
-    const float *     bias; // [n_tok][bias_stride], first n_cells of each row used
+    const float *     qt;    // [n_tok*n_group][k->rank] projected queries, gamma and softmax scale already in
+    const float *     shift; // [n_tok*n_group], finite, softmax scale already in; nullptr: zeros
+    const float *     bias;  // [n_tok][bias_stride], first n_cells of each row used
     int64_t           bias_stride;
     const float *     slope;   // [n_group]
     float             softcap; // 0: none
@@ -95,7 +99,7 @@ struct ExactArgs {
 struct Ops {
     const char * name; // "ref", "avx2", ...
 
-    // c = E x, quantized, written to rows + cells[t]*row_stride for t in [0, n).
+    // c = E x - offset, quantized, written to rows + cells[t]*row_stride for t in [0, n).
     //   x [n][ldx] f32. The scale code is the one of a few candidates with the least squared coefficient error
     //   (kernels/ref/encode.cpp says which). A row with a non-finite coefficient, or all zero, becomes a zero row:
     //   scale byte 0, all codes 0. Returns the number of non-finite rows.
