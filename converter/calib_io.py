@@ -68,11 +68,16 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How the layers' sensitivities were measured. tokens: positions whose distributions entered them."""
+    """How the layers' sensitivities were measured. tokens: positions whose distributions entered them.
+
+    correction: measured over predicted KLD of a layout with this window, on other text; correction0: of q8_0 without.
+    """
 
     method: str
     tokens: int
     n_recent: int
+    correction: float = 1.0
+    correction0: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def _canonical(blob: bytes) -> tuple[bytes, memoryview]:
 #
 
 _SENSITIVITY = {"ek": "k", "ev": "v", "ek0": "k0", "ev0": "v0"}  # tensor: field of LayerSensitivity
-METHODS = ("fisher", "probe")
+METHODS = ("fisher",)
 _SHAPE_FIELDS = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
 
 
@@ -300,18 +305,19 @@ class _Header:
             item = json.loads(text)
         except (ValueError, RecursionError):
             item = None
+        members = ("method", "tokens", "n_recent", "correction", "correction0")
         if (
             not isinstance(item, dict)
-            or set(item) != {"method", "tokens", "n_recent"}
+            or set(item) != set(members)
             or item["method"] not in METHODS
-            or type(item["tokens"]) is not int
-            or type(item["n_recent"]) is not int
-            or item["tokens"] < 1
-            or item["n_recent"] < 0
+            or any(type(item[key]) is not int for key in ("tokens", "n_recent"))
+            or any(type(item[key]) is not float for key in ("correction", "correction0"))
+            or not (item["tokens"] >= 1 and item["n_recent"] >= 0)
+            or not all(0.0 < item[key] < math.inf for key in ("correction", "correction0"))
         ):
             raise ConverterError(
-                f"{PREFIX}sensitivity: expected {{method: {' or '.join(METHODS)}, tokens, n_recent}}, "
-                f"found {text[:80]!r}"
+                f"{PREFIX}sensitivity: expected a JSON object of {', '.join(members)} (method {' or '.join(METHODS)}, "
+                f"numbers positive), found {text[:80]!r}"
             )
         return Sensitivity(**item)
 

@@ -29,8 +29,7 @@ from converter.metadata import CodedLayer
 from converter.metrics import BASES_K, BASES_V
 from converter.pipeline import Fit, Options
 from converter.predict import reconstructed
-from converter.reference import F32, Coder, Reference
-from converter.sensitivity import check_shapes, cut
+from converter.reference import F32, Coder, Reference, check_shapes, cut
 from runtime import plots
 from runtime.scoring import Scores, score
 

@@ -208,11 +208,18 @@ class Fit:
 
     def error(self, layers: Sequence[CodedLayer]) -> float | None:
         """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples."""
-        return predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
+        error = predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
+        return self._corrected(error, self.windowed)
 
     def stock_error(self, kind: str) -> float | None:
         """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
-        return predict.stock_error(self.calibration, self._stock_costs, kind)
+        return self._corrected(predict.stock_error(self.calibration, self._stock_costs, kind), False)
+
+    def _corrected(self, error: float | None, windowed: bool) -> float | None:
+        measured = self.calibration.sensitivity
+        if error is None or measured is None:
+            return error
+        return error * (measured.correction if windowed else measured.correction0)
 
     def budget_like(self, kind: str) -> float | None:
         """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell."""

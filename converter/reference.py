@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from converter.calib_io import Calibration
+from converter.calibrate import read_text
 from converter.errors import ConverterError
 from converter.gguf_io import Gguf
 
@@ -213,3 +215,39 @@ def _uneven(moments: NDArray[np.float64]) -> NDArray[np.float64]:
     d = moments.shape[-1]
     even = np.trace(moments, axis1=1, axis2=2)[:, None, None] / d * np.eye(d)
     return moments - even + np.finfo(np.float64).tiny
+
+
+def check_shapes(flag: str, reference: Reference, calibration: Calibration) -> None:
+    """Refuse a calibration of other attention shapes than the model's. Raises ConverterError."""
+    expected = (reference.n_layer, reference.n_head, reference.n_head_kv, reference.d)
+    shapes = {
+        (len(calibration.layers), s.n_head, s.n_head_kv, s.d_k)
+        for s in (layer.shape for layer in calibration.layers)
+        if s.d_k == s.d_v
+    }
+    if shapes != {expected}:
+        raise ConverterError(
+            f"{flag}: expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
+            f"as in the model, found another calibration"
+        )
+
+
+def cut(reference: Reference, files: tuple[Path, ...], n_ctx: int, chunks: int, flag: str = "-f") -> list[list[int]]:
+    """The first `chunks` chunks of n_ctx tokens, an equal share from every text; BOS first where the model wants one.
+
+    Raises ConverterError for a text without a whole chunk.
+    """
+    start = [] if reference.bos is None else [reference.bos]
+    step = n_ctx - len(start)
+    out: list[list[int]] = []
+    for i, path in enumerate(files):
+        quota = -(-(chunks - len(out)) // (len(files) - i))
+        # a token is rarely longer than 16 bytes; a short prefix spares tokenizing megabytes
+        text = read_text(path).data[: 16 * quota * step].decode("utf-8", "ignore")
+        tokens = reference.tokenize(text)
+        if len(tokens) < step:
+            raise ConverterError(
+                f"{flag}: {path.name}: expected at least {step} tokens for a chunk, found {len(tokens)}"
+            )
+        out += [start + tokens[j : j + step] for j in range(0, len(tokens) - step + 1, step)][:quota]
+    return out

@@ -77,6 +77,7 @@ def test_values_beyond_the_window_matter_less(measured: Path) -> None:
     assert stats.sensitivity is not None and stats.sensitivity.method == "fisher"
     assert stats.sensitivity.n_recent == N_RECENT
     assert stats.sensitivity.tokens == 12 * 128
+    assert 0.3 < stats.sensitivity.correction < 4.0 and 0.3 < stats.sensitivity.correction0 < 4.0
     near = sum(np.trace(layer.sensitivity.v0.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
     far = sum(np.trace(layer.sensitivity.v.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
     assert 0.0 < far < near
