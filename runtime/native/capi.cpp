@@ -55,6 +55,15 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
                       MAX_RECENT, MAX_RECENT, params->n_sink, params->n_recent, params->n_rollback);
             return false;
         }
+        // Sensitivities count errors beyond the window only: inside it these bases are free to be anything.
+        const Layout & l = *layout->p;
+        if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && params->n_recent >= 0 &&
+            params->n_recent < l.n_recent) {
+            set_error("n_recent: at least %d expected, for which the kld-aware bases were made, %d found; convert the "
+                      "model with --n-recent %d",
+                      l.n_recent, params->n_recent, params->n_recent);
+            return false;
+        }
         pending.params = *params;
     }
     if (ops_error()) {

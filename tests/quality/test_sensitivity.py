@@ -136,6 +136,22 @@ def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., 
     assert (layout["basis_k"], layout["basis_v"]) == ("kld-aware", "kld-aware")
 
 
+def test_a_smaller_window_than_the_bases_were_made_for_is_refused(
+    measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Inside the window such bases may be anything, so running without it would be silently wrong."""
+    from runtime.engine import Model, parse_cache
+
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--kv-bits", "5", "--n-recent", str(N_RECENT))
+    assert result.exit_code == 0, result.output
+    with Model(str(tmp_path / "o.gguf")) as model:
+        cache = parse_cache("subkv", tmp_path / "o.gguf", None)
+        sizes = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "flash_attn": "off"}
+        with pytest.raises(Exception, match="n.recent: at least 16 expected, for which the kld-aware bases were made"):
+            model.context(cache, **sizes, n_recent=8)
+        model.context(cache, **sizes, n_recent=32).close()
+
+
 def test_kld_aware_needs_sensitivities(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
