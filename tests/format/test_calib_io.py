@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,18 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from converter.atomic import atomic_file, check_writable
-from converter.calib_io import PREFIX, merge, pack, read_calibration, thin, unpack, write_calibration
+from converter.calib_io import (
+    PREFIX,
+    Calibration,
+    LayerSensitivity,
+    Sensitivity,
+    merge,
+    pack,
+    read_calibration,
+    thin,
+    unpack,
+    write_calibration,
+)
 from converter.errors import ConverterError
 
 MOMENTS = ("k2", "q2", "v2", "k1", "q1", "v1")
@@ -321,3 +333,64 @@ def test_unwritable_outputs_are_refused_early(tmp_path: Path) -> None:
         check_writable("-o", tmp_path / "file" / "x")
     check_writable("-o", tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+#
+# sensitivities
+#
+
+
+def with_sensitivities(calibration: Calibration) -> Calibration:
+    layers = tuple(
+        replace(layer, sensitivity=LayerSensitivity(layer.k2, layer.v2, 2.0 * layer.k2, 2.0 * layer.v2))
+        for layer in calibration.layers
+    )
+    return replace(calibration, layers=layers, sensitivity=Sensitivity("fisher", 4096, 128, 2.5, 1.1))
+
+
+def test_sensitivities_survive_the_file(tmp_path: Path) -> None:
+    written = with_sensitivities(random_calibration())
+    write_calibration("-o", tmp_path / "c.safetensors", written)
+    read = read_calibration("--bases", tmp_path / "c.safetensors")
+    assert read.sensitivity == written.sensitivity
+    for a, b in zip(read.layers, written.layers, strict=True):
+        assert a.sensitivity is not None and b.sensitivity is not None
+        for key in ("k", "v", "k0", "v0"):
+            np.testing.assert_allclose(getattr(a.sensitivity, key), getattr(b.sensitivity, key), rtol=1e-6)
+
+
+def test_merging_keeps_the_later_sensitivities() -> None:
+    plain, measured = random_calibration(), with_sensitivities(random_calibration(seed=1))
+    for a, b in ((plain, measured), (measured, plain)):
+        merged = merge("--in-file", a, b)
+        assert merged.sensitivity == measured.sensitivity
+        assert all(layer.sensitivity is not None for layer in merged.layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"method": "guess"}, "subkv.calibration.sensitivity: expected a JSON object of method"),
+        ({"tokens": 0}, "subkv.calibration.sensitivity: expected"),
+        ({"correction": 0.0}, "subkv.calibration.sensitivity: expected"),
+        ({"correction": float("nan")}, "subkv.calibration.sensitivity: expected"),
+        ({"n_recent": -1}, "subkv.calibration.sensitivity: expected"),
+    ],
+)
+def test_bad_sensitivity_headers(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    good = with_sensitivities(random_calibration())
+    assert good.sensitivity is not None
+    write_calibration("-o", tmp_path / "c.safetensors", replace(good, sensitivity=replace(good.sensitivity, **change)))
+    with pytest.raises(ConverterError, match=re.escape(sentence)):
+        read_calibration("--bases", tmp_path / "c.safetensors")
+
+
+def test_sensitivities_come_whole_or_not_at_all(tmp_path: Path) -> None:
+    good = with_sensitivities(random_calibration())
+    broken = replace(good, layers=(good.layers[0], replace(good.layers[1], sensitivity=None)))
+    write_calibration("-o", tmp_path / "c.safetensors", broken)
+    with pytest.raises(ConverterError, match=r"blk\.1\.ek: expected this tensor, found none"):
+        read_calibration("--bases", tmp_path / "c.safetensors")
+    write_calibration("-o", tmp_path / "c.safetensors", replace(good, sensitivity=None))
+    with pytest.raises(ConverterError, match="expected only tensors of FORMAT.md"):
+        read_calibration("--bases", tmp_path / "c.safetensors")

@@ -410,3 +410,39 @@ def test_modules_are_commands(module: str) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("Usage: ")
+
+
+#
+# the default budget and what it says
+#
+
+
+def bare(base: Path, folder: Path, calibration: Calibration, *args: str) -> Result:
+    """convert without a budget."""
+    bases = folder / "bare.safetensors"
+    write_calibration("-o", bases, calibration)
+    return CliRunner().invoke(convert, ["--bases", str(bases), str(base), "--dry-run", *args])
+
+
+def test_default_budget_equals_q8_0_by_estimate(base: Path, tmp_path: Path) -> None:
+    """Without sensitivities the structural metrics stand in: still the smallest that equals q8_0."""
+    result = bare(base, tmp_path, random_calibration())
+    assert result.exit_code == 0, result.output
+    assert "by default, the smallest whose estimated attention error is at most q8_0's" in result.stderr
+    assert "predicted KLD" not in result.stdout
+
+
+def test_default_budget_without_samples_says_so(base: Path, tmp_path: Path) -> None:
+    result = bare(base, tmp_path, random_calibration(samples=0))
+    assert result.exit_code == 0, result.output
+    assert "--kv-bits: 4.5 by default, since q8_0's quality cannot be predicted here" in result.stderr
+
+
+def test_too_few_tokens_for_the_rank_are_noted(base: Path, tmp_path: Path) -> None:
+    scant = random_calibration()
+    layers = tuple(replace(layer, shape=replace(layer.shape, tokens=500)) for layer in scant.layers)
+    result = bare(base, tmp_path, replace(scant, layers=layers), "--kv-bits", "6")
+    assert result.exit_code == 0, result.output
+    assert "--bases: expected at least 512 calibrated tokens for rank 32, found 500" in result.stderr
+    fewer = bare(base, tmp_path, replace(scant, layers=layers), "--kv-bits", "6", "--rank-k", "16", "--rank-v", "16")
+    assert "calibrated tokens" not in fewer.stderr
