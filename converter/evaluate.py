@@ -152,11 +152,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in results:
-        predicted = "" if r["predicted_kld"] is None else f"{r['predicted_kld']:.6f}"
+        predicted = "" if r["predicted_kld"] is None else f"{r['predicted_kld']:.2g}"
         lines.append(
             f"| {r['text']} | {r['name']} | {r['bpe']:.2f} | {r['bpe_rows']:.2f} "
             f"| {r['delta_percent']:+.2f}% ± {100 * r['ppl_ratio_stderr']:.2f}% "
-            f"| {r['mean_kld']:.6f} ± {r['mean_kld_stderr']:.6f} | {r['median_kld']:.6f} | {r['kld_999']:.6f} "
+            f"| {r['mean_kld']:.3g} ± {r['mean_kld_stderr']:.1g} | {r['median_kld']:.2g} | {r['kld_999']:.2g} "
             f"| {100 * r['same_top']:.2f}% | {predicted} |"
         )
     return "\n".join(lines)

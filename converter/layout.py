@@ -18,7 +18,7 @@ import numpy as np
 from converter.basis import F64
 from converter.codec import Bands, row_bytes
 from converter.errors import ConverterError
-from converter.quantizer import WIDTHS, distortion
+from converter.quantizer import CODED_WIDTHS, WIDTHS, distortion
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
 N_ROLLBACK = 32  # exact rows the runtime keeps beyond n_recent (subkv_cache_params.n_rollback)
@@ -32,6 +32,10 @@ MAX_SINK = 4096
 # Sherlock (decoders that undo the shrinking, basis.py): 0.0018 at 1, 0.0013 at 10, 0.0013 at 25; at 4 bits 0.00090,
 # 0.00066 (and 0.00075 at 3); at 3 bits 0.0041, 0.0030.
 COHERENCE = 10.0
+
+# Budgets from which bands of 16 bits are planned. Their coefficients are not integer codes, which costs decoding speed;
+# SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and 0.00004 at 6.4.
+WIDE_FROM = 6.5
 MAX_RECENT = 65536
 
 
@@ -119,15 +123,15 @@ def loss(bits: int) -> float:
 
 
 @functools.cache
-def _ladder(start: int, basis_bits: float) -> tuple[int, ...]:
+def _ladder(start: int, basis_bits: float, widest: int) -> tuple[int, ...]:
     """Useful widths above `start` in order: the lower convex hull of (bits per coefficient, loss)."""
 
     def cost(bits: int) -> float:
         return bits + basis_bits if bits else 0.0
 
     ladder, current = [], start
-    while current != WIDTHS[-1]:
-        above = [bits for bits in WIDTHS if bits > current]
+    while current != widest:
+        above = [bits for bits in WIDTHS if current < bits <= widest]
         saved = [(loss(current) - loss(bits)) / (cost(bits) - cost(current)) for bits in above]
         current = above[int(np.argmax(saved))]
         ladder.append(current)
@@ -172,7 +176,8 @@ def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> li
             f"found {kv_bits:g}"
         )
     elements = sum(head.d for head in heads)
-    return _Filling(heads, overhead, (kv_bits - low.total) * elements).run()
+    widest = WIDTHS[-1] if kv_bits >= WIDE_FROM else CODED_WIDTHS[-1]
+    return _Filling(heads, overhead, (kv_bits - low.total) * elements, widest).run()
 
 
 def _up(value: float) -> str:
@@ -186,7 +191,8 @@ def _down(value: float) -> str:
 class _Filling:
     """Greedy state: width of every group, and a heap of next steps by error saved per bit."""
 
-    def __init__(self, heads: Sequence[Head], overhead: Overhead, spare: float) -> None:
+    def __init__(self, heads: Sequence[Head], overhead: Overhead, spare: float, widest: int) -> None:
+        self.widest = widest
         self.spare = spare * (1.0 + 1e-12)  # bits per token beyond the least layout
         self.basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
         self.weight = [_pooled(head.importance) for head in heads]
@@ -207,7 +213,7 @@ class _Filling:
             return
         old = self.bits[h][g]
         start = WIDTHS[0] if g == 0 else 0  # the first group was started at the least width by decree
-        ladder = [bits for bits in _ladder(start, self.basis_bits[h]) if bits > old]
+        ladder = [bits for bits in _ladder(start, self.basis_bits[h], self.widest) if bits > old]
         if not ladder or (g > 0 and self.bits[h][g - 1] < ladder[0]):
             return
         gain = self.weight[h][g] * (loss(old) - loss(ladder[0])) / self._cost(h, old, ladder[0])
