@@ -29,14 +29,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def bases(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bases") / "bases.gguf"
-    command = ["-m", "converter", "--bases", str(CALIBRATION), str(demo_model), "--sidecar", "-o", str(path)]
-    command += ["--kv-bits", "4", "--n-recent", "0"]
+def convert(model: Path, path: Path, *options: str) -> Path:
+    """A sidecar made as a user would make it."""
+    command = ["-m", "converter", "--bases", str(CALIBRATION), str(model), "--sidecar", "-o", str(path), *options]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return path
+
+
+@pytest.fixture(scope="module")
+def bases(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default layout."""
+    return convert(demo_model, tmp_path_factory.mktemp("bases") / "bases.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +72,11 @@ def close(a: engine.Logits, b: engine.Logits) -> bool:
     return bool(abs(a - b).mean() < 0.05 * a.std())
 
 
-def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, bases: Path, text: Path) -> None:
+def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    bare = convert(demo_model, tmp_path / "bare.gguf", "--kv-bits", "4", "--n-recent", "0")
     command = [
         *("-m", "runtime.perplexity", "-m", str(demo_model), "-f", str(text), "-c", "1024", "--chunks", "1"),
-        *("--compare", f"f16,q4_0,subkv:{bases}", "-o", "json"),
+        *("--compare", f"f16,q4_0,subkv:{bare}", "-o", "json"),
     ]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
