@@ -212,12 +212,3 @@ def _half(matrix: NDArray[np.floating], name: str) -> NDArray[np.float16]:
     if not np.isfinite(rounded).all():
         raise ConverterError(f"basis {name}: expected values within half precision, found {np.abs(matrix).max():.3g}")
     return rounded
-
-
-def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
-    """Expected metric error of the *unquantized* projection: tr(M R Σ Rᵀ), R = I − Dᵀ E with the rounded matrices.
-
-    moment: of the data less the stored mean.
-    """
-    lost = np.eye(len(moment)) - stored.decode.astype(np.float64).T @ stored.encode.astype(np.float64)
-    return float(np.trace(metric @ lost @ moment @ lost.T))

@@ -22,14 +22,14 @@ from tqdm import tqdm
 
 from converter import layout, stock
 from converter.calib_io import Calibration, read_calibration
-from converter.calibrate import MIN_TOKENS, default_threads
+from converter.calibrate import MIN_TOKENS, default_threads, read_text
 from converter.errors import ConverterError, exit_on_error
 from converter.gguf_io import Gguf
 from converter.metadata import CodedLayer
 from converter.metrics import BASES_K, BASES_V
 from converter.pipeline import Fit, Options
 from converter.predict import reconstructed
-from converter.reference import F32, Coder, Reference, check_shapes, cut
+from converter.reference import F32, Coder, Reference, check_length, check_shapes, cut
 from runtime import plots
 from runtime.scoring import Scores, score
 
@@ -202,7 +202,7 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
 @click.option("--sides", type=click.Choice(list(SIDES)), default="both", show_default=True, help="What is coded.")
 @click.option("--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions exact.")
 @click.option("--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions exact.")
-@click.option("--bpe-context", type=int, help="Context of the bit count. [default: as of convert]")
+@click.option("--bpe-context", type=click.IntRange(1), help="Context of the bit count. [default: as of convert]")
 @click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]")
 @click.option("--plot", "target", type=click.Path(path_type=Path), help="Draw bits against KLD (extra plot).")
 @click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md", show_default=True)
@@ -233,6 +233,11 @@ def command(
         n_threads = threads or default_threads()
         reference = Reference("-m", model, n_threads)
         check_shapes("--bases", reference, calibration)
+        check_length(reference, ctx_size)
+        for path in files:
+            read_text(path)
+        if kinds and not stock.fits(reference.d):
+            raise ConverterError(f"--stock: expected none, since llama.cpp cannot quantize heads of {reference.d}")
         options = Options(
             basis_k=basis_k,
             basis_v=basis_v,

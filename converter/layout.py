@@ -33,9 +33,10 @@ MAX_SINK = 4096
 # 0.00066 (and 0.00075 at 3); at 3 bits 0.0041, 0.0030.
 COHERENCE = 10.0
 
-# Budgets from which bands of 16 bits are planned. Their coefficients are not integer codes, which costs decoding speed;
-# SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and 0.00004 at 6.4.
-WIDE_FROM = 6.5
+# Bits per element left for rows from which bands of 16 bits are planned. Their coefficients are not integer codes,
+# which costs decoding speed; SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and
+# 0.00004 at 6.4.
+WIDE_FROM = 6.0
 MAX_RECENT = 65536
 
 
@@ -176,7 +177,7 @@ def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> li
             f"found {kv_bits:g}"
         )
     elements = sum(head.d for head in heads)
-    widest = WIDTHS[-1] if kv_bits >= WIDE_FROM else CODED_WIDTHS[-1]
+    widest = WIDTHS[-1] if kv_bits - high.window - high.bases >= WIDE_FROM else CODED_WIDTHS[-1]
     return _Filling(heads, overhead, (kv_bits - low.total) * elements, widest).run()
 
 

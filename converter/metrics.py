@@ -76,7 +76,7 @@ def output_metrics(base: Gguf, shape: LayerShape) -> F64:
     Raises ConverterError when the model has no such tensor.
     """
     name = f"blk.{shape.il}.attn_output.weight"
-    weights = base.tensor(name, "basis output-aware needs it, --basis-v pca does not")
+    weights = base.tensor(name, "bases that know the output need it, --basis-v pca does not")
     columns = shape.n_head * shape.d_v
     if weights.shape[1] != columns:
         raise ConverterError(

@@ -160,9 +160,15 @@ class Fit:
             )
         check_window(settings, calibration)
         self.calibration = calibration
-        self.overhead = Overhead(options.bpe_context or default_context(base), settings.n_sink, settings.n_recent)
+        context = default_context(base) if options.bpe_context is None else options.bpe_context
+        self.overhead = Overhead(context, settings.n_sink, settings.n_recent)
         measured = calibration.sensitivity
         self.windowed = measured is not None and settings.n_recent >= measured.n_recent
+        if measured is not None and not self.windowed:
+            self.notes.append(
+                f"--n-recent: expected at least {measured.n_recent}, for which sensitivities were measured, found "
+                f"{settings.n_recent}: those without a recent window are used"
+            )
         self.layers: list[_Fitted] = []
         self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
         self.heads: list[Head] = []  # K, V of every head of every layer
@@ -222,18 +228,25 @@ class Fit:
         return error * (measured.correction if windowed else measured.correction0)
 
     def budget_like(self, kind: str) -> float | None:
-        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell."""
+        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell.
+
+        Raises ConverterError when no budget reaches it.
+        """
         target = self.stock_error(kind)
         if target is None:
             return None
         low, high = layout.budget_range(self.heads, self.overhead)
         first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
-        while first < last:
+        while first <= last:
             middle = (first + last) // 2
             error = self.error(self.code(self.plan(middle * BUDGET_STEP))[0])
             if error is None:
                 return None
-            first, last = (first, middle) if error <= target else (middle + 1, last)
+            first, last = (first, middle - 1) if error <= target else (middle + 1, last)
+        if first * BUDGET_STEP > high:
+            raise ConverterError(
+                f"--kv-bits: expected a budget, since none reaches the quality of {kind} with these ranks, found none"
+            )
         return round(first * BUDGET_STEP, 6)
 
 

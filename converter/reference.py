@@ -26,6 +26,12 @@ Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, 
 
 QUERIES = 256  # query rows per piece: bounds the score matrix
 NAME = "subkv_reference"
+# what changes attention or logits in ways that this module does not follow: members of a config, arguments of attention
+UNSUPPORTED = (
+    *("attn_logit_softcapping", "attn_logit_softcap", "final_logit_softcapping"),
+    *("logit_scale", "logits_scaling"),
+)
+EXTRAS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
 
 def _needed() -> tuple[Any, Any]:
@@ -107,24 +113,50 @@ class Reference:
             raise ConverterError(f"{flag}: {path}: transformers cannot load it: {reason}") from error
         self.model.eval().requires_grad_(False)
         config = self.model.config
-        for key in ("attn_logit_softcapping", "attn_logit_softcap"):
-            if getattr(config, key, None):
-                raise ConverterError(f"{flag}: expected plain softmax attention, found {key} in {config.model_type}")
+        for key in UNSUPPORTED:
+            if getattr(config, key, None) not in (None, 0, 1, 1.0):
+                raise ConverterError(f"{flag}: expected plain attention and logits, found {key} in {config.model_type}")
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             raise ConverterError(f"{flag}: expected full attention in every layer, found a sliding window")
         self.n_layer = int(config.num_hidden_layers)
         self.n_head = int(config.num_attention_heads)
         self.n_head_kv = int(getattr(config, "num_key_value_heads", None) or self.n_head)
         self.d = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_head)
+        self.n_ctx_train = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.key_order = np.arange(self.d)
         self._hook: Callable[..., Any] | None = None
         self._register(torch, transformers)
+        self._probe(flag)
+
+    def _probe(self, flag: str) -> None:
+        """Raises ConverterError for a model whose layers do not all call our attention with what it understands."""
+        seen = set()
+
+        def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+            seen.add(il)
+            return attend(q, k, v, None, scale, 0, 0)
+
+        try:
+            with self.hooked(hook):
+                self.logits([0, 1], 1)
+        except ConverterError:
+            raise
+        except Exception as error:
+            raise ConverterError(f"{flag}: expected a model that runs with another attention, found {error}") from error
+        if seen != set(range(self.n_layer)):
+            raise ConverterError(
+                f"{flag}: expected ordinary attention in {self.n_layer} layers, found it in {len(seen)} of this "
+                f"{self.model.config.model_type} model"
+            )
 
     def _register(self, torch: Any, transformers: Any) -> None:
         """Give this model our attention; other models of the process keep theirs."""
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **rest: Any) -> Any:
             scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            extra = [name for name in EXTRAS if rest.get(name) is not None]
+            if extra:
+                raise ConverterError(f"-m: expected plain softmax attention, found {', '.join(extra)}")
             hook = module.config._subkv_hook()
             if hook is None:
                 return attend(q, k, v, None, scale, 0, 0), None
@@ -240,6 +272,8 @@ def cut(reference: Reference, files: tuple[Path, ...], n_ctx: int, chunks: int, 
     start = [] if reference.bos is None else [reference.bos]
     step = n_ctx - len(start)
     out: list[list[int]] = []
+    if chunks < len(files):
+        raise ConverterError(f"--chunks: expected at least one for each of the {len(files)} texts, found {chunks}")
     for i, path in enumerate(files):
         quota = -(-(chunks - len(out)) // (len(files) - i))
         # a token is rarely longer than 16 bytes; a short prefix spares tokenizing megabytes
@@ -251,3 +285,9 @@ def cut(reference: Reference, files: tuple[Path, ...], n_ctx: int, chunks: int, 
             )
         out += [start + tokens[j : j + step] for j in range(0, len(tokens) - step + 1, step)][:quota]
     return out
+
+
+def check_length(reference: Reference, n_ctx: int) -> None:
+    """Refuse chunks beyond the positions a model was trained with. Raises ConverterError."""
+    if n_ctx > reference.n_ctx_train:
+        raise ConverterError(f"-c: expected at most the trained {reference.n_ctx_train} tokens, found {n_ctx}")

@@ -20,14 +20,19 @@ from converter.calibrate import MIN_TOKENS, default_threads, read_text
 from converter.errors import ConverterError, exit_on_error
 from converter.evaluate import Cache, coded_cache, run, stock_coder
 from converter.gguf_io import Gguf
-from converter.layout import DEFAULT_N_RECENT
+from converter.layout import DEFAULT_N_RECENT, MAX_RECENT
 from converter.pipeline import TARGET, Fit, Options
-from converter.reference import Reference, check_shapes, cut
+from converter.reference import Reference, check_length, check_shapes, cut
 
 DEFAULT_CHUNKS = 16
 HELD_OUT = 2  # further chunks, on which predictions are corrected
 PROBE_BITS = 4.5  # bits per element of the layout that is run for it
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
+
+
+def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
+    """The calibration's bases as `convert` would fit them. Raises ConverterError for what convert would refuse."""
+    return Fit(base, calibration, Options(n_sink=calibration.n_skip, n_recent=n_recent, bpe_context=ROWS_ONLY))
 
 
 def with_corrections(
@@ -36,18 +41,21 @@ def with_corrections(
     """The calibration with its predictions corrected by what is measured on `chunks`, text that did not enter it.
 
     Second order, with errors taken as independent of how much a cell is attended, predicts too little where attention
-    is rare and decisive (SmolLM2: 2.5 times beyond a window of 128 tokens, nearly right without a window). One layout
-    and q8_0 are therefore run for real.
+    is rare and decisive (SmolLM2: 2.0 times beyond a window of 128 tokens, right without a window). One layout and q8_0
+    are therefore run for real. A factor that cannot be measured (a KLD of zero, a head size that q8_0 refuses) stays 1.
     """
     assert calibration.sensitivity is not None
-    n_recent = calibration.sensitivity.n_recent
-    fit = Fit(base, calibration, Options(n_sink=calibration.n_skip, n_recent=n_recent, bpe_context=ROWS_ONLY))
-    coded = coded_cache(fit, PROBE_BITS, "kv")
-    plain = Cache(TARGET, stock_coder(TARGET), 0.0, 0.0, predicted=fit.stock_error(TARGET))
-    run(reference, (coded, plain), chunks, n_threads, progress=True)
-    found = [
-        cache.scores.summary()["mean_kld"] / cache.predicted if cache.predicted else 1.0 for cache in (coded, plain)
-    ]
+    fit = probe(base, calibration, calibration.sensitivity.n_recent)
+    caches = [coded_cache(fit, PROBE_BITS, "kv")]
+    predicted = fit.stock_error(TARGET)
+    if predicted is not None:
+        caches.append(Cache(TARGET, stock_coder(TARGET), 0.0, 0.0, predicted=predicted))
+    run(reference, caches, chunks, n_threads, progress=True)
+    found = [1.0, 1.0]
+    for i, cache in enumerate(caches):
+        kld = cache.scores.summary()["mean_kld"]
+        if kld > 0.0 and cache.predicted:
+            found[i] = kld / cache.predicted
     return replace(
         calibration, sensitivity=replace(calibration.sensitivity, correction=found[0], correction0=found[1]), sha256=""
     )
@@ -70,7 +78,7 @@ def with_corrections(
     "--n-recent",
     default=DEFAULT_N_RECENT,
     show_default=True,
-    type=click.IntRange(0),
+    type=click.IntRange(0, MAX_RECENT),
     help="Exact window that convert will be given, or a smaller one.",
 )
 @click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]")
@@ -95,7 +103,11 @@ def command(
         if ctx_size <= n_recent + calibration.n_skip:
             raise ConverterError(f"-c: expected more than the exact window of {n_recent} tokens, found {ctx_size}")
         n_threads = threads or default_threads()
+        if not model.is_dir():  # before minutes are spent on what could not be used
+            with Gguf("-m", model) as base:
+                probe(base, calibration, n_recent)
         reference = Reference("-m", model, n_threads)
+        check_length(reference, ctx_size)
         check_shapes("--bases", reference, calibration)
         pieces = cut(reference, files, ctx_size, chunks + HELD_OUT)
         if len(pieces) <= HELD_OUT:

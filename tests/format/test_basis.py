@@ -8,13 +8,20 @@ from calib_synthetic import draw, random_moment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.basis import band_step, expected_error, fit_metric, fit_pca, gains, mixing_matrix, store
+from converter.basis import F64, StoredBasis, band_step, fit_metric, fit_pca, gains, mixing_matrix, store
 from converter.codec import round_trip
 from converter.errors import ConverterError
 from converter.quantizer import CODED_WIDTHS, best_step, distortion, gaussian_distortion, shared_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.sampled_from([8, 16, 24, 64, 80])
+
+
+def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
+    """Metric error of the unquantized projection: tr(M R Σ Rᵀ), R = I − Dᵀ E, D before it was divided by the gains."""
+    decode = stored.decode.astype(np.float64) * gains(stored.bands)[:, None]
+    lost = np.eye(len(moment)) - decode.T @ stored.encode.astype(np.float64)
+    return float(np.trace(metric @ lost @ moment @ lost.T))
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,25 @@ def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Pat
     (tmp_path / "bad.gguf").write_bytes(b"GGUF but not really")
     with pytest.raises(ConverterError, match="-m: "):
         Reference("-m", tmp_path / "bad.gguf", 1)
+
+
+def test_attention_of_another_kind_is_refused(reference: Callable[[str], Any], tiny_model: Callable[..., Path]) -> None:
+    """Soft-capped logits, and ALiBi in attention of the model's own: one sentence, no traceback."""
+    from converter.reference import Reference
+
+    reference("llama")
+    for arch in ("gemma2", "bloom"):
+        with pytest.raises(ConverterError, match="^-m: "):
+            Reference("-m", tiny_model(arch), 1)
+
+
+def test_chunks_are_shared_among_texts(reference: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
+    from converter.reference import cut
+
+    r, short = reference("llama"), tmp_path / "short.txt"
+    short.write_text("too short")
+    assert [len(chunk) for chunk in cut(r, (text, text), 100, 3)] == [100, 100, 100]
+    with pytest.raises(ConverterError, match="--chunks: expected at least one for each of the 3 texts, found 2"):
+        cut(r, (text, text, text), 100, 2)
+    with pytest.raises(ConverterError, match="short.txt: expected at least 100 tokens for a chunk, found"):
+        cut(r, (short,), 100, 2)

@@ -127,6 +127,46 @@ def run_convert(model: Path, bases: Path, folder: Path, *arguments: str) -> Resu
     return CliRunner().invoke(convert, ["--bases", str(bases), "-o", str(folder / "o.gguf"), *arguments, str(model)])
 
 
+def test_an_unreachable_default_is_refused(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Ranks too low for q8_0's quality at any budget: no budget is made up."""
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--rank-k", "8", "--rank-v", "8")
+    assert result.exit_code == 1
+    assert "--kv-bits: expected a budget, since none reaches the quality of q8_0 with these ranks" in result.output
+
+
+def test_a_window_that_was_not_measured_is_noted(
+    measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--n-recent", "8", "--kv-bits", "6")
+    assert result.exit_code == 0, result.output
+    assert "--n-recent: expected at least 16, for which sensitivities were measured, found 8" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
+        (["-c", "128"], "-c: expected more than the exact window of 128 tokens, found 128"),
+        (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
+    ],
+)
+def test_sensitivity_refuses(
+    arguments: list[str],
+    sentence: str,
+    calibration: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+    reference: Callable[[str], Any],
+) -> None:
+    reference("llama")
+    given = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-t", "1"]
+    result = CliRunner().invoke(sensitivity.command, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
+    assert result.exit_code == 1
+    assert sentence in result.output
+    assert not (tmp_path / "o.safetensors").exists()
+
+
 def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     from converter.metadata import read
 
@@ -195,7 +235,9 @@ def test_evaluate_command(
     [
         (["--kv-bits", "x"], "expected numbers separated by commas, found 'x'"),
         (["--stock", "q3_9"], "expected types out of f16, q8_0"),
-        (["-c", "100000"], "words.txt: expected at least 100000 tokens for a chunk, found"),
+        (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
+        (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
+        (["--bpe-context", "0"], "0 is not in the range"),
         (["--kv-bits", "", "--stock", ""], "--kv-bits: expected a budget or --stock types to evaluate, found none"),
         (["--kv-bits", "0.2"], "--kv-bits: expected "),
     ],
