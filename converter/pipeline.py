@@ -20,6 +20,7 @@ from converter.gguf_io import Gguf
 from converter.layout import Account, Head, Overhead
 from converter.metadata import CodedHead, CodedLayer, Settings
 from converter.metrics import LayerCost, fit_heads, layer_cost, resolve_bases
+from converter.positions import spread
 
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
 TARGET = "q8_0"  # the stock type whose quality the default budget matches
@@ -159,6 +160,8 @@ class Fit:
                 "--center-k: off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
             )
         check_window(settings, calibration)
+        calibration, note = spread(base, calibration)
+        self.notes += [note] if note else []
         self.calibration = calibration
         context = default_context(base) if options.bpe_context is None else options.bpe_context
         self.overhead = Overhead(context, settings.n_sink, settings.n_recent)

@@ -1,0 +1,69 @@
+"""Statistics spread over positions: against rotating by hand, and where it does not apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calib_synthetic import random_calibration
+
+from converter.calib_io import LayerSensitivity, Sensitivity
+from converter.gguf_io import Gguf
+from converter.positions import rotation, spread
+
+
+def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
+    """R_o [d, d] written out, base 10000."""
+    matrix = np.zeros((d, d))
+    for i in range(d // 2):
+        a, b = (2 * i, 2 * i + 1) if neighbours else (i, i + d // 2)
+        angle = offset * 10000.0 ** (-2.0 * i / d)
+        matrix[a, a] = matrix[b, b] = np.cos(angle)
+        matrix[a, b], matrix[b, a] = -np.sin(angle), np.sin(angle)
+    return matrix
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_moments_are_the_mean_over_offsets(arch: str, tiny_model: Callable[..., Path]) -> None:
+    """Fine midpoint sums over [0, 4096 − 256]; the tiny models are trained for 4096 positions."""
+    stats = random_calibration(arch=arch)
+    layers = tuple(
+        replace(layer, k1=layer.k1 + 0.5, sensitivity=LayerSensitivity(layer.q2, layer.v2, layer.k2, layer.v2))
+        for layer in stats.layers
+    )
+    stats = replace(stats, layers=layers, sensitivity=Sensitivity("fisher", 100, 16))
+    with Gguf("-m", tiny_model(arch)) as base:
+        wide, note = spread(base, stats)
+    assert note is None
+    offsets = (np.arange(20_000) + 0.5) / 20_000 * (4096 - 256)
+    turns = np.stack([turn(32, o, arch == "llama") for o in offsets])
+    found, given = wide.layers[1], stats.layers[1]
+    assert found.sensitivity is not None and given.sensitivity is not None
+    pairs = [(found.k2, given.k2), (found.q2, given.q2), (found.sensitivity.k, given.sensitivity.k)]
+    for a, b in pairs:
+        expected = np.einsum("oij,jk,olk->il", turns, b[0], turns, optimize=True) / len(offsets)
+        np.testing.assert_allclose(a[0], expected, atol=2e-3 * np.trace(b[0]))
+        assert np.trace(a[0]) == pytest.approx(np.trace(b[0]))
+    np.testing.assert_allclose(found.k1[0], turns.mean(axis=0) @ given.k1[0], atol=5e-3)
+    np.testing.assert_array_equal(found.v2, given.v2)
+    np.testing.assert_allclose(  # rows are turned, not stretched
+        np.linalg.norm(found.ks.astype(float), axis=-1), np.linalg.norm(given.ks.astype(float), axis=-1), rtol=5e-3
+    )
+
+
+def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Path]) -> None:
+    stats = random_calibration(n_ctx=4096)
+    with Gguf("-m", tiny_model("llama")) as base:
+        assert spread(base, stats) == (stats, None)
+
+
+def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
+    stats = random_calibration(arch="gemma2")
+    with Gguf("-m", tiny_model("gemma2")) as base:
+        assert rotation(base, 32) is None
+        same, note = spread(base, stats)
+    assert same == stats
+    assert note is not None and note.startswith("--bases: expected a calibration at the trained context of 4096 tokens")
