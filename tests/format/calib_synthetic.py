@@ -58,7 +58,7 @@ def random_calibration(n_layer: int = 2, seed: int = 0, samples: int = 32, **ove
         "arch": "llama",
         "name": "tiny",
         "block_count": n_layer,
-        "n_ctx": 256,
+        "n_ctx": 4096,
         "n_skip": 4,
         "tokens": 1000,
         "texts": (TextSource("a.txt", "0" * 64, 12345),),

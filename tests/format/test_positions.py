@@ -29,7 +29,7 @@ def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_moments_are_the_mean_over_offsets(arch: str, tiny_model: Callable[..., Path]) -> None:
     """Fine midpoint sums over [0, 4096 − 256]; the tiny models are trained for 4096 positions."""
-    stats = random_calibration(arch=arch)
+    stats = random_calibration(arch=arch, n_ctx=256)
     layers = tuple(
         replace(layer, k1=layer.k1 + 0.5, sensitivity=LayerSensitivity(layer.q2, layer.v2, layer.k2, layer.v2))
         for layer in stats.layers
@@ -61,7 +61,7 @@ def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Pa
 
 
 def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
-    stats = random_calibration(arch="gemma2")
+    stats = random_calibration(arch="gemma2", n_ctx=256)
     with Gguf("-m", tiny_model("gemma2")) as base:
         assert rotation(base, 32) is None
         same, note = spread(base, stats)
