@@ -41,8 +41,12 @@ def generator() -> str:
 @click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded", show_default=True)
 @click.option("--rank-k", type=int, help="Most K coefficients per head. [default: the head size]")
 @click.option("--rank-v", type=int, help="Most V coefficients per head. [default: the head size]")
-@click.option("--basis-k", type=click.Choice(BASES_K), help=f"[default: {BASES_K[2]} if calibrated, else {BASES_K[1]}]")
-@click.option("--basis-v", type=click.Choice(BASES_V), help=f"[default: {BASES_V[2]} if calibrated, else {BASES_V[1]}]")
+@click.option(
+    "--basis-k", type=click.Choice(BASES_K), help=f"[default: {BASES_K[2]} with sensitivities, else {BASES_K[1]}]"
+)
+@click.option(
+    "--basis-v", type=click.Choice(BASES_V), help=f"[default: {BASES_V[2]} with sensitivities, else {BASES_V[1]}]"
+)
 @click.option("--gamma", type=click.Choice(METHODS), default="calibrated", show_default=True)
 @click.option(
     "--center-k/--no-center-k", default=True, show_default=True, help="Code keys less their mean; needs sinks."

@@ -32,20 +32,14 @@ def measure(
 ) -> Calibration:
     """The calibration with sensitivities measured on `chunks`, each run from an empty cache, per scored token.
 
-    reference.key_order must be the calibration's (Reference.match). Every cell from calibration.n_skip on enters.
-    Raises ConverterError when the shapes differ.
+    reference.key_order must be the calibration's (Reference.match), its shapes too (check_shapes). Every cell from
+    calibration.n_skip on enters.
     """
     import torch
 
-    shapes = [layer.shape for layer in calibration.layers]
     sums: list[dict[str, F64]] = [
-        {
-            "k": np.zeros((s.n_head_kv, s.d_k, s.d_k)),
-            "v": np.zeros((s.n_head_kv, s.d_v, s.d_v)),
-            "k0": np.zeros((s.n_head_kv, s.d_k, s.d_k)),
-            "v0": np.zeros((s.n_head_kv, s.d_v, s.d_v)),
-        }
-        for s in shapes
+        {key: np.zeros_like(layer.k2 if key.startswith("k") else layer.v2) for key in ("k", "v", "k0", "v0")}
+        for layer in calibration.layers
     ]
     tokens = 0
     generator = torch.Generator().manual_seed(SEED)

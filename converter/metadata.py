@@ -47,7 +47,6 @@ class Settings:
     gamma: str
     n_sink: int
     n_recent: int
-    center_k: bool  # keys are coded less their mean
 
 
 def layout_json(layers: Sequence[CodedLayer]) -> str:

@@ -90,16 +90,16 @@ def output_metrics(base: Gguf, shape: LayerShape) -> F64:
     return metrics
 
 
-def layer_cost(base: Gguf, stats: LayerStats, basis_v: str, exact_window: bool) -> LayerCost:
-    """The cost matrices of a layer. exact_window: the recent window is at least the calibrated one.
-
-    With basis_v pca the output projection is not read; the identity stands in for its metric.
-    """
-    shape = stats.shape
+def value_metrics(base: Gguf, shape: LayerShape, basis_v: str) -> F64:
+    """The structural metric of values, [n_head_kv, d_v, d_v]; for basis_v pca the identity, and no weight is read."""
     if basis_v == "pca":
-        output: F64 = np.broadcast_to(np.eye(shape.d_v), (shape.n_head_kv, shape.d_v, shape.d_v)).copy()
-    else:
-        output = output_metrics(base, shape)
+        return np.broadcast_to(np.eye(shape.d_v), (shape.n_head_kv, shape.d_v, shape.d_v)).copy()
+    return output_metrics(base, shape)
+
+
+def layer_cost(stats: LayerStats, output: F64, exact_window: bool) -> LayerCost:
+    """The cost matrices of a layer. output: value_metrics; exact_window: the recent one is at least the calibrated."""
+    shape = stats.shape
     if stats.sensitivity is not None:
         k, v = (
             (stats.sensitivity.k, stats.sensitivity.v) if exact_window else (stats.sensitivity.k0, stats.sensitivity.v0)

@@ -19,7 +19,7 @@ from converter.gamma import gamma_of
 from converter.gguf_io import Gguf
 from converter.layout import Account, Head, Overhead
 from converter.metadata import CodedHead, CodedLayer, Settings
-from converter.metrics import LayerCost, fit_heads, layer_cost, resolve_bases
+from converter.metrics import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
 from converter.positions import spread
 
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
@@ -151,11 +151,11 @@ class Fit:
             options.gamma,
             options.n_sink,
             options.n_recent,
-            center_k=options.center_k and options.n_sink > 0,
         )
         # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
+        center_k = options.center_k and options.n_sink > 0
         self.notes: list[str] = []
-        if options.center_k and not settings.center_k:
+        if options.center_k and not center_k:
             self.notes.append(
                 "--center-k: off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
             )
@@ -179,9 +179,10 @@ class Fit:
             rank_k = layout.check_rank("--rank-k", options.rank_k, stats.shape.d_k, stats.shape.il)
             rank_v = layout.check_rank("--rank-v", options.rank_v, stats.shape.d_v, stats.shape.il)
             progress(f"basis of layer {stats.shape.il}")
-            cost = layer_cost(base, stats, basis_v, self.windowed)
-            self._stock_costs.append(layer_cost(base, stats, basis_v, False) if self.windowed else cost)
-            mean, k2 = _centre(stats, settings.center_k)
+            output = value_metrics(base, stats.shape, basis_v)
+            cost = layer_cost(stats, output, self.windowed)
+            self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
+            mean, k2 = _centre(stats, center_k)
             k = fit_heads(basis_k, k2, cost.k, cost.query)
             v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
             self.layers.append(_Fitted(k, v, cost, mean, k2))

@@ -87,18 +87,20 @@ def spread(base: Gguf, calibration: Calibration) -> tuple[Calibration, str | Non
     span = float(int(trained or 0) - calibration.n_ctx)
     if span <= 0:
         return calibration, None
-    turns = {layer.shape.d_k: rotation(base, layer.shape.d_k) for layer in calibration.layers}
-    if any(turn is None for turn in turns.values()):
-        return calibration, (
-            f"--bases: expected a calibration at the trained context of {trained} tokens, found {calibration.n_ctx}: "
-            f"quality beyond is not known; python -m converter.calibrate -c {trained}"
-        )
+    turns = {}
+    for d in {layer.shape.d_k for layer in calibration.layers}:
+        turn = rotation(base, d)
+        if turn is None:
+            return calibration, (
+                f"--bases: expected a calibration at the trained context of {trained} tokens, found "
+                f"{calibration.n_ctx}: quality beyond is not known; python -m converter.calibrate -c {trained}"
+            )
+        turns[d] = turn
     layers = tuple(_spread_layer(layer, turns[layer.shape.d_k], span) for layer in calibration.layers)
     return replace(calibration, layers=layers), None
 
 
-def _spread_layer(layer: LayerStats, turn: Rotation | None, span: float) -> LayerStats:
-    assert turn is not None
+def _spread_layer(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
     measured = layer.sensitivity
     if measured is not None:
         measured = replace(measured, k=turn.matrix(measured.k, span), k0=turn.matrix(measured.k0, span))

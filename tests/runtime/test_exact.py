@@ -55,6 +55,19 @@ def test_the_far_past_matters_in_this_model(model: engine.Model, tokens: list[in
         assert distance(first, s.decode(other)[-1:]) > 10 * floor
 
 
+Runs = list[tuple[int, list[int] | None, int]]  # n_ubatch, pieces, threads
+
+
+def check_runs(model: engine.Model, tokens: list[int], layout: Any, window: tuple[int, int, int], runs: Runs) -> None:
+    """Every run gives the logits of the whole prompt at once."""
+    with session(model, layout, window=window, n_ubatch=256) as s:
+        expected = s.decode(tokens)
+    for n_ubatch, pieces, threads in runs:
+        with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
+            found = s.decode(tokens, pieces=pieces)
+        assert agree(expected, found), (n_ubatch, pieces, threads, distance(expected, found))
+
+
 @pytest.mark.parametrize("bands", [[(32, 16)], [(32, 8)], [(8, 8), (8, 6), (16, 4)], [(8, 5), (8, 3), (8, 2)]])
 @pytest.mark.parametrize("window", [(4, 8, 4), (0, 0, 0), (3, 20, 0)])
 def test_any_split_of_the_prompt_gives_the_same_result(
@@ -64,18 +77,13 @@ def test_any_split_of_the_prompt_gives_the_same_result(
     bands: engine.Bands,
     window: tuple[int, int, int],
 ) -> None:
-    layout = make_layout(bands, bands)
-    with session(model, layout, window=window, n_ubatch=256) as s:
-        expected = s.decode(tokens)
-    for n_ubatch, pieces, threads in [
+    runs = [
         (16, None, 2),
         (7, None, 1),
         (64, [1, 1, 63, 64, 65, 6], 2),
         (256, [100, *[1] * 40, 60], 3),
-    ]:
-        with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
-            found = s.decode(tokens, pieces=pieces)
-        assert agree(expected, found), (n_ubatch, pieces, threads, distance(expected, found))
+    ]
+    check_runs(model, tokens, make_layout(bands, bands), window, runs)
 
 
 def test_a_narrow_layout_differs_and_the_window_protects_recent_tokens(
@@ -138,13 +146,8 @@ def test_any_split_gives_the_same_result_for_centred_keys(
     bands: engine.Bands,
     window: tuple[int, int, int],
 ) -> None:
-    layout = make_layout(bands, bands, mean=0.7)
-    with session(model, layout, window=window, n_ubatch=256) as s:
-        expected = s.decode(tokens)
-    for n_ubatch, pieces, threads in [(16, None, 2), (7, None, 1), (256, PIECES, 3)]:
-        with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
-            found = s.decode(tokens, pieces=pieces)
-        assert agree(expected, found), (n_ubatch, pieces, threads, distance(expected, found))
+    runs = [(16, None, 2), (7, None, 1), (256, PIECES, 3)]
+    check_runs(model, tokens, make_layout(bands, bands, mean=0.7), window, runs)
 
 
 def test_bytes_of_the_means_are_counted(model: engine.Model, make_layout: Callable[..., Any]) -> None:
