@@ -68,14 +68,16 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How the layers' sensitivities were measured. tokens: positions whose distributions entered them.
+    """How the layers' sensitivities were measured.
 
-    correction: measured over predicted KLD of a layout with this window, on other text; correction0: of q8_0 without.
+    tokens: positions whose distributions entered them. n_ctx: tokens of a chunk. correction: measured over
+    predicted KLD of a layout with this window, on other text; correction0: of q8_0 without.
     """
 
     method: str
     tokens: int
     n_recent: int
+    n_ctx: int
     correction: float = 1.0
     correction0: float = 1.0
 
@@ -305,14 +307,14 @@ class _Header:
             item = json.loads(text)
         except (ValueError, RecursionError):
             item = None
-        members = ("method", "tokens", "n_recent", "correction", "correction0")
+        members = ("method", "tokens", "n_recent", "n_ctx", "correction", "correction0")
         if (
             not isinstance(item, dict)
             or set(item) != set(members)
             or item["method"] not in METHODS
-            or any(type(item[key]) is not int for key in ("tokens", "n_recent"))
+            or any(type(item[key]) is not int for key in ("tokens", "n_recent", "n_ctx"))
             or any(type(item[key]) is not float for key in ("correction", "correction0"))
-            or not (item["tokens"] >= 1 and item["n_recent"] >= 0)
+            or not (item["tokens"] >= 1 and item["n_recent"] >= 0 and item["n_ctx"] >= 1)
             or not all(0.0 < item[key] < math.inf for key in ("correction", "correction0"))
         ):
             raise ConverterError(
@@ -441,8 +443,8 @@ def check_mergeable(flag: str, earlier: Calibration, arch: str, name: str, block
 def merge(flag: str, earlier: Calibration, later: Calibration) -> Calibration:
     """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
 
-    n_ctx, model_sha256, generator and, where it has them, sensitivities are those of `later`. Raises ConverterError
-    when the models differ.
+    n_ctx is the shorter one (positions.py spreads from there); model_sha256, generator and, where it has them,
+    sensitivities are those of `later`. Raises ConverterError when the models differ.
     """
     check_mergeable(flag, earlier, later.arch, later.name, later.block_count, later.n_skip)
     found = [replace(layer.shape, tokens=0) for layer in earlier.layers]
@@ -458,6 +460,7 @@ def merge(flag: str, earlier: Calibration, later: Calibration) -> Calibration:
         layers=layers,
         tokens=earlier.tokens + later.tokens,
         texts=texts,
+        n_ctx=min(earlier.n_ctx, later.n_ctx),
         sensitivity=later.sensitivity or earlier.sensitivity,
         sha256="",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -306,7 +306,7 @@ def command(
                 check_mergeable("--in-file", earlier, session.arch, session.name, session.block_count, n_sink)
             result, notes = calibrate(session, texts, ctx_size, n_sink, chunks, held_out, digest, progress=True)
         if earlier:
-            result = replace(merge("--in-file", earlier, result), n_ctx=ctx_size)
+            result = merge("--in-file", earlier, result)
         write_calibration("-o", output, result)
         for note in notes:
             click.echo(note, err=True)

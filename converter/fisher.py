@@ -49,11 +49,12 @@ def measure(
                 _accumulate(sums[il], gradients, reference.key_order)
             tokens += len(chunk) - len(chunk) // 2
             bar.update()
+    measured = Sensitivity("fisher", tokens, n_recent, max(len(chunk) for chunk in chunks))
     layers = tuple(
         replace(layer, sensitivity=LayerSensitivity(**{key: total / tokens for key, total in sums[i].items()}))
         for i, layer in enumerate(calibration.layers)
     )
-    return replace(calibration, layers=layers, sensitivity=Sensitivity("fisher", tokens, n_recent), sha256="")
+    return replace(calibration, layers=layers, sensitivity=measured, sha256="")
 
 
 def _gradients(reference: Reference, chunk: Sequence[int], n_skip: int, n_recent: int, generator: Any) -> list[Any]:

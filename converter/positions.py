@@ -84,8 +84,8 @@ def rotation(base: Gguf, d: int) -> Rotation | None:
 def spread(base: Gguf, calibration: Calibration) -> tuple[Calibration, str | None]:
     """The calibration over all trained positions, and a note where that could not be done but may be missed."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
-    span = float(int(trained or 0) - calibration.n_ctx)
-    if span <= 0:
+    shortest = min(calibration.n_ctx, calibration.sensitivity.n_ctx if calibration.sensitivity else calibration.n_ctx)
+    if trained is None or shortest >= trained:
         return calibration, None
     turns = {}
     for d in {layer.shape.d_k for layer in calibration.layers}:
@@ -93,17 +93,25 @@ def spread(base: Gguf, calibration: Calibration) -> tuple[Calibration, str | Non
         if turn is None:
             return calibration, (
                 f"--bases: expected a calibration at the trained context of {trained} tokens, found "
-                f"{calibration.n_ctx}: quality beyond is not known; python -m converter.calibrate -c {trained}"
+                f"{shortest}: quality beyond is not known; python -m converter.calibrate -c {trained}"
             )
         turns[d] = turn
-    layers = tuple(_spread_layer(layer, turns[layer.shape.d_k], span) for layer in calibration.layers)
-    return replace(calibration, layers=layers), None
+    span = float(max(trained - calibration.n_ctx, 0))
+    layers = [_spread_layer(layer, turns[layer.shape.d_k], span) for layer in calibration.layers]
+    if calibration.sensitivity is not None:
+        span = float(max(trained - calibration.sensitivity.n_ctx, 0))
+        layers = [_spread_sensitivity(layer, turns[layer.shape.d_k], span) for layer in layers]
+    return replace(calibration, layers=tuple(layers)), None
+
+
+def _spread_sensitivity(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
+    measured = layer.sensitivity
+    assert measured is not None
+    measured = replace(measured, k=turn.matrix(measured.k, span), k0=turn.matrix(measured.k0, span))
+    return replace(layer, sensitivity=measured)
 
 
 def _spread_layer(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
-    measured = layer.sensitivity
-    if measured is not None:
-        measured = replace(measured, k=turn.matrix(measured.k, span), k0=turn.matrix(measured.k0, span))
     return replace(
         layer,
         k2=turn.matrix(layer.k2, span),
@@ -112,5 +120,4 @@ def _spread_layer(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
         q1=turn.vector(layer.q1, span),
         ks=turn.rows(layer.ks, span),
         qs=turn.rows(layer.qs, span),
-        sensitivity=measured,
     )

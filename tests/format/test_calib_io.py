@@ -345,7 +345,7 @@ def with_sensitivities(calibration: Calibration) -> Calibration:
         replace(layer, sensitivity=LayerSensitivity(layer.k2, layer.v2, 2.0 * layer.k2, 2.0 * layer.v2))
         for layer in calibration.layers
     )
-    return replace(calibration, layers=layers, sensitivity=Sensitivity("fisher", 4096, 128, 2.5, 1.1))
+    return replace(calibration, layers=layers, sensitivity=Sensitivity("fisher", 4096, 128, 2048, 2.5, 1.1))
 
 
 def test_sensitivities_survive_the_file(tmp_path: Path) -> None:
@@ -374,6 +374,7 @@ def test_merging_keeps_the_later_sensitivities() -> None:
         ({"tokens": 0}, "subkv.calibration.sensitivity: expected"),
         ({"correction": 0.0}, "subkv.calibration.sensitivity: expected"),
         ({"correction": float("nan")}, "subkv.calibration.sensitivity: expected"),
+        ({"n_ctx": 0}, "subkv.calibration.sensitivity: expected"),
         ({"n_recent": -1}, "subkv.calibration.sensitivity: expected"),
     ],
 )

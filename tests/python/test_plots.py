@@ -65,7 +65,7 @@ def sensitive(n_layer: int = 3, **shape: Any) -> Calibration:
         il, heads, d_k, d_v = stats.shape.il, stats.shape.n_head_kv, stats.shape.d_k, stats.shape.d_v
         k, k0, v, v0 = (moments(il, heads, d) for d in (d_k, d_k, d_v, d_v))
         layers.append(replace(stats, sensitivity=LayerSensitivity(k=k, v=v, k0=k0, v0=v0)))
-    return replace(calibration, layers=tuple(layers), sensitivity=Sensitivity("fisher", 1000, 128))
+    return replace(calibration, layers=tuple(layers), sensitivity=Sensitivity("fisher", 1000, 128, 2048))
 
 
 def texts(axis: Any) -> list[str]:
