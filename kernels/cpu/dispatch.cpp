@@ -10,6 +10,14 @@ namespace subkv {
 
 namespace {
 
+#if defined(SUBKV_X86)
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
 struct Choice {
     const Ops * available[4] = {}; // slowest first, ends with nullptr
     const Ops * chosen       = nullptr;
@@ -22,6 +30,9 @@ struct Choice {
         __builtin_cpu_init(); // the checks below include the operating system's support of the registers
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
             available[n++] = &ops_avx2;
+            if (has_avx512()) {
+                available[n++] = &ops_avx512;
+            }
         }
 #endif
         chosen = available[n - 1];

@@ -1,48 +1,20 @@
 // plan.cpp: builds unpacking plans and owns the scratch memory of each thread. No ISA flags.
 #include "plan.h"
 
+#include "fields.h"
+
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <new>
-#include <utility>
 #include <vector>
 
 namespace subkv::cpu {
 
 namespace {
 
-struct Field { // one plane's share of one coefficient's code
-    int32_t byte;
-    int32_t mask;
-    int32_t weight;
-    bool    high;
-};
-
 struct StoredPlan {
     Plan              plan;
     std::vector<Part> parts;
 };
-
-int32_t low_bits(int32_t bits) {
-    return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
-}
-
-// Fields of coefficient j of a band; returns the shift s of the low one.
-int32_t fields_of(const Band & band, int32_t j, std::vector<Field> & out) {
-    const int32_t low = low_bits(band.bits);
-    const int32_t m   = band.n * low / 8;
-    const int32_t s   = low * (j / m);
-    out.push_back({ band.offset + j % m, ((1 << low) - 1) << s, 2, false });
-    const int32_t high = band.bits - low;
-    if (high > 0) {
-        const int32_t m_high = band.n * high / 8;
-        const int32_t t      = high * (j / m_high);
-        out.push_back({ band.offset + m + j % m_high, ((1 << high) - 1) << t, 2 << (s + low - t), true });
-    }
-    return s;
-}
 
 // Position in the register of lane `coefficient` (see plan.h on the order).
 int32_t lane_of(int32_t coefficient) {
@@ -76,10 +48,10 @@ void add_parts(StoredPlan & stored, Group & group, const std::vector<std::vector
                     later.push_back(field);
                     continue;
                 }
-                const int32_t at = 2 * lane_of(i) + (field.high ? 1 : 0);
+                const int32_t at = 2 * lane_of(i) + (field.to > 0 ? 1 : 0);
                 part.shuffle[at] = (uint8_t) (field.byte - part.window);
-                part.mask[at]    = (uint8_t) field.mask;
-                part.weight[at]  = (int8_t) field.weight;
+                part.mask[at]    = (uint8_t) (((1 << field.width) - 1) << field.shift);
+                part.weight[at]  = (int8_t) (2 << (lanes[(size_t) i][0].shift + field.to - field.shift));
             }
             rest[(size_t) i] = later;
         }
@@ -91,14 +63,13 @@ void add_parts(StoredPlan & stored, Group & group, const std::vector<std::vector
 void build(const HeadCodec & codec, StoredPlan & stored) {
     Plan & plan = stored.plan;
     std::memset(&plan, 0, sizeof(plan));
-    plan.n_groups = padded(codec.rank) / GROUP;
-    plan.single   = true;
-    std::vector<std::pair<int32_t, int32_t>> where; // band and index in it of every coefficient
+    plan.n_groups                                = padded(codec.rank) / GROUP;
+    plan.single                                  = true;
+    const std::vector<std::vector<Field>> fields = fields_of(codec);
+    std::vector<float>                    middle; // of every coefficient's codes
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         plan.has_half = plan.has_half || codec.bands[i].bits == 16;
-        for (int32_t j = 0; j < codec.bands[i].n; ++j) {
-            where.push_back({ i, j });
-        }
+        middle.insert(middle.end(), (size_t) codec.bands[i].n, 0.5f * (float) ((1 << codec.bands[i].bits) - 1));
     }
     for (float & unit : plan.unit) {
         unit = 1.0f;
@@ -109,13 +80,13 @@ void build(const HeadCodec & codec, StoredPlan & stored) {
         for (int32_t i = 0; i < GROUP; ++i) {
             group.offset[i] = 4194304.0f; // 2^22
             const size_t c  = (size_t) (g * GROUP + i);
-            if (c >= where.size() || codec.bands[where[c].first].bits == 16) {
-                continue; // no fields: the lane gives 0
+            if (c >= fields.size() || fields[c].empty()) {
+                continue; // beyond the rank or 16 bits: the lane gives 0
             }
-            const Band &  band = codec.bands[where[c].first];
-            const int32_t s    = fields_of(band, where[c].second, lanes[(size_t) i]);
-            group.offset[i] += 0.5f * (float) (((1 << band.bits) - 1) << s);
-            plan.unit[c] = 1.0f / (float) (1 << s);
+            lanes[(size_t) i]     = fields[c];
+            const float low_shift = (float) (1 << fields[c][0].shift);
+            group.offset[i] += middle[c] * low_shift;
+            plan.unit[c] = 1.0f / low_shift;
         }
         add_parts(stored, group, lanes, codec.row_bytes);
         plan.single = plan.single && group.n_parts == 1;
@@ -136,18 +107,8 @@ struct Scratch {
 } // namespace
 
 const Plan & plan_of(const HeadCodec & codec) {
-    static thread_local std::map<std::vector<int32_t>, std::unique_ptr<StoredPlan>> plans;
-    static thread_local std::vector<int32_t>                                        key;
-    key.clear();
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        key.push_back(codec.bands[i].n << 8 | codec.bands[i].bits);
-    }
-    std::unique_ptr<StoredPlan> & stored = plans[key];
-    if (!stored) {
-        stored = std::make_unique<StoredPlan>();
-        build(codec, *stored);
-    }
-    return stored->plan;
+    static thread_local PlanCache<StoredPlan> plans;
+    return plans.of(codec, [&](StoredPlan & stored) { build(codec, stored); }).plan;
 }
 
 void * scratch(int slot, size_t bytes) {

@@ -10,7 +10,8 @@
 namespace subkv {
 
 #if defined(SUBKV_X86)
-extern const Ops ops_avx2; // needs AVX2, FMA, F16C
+extern const Ops ops_avx2;   // needs AVX2, FMA, F16C
+extern const Ops ops_avx512; // needs those and AVX-512 F, BW, DQ, VL, VBMI, VNNI (Ice Lake, Zen 4)
 #endif
 
 } // namespace subkv

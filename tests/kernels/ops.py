@@ -104,6 +104,7 @@ class Ops(ct.Structure):
 
     _fields_ = [
         ("name", ct.c_char_p),
+        ("rounding", ct.c_float),
         ("encode_rows", ct.CFUNCTYPE(_I64, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P, _I64)),
         ("dequantize_rows", ct.CFUNCTYPE(None, ct.POINTER(HeadCodec), _P, _I64, _I64, _P)),
         ("project", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _I64, _I64, ct.c_float, _P, _I64)),
@@ -344,15 +345,17 @@ def attend_exact(
 
 def attention(
     q: F32, k: F64, v: F64, bias: F32, slope: F32, softcap: float, shift: F32 | None = None
-) -> tuple[F64, F64, F64, F64, F64]:
+) -> tuple[F64, F64, F64, F64, F64, F64]:
     """Ordinary softmax in double, from a fresh state.
 
     q [n_tok*G][d_k], k [n][d_k], v [n][d_v], bias [n_tok][>= n] -> m, z [n_tok*G], acc [n_tok*G][d_v], and for
-    tolerances: the largest |q|.|k| sum of any visible cell [n_tok*G] and sum exp * |v| [n_tok*G][d_v].
+    tolerances: the largest |q|.|k| sum of any visible cell [n_tok*G], sum exp * |v| [n_tok*G][d_v], and the weights exp
+    [n_tok*G][n].
     """
     rows, n, group = len(q), len(k), len(slope)
     m, z, size = np.full(rows, -np.inf), np.zeros(rows), np.zeros(rows)
     acc, weight_v = np.zeros((rows, v.shape[1])), np.zeros((rows, v.shape[1]))
+    weights = np.zeros((rows, n))
     for r in range(rows):
         b = bias[r // group, :n].astype(np.float64)
         open_ = np.isfinite(b)
@@ -370,4 +373,5 @@ def attention(
         z[r] = e.sum()
         acc[r] = e @ v[open_]
         weight_v[r] = e @ np.abs(v[open_])
-    return m, z, acc, size, weight_v
+        weights[r, open_] = e
+    return m, z, acc, size, weight_v, weights

@@ -1,17 +1,19 @@
 """attend and attend_exact of every version against softmax in double over numpy's own dequantization.
 
 Tolerance of a logit: 16 eps (sum |q_j||k_j| + |bias| + softcap); of z and acc: that, plus 16 eps, times their
-magnitude (sum of weights, sum of weight * |v|).
+magnitude (sum of weights, sum of weight * |v|). Versions with integer products also round queries and weights, by their
+table's `rounding`: errors of half that step, times what they are multiplied with (Rounded).
 """
 
 from __future__ import annotations
 
 import ctypes as ct
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import layouts
 import numpy as np
+import numpy.typing as npt
 import ops as o
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +23,33 @@ MIXED = layouts.MIXED
 LENGTHS = [0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 300]
 ROWS = [(1, 1), (1, 3), (1, 8), (2, 3), (3, 5), (5, 1), (1, 16), (17, 3)]  # (n_tok, n_group)
 EXACT_SIZES = [(64, 64), (8, 8), (40, 24), (80, 128), (256, 256)]
+
+
+@dataclass
+class Rounded:
+    """Coded cells as an integer product sees them: centred codes without scale, and what goes into the other factor."""
+
+    ratio_k: o.F64  # [rank], of the queries' coefficients
+    keys: o.F64  # [n], largest sum of |scale * centred code| of a cell's key
+    scale_v: o.F64  # [n], of the weights
+    values: o.F64  # [n][rank], |ratio * centred code|
+
+    @classmethod
+    def of(cls, k: o.Head, v: o.Head, keys: o.F64, values: o.F64, v_rows: o.U8) -> Rounded:
+        ratio = k.coefficient_ratio.astype(np.float64)
+        scale = o.SCALES[v_rows[:, 0]].astype(np.float64)
+        bare = np.abs(values) / np.where(scale > 0, scale, 1.0)[:, None]
+        return cls(ratio, (np.abs(keys) / ratio).sum(axis=1), scale, bare)
+
+    def logits(self, q: o.F32, seen: npt.NDArray[np.bool_]) -> o.F64:
+        """Largest error [rows] of a visible logit for a rounding of 1."""
+        return 0.5 * np.abs(q * self.ratio_k).max(axis=1) * (seen * self.keys).max(axis=1, initial=0.0)
+
+    def sums(self, weights: o.F64) -> o.F64:
+        """Largest error [rows][rank] of acc for a rounding of 1."""
+        seen = (weights > 0).any(axis=0)
+        heaviest = weights.max(axis=1, initial=0.0) * (self.scale_v * seen).max(initial=0.0)
+        return 0.5 * heaviest[:, None] * ((weights > 0) @ self.values)
 
 
 @dataclass
@@ -34,9 +63,13 @@ class Case:
     k: o.F64
     v: o.F64
     shift: o.F32 | None = None
+    rounded: Rounded | None = None  # of coded cells
 
-    def check(self, state: o.State) -> None:
-        m, z, acc, size, weight_v = o.attention(self.q, self.k, self.v, self.bias, self.slope, self.softcap, self.shift)
+    def check(self, state: o.State, rounding: float = 0.0) -> None:
+        """rounding: of the table that made the state."""
+        m, z, acc, size, weight_v, weights = o.attention(
+            self.q, self.k, self.v, self.bias, self.slope, self.softcap, self.shift
+        )
         dv = self.v.shape[1]
         dead = np.isneginf(m)
         assert np.all(np.isneginf(state.m[dead]))
@@ -45,12 +78,17 @@ class Case:
         assert np.all(state.acc[:, dv:] == 12345.0)
         live = ~dead
         tol = 16 * o.EPS * size[live]
+        extra = np.zeros_like(acc)
+        if rounding > 0:
+            assert self.rounded is not None
+            tol += 1.01 * rounding * self.rounded.logits(self.q, weights > 0)[live]
+            extra = 1.01 * rounding * self.rounded.sums(weights)
         assert np.all(np.abs(state.m[live] - m[live]) <= tol)
         shift = np.exp(state.m[live].astype(np.float64) - m[live])
         rel = 2 * tol + 16 * o.EPS
         assert np.all(np.abs(state.z[live] * shift - z[live]) <= rel * z[live])
         error = np.abs(state.acc[live, :dv] * shift[:, None] - acc[live])
-        assert np.all(error <= rel[:, None] * weight_v[live] + 1e-30)
+        assert np.all(error <= rel[:, None] * (weight_v + extra)[live] + extra[live] + 1e-30)
 
 
 def make_bias(n_tok: int, n: int, rng: np.random.Generator, extra: int) -> o.F32:
@@ -88,7 +126,8 @@ def make_case(
     k_rows[hidden] = rng.choice(np.array([0, 1, 255], np.uint8), (int(hidden.sum()), k_rows.shape[1]))
     v_rows[hidden] = 255
     shifts = (shift * rng.standard_normal(len(q))).astype(np.float32) if shift else None
-    return Case(q, bias, slope, softcap, keys, values, shifts), k_rows, v_rows
+    rounded = Rounded.of(k, v, keys, values, v_rows)
+    return Case(q, bias, slope, softcap, keys, values, shifts, rounded), k_rows, v_rows
 
 
 def run(table: o.Ops, k: o.Head, v: o.Head, case: Case, k_rows: o.U8, v_rows: o.U8, state: o.State) -> None:
@@ -108,7 +147,7 @@ def test_lengths_and_row_counts(table: o.Ops, n: int, rows: tuple[int, int]) -> 
     case, k_rows, v_rows = make_case(k, v, n, rows, seed=n)
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, case, k_rows, v_rows, state)
-    case.check(state)
+    case.check(state, table.rounding)
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
@@ -119,7 +158,7 @@ def test_every_layout(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> 
         case, k_rows, v_rows = make_case(k, v, 71, rows, seed=4)
         state = o.State.start(len(case.q), v.rank)
         run(table, k, v, case, k_rows, v_rows, state)
-        case.check(state)
+        case.check(state, table.rounding)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -148,7 +187,7 @@ def test_any_call(
     case, k_rows, v_rows = make_case(k, v, n, rows, seed, softcap, extra, shift)
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, case, k_rows, v_rows, state)
-    case.check(state)
+    case.check(state, table.rounding)
 
 
 @pytest.mark.parametrize("rows", [(1, 3), (4, 4)], ids=str)
@@ -159,7 +198,7 @@ def test_softcap(table: o.Ops, rows: tuple[int, int], softcap: float) -> None:
     case.q *= 20  # deep into saturation
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, case, k_rows, v_rows, state)
-    case.check(state)
+    case.check(state, table.rounding)
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
@@ -170,7 +209,7 @@ def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: 
     case, k_rows, v_rows = make_case(k, v, 150, rows, 21, softcap, shift=5.0)
     state, zeros, none = (o.State.start(len(case.q), v.rank) for _ in range(3))
     run(table, k, v, case, k_rows, v_rows, state)
-    case.check(state)
+    case.check(state, table.rounding)
     assert case.shift is not None
     case.shift = np.zeros_like(case.shift)
     run(table, k, v, case, k_rows, v_rows, zeros)
@@ -210,7 +249,7 @@ def test_pieces_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tu
     for first, last in zip(edges, edges[1:], strict=False):
         bias = case.bias[:, first:]
         o.attend(table, k, v, k_rows[first:last], v_rows[first:last], case.q, bias, case.slope, 0.0, state)
-    case.check(state)
+    case.check(state, table.rounding)
 
 
 @pytest.mark.parametrize("rows", [(1, 3), (6, 3)], ids=str)
@@ -223,7 +262,7 @@ def test_query_rows_are_independent(table: o.Ops, rows: tuple[int, int]) -> None
         part = slice(t * rows[1], (t + 1) * rows[1])
         own = o.State(state.m[part], state.z[part], state.acc[part])
         o.attend(table, k, v, k_rows, v_rows, case.q[part], case.bias[t : t + 1], case.slope, 0.0, own)
-    case.check(state)
+    case.check(state, table.rounding)
 
 
 class Fenced:
@@ -255,10 +294,10 @@ def test_nothing_is_read_beyond_the_last_row(table: o.Ops, layout: o.Layout, row
     safe_k, safe_v = fence_k.rows(n, k.row_bytes, k.row_bytes), fence_v.rows(n, v.row_bytes, v.row_bytes)
     fence_b = Fenced(np.ascontiguousarray(case.bias).tobytes())
     flat = np.frombuffer(memoryview((ct.c_float * case.bias.size).from_address(fence_b.at)), np.float32)
-    fenced = Case(case.q, flat.reshape(case.bias.shape), case.slope, 0.0, case.k, case.v)
+    fenced = replace(case, bias=flat.reshape(case.bias.shape))
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, fenced, safe_k, safe_v, state)
-    case.check(state)
+    case.check(state, table.rounding)
     out = np.empty((n, k.rank), np.float32)
     table.dequantize_rows(k.ref(), o.ptr(safe_k), k.row_bytes, n, o.ptr(out))
 

@@ -209,4 +209,4 @@ def test_struct_sizes() -> None:
     assert ct.sizeof(o.HeadCodec) == 16 + 8 * 20 + 24
     assert ct.sizeof(o.AttendArgs) == 19 * 8
     assert ct.sizeof(o.ExactArgs) == 16 * 8
-    assert ct.sizeof(o.Ops) == 9 * 8
+    assert ct.sizeof(o.Ops) == 10 * 8

@@ -1,0 +1,609 @@
+// avx512_attend.cpp: attention in integers, for any number of query rows. Definition: ref/attend.cpp.
+//
+// Tiles of 64 cells. Their codes are unpacked to bytes once and laid out in dwords for the byte products of VNNI: keys
+// with four coefficients of a cell in a dword and 16 cells in a register, so that a logit needs no horizontal sum; values
+// with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits, relative to the largest of a
+// row (queries) and of a row and tile (weights); high and low bytes are multiplied apart. Three query rows share the
+// loads of the codes. Sums are exact: what is rounded is a query to 1/65278 of its largest coefficient times band ratio,
+// and a weight times row scale to 1/65278 of the largest in its tile.
+#include "versions.h"
+
+#if defined(SUBKV_X86)
+
+#    include "avx2_simd.h"
+#    include "byte_plan.h"
+
+#    include <string.h>
+
+namespace subkv::avx512 {
+
+using avx2::NEG_INF;
+using cpu::BytePart;
+using cpu::BytePlan;
+using cpu::LANES;
+
+constexpr int   TILE    = 64;
+constexpr int   MR      = 3;                      // query rows that share a load: 24 sums, 4 registers of codes
+constexpr int   AHEAD   = 256;                    // cells of prefetching
+constexpr int   VECS    = 4;                      // registers of 16 cells, or of 16 coefficients
+constexpr int   BLOCK   = TILE * sizeof(int32_t); // bytes of one dword of every cell, or of one quad of cells
+constexpr float LARGEST = 32639.0f;               // 127 * 256 + 127: high and low byte are signed
+
+enum Slot {
+    SLOT_CODES = 0,
+    SLOT_QUERY,
+    SLOT_SUM,
+    SLOT_ROWS,
+    SLOT_SHORT_K,
+    SLOT_SHORT_V
+}; // shared with AVX2's decoding, which never runs inside
+
+// One query row during a call.
+struct Row {
+    float   delta; // logit of one unit of the integer product, without the cell's scale
+    int32_t start; // of the product: what centring the codes takes off, rounded towards more
+    float   half;  // the rest of it
+    float   shift, slope;
+    float   m, z;
+    float   shrink;  // of the sums so far, at the tile at hand
+    float   unit;    // of the tile's integer weights
+    int32_t weights; // their sum
+};
+
+struct alignas(64) Tile {
+    float   scale_k[TILE];
+    float   scale_v[TILE];
+    float   bias[MR][TILE]; // -inf beyond the last cell
+    float   logit[MR][TILE];
+    uint8_t high[MR][TILE]; // bytes of the weights
+    uint8_t low[MR][TILE];
+    float   largest_v; // of scale_v
+    int32_t n;
+};
+
+static inline __m512 exp_nonpositive(__m512 x) { // as AVX2's, 0 below -87.3
+    const __m512    floor_x = _mm512_set1_ps(-87.3f);
+    const __mmask16 alive   = _mm512_cmp_ps_mask(x, floor_x, _CMP_NLT_UQ);
+    const __m512    n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512          r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+    r                 = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+    __m512 p          = _mm512_set1_ps(1.98412698e-4f);
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.38888889e-3f));
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.33333333e-3f));
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.16666667e-2f));
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.66666667e-1f));
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p                 = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(alive, p, n);
+}
+
+static inline __m512 soft_cap(__m512 x, float cap) {
+    const __m512 mag   = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(1.0f / cap));
+    const __m512 e     = exp_nonpositive(_mm512_mul_ps(mag, _mm512_set1_ps(-2.0f)));
+    const __m512 one   = _mm512_set1_ps(1.0f);
+    const __m512 ratio = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    return _mm512_or_ps(_mm512_mul_ps(ratio, _mm512_set1_ps(cap)), _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+}
+
+// Integers u, |u| <= LARGEST, as signed bytes u = 256 * high + low.
+static inline void split(__m512i u, void * high, void * low) {
+    const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(128)), 8);
+    _mm_store_si128((__m128i *) high, _mm512_cvtepi32_epi8(h));
+    _mm_store_si128((__m128i *) low, _mm512_cvtepi32_epi8(_mm512_sub_epi32(u, _mm512_slli_epi32(h, 8))));
+}
+
+// sum += products of unsigned and signed bytes. GCC copies the sums of a loop from register to register when it may choose.
+static inline void add_products(__m512i & sum, __m512i codes, __m512i bytes) {
+#    if defined(__GNUC__)
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
+#    else
+    sum = _mm512_dpbusd_epi32(sum, codes, bytes);
+#    endif
+}
+
+// SCALES of 16 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
+static inline __m512 scales_of(__m128i codes) {
+    const __m512i u     = _mm512_cvtepu8_epi32(codes);
+    const __m512  roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
+    const __m512  root  = _mm512_permutexvar_ps(u, _mm512_insertf32x8(roots, _mm512_castps512_ps256(roots), 1));
+    const __m512i power = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_srli_epi32(u, 3), _mm512_set1_epi32(20)), 23);
+    return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(u, u),
+                               _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
+}
+
+//
+// codes
+//
+
+// The rows of a tile on one side.
+struct Rows {
+    const uint8_t * first;
+    int64_t         stride;
+    int32_t         row_bytes;
+    int32_t         n; // rounded up to whole registers of cells
+
+    inline const uint8_t * at(int32_t c) const { return first + c * stride; }
+
+    // What the same head reads AHEAD cells later: heads side by side in a cell's row bring in all its lines.
+    inline void prefetch(int32_t c) const {
+        const char * later = (const char *) at(c) + AHEAD * stride;
+        _mm_prefetch(later, _MM_HINT_T0);
+        _mm_prefetch(later + row_bytes - 1, _MM_HINT_T0);
+    }
+};
+
+// How a group is unpacked: one part, two parts of one window (all rows of up to 64 bytes), any number.
+enum Parts { ONE, TWO, ANY };
+
+// Codes of one group of a row, a byte each, in the plan's order.
+template <Parts PARTS> static inline __m512i codes_of(const BytePart * part, int32_t n_parts, const uint8_t * row) {
+    const auto load  = [&](const BytePart & p) { return _mm512_maskz_loadu_epi8(p.inside, row + p.window); };
+    const auto field = [](const BytePart & p, __m512i bytes) {
+        return _mm512_multishift_epi64_epi8(_mm512_load_si512(p.shift),
+                                            _mm512_permutexvar_epi8(_mm512_load_si512(p.index), bytes));
+    };
+    const __m512i bytes = load(part[0]);
+    __m512i       codes = _mm512_and_si512(field(part[0], bytes), _mm512_load_si512(part[0].mask));
+    const int32_t n     = PARTS == ONE ? 1 : PARTS == TWO ? 2 : n_parts;
+    for (int32_t i = 1; i < n; ++i) { // codes | field & mask
+        const __m512i more = field(part[i], PARTS == TWO ? bytes : load(part[i]));
+        codes              = _mm512_ternarylogic_epi64(codes, more, _mm512_load_si512(part[i].mask), 0xf8);
+    }
+    return codes;
+}
+
+static Parts parts_of(const BytePart * part, int32_t n) {
+    return n == 1 ? ONE : n == 2 && part[0].window == part[1].window ? TWO : ANY;
+}
+
+// 16 cells' groups to dwords: out[j] = dword j of all cells, BLOCK apart.
+static inline void transpose(__m512i r[16], uint8_t * out) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i]     = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { // r[i + k]: dword k of every 128-bit lane of cells i..i+3
+        r[i]     = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int k = 0; k < 4; ++k) { // lane l of r[4c + k] belongs to lane c of dword 4l + k
+        const __m512i low_a  = _mm512_shuffle_i32x4(r[k], r[4 + k], 0x88);
+        const __m512i high_a = _mm512_shuffle_i32x4(r[k], r[4 + k], 0xdd);
+        const __m512i low_b  = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0x88);
+        const __m512i high_b = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0xdd);
+        _mm512_store_si512(out + k * BLOCK, _mm512_shuffle_i32x4(low_a, low_b, 0x88));
+        _mm512_store_si512(out + (4 + k) * BLOCK, _mm512_shuffle_i32x4(high_a, high_b, 0x88));
+        _mm512_store_si512(out + (8 + k) * BLOCK, _mm512_shuffle_i32x4(low_a, low_b, 0xdd));
+        _mm512_store_si512(out + (12 + k) * BLOCK, _mm512_shuffle_i32x4(high_a, high_b, 0xdd));
+    }
+}
+
+template <Parts PARTS>
+static void unpack_keys_group(const BytePart * part, int32_t n_parts, const Rows & rows, uint8_t * out) {
+    for (int32_t c = 0; c < rows.n; c += 16) {
+        __m512i r[16];
+#    pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            rows.prefetch(c + i);
+            r[i] = codes_of<PARTS>(part, n_parts, rows.at(c + i));
+        }
+        transpose(r, out + c * sizeof(int32_t));
+    }
+}
+
+// out: [dword of the row's codes][cell] dwords of four coefficients
+static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+    for (int32_t g = 0; g < plan.n_groups; ++g) {
+        const BytePart * part = plan.parts + plan.groups[g].first_part;
+        const int32_t    n    = plan.groups[g].n_parts;
+        uint8_t *        to   = out + g * 16 * BLOCK;
+        switch (parts_of(part, n)) {
+            case ONE: unpack_keys_group<ONE>(part, n, rows, to); break;
+            case TWO: unpack_keys_group<TWO>(part, n, rows, to); break;
+            default: unpack_keys_group<ANY>(part, n, rows, to); break;
+        }
+    }
+}
+
+template <Parts PARTS>
+static void unpack_values_group(const BytePart * part, int32_t n_parts, const Rows & rows, uint8_t * out,
+                                int64_t stride) {
+    for (int32_t c = 0; c < rows.n; c += 4) {
+        __m512i r[4];
+#    pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            rows.prefetch(c + i);
+            r[i] = codes_of<PARTS>(part, n_parts, rows.at(c + i));
+        }
+        const __m512i low_01  = _mm512_unpacklo_epi8(r[0], r[1]);
+        const __m512i high_01 = _mm512_unpackhi_epi8(r[0], r[1]);
+        const __m512i low_23  = _mm512_unpacklo_epi8(r[2], r[3]);
+        const __m512i high_23 = _mm512_unpackhi_epi8(r[2], r[3]);
+        uint8_t *     to      = out + c / 4 * stride;
+        _mm512_store_si512(to, _mm512_unpacklo_epi16(low_01, low_23));
+        _mm512_store_si512(to + 64, _mm512_unpackhi_epi16(low_01, low_23));
+        _mm512_store_si512(to + 128, _mm512_unpacklo_epi16(high_01, high_23));
+        _mm512_store_si512(to + 192, _mm512_unpackhi_epi16(high_01, high_23));
+    }
+}
+
+// out: [quad of cells][coefficient] dwords of four cells; the plan's order is INTERLEAVED
+static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+    const int64_t stride = plan.n_groups * BLOCK;
+    for (int32_t g = 0; g < plan.n_groups; ++g) {
+        const BytePart * part = plan.parts + plan.groups[g].first_part;
+        const int32_t    n    = plan.groups[g].n_parts;
+        switch (parts_of(part, n)) {
+            case ONE: unpack_values_group<ONE>(part, n, rows, out + g * BLOCK, stride); break;
+            case TWO: unpack_values_group<TWO>(part, n, rows, out + g * BLOCK, stride); break;
+            default: unpack_values_group<ANY>(part, n, rows, out + g * BLOCK, stride); break;
+        }
+    }
+}
+
+// Scales of the tile's cells, 0 for cells not in `seen`, which may hold anything; returns the largest.
+static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
+    alignas(64) uint8_t code[TILE];
+    for (int32_t c = 0; c < rows.n; ++c) {
+        code[c] = *rows.at(c);
+    }
+    __m512 largest = _mm512_setzero_ps();
+    for (int32_t c = 0; c < rows.n; c += 16) {
+        const __mmask16 here = (__mmask16) (seen >> c);
+        const __m512    s    = _mm512_maskz_mov_ps(here, scales_of(_mm_load_si128((const __m128i *) (code + c))));
+        largest              = _mm512_max_ps(largest, s);
+        _mm512_store_ps(scale + c, s);
+    }
+    return _mm512_reduce_max_ps(largest);
+}
+
+// The rows of cells [cell, cell + n); fewer than a tile are copied, the last one standing in for those missing.
+static Rows tile_rows(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int32_t n, Slot slot) {
+    const int32_t n16 = (n + 15) / 16 * 16;
+    if (n == n16) {
+        return { rows, stride, codec.row_bytes, n };
+    }
+    uint8_t * copy = (uint8_t *) cpu::scratch(slot, TILE * (size_t) codec.row_bytes);
+    for (int32_t c = 0; c < n16; ++c) {
+        memcpy(copy + c * codec.row_bytes, rows + (c < n ? c : n - 1) * stride, (size_t) codec.row_bytes);
+    }
+    return { copy, codec.row_bytes, codec.row_bytes, n16 };
+}
+
+//
+// products
+//
+
+// q[n64] times ratio as integers: bytes to high and low, the rest to row.
+static void quantize_query(const float * q, const float * ratio, int32_t rank, const BytePlan & plan, int8_t * high,
+                           int8_t * low, Row & row) {
+    alignas(64) float x[MAX_HEAD_SIZE];
+    const int32_t     n   = plan.n_groups * LANES;
+    __m512            top = _mm512_setzero_ps();
+    __mmask16         bad = 0;
+    for (int32_t j = 0; j < n; j += 16) {
+        const int32_t   left   = rank - j;
+        const __mmask16 inside = left >= 16 ? 0xffff : left > 0 ? (__mmask16) ((1 << left) - 1) : 0;
+        const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(inside, q + j), _mm512_maskz_loadu_ps(inside, ratio + j));
+        top            = _mm512_max_ps(top, _mm512_abs_ps(v));
+        bad |= _mm512_cmp_ps_mask(_mm512_abs_ps(v), _mm512_set1_ps(__FLT_MAX__), _CMP_NLE_UQ);
+        _mm512_store_ps(x + j, v);
+    }
+    const float  largest = _mm512_reduce_max_ps(top);
+    const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? LARGEST / largest : 0.0f);
+    __m512i      middle  = _mm512_setzero_si512(); // twice what centring takes off; 64-bit sums
+    for (int32_t j = 0; j < n; j += 16) {
+        const __m512i u = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + j), inverse));
+        split(u, high + j, low + j);
+        const __m512i product = _mm512_mullo_epi32(u, _mm512_load_si512(plan.odd + j));
+        middle                = _mm512_add_epi64(middle, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(product)));
+        middle                = _mm512_add_epi64(middle, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(product, 1)));
+    }
+    const int64_t twice = _mm512_reduce_add_epi64(middle);
+    row.start           = (int32_t) -(twice >> 1);
+    row.half            = (twice & 1) != 0 ? 0.5f : 0.0f;
+    row.delta           = bad != 0 ? __builtin_nanf("") : largest / LARGEST;
+}
+
+// Logits without scale, shift and bias of ROWS query rows, in units of their delta.
+template <int ROWS>
+static void dots(const uint8_t * codes, int32_t n_dwords, const int8_t * q, int64_t stride, const Row * row,
+                 Tile & tile) {
+    __m512i high[ROWS][VECS];
+    __m512i low[ROWS][VECS];
+    for (int i = 0; i < ROWS; ++i) {
+        for (int v = 0; v < VECS; ++v) {
+            high[i][v] = _mm512_setzero_si512();
+            low[i][v]  = _mm512_set1_epi32(row[i].start);
+        }
+    }
+    for (int32_t j = 0; j < n_dwords; ++j) {
+        __m512i c[VECS];
+        for (int v = 0; v < VECS; ++v) {
+            c[v] = _mm512_load_si512(codes + j * BLOCK + 64 * v);
+        }
+        for (int i = 0; i < ROWS; ++i) {
+            const int32_t * bytes = (const int32_t *) (q + 2 * i * stride);
+            const __m512i   h     = _mm512_set1_epi32(bytes[j]);
+            const __m512i   l     = _mm512_set1_epi32(bytes[stride / 4 + j]);
+            for (int v = 0; v < VECS; ++v) {
+                add_products(high[i][v], c[v], h);
+                add_products(low[i][v], c[v], l);
+            }
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        for (int v = 0; v < VECS; ++v) {
+            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[i][v], 8), low[i][v]);
+            _mm512_store_ps(tile.logit[i] + 16 * v,
+                            _mm512_sub_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(row[i].half)));
+        }
+    }
+}
+
+// Dots of ROWS query rows become integer weights; m, z, shrink, unit and weights of the rows follow. Weights are taken
+// relative to the tile's own top logit, so that they wait for nothing else.
+template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
+    const __m512 minus_inf = _mm512_set1_ps(NEG_INF);
+    __m512       x[ROWS][VECS];
+    __m512       top[ROWS];
+    for (int i = 0; i < ROWS; ++i) {
+        top[i] = minus_inf;
+        for (int v = 0; v < VECS; ++v) {
+            const __m512 unit = _mm512_mul_ps(_mm512_load_ps(tile.scale_k + 16 * v), _mm512_set1_ps(row[i].delta));
+            x[i][v] = _mm512_fmadd_ps(_mm512_load_ps(tile.logit[i] + 16 * v), unit, _mm512_set1_ps(row[i].shift));
+            if (softcap > 0.0f) {
+                x[i][v] = soft_cap(x[i][v], softcap);
+            }
+            const __m512    bias = _mm512_load_ps(tile.bias[i] + 16 * v);
+            const __mmask16 open = _mm512_cmp_ps_mask(bias, minus_inf, _CMP_NEQ_UQ);
+            const __m512    l    = _mm512_fmadd_ps(_mm512_set1_ps(row[i].slope), bias, x[i][v]);
+            x[i][v]              = _mm512_mask_blend_ps(open, minus_inf, l); // l is NaN where closed and slope 0
+            top[i]               = _mm512_max_ps(top[i], x[i][v]);
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        const float tile_top = _mm512_reduce_max_ps(top[i]);
+        Row &       r        = row[i];
+        if (!(tile_top > NEG_INF)) {
+            r.shrink  = 1.0f;
+            r.unit    = 0.0f;
+            r.weights = 0;
+            memset(tile.high[i], 0, TILE);
+            memset(tile.low[i], 0, TILE);
+            continue;
+        }
+        const __m512 base    = _mm512_set1_ps(tile_top);
+        const __m512 inverse = _mm512_set1_ps(tile.largest_v > 0.0f ? LARGEST / tile.largest_v : 0.0f);
+        __m512       total   = _mm512_setzero_ps();
+        __m512i      sum     = _mm512_setzero_si512();
+        for (int v = 0; v < VECS; ++v) {
+            const __m512  e = exp_nonpositive(_mm512_sub_ps(x[i][v], base));
+            const __m512  w = _mm512_mul_ps(e, _mm512_mul_ps(_mm512_load_ps(tile.scale_v + 16 * v), inverse));
+            const __m512i u = _mm512_cvtps_epi32(w);
+            total           = _mm512_add_ps(total, e);
+            sum             = _mm512_add_epi32(sum, u);
+            split(u, tile.high[i] + 16 * v, tile.low[i] + 16 * v);
+        }
+        const float new_m = tile_top > r.m ? tile_top : r.m;
+        const float share = new_m == tile_top ? 1.0f : avx2::exp_nonpositive(tile_top - new_m);
+        r.shrink          = new_m == r.m ? 1.0f : r.m == NEG_INF ? 0.0f : avx2::exp_nonpositive(r.m - new_m);
+        r.m               = new_m;
+        r.z               = r.z * r.shrink + share * _mm512_reduce_add_ps(total);
+        r.unit            = share * tile.largest_v / LARGEST;
+        r.weights         = _mm512_reduce_add_epi32(sum);
+    }
+}
+
+// sum[i][64 coefficients of a group] = shrink * sum + unit * sum_c weight[c] (code[c] - middle)
+template <int ROWS>
+static void add_values(const uint8_t * codes, int64_t stride, const int32_t * odd, const Row * row, float * sum,
+                       int64_t sum_stride, const Tile & tile) {
+    __m512i high[ROWS][VECS];
+    __m512i low[ROWS][VECS];
+    for (int i = 0; i < ROWS; ++i) {
+        for (int v = 0; v < VECS; ++v) {
+            high[i][v] = _mm512_setzero_si512();
+            low[i][v]  = _mm512_setzero_si512();
+        }
+    }
+    const int32_t n_quads = (tile.n + 3) / 4;
+    for (int32_t c = 0; c < n_quads; ++c) {
+        __m512i u[VECS];
+        for (int v = 0; v < VECS; ++v) {
+            u[v] = _mm512_load_si512(codes + c * stride + 64 * v);
+        }
+        for (int i = 0; i < ROWS; ++i) {
+            const __m512i h = _mm512_set1_epi32(((const int32_t *) tile.high[i])[c]);
+            const __m512i l = _mm512_set1_epi32(((const int32_t *) tile.low[i])[c]);
+            for (int v = 0; v < VECS; ++v) {
+                add_products(high[i][v], u[v], h);
+                add_products(low[i][v], u[v], l);
+            }
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        const __m512 shrink = _mm512_set1_ps(row[i].shrink);
+        const __m512 unit   = _mm512_set1_ps(0.5f * row[i].unit);
+        for (int v = 0; v < VECS; ++v) { // twice the sum, since twice the middle is an integer; 64 cells fit 31 bits
+            const __m512i twice = _mm512_add_epi32(_mm512_slli_epi32(high[i][v], 9), _mm512_slli_epi32(low[i][v], 1));
+            const __m512i middle =
+                _mm512_mullo_epi32(_mm512_set1_epi32(row[i].weights), _mm512_load_si512(odd + 16 * v));
+            float *      at  = sum + i * sum_stride + 16 * v;
+            const __m512 add = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(twice, middle)), unit);
+            _mm512_store_ps(at, _mm512_fmadd_ps(shrink, _mm512_load_ps(at), add));
+        }
+    }
+}
+
+//
+// the call
+//
+
+struct Work {
+    const AttendArgs & a;
+    const BytePlan &   k;
+    const BytePlan &   v;
+    uint8_t *          k_codes;
+    uint8_t *          v_codes;
+    int8_t *           q;   // [row][high, low][n64]
+    float *            sum; // [row][n64]
+    Row *              row;
+};
+
+// Query rows [first, first + ROWS) against the tile of cells that begins at `cell`.
+template <int ROWS> static void step(const Work & w, int64_t first, int64_t cell, Tile & tile) {
+    const int64_t k64 = w.k.n_groups * LANES;
+    const int64_t v64 = w.v.n_groups * LANES;
+    Row *         row = w.row + first;
+    for (int i = 0; i < ROWS; ++i) {
+        const float * bias = w.a.bias + (first + i) / w.a.n_group * w.a.bias_stride + cell;
+        for (int32_t c = 0; c < TILE; c += 16) {
+            const int32_t   left   = tile.n - c;
+            const __mmask16 inside = left >= 16 ? 0xffff : left > 0 ? (__mmask16) ((1 << left) - 1) : 0;
+            _mm512_store_ps(tile.bias[i] + c, _mm512_mask_loadu_ps(_mm512_set1_ps(NEG_INF), inside, bias + c));
+        }
+    }
+    dots<ROWS>(w.k_codes, w.k.n_groups * 16, w.q + first * 2 * k64, k64, row, tile);
+    soften<ROWS>(tile, w.a.softcap, row);
+    for (int32_t g = 0; g < w.v.n_groups; ++g) {
+        add_values<ROWS>(w.v_codes + g * BLOCK, w.v.n_groups * BLOCK, w.v.odd + g * LANES, row,
+                         w.sum + first * v64 + g * LANES, v64, tile);
+    }
+}
+
+// awake[t]: token t sees a cell of the tile. Returns the cells that any token sees.
+static uint64_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, bool * awake) {
+    uint64_t seen = 0;
+    for (int64_t t = 0; t < a.n_tok; ++t) {
+        const float * bias = a.bias + t * a.bias_stride + cell;
+        uint64_t      open = 0;
+        for (int32_t c = 0; c < n; c += 16) {
+            const __mmask16 inside = n - c >= 16 ? 0xffff : (__mmask16) ((1 << (n - c)) - 1);
+            const __m512    b      = _mm512_maskz_loadu_ps(inside, bias + c);
+            open |= (uint64_t) _mm512_mask_cmp_ps_mask(inside, b, _mm512_set1_ps(NEG_INF), _CMP_NEQ_UQ) << c;
+        }
+        awake[t] = open != 0;
+        seen |= open;
+    }
+    return seen;
+}
+
+static void steps(const Work & w, const bool * awake, int64_t cell, Tile & tile) {
+    const int64_t n_rows = w.a.n_tok * w.a.n_group;
+    for (int64_t row = 0; row < n_rows;) {
+        if (!awake[row / w.a.n_group]) {
+            ++row;
+            continue;
+        }
+        int64_t end = row + 1;
+        while (end < n_rows && awake[end / w.a.n_group]) {
+            ++end;
+        }
+        for (int64_t n_blocks = (end - row + MR - 1) / MR; n_blocks > 0; --n_blocks) {
+            const int64_t n = (end - row) / n_blocks; // blocks of equal size: 4 rows are 2 + 2, not 3 + 1
+            switch (n) {
+                case 1: step<1>(w, row, cell, tile); break;
+                case 2: step<2>(w, row, cell, tile); break;
+                default: step<3>(w, row, cell, tile); break;
+            }
+            row += n;
+        }
+    }
+}
+
+static void spread_ratios(const HeadCodec & codec, float * ratio) {
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        for (int32_t j = 0; j < codec.bands[i].n; ++j) {
+            ratio[codec.bands[i].first + j] = codec.bands[i].ratio;
+        }
+    }
+}
+
+static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePlan & v) {
+    const int64_t n_rows = a.n_tok * a.n_group;
+    const int64_t k64    = k.n_groups * LANES;
+    const int64_t v64    = v.n_groups * LANES;
+    uint8_t *     codes  = (uint8_t *) cpu::scratch(SLOT_CODES, (size_t) (TILE * (k64 + v64)));
+    const Work    w      = { a,
+                             k,
+                             v,
+                             codes,
+                             codes + TILE * k64,
+                             (int8_t *) cpu::scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k64)),
+                             (float *) cpu::scratch(SLOT_SUM, (size_t) (n_rows * v64) * sizeof(float)),
+                             (Row *) cpu::scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
+    bool *        awake  = (bool *) (w.row + n_rows);
+    float         ratio[MAX_HEAD_SIZE];
+    spread_ratios(*a.k, ratio);
+    memset(w.sum, 0, (size_t) (n_rows * v64) * sizeof(float));
+    for (int64_t i = 0; i < n_rows; ++i) {
+        int8_t * high = w.q + i * 2 * k64;
+        quantize_query(a.qt + i * a.k->rank, ratio, a.k->rank, k, high, high + k64, w.row[i]);
+        w.row[i].shift = a.shift != nullptr ? a.shift[i] : 0.0f;
+        w.row[i].slope = a.slope[i % a.n_group];
+        w.row[i].m     = a.m[i];
+        w.row[i].z     = a.z[i];
+    }
+    Tile tile;
+    memset(&tile, 0, sizeof(tile));
+    for (int64_t cell = 0; cell < a.n_cells; cell += TILE) {
+        const int64_t left  = a.n_cells - cell;
+        tile.n              = (int32_t) (left < TILE ? left : TILE);
+        const uint64_t seen = find_awake(a, cell, tile.n, awake);
+        if (seen == 0) {
+            continue;
+        }
+        const uint8_t * k_rows = a.k_rows + cell * a.k_stride;
+        const uint8_t * v_rows = a.v_rows + cell * a.v_stride;
+        const Rows      k_tile = tile_rows(*a.k, k_rows, a.k_stride, tile.n, SLOT_SHORT_K);
+        const Rows      v_tile = tile_rows(*a.v, v_rows, a.v_stride, tile.n, SLOT_SHORT_V);
+        read_scales(k_tile, seen, tile.scale_k);
+        tile.largest_v = read_scales(v_tile, seen, tile.scale_v);
+        unpack_keys(k, k_tile, w.k_codes);
+        unpack_values(v, v_tile, w.v_codes);
+        steps(w, awake, cell, tile);
+    }
+    spread_ratios(*a.v, ratio);
+    for (int64_t i = 0; i < n_rows; ++i) {
+        const float old    = a.m[i];
+        const float shrink = old == w.row[i].m ? 1.0f : old == NEG_INF ? 0.0f : avx2::exp_nonpositive(old - w.row[i].m);
+        float *     acc    = a.acc + i * a.acc_stride;
+        for (int32_t j = 0; j < a.v->rank; ++j) {
+            acc[j] = acc[j] * shrink + ratio[j] * w.sum[i * v64 + j];
+        }
+        a.m[i] = w.row[i].m;
+        a.z[i] = w.row[i].z;
+    }
+}
+
+static void attend(const AttendArgs & a) {
+    const BytePlan & k = cpu::byte_plan_of(*a.k, cpu::Order::NATURAL);
+    const BytePlan & v = cpu::byte_plan_of(*a.v, cpu::Order::INTERLEAVED);
+    if (k.has_half || v.has_half) {
+        ops_avx2.attend(a);
+    } else {
+        attend_codes(a, k, v);
+    }
+}
+
+// Not ops_avx2's pointer in the table: copying it would be code that runs when the library is loaded, on any processor.
+static void attend_exact(const ExactArgs & a) {
+    ops_avx2.attend_exact(a);
+}
+
+} // namespace subkv::avx512
+
+namespace subkv {
+
+const Ops ops_avx512 = { "avx512",      1.0f / avx512::LARGEST, avx2::encode_rows, avx2::dequantize_rows,
+                         avx2::project, avx2::reconstruct,      avx512::attend,    avx512::attend_exact,
+                         avx2::moment,  avx2::to_half };
+
+} // namespace subkv
+
+#endif
