@@ -177,10 +177,14 @@ int main(int argc, char ** argv) {
     const Cache large({ { 16, 8 }, { 16, 6 }, { 32, 4 }, { 64, 3 } }, { { 16, 6 }, { 80, 4 }, { 32, 3 } }, 4000);
 
     std::vector<Figure> figures = {
-        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 1), mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 3),
-        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 8), wide.figure("attend 64 dims 5.9 bits", N_LAYER, 1, 3),
-        plain.figure("attend 64 dims 4.0 bits", N_LAYER, 1, 3), large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 4),
-        mixed.figure("attend 64 dims 4.2 bits, in cache", 1, 1, 3), mixed.figure("attend 64 dims 4.2 bits", 1, 42, 3),
+        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 1),
+        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 3),
+        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 8),
+        wide.figure("attend 64 dims 5.9 bits", N_LAYER, 1, 3),
+        plain.figure("attend 64 dims 4.0 bits", N_LAYER, 1, 3),
+        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 4),
+        mixed.figure("attend 64 dims 4.2 bits, in cache", 1, 1, 3),
+        mixed.figure("attend 64 dims 4.2 bits", 1, 42, 3),
     };
 
     std::vector<float>   x(64 * 64), y(64 * 64);

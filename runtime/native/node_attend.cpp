@@ -14,8 +14,37 @@ namespace {
 
 constexpr int64_t CHUNK = 256; // cells whose bias is prepared at a time; their rows stay in the caches for all heads
 
-// bias [n_tok][CHUNK] of tokens [t0, t0 + n_tok) over cells [c0, c0 + n): exact positions are left to combine.
-// false: nothing to attend to.
+// Written for the compiler to vectorize: every layer of every token passes all its cells through here.
+// Bias of one token: mask values, -INFINITY at exact positions, which are left to combine. Returns whether any is open.
+bool bias_of_halves(const ggml_fp16_t * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
+                    int64_t n, float * bias) {
+    int32_t open  = 0;
+    int32_t other = 0; // values besides 0 and -INFINITY: ALiBi
+    for (int64_t c = 0; c < n; ++c) {
+        const int32_t exact  = is_exact(cell_pos[c], pos, n_sink, n_recent);
+        const int32_t hidden = mask[c];
+        other |= (hidden != 0) & (hidden != 0xFC00);
+        bias[c] = ((hidden != 0) | exact) != 0 ? -INFINITY : 0.0f;
+        open |= (hidden == 0) & (exact == 0);
+    }
+    for (int64_t c = 0; other != 0 && c < n; ++c) {
+        bias[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : ggml_fp16_to_fp32(mask[c]);
+        open |= bias[c] != -INFINITY;
+    }
+    return open != 0;
+}
+
+bool bias_of_floats(const float * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
+                    int64_t n, float * bias) {
+    int32_t open = 0;
+    for (int64_t c = 0; c < n; ++c) {
+        bias[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : mask[c];
+        open |= bias[c] != -INFINITY;
+    }
+    return open != 0;
+}
+
+// bias [n_tok][CHUNK] of tokens [t0, t0 + n_tok) over cells [c0, c0 + n). false: nothing to attend to.
 bool coded_bias(const LayerNodes & layer, const ggml_tensor * dst, const AttendShape & s, int64_t t0, int64_t n_tok,
                 int64_t c0, int64_t n, float * bias) {
     const ggml_tensor * mask     = dst->src[4];
@@ -26,16 +55,14 @@ bool coded_bias(const LayerNodes & layer, const ggml_tensor * dst, const AttendS
 
     bool any = false;
     for (int64_t t = 0; t < n_tok; ++t) {
-        const int32_t pos  = tokens[4 * (t0 + t)];
-        const int64_t at   = (t0 + t) * s.n_kv + c0;
-        float *       row  = bias + t * CHUNK;
-        bool          seen = false;
-        mask_values(mask, at, n, row);
-        for (int64_t c = 0; c < n; ++c) {
-            row[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : row[c];
-            seen |= row[c] != -INFINITY;
+        const int32_t pos = tokens[4 * (t0 + t)];
+        const int64_t at  = (t0 + t) * s.n_kv + c0;
+        float *       row = bias + t * CHUNK;
+        if (mask->type == GGML_TYPE_F32) {
+            any |= bias_of_floats((const float *) mask->data + at, cell_pos, pos, n_sink, n_recent, n, row);
+        } else {
+            any |= bias_of_halves((const ggml_fp16_t *) mask->data + at, cell_pos, pos, n_sink, n_recent, n, row);
         }
-        any |= seen;
     }
     return any;
 }

@@ -49,23 +49,6 @@ inline ggml_tensor * as_f32(ggml_context * ctx, ggml_tensor * t) {
     return readable ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
 }
 
-// out [n]: mask values i .. i + n - 1
-inline void mask_values(const ggml_tensor * mask, int64_t i, int64_t n, float * out) {
-    if (mask->type == GGML_TYPE_F32) {
-        std::copy_n((const float *) mask->data + i, n, out);
-        return;
-    }
-    const ggml_fp16_t * h     = (const ggml_fp16_t *) mask->data + i;
-    bool                plain = true; // 0 and -INFINITY only: no ALiBi
-    for (int64_t c = 0; c < n; ++c) {
-        plain &= h[c] == 0 || h[c] == 0xFC00;
-        out[c] = h[c] == 0 ? 0.0f : -INFINITY;
-    }
-    for (int64_t c = 0; !plain && c < n; ++c) {
-        out[c] = mask_value(mask, i + c);
-    }
-}
-
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
 

@@ -13,7 +13,7 @@ namespace subkv {
 
 // A key at position p is attended exactly by the query at position t when it is a sink or recent.
 inline bool is_exact(int32_t p, int32_t t, int32_t n_sink, int32_t n_recent) {
-    return p < n_sink || (p <= t && p > t - n_recent);
+    return (p < n_sink) | ((p <= t) & (p > t - n_recent)); // no branches: loops over all cells are to be vectorized
 }
 
 class Window {

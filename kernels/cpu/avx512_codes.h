@@ -1,0 +1,187 @@
+// avx512_codes.h: a tile's rows as bytes of codes, in the order that avx512_attend.cpp multiplies them.
+#pragma once
+
+#include "avx2_simd.h"
+#include "byte_plan.h"
+
+#include <string.h>
+
+namespace subkv::avx512 {
+
+using cpu::BytePart;
+using cpu::BytePlan;
+using cpu::LANES;
+
+constexpr int TILE  = 64;                     // cells
+constexpr int AHEAD = 256;                    // cells of prefetching
+constexpr int BLOCK = TILE * sizeof(int32_t); // bytes of one dword of every cell, or of one quad of cells
+
+// SCALES of 16 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
+static inline __m512 scales_of(__m128i codes) {
+    const __m512i u     = _mm512_cvtepu8_epi32(codes);
+    const __m512  roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
+    const __m512  root  = _mm512_permutexvar_ps(u, _mm512_insertf32x8(roots, _mm512_castps512_ps256(roots), 1));
+    const __m512i power = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_srli_epi32(u, 3), _mm512_set1_epi32(20)), 23);
+    return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(u, u),
+                               _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
+}
+
+// The rows of a tile on one side.
+struct Rows {
+    const uint8_t * first;
+    int64_t         stride;
+    int32_t         row_bytes;
+    int32_t         n; // rounded up to whole registers of cells
+
+    inline const uint8_t * at(int32_t c) const { return first + c * stride; }
+
+    // What the same head reads AHEAD cells later: heads side by side in a cell's row bring in all its lines.
+    inline void prefetch(int32_t c) const {
+        const char * later = (const char *) at(c) + AHEAD * stride;
+        _mm_prefetch(later, _MM_HINT_T0);
+        _mm_prefetch(later + row_bytes - 1, _MM_HINT_T0);
+    }
+};
+
+// How a group is unpacked: one part, two parts of one window (all rows of up to 64 bytes), any number.
+enum Parts { ONE, TWO, ANY };
+
+// Codes of one group of a row, a byte each, in the plan's order.
+template <Parts PARTS> static inline __m512i codes_of(const BytePart * part, int32_t n_parts, const uint8_t * row) {
+    const auto load  = [&](const BytePart & p) { return _mm512_maskz_loadu_epi8(p.inside, row + p.window); };
+    const auto field = [](const BytePart & p, __m512i bytes) {
+        return _mm512_multishift_epi64_epi8(_mm512_load_si512(p.shift),
+                                            _mm512_permutexvar_epi8(_mm512_load_si512(p.index), bytes));
+    };
+    const __m512i bytes = load(part[0]);
+    __m512i       codes = _mm512_and_si512(field(part[0], bytes), _mm512_load_si512(part[0].mask));
+    const int32_t n     = PARTS == ONE ? 1 : PARTS == TWO ? 2 : n_parts;
+    for (int32_t i = 1; i < n; ++i) { // codes | field & mask
+        const __m512i more = field(part[i], PARTS == TWO ? bytes : load(part[i]));
+        codes              = _mm512_ternarylogic_epi64(codes, more, _mm512_load_si512(part[i].mask), 0xf8);
+    }
+    return codes;
+}
+
+static Parts parts_of(const BytePart * part, int32_t n) {
+    return n == 1 ? ONE : n == 2 && part[0].window == part[1].window ? TWO : ANY;
+}
+
+// 16 cells' groups to dwords: out[j] = dword j of all cells, BLOCK apart.
+static inline void transpose(__m512i r[16], uint8_t * out) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i]     = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { // r[i + k]: dword k of every 128-bit lane of cells i..i+3
+        r[i]     = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int k = 0; k < 4; ++k) { // lane l of r[4c + k] belongs to lane c of dword 4l + k
+        const __m512i low_a  = _mm512_shuffle_i32x4(r[k], r[4 + k], 0x88);
+        const __m512i high_a = _mm512_shuffle_i32x4(r[k], r[4 + k], 0xdd);
+        const __m512i low_b  = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0x88);
+        const __m512i high_b = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0xdd);
+        _mm512_store_si512(out + k * BLOCK, _mm512_shuffle_i32x4(low_a, low_b, 0x88));
+        _mm512_store_si512(out + (4 + k) * BLOCK, _mm512_shuffle_i32x4(high_a, high_b, 0x88));
+        _mm512_store_si512(out + (8 + k) * BLOCK, _mm512_shuffle_i32x4(low_a, low_b, 0xdd));
+        _mm512_store_si512(out + (12 + k) * BLOCK, _mm512_shuffle_i32x4(high_a, high_b, 0xdd));
+    }
+}
+
+template <Parts PARTS>
+static void unpack_keys_group(const BytePart * part, int32_t n_parts, const Rows & rows, uint8_t * out) {
+    for (int32_t c = 0; c < rows.n; c += 16) {
+        __m512i r[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            rows.prefetch(c + i);
+            r[i] = codes_of<PARTS>(part, n_parts, rows.at(c + i));
+        }
+        transpose(r, out + c * sizeof(int32_t));
+    }
+}
+
+// out: [dword of the row's codes][cell] dwords of four coefficients
+static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+    for (int32_t g = 0; g < plan.n_groups; ++g) {
+        const BytePart * part = plan.parts + plan.groups[g].first_part;
+        const int32_t    n    = plan.groups[g].n_parts;
+        uint8_t *        to   = out + g * 16 * BLOCK;
+        switch (parts_of(part, n)) {
+            case ONE: unpack_keys_group<ONE>(part, n, rows, to); break;
+            case TWO: unpack_keys_group<TWO>(part, n, rows, to); break;
+            default: unpack_keys_group<ANY>(part, n, rows, to); break;
+        }
+    }
+}
+
+template <Parts PARTS>
+static void unpack_values_group(const BytePart * part, int32_t n_parts, const Rows & rows, uint8_t * out,
+                                int64_t stride) {
+    for (int32_t c = 0; c < rows.n; c += 4) {
+        __m512i r[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            rows.prefetch(c + i);
+            r[i] = codes_of<PARTS>(part, n_parts, rows.at(c + i));
+        }
+        const __m512i low_01  = _mm512_unpacklo_epi8(r[0], r[1]);
+        const __m512i high_01 = _mm512_unpackhi_epi8(r[0], r[1]);
+        const __m512i low_23  = _mm512_unpacklo_epi8(r[2], r[3]);
+        const __m512i high_23 = _mm512_unpackhi_epi8(r[2], r[3]);
+        uint8_t *     to      = out + c / 4 * stride;
+        _mm512_store_si512(to, _mm512_unpacklo_epi16(low_01, low_23));
+        _mm512_store_si512(to + 64, _mm512_unpackhi_epi16(low_01, low_23));
+        _mm512_store_si512(to + 128, _mm512_unpacklo_epi16(high_01, high_23));
+        _mm512_store_si512(to + 192, _mm512_unpackhi_epi16(high_01, high_23));
+    }
+}
+
+// out: [quad of cells][coefficient] dwords of four cells; the plan's order is INTERLEAVED
+static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+    const int64_t stride = plan.n_groups * BLOCK;
+    for (int32_t g = 0; g < plan.n_groups; ++g) {
+        const BytePart * part = plan.parts + plan.groups[g].first_part;
+        const int32_t    n    = plan.groups[g].n_parts;
+        switch (parts_of(part, n)) {
+            case ONE: unpack_values_group<ONE>(part, n, rows, out + g * BLOCK, stride); break;
+            case TWO: unpack_values_group<TWO>(part, n, rows, out + g * BLOCK, stride); break;
+            default: unpack_values_group<ANY>(part, n, rows, out + g * BLOCK, stride); break;
+        }
+    }
+}
+
+// Scales of the tile's cells, 0 for cells not in `seen`, which may hold anything; returns the largest.
+static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
+    alignas(64) uint8_t code[TILE];
+    for (int32_t c = 0; c < rows.n; ++c) {
+        code[c] = *rows.at(c);
+    }
+    __m512 largest = _mm512_setzero_ps();
+    for (int32_t c = 0; c < rows.n; c += 16) {
+        const __mmask16 here = (__mmask16) (seen >> c);
+        const __m512    s    = _mm512_maskz_mov_ps(here, scales_of(_mm_load_si128((const __m128i *) (code + c))));
+        largest              = _mm512_max_ps(largest, s);
+        _mm512_store_ps(scale + c, s);
+    }
+    return _mm512_reduce_max_ps(largest);
+}
+
+// The rows of cells [cell, cell + n); fewer than a tile are copied, the last one standing in for those missing.
+static Rows tile_rows(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int32_t n, int slot) {
+    const int32_t n16 = (n + 15) / 16 * 16;
+    if (n == n16) {
+        return { rows, stride, codec.row_bytes, n };
+    }
+    uint8_t * copy = (uint8_t *) cpu::scratch(slot, TILE * (size_t) codec.row_bytes);
+    for (int32_t c = 0; c < n16; ++c) {
+        memcpy(copy + c * codec.row_bytes, rows + (c < n ? c : n - 1) * stride, (size_t) codec.row_bytes);
+    }
+    return { copy, codec.row_bytes, codec.row_bytes, n16 };
+}
+
+} // namespace subkv::avx512
