@@ -1,11 +1,4 @@
-// avx512_attend.cpp: attention in integers, for any number of query rows. Definition: ref/attend.cpp.
-//
-// Tiles of 64 cells. Their codes are unpacked to bytes once and laid out in dwords for the byte products of VNNI: keys
-// with four coefficients of a cell in a dword and 16 cells in a register, so that a logit needs no horizontal sum; values
-// with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits, relative to the largest of a
-// row (queries) and of a row and tile (weights); high and low bytes are multiplied apart. Three query rows share the
-// loads of the codes. Sums are exact: what is rounded is a query, to 1/65278 of its largest coefficient times band ratio,
-// and a weight times row scale, to 1/65278 of the tile's largest weight times its largest scale.
+// avx512_attend.cpp: the products of integer_attend.h with VNNI (VPDPBUSD), 16 cells or coefficients at a time.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -14,43 +7,12 @@
 
 namespace subkv::avx512 {
 
-using avx2::NEG_INF;
+using cpu::LARGEST;
+using cpu::Row;
+using cpu::Tile;
 
-constexpr int   MR      = 3;        // query rows that share a load: 24 sums, 4 registers of codes
-constexpr int   VECS    = 4;        // registers of 16 cells, or of 16 coefficients
-constexpr float LARGEST = 32639.0f; // 127 * 256 + 127: high and low byte are signed
-
-enum Slot { // AVX2's attention has the same numbers: neither runs inside the other
-    SLOT_CODES = 0,
-    SLOT_QUERY,
-    SLOT_SUM,
-    SLOT_ROWS,
-    SLOT_SHORT_K,
-    SLOT_SHORT_V
-};
-
-// One query row during a call.
-struct Row {
-    float   delta; // logit of one unit of the integer product, without the cell's scale
-    int32_t start; // of the product: what centring the codes takes off, rounded towards more
-    float   half;  // the rest of it
-    float   shift, slope;
-    float   m, z;
-    float   shrink;  // of the sums so far, at the tile at hand
-    float   unit;    // of the tile's integer weights
-    int32_t weights; // their sum
-};
-
-struct alignas(64) Tile {
-    float   scale_k[TILE];
-    float   scale_v[TILE];
-    float   bias[MR][TILE]; // -inf beyond the last cell
-    float   logit[MR][TILE];
-    uint8_t high[MR][TILE]; // bytes of the weights
-    uint8_t low[MR][TILE];
-    float   largest_v; // of scale_v
-    int32_t n;
-};
+constexpr int   VECS    = 4; // registers of 16 cells, or of 16 coefficients
+constexpr float NEG_INF = cpu::MINUS_INF;
 
 static inline __m512 exp_nonpositive(__m512 x) { // as AVX2's, 0 below -87.3
     const __m512    floor_x = _mm512_set1_ps(-87.3f);
@@ -92,10 +54,6 @@ static inline void add_products(__m512i & sum, __m512i codes, __m512i bytes) {
     sum = _mm512_dpbusd_epi32(sum, codes, bytes);
 #    endif
 }
-
-//
-// products
-//
 
 // q[n64] times ratio as integers: bytes to high and low, the rest to row.
 static void quantize_query(const float * q, const float * ratio, int32_t rank, const BytePlan & plan, int8_t * high,
@@ -220,8 +178,8 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
 
 // sum[i][64 coefficients of a group] = shrink * sum + unit * sum_c weight[c] (code[c] - middle)
 template <int ROWS>
-static void add_values(const uint8_t * codes, int64_t stride, const int32_t * odd, const Row * row, float * sum,
-                       int64_t sum_stride, const Tile & tile) {
+static void add_group(const uint8_t * codes, int64_t stride, const int32_t * odd, const Row * row, float * sum,
+                      int64_t sum_stride, const Tile & tile) {
     __m512i high[ROWS][VECS];
     __m512i low[ROWS][VECS];
     for (int i = 0; i < ROWS; ++i) {
@@ -259,154 +217,68 @@ static void add_values(const uint8_t * codes, int64_t stride, const int32_t * od
     }
 }
 
-//
-// the call
-//
+struct Isa {
+    static constexpr int        LANES  = avx512::LANES;
+    static constexpr int        MR     = 3; // 24 sums, 4 registers of codes
+    static constexpr cpu::Order KEYS   = cpu::Order::NATURAL_512;
+    static constexpr cpu::Order VALUES = cpu::Order::INTERLEAVED_512;
 
-struct Work {
-    const AttendArgs & a;
-    const BytePlan &   k;
-    const BytePlan &   v;
-    uint8_t *          k_codes;
-    uint8_t *          v_codes;
-    int8_t *           q;   // [row][high, low][n64]
-    float *            sum; // [row][n64]
-    Row *              row;
-};
+    static float exp_nonpositive(float x) { return avx2::exp_nonpositive(x); }
 
-// Query rows [first, first + ROWS) against the tile of cells that begins at `cell`.
-template <int ROWS> static void step(const Work & w, int64_t first, int64_t cell, Tile & tile) {
-    const int64_t k64 = w.k.n_groups * LANES;
-    const int64_t v64 = w.v.n_groups * LANES;
-    Row *         row = w.row + first;
-    for (int i = 0; i < ROWS; ++i) {
-        const float * bias = w.a.bias + (first + i) / w.a.n_group * w.a.bias_stride + cell;
-        for (int32_t c = 0; c < TILE; c += 16) {
-            const int32_t   left   = tile.n - c;
-            const __mmask16 inside = left >= 16 ? 0xffff : left > 0 ? (__mmask16) ((1 << left) - 1) : 0;
-            _mm512_store_ps(tile.bias[i] + c, _mm512_mask_loadu_ps(_mm512_set1_ps(NEG_INF), inside, bias + c));
-        }
-    }
-    dots<ROWS>(w.k_codes, w.k.n_groups * 16, w.q + first * 2 * k64, k64, row, tile);
-    soften<ROWS>(tile, w.a.softcap, row);
-    for (int32_t g = 0; g < w.v.n_groups; ++g) {
-        add_values<ROWS>(w.v_codes + g * BLOCK, w.v.n_groups * BLOCK, w.v.odd + g * LANES, row,
-                         w.sum + first * v64 + g * LANES, v64, tile);
-    }
-}
-
-// awake[t]: token t sees a cell of the tile. Returns the cells that any token sees.
-static uint64_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, bool * awake) {
-    uint64_t seen = 0;
-    for (int64_t t = 0; t < a.n_tok; ++t) {
-        const float * bias = a.bias + t * a.bias_stride + cell;
-        uint64_t      open = 0;
+    static uint64_t open_cells(const float * bias, int32_t n) {
+        uint64_t open = 0;
         for (int32_t c = 0; c < n; c += 16) {
             const __mmask16 inside = n - c >= 16 ? 0xffff : (__mmask16) ((1 << (n - c)) - 1);
             const __m512    b      = _mm512_maskz_loadu_ps(inside, bias + c);
             open |= (uint64_t) _mm512_mask_cmp_ps_mask(inside, b, _mm512_set1_ps(NEG_INF), _CMP_NEQ_UQ) << c;
         }
-        awake[t] = open != 0;
-        seen |= open;
+        return open;
     }
-    return seen;
-}
 
-static void steps(const Work & w, const bool * awake, int64_t cell, Tile & tile) {
-    const int64_t n_rows = w.a.n_tok * w.a.n_group;
-    for (int64_t row = 0; row < n_rows;) {
-        if (!awake[row / w.a.n_group]) {
-            ++row;
-            continue;
-        }
-        int64_t end = row + 1;
-        while (end < n_rows && awake[end / w.a.n_group]) {
-            ++end;
-        }
-        for (int64_t n_blocks = (end - row + MR - 1) / MR; n_blocks > 0; --n_blocks) {
-            const int64_t n = (end - row) / n_blocks; // blocks of equal size: 4 rows are 2 + 2, not 3 + 1
-            switch (n) {
-                case 1: step<1>(w, row, cell, tile); break;
-                case 2: step<2>(w, row, cell, tile); break;
-                default: step<3>(w, row, cell, tile); break;
-            }
-            row += n;
-        }
+    static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+        avx512::unpack_keys(plan, rows, out);
     }
-}
 
-static void spread_ratios(const HeadCodec & codec, float * ratio) {
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        for (int32_t j = 0; j < codec.bands[i].n; ++j) {
-            ratio[codec.bands[i].first + j] = codec.bands[i].ratio;
-        }
+    static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+        avx512::unpack_values(plan, rows, out);
     }
-}
 
-static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePlan & v) {
-    const int64_t n_rows = a.n_tok * a.n_group;
-    const int64_t k64    = k.n_groups * LANES;
-    const int64_t v64    = v.n_groups * LANES;
-    uint8_t *     codes  = (uint8_t *) cpu::scratch(SLOT_CODES, (size_t) (TILE * (k64 + v64)));
-    const Work    w      = { a,
-                             k,
-                             v,
-                             codes,
-                             codes + TILE * k64,
-                             (int8_t *) cpu::scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k64)),
-                             (float *) cpu::scratch(SLOT_SUM, (size_t) (n_rows * v64) * sizeof(float)),
-                             (Row *) cpu::scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
-    bool *        awake  = (bool *) (w.row + n_rows);
-    float         ratio[MAX_HEAD_SIZE];
-    spread_ratios(*a.k, ratio);
-    memset(w.sum, 0, (size_t) (n_rows * v64) * sizeof(float));
-    for (int64_t i = 0; i < n_rows; ++i) {
-        int8_t * high = w.q + i * 2 * k64;
-        quantize_query(a.qt + i * a.k->rank, ratio, a.k->rank, k, high, high + k64, w.row[i]);
-        w.row[i].shift = a.shift != nullptr ? a.shift[i] : 0.0f;
-        w.row[i].slope = a.slope[i % a.n_group];
-        w.row[i].m     = a.m[i];
-        w.row[i].z     = a.z[i];
+    static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
+        return avx512::read_scales(rows, seen, scale);
     }
-    Tile tile;
-    memset(&tile, 0, sizeof(tile));
-    for (int64_t cell = 0; cell < a.n_cells; cell += TILE) {
-        const int64_t left  = a.n_cells - cell;
-        tile.n              = (int32_t) (left < TILE ? left : TILE);
-        const uint64_t seen = find_awake(a, cell, tile.n, awake);
-        if (seen == 0) {
-            continue;
+
+    static void quantize_query(const float * q, const float * ratio, int32_t rank, const BytePlan & plan, int8_t * high,
+                               int8_t * low, Row & row) {
+        avx512::quantize_query(q, ratio, rank, plan, high, low, row);
+    }
+
+    template <int ROWS>
+    static void dots(const uint8_t * codes, int32_t n_dwords, const int8_t * q, int64_t stride, const Row * row,
+                     Tile & tile) {
+        avx512::dots<ROWS>(codes, n_dwords, q, stride, row, tile);
+    }
+
+    template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
+        avx512::soften<ROWS>(tile, softcap, row);
+    }
+
+    template <int ROWS>
+    static void add_values(const uint8_t * codes, const BytePlan & plan, const Row * row, float * sum,
+                           int64_t sum_stride, const Tile & tile) {
+        for (int32_t g = 0; g < plan.n_groups; ++g) {
+            add_group<ROWS>(codes + g * BLOCK, plan.n_groups * BLOCK, plan.odd + g * LANES, row, sum + g * LANES,
+                            sum_stride, tile);
         }
-        const uint8_t * k_rows = a.k_rows + cell * a.k_stride;
-        const uint8_t * v_rows = a.v_rows + cell * a.v_stride;
-        const Rows      k_tile = tile_rows(*a.k, k_rows, a.k_stride, tile.n, SLOT_SHORT_K);
-        const Rows      v_tile = tile_rows(*a.v, v_rows, a.v_stride, tile.n, SLOT_SHORT_V);
-        read_scales(k_tile, seen, tile.scale_k);
-        tile.largest_v = read_scales(v_tile, seen, tile.scale_v);
-        unpack_keys(k, k_tile, w.k_codes);
-        unpack_values(v, v_tile, w.v_codes);
-        steps(w, awake, cell, tile);
     }
-    spread_ratios(*a.v, ratio);
-    for (int64_t i = 0; i < n_rows; ++i) {
-        const float old    = a.m[i];
-        const float shrink = old == w.row[i].m ? 1.0f : old == NEG_INF ? 0.0f : avx2::exp_nonpositive(old - w.row[i].m);
-        float *     acc    = a.acc + i * a.acc_stride;
-        for (int32_t j = 0; j < a.v->rank; ++j) {
-            acc[j] = acc[j] * shrink + ratio[j] * w.sum[i * v64 + j];
-        }
-        a.m[i] = w.row[i].m;
-        a.z[i] = w.row[i].z;
-    }
-}
+};
 
 static void attend(const AttendArgs & a) {
-    const BytePlan & k = cpu::byte_plan_of(*a.k, cpu::Order::NATURAL);
-    const BytePlan & v = cpu::byte_plan_of(*a.v, cpu::Order::INTERLEAVED);
+    const BytePlan & k = cpu::byte_plan_of(*a.k, Isa::KEYS);
+    const BytePlan & v = cpu::byte_plan_of(*a.v, Isa::VALUES);
     if (k.has_half || v.has_half) {
         ops_avx2.attend(a);
     } else {
-        attend_codes(a, k, v);
+        cpu::attend_codes<Isa>(a, k, v);
     }
 }
 
@@ -419,8 +291,8 @@ static void attend_exact(const ExactArgs & a) {
 
 namespace subkv {
 
-const Ops ops_avx512 = { "avx512",      1.0f / avx512::LARGEST, avx2::encode_rows, avx2::dequantize_rows,
-                         avx2::project, avx2::reconstruct,      avx512::attend,    avx512::attend_exact,
+const Ops ops_avx512 = { "avx512",      1.0f / cpu::LARGEST, avx2::encode_rows, avx2::dequantize_rows,
+                         avx2::project, avx2::reconstruct,   avx512::attend,    avx512::attend_exact,
                          avx2::moment,  avx2::to_half };
 
 } // namespace subkv

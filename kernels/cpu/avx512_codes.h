@@ -1,20 +1,17 @@
-// avx512_codes.h: a tile's rows as bytes of codes, in the order that avx512_attend.cpp multiplies them.
+// avx512_codes.h: a tile's rows as bytes of codes, in the orders of integer_attend.h.
 #pragma once
 
 #include "avx2_simd.h"
-#include "byte_plan.h"
-
-#include <string.h>
+#include "integer_attend.h"
 
 namespace subkv::avx512 {
 
+using cpu::BLOCK;
 using cpu::BytePart;
 using cpu::BytePlan;
-using cpu::LANES;
-
-constexpr int TILE  = 64;                     // cells
-constexpr int AHEAD = 256;                    // cells of prefetching
-constexpr int BLOCK = TILE * sizeof(int32_t); // bytes of one dword of every cell, or of one quad of cells
+using cpu::Rows;
+using cpu::TILE;
+constexpr int LANES = cpu::LANES_512; // codes of a register
 
 // SCALES of 16 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
 static inline __m512 scales_of(__m128i codes) {
@@ -26,23 +23,6 @@ static inline __m512 scales_of(__m128i codes) {
                                _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
 }
 
-// The rows of a tile on one side.
-struct Rows {
-    const uint8_t * first;
-    int64_t         stride;
-    int32_t         row_bytes;
-    int32_t         n; // rounded up to whole registers of cells
-
-    inline const uint8_t * at(int32_t c) const { return first + c * stride; }
-
-    // What the same head reads AHEAD cells later: heads side by side in a cell's row bring in all its lines.
-    inline void prefetch(int32_t c) const {
-        const char * later = (const char *) at(c) + AHEAD * stride;
-        _mm_prefetch(later, _MM_HINT_T0);
-        _mm_prefetch(later + row_bytes - 1, _MM_HINT_T0);
-    }
-};
-
 // How a group is unpacked: one part, two parts of one window (all rows of up to 64 bytes), any number.
 enum Parts { ONE, TWO, ANY };
 
@@ -50,7 +30,7 @@ enum Parts { ONE, TWO, ANY };
 template <Parts PARTS> static inline __m512i codes_of(const BytePart * part, int32_t n_parts, const uint8_t * row) {
     const auto load  = [&](const BytePart & p) { return _mm512_maskz_loadu_epi8(p.inside, row + p.window); };
     const auto field = [](const BytePart & p, __m512i bytes) {
-        return _mm512_multishift_epi64_epi8(_mm512_load_si512(p.shift),
+        return _mm512_multishift_epi64_epi8(_mm512_load_si512(p.rotate),
                                             _mm512_permutexvar_epi8(_mm512_load_si512(p.index), bytes));
     };
     const __m512i bytes = load(part[0]);
@@ -141,7 +121,7 @@ static void unpack_values_group(const BytePart * part, int32_t n_parts, const Ro
     }
 }
 
-// out: [quad of cells][coefficient] dwords of four cells; the plan's order is INTERLEAVED
+// out: [quad of cells][coefficient] dwords of four cells; the plan's order is INTERLEAVED_512
 static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
     const int64_t stride = plan.n_groups * BLOCK;
     for (int32_t g = 0; g < plan.n_groups; ++g) {
@@ -169,19 +149,6 @@ static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
         _mm512_store_ps(scale + c, s);
     }
     return _mm512_reduce_max_ps(largest);
-}
-
-// The rows of cells [cell, cell + n); fewer than a tile are copied, the last one standing in for those missing.
-static Rows tile_rows(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int32_t n, int slot) {
-    const int32_t n16 = (n + 15) / 16 * 16;
-    if (n == n16) {
-        return { rows, stride, codec.row_bytes, n };
-    }
-    uint8_t * copy = (uint8_t *) cpu::scratch(slot, TILE * (size_t) codec.row_bytes);
-    for (int32_t c = 0; c < n16; ++c) {
-        memcpy(copy + c * codec.row_bytes, rows + (c < n ? c : n - 1) * stride, (size_t) codec.row_bytes);
-    }
-    return { copy, codec.row_bytes, codec.row_bytes, n16 };
 }
 
 } // namespace subkv::avx512

@@ -1,23 +1,25 @@
-// byte_plan.h: how to unpack the planes of a layout 64 coefficients at a time with whole-register byte permutations.
+// byte_plan.h: how to unpack the planes of a layout with byte permutations of whole registers.
 //
-// A group is 64 consecutive coefficients, one byte each. A part reads 64 bytes of the row, moves to every place the byte
-// that holds a field of its coefficient, and takes the field out: the 8 bits from bit `shift` of the place's eight-byte
-// word on, of which `mask` keeps the field where the code has it. The parts of a group, or'ed, are its codes. Layouts of
-// 2, 4 and 8 bits have one part per group, the others a second one for the high planes; long rows may need more, since
-// all bytes of a part lie in one window.
+// A group is as many consecutive coefficients as a register has bytes, one byte each. A part reads a window of that many
+// bytes of the row, moves to every place the byte that holds a field of its coefficient, shifts the field to where the
+// code has it and masks the rest. The parts of a group, or'ed, are its codes. With registers of 64 bytes, layouts of 2, 4
+// and 8 bits have one part per group, the others a second one for the high planes; rows longer than a register may need
+// more, since all bytes of a part lie in one window.
 #pragma once
 
 #include "subkv/ops.h"
 
 namespace subkv::cpu {
 
-constexpr int LANES           = 64; // coefficients of a group
-constexpr int MAX_BYTE_GROUPS = MAX_HEAD_SIZE / LANES;
+constexpr int LANES_512       = 64; // bytes of a register
+constexpr int LANES_128       = 16;
+constexpr int MAX_BYTE_GROUPS = MAX_HEAD_SIZE / LANES_128;
 
 struct alignas(64) BytePart {
-    uint8_t  index[LANES]; // of the byte in the window
-    uint8_t  shift[LANES];
-    uint8_t  mask[LANES];
+    uint8_t  index[LANES_512];  // of the byte in the window
+    uint8_t  rotate[LANES_512]; // first bit to take of the place's eight-byte word, for AVX-512's multishift
+    int8_t   left[LANES_512];   // the same as a shift of the byte, to the right if negative
+    uint8_t  mask[LANES_512];
     uint64_t inside; // bytes of the window that belong to the row
     int32_t  window; // first byte inside the row
 };
@@ -35,9 +37,13 @@ struct alignas(64) BytePlan {
     ByteGroup        groups[MAX_BYTE_GROUPS];
 };
 
-// Which coefficient of a group stands in place p. NATURAL: p. INTERLEAVED: the order that byte and word interleaves of
-// four cells' registers turn into 16 consecutive coefficients per register (four bytes, one of each cell, apiece).
-enum class Order { NATURAL, INTERLEAVED };
+// Registers, and which coefficient of a group stands in place p.
+//   NATURAL_512, NATURAL_128: p
+//   INTERLEAVED_512: the order that byte and word interleaves of four cells' registers turn into 16 consecutive
+//   coefficients per register (four bytes, one of each cell, apiece)
+// Windows of 64 bytes may reach beyond the row (`inside`); windows of 16 bytes do not, but rows shorter than that must be
+// copied to 16 bytes first.
+enum class Order { NATURAL_512, INTERLEAVED_512, NATURAL_128 };
 
 // The plan of codec's bands, made at first use by this thread and kept.
 const BytePlan & byte_plan_of(const HeadCodec & codec, Order order);

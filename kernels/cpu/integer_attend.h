@@ -1,0 +1,222 @@
+// integer_attend.h: attention in integers, for any number of query rows; what does not depend on the instruction set.
+// Definition: ref/attend.cpp.
+//
+// Tiles of 64 cells. Their codes are unpacked to bytes once and laid out in dwords for products of bytes that add up four:
+// keys with four coefficients of a cell in a dword and several cells in a register, so that a logit needs no horizontal
+// sum; values with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits; their high and low
+// bytes are multiplied apart, and a few query rows share the loads of the codes. Sums are exact: what is rounded is a
+// query, to 1/65278 of its largest coefficient times band ratio, and a weight times row scale, to 1/65278 of the tile's
+// largest weight times its largest scale.
+//
+// Isa, a type of the including file alone (its functions are compiled for its instructions), gives
+//   LANES, MR, KEYS, VALUES     bytes of a register, query rows that share loads, orders of the two plans
+//   unpack_keys, unpack_values, read_scales, open_cells, quantize_query, dots, soften, add_values
+#pragma once
+
+#include "../ref/rows.h"
+#include "byte_plan.h"
+#include "plan.h"
+
+#include <string.h>
+
+namespace subkv::cpu {
+
+constexpr int   TILE      = 64;                     // cells
+constexpr int   AHEAD     = 256;                    // cells of prefetching
+constexpr int   BLOCK     = TILE * sizeof(int32_t); // bytes of one dword of every cell
+constexpr int   MAX_MR    = 4;
+constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
+constexpr float MINUS_INF = -__builtin_inff();
+
+// AVX2's attention uses the same numbers: neither runs inside the other.
+enum IntegerSlot { SLOT_CODES, SLOT_QUERY, SLOT_SUM, SLOT_ROWS, SLOT_SHORT_K, SLOT_SHORT_V };
+
+// One query row during a call.
+struct Row {
+    float   delta; // logit of one unit of the integer product, without the cell's scale
+    int32_t start; // of the product: what centring the codes takes off, rounded towards more
+    float   half;  // the rest of it
+    float   shift, slope;
+    float   m, z;
+    float   shrink;  // of the sums so far, at the tile at hand
+    float   unit;    // of the tile's integer weights
+    int32_t weights; // their sum
+};
+
+struct alignas(64) Tile {
+    float   scale_k[TILE];
+    float   scale_v[TILE];
+    float   bias[MAX_MR][TILE]; // -inf beyond the last cell
+    float   logit[MAX_MR][TILE];
+    uint8_t high[MAX_MR][TILE]; // bytes of the weights
+    uint8_t low[MAX_MR][TILE];
+    float   largest_v; // of scale_v
+    int32_t n;
+};
+
+// The rows of a tile on one side.
+struct Rows {
+    const uint8_t * first;
+    int64_t         stride;
+    int32_t         row_bytes;
+    int32_t         n; // rounded up to whole registers of cells
+
+    inline const uint8_t * at(int32_t c) const { return first + c * stride; }
+
+    // What the same head reads AHEAD cells later: heads side by side in a cell's row bring in all its lines.
+    inline void prefetch(int32_t c) const {
+        const char * later = (const char *) at(c) + AHEAD * stride;
+        __builtin_prefetch(later);
+        __builtin_prefetch(later + row_bytes - 1);
+    }
+};
+
+// The rows of cells [cell, cell + n). A tile that ends within 16 cells is copied, its last row standing in for those
+// missing, and rows under 16 bytes too, since a register's worth is read.
+template <typename Isa>
+static Rows tile_rows(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int32_t n, int slot) {
+    const int32_t n16 = (n + 15) / 16 * 16;
+    if (n == n16 && (Isa::LANES > LANES_128 || codec.row_bytes >= LANES_128)) {
+        return { rows, stride, codec.row_bytes, n };
+    }
+    const int64_t width = codec.row_bytes < LANES_128 ? LANES_128 : codec.row_bytes;
+    uint8_t *     copy  = (uint8_t *) scratch(slot, (size_t) (TILE * width));
+    for (int32_t c = 0; c < n16; ++c) {
+        memcpy(copy + c * width, rows + (c < n ? c : n - 1) * stride, (size_t) codec.row_bytes);
+    }
+    return { copy, width, codec.row_bytes, n16 };
+}
+
+struct Work {
+    const AttendArgs & a;
+    const BytePlan &   k;
+    const BytePlan &   v;
+    uint8_t *          k_codes;
+    uint8_t *          v_codes;
+    int8_t *           q;   // [row][high, low][k_pad]
+    float *            sum; // [row][v_pad]
+    Row *              row;
+};
+
+// Query rows [first, first + ROWS) against the tile of cells that begins at `cell`.
+template <typename Isa, int ROWS> static void step(const Work & w, int64_t first, int64_t cell, Tile & tile) {
+    const int64_t k_pad = w.k.n_groups * Isa::LANES;
+    const int64_t v_pad = w.v.n_groups * Isa::LANES;
+    Row *         row   = w.row + first;
+    for (int i = 0; i < ROWS; ++i) {
+        memcpy(tile.bias[i], w.a.bias + (first + i) / w.a.n_group * w.a.bias_stride + cell,
+               (size_t) tile.n * sizeof(float));
+        for (int32_t c = tile.n; c < TILE; ++c) {
+            tile.bias[i][c] = MINUS_INF;
+        }
+    }
+    Isa::template dots<ROWS>(w.k_codes, (int32_t) k_pad / 4, w.q + first * 2 * k_pad, k_pad, row, tile);
+    Isa::template soften<ROWS>(tile, w.a.softcap, row);
+    Isa::template add_values<ROWS>(w.v_codes, w.v, row, w.sum + first * v_pad, v_pad, tile);
+}
+
+// awake[t]: token t sees a cell of the tile. Returns the cells that any token sees.
+template <typename Isa>
+static uint64_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, bool * awake) {
+    uint64_t seen = 0;
+    for (int64_t t = 0; t < a.n_tok; ++t) {
+        const uint64_t open = Isa::open_cells(a.bias + t * a.bias_stride + cell, n);
+        awake[t]            = open != 0;
+        seen |= open;
+    }
+    return seen;
+}
+
+template <typename Isa>
+static void steps(const Work & w, const bool * awake, int64_t cell, Tile & tile) {
+    const int64_t n_rows = w.a.n_tok * w.a.n_group;
+    for (int64_t row = 0; row < n_rows;) {
+        if (!awake[row / w.a.n_group]) {
+            ++row;
+            continue;
+        }
+        int64_t end = row + 1;
+        while (end < n_rows && awake[end / w.a.n_group]) {
+            ++end;
+        }
+        for (int64_t n_blocks = (end - row + Isa::MR - 1) / Isa::MR; n_blocks > 0; --n_blocks) {
+            const int64_t n = (end - row) / n_blocks; // blocks of equal size: 4 rows are 2 + 2, not 3 + 1
+            switch (n) {
+                case 1: step<Isa, 1>(w, row, cell, tile); break;
+                case 2: step<Isa, 2>(w, row, cell, tile); break;
+                default: step<Isa, Isa::MR>(w, row, cell, tile); break;
+            }
+            row += n;
+        }
+    }
+}
+
+template <typename Isa> static void spread_ratios(const HeadCodec & codec, float * ratio) {
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        for (int32_t j = 0; j < codec.bands[i].n; ++j) {
+            ratio[codec.bands[i].first + j] = codec.bands[i].ratio;
+        }
+    }
+}
+
+template <typename Isa>
+static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePlan & v) {
+    const int64_t n_rows = a.n_tok * a.n_group;
+    const int64_t k_pad  = k.n_groups * Isa::LANES;
+    const int64_t v_pad  = v.n_groups * Isa::LANES;
+    uint8_t *     codes  = (uint8_t *) scratch(SLOT_CODES, (size_t) (TILE * (k_pad + v_pad)));
+    const Work    w      = { a,
+                             k,
+                             v,
+                             codes,
+                             codes + TILE * k_pad,
+                             (int8_t *) scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k_pad)),
+                             (float *) scratch(SLOT_SUM, (size_t) (n_rows * v_pad) * sizeof(float)),
+                             (Row *) scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
+    bool *        awake  = (bool *) (w.row + n_rows);
+    float         ratio[MAX_HEAD_SIZE];
+    spread_ratios<Isa>(*a.k, ratio);
+    memset(w.sum, 0, (size_t) (n_rows * v_pad) * sizeof(float));
+    for (int64_t i = 0; i < n_rows; ++i) {
+        int8_t * high = w.q + i * 2 * k_pad;
+        Isa::quantize_query(a.qt + i * a.k->rank, ratio, a.k->rank, k, high, high + k_pad, w.row[i]);
+        w.row[i].shift = a.shift != nullptr ? a.shift[i] : 0.0f;
+        w.row[i].slope = a.slope[i % a.n_group];
+        w.row[i].m     = a.m[i];
+        w.row[i].z     = a.z[i];
+    }
+    Tile tile;
+    memset(&tile, 0, sizeof(tile));
+    for (int64_t cell = 0; cell < a.n_cells; cell += TILE) {
+        const int64_t left  = a.n_cells - cell;
+        tile.n              = (int32_t) (left < TILE ? left : TILE);
+        const uint64_t seen = find_awake<Isa>(a, cell, tile.n, awake);
+        if (seen == 0) {
+            continue;
+        }
+        const uint8_t * k_rows = a.k_rows + cell * a.k_stride;
+        const uint8_t * v_rows = a.v_rows + cell * a.v_stride;
+        const Rows      k_tile = tile_rows<Isa>(*a.k, k_rows, a.k_stride, tile.n, SLOT_SHORT_K);
+        const Rows      v_tile = tile_rows<Isa>(*a.v, v_rows, a.v_stride, tile.n, SLOT_SHORT_V);
+        Isa::read_scales(k_tile, seen, tile.scale_k);
+        tile.largest_v = Isa::read_scales(v_tile, seen, tile.scale_v);
+        Isa::unpack_keys(k, k_tile, w.k_codes);
+        Isa::unpack_values(v, v_tile, w.v_codes);
+        steps<Isa>(w, awake, cell, tile);
+    }
+    spread_ratios<Isa>(*a.v, ratio);
+    for (int64_t i = 0; i < n_rows; ++i) {
+        const float old    = a.m[i];
+        const float shrink = old == w.row[i].m ? 1.0f :
+                             old == MINUS_INF  ? 0.0f :
+                                                 Isa::exp_nonpositive(old - w.row[i].m);
+        float *     acc    = a.acc + i * a.acc_stride;
+        for (int32_t j = 0; j < a.v->rank; ++j) {
+            acc[j] = acc[j] * shrink + ratio[j] * w.sum[i * v_pad + j];
+        }
+        a.m[i] = w.row[i].m;
+        a.z[i] = w.row[i].z;
+    }
+}
+
+} // namespace subkv::cpu
