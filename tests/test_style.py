@@ -13,7 +13,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 NUMPY = tuple(int(part) for part in version("numpy").split(".")[:2])
-CPP = sorted(p for d in ("runtime/native", "kernels") for e in ("*.h", "*.cpp") for p in (REPO / d).rglob(e))
+CPP = sorted(p for d in ("runtime/native", "kernels", "tests") for e in ("*.h", "*.cpp") for p in (REPO / d).rglob(e))
 
 
 def tool(name: str) -> str:

@@ -7,6 +7,7 @@
 #if defined(SUBKV_X86)
 
 #    include "avx2_simd.h"
+#    include "pack.h"
 
 #    include <string.h>
 
@@ -90,27 +91,6 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
     return best;
 }
 
-// ORs the w-bit values (code >> drop) & mask of n codes into the m = n*w/8 bytes of a plane.
-static void put_plane(const uint8_t * code, int32_t n, int32_t w, int32_t drop, uint8_t * plane) {
-    const int32_t m    = n * w / 8;
-    const int32_t mask = (1 << w) - 1;
-    for (int32_t b = 0; b < m; ++b) {
-        int32_t byte = 0;
-        for (int32_t k = 0; k * w < 8; ++k) {
-            byte |= (code[k * m + b] >> drop & mask) << (k * w);
-        }
-        plane[b] = (uint8_t) byte;
-    }
-}
-
-static void put_codes(const uint8_t * code, int32_t n, int32_t bits, uint8_t * planes) {
-    const int32_t low = bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
-    put_plane(code, n, low, 0, planes);
-    if (low < bits) {
-        put_plane(code, n, bits - low, low, planes + n * low / 8);
-    }
-}
-
 static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
     row[0]        = (uint8_t) choose_scale(codec, c);
     const float s = SCALES[row[0]];
@@ -134,7 +114,7 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
             const __m128i w = _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
             _mm_storel_epi64((__m128i *) (code + j), _mm_packus_epi16(w, w));
         }
-        put_codes(code, band.n, band.bits, row + band.offset);
+        cpu::put_codes(code, band.n, band.bits, row + band.offset);
     }
 }
 

@@ -6,6 +6,11 @@
 #include <cstring>
 #include <string>
 
+#if defined(SUBKV_ARM64) && defined(__linux__)
+#    include <asm/hwcap.h>
+#    include <sys/auxv.h>
+#endif
+
 namespace subkv {
 
 namespace {
@@ -15,6 +20,16 @@ bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+#if defined(SUBKV_ARM64)
+bool has_dot_products() {
+#    if defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#    else
+    return true; // Apple's and Windows' processors have them all
+#    endif
 }
 #endif
 
@@ -33,6 +48,11 @@ struct Choice {
             if (has_avx512()) {
                 available[n++] = &ops_avx512;
             }
+        }
+#endif
+#if defined(SUBKV_ARM64)
+        if (has_dot_products()) {
+            available[n++] = &ops_neon;
         }
 #endif
         chosen = available[n - 1];

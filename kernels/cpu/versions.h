@@ -7,11 +7,19 @@
 #    define SUBKV_X86 1
 #endif
 
+#if defined(__aarch64__) || defined(_M_ARM64)
+#    define SUBKV_ARM64 1
+#endif
+
 namespace subkv {
 
 #if defined(SUBKV_X86)
 extern const Ops ops_avx2;   // needs AVX2, FMA, F16C
 extern const Ops ops_avx512; // needs those and AVX-512 F, BW, DQ, VL, VBMI, VNNI (Ice Lake, Zen 4)
+#endif
+
+#if defined(SUBKV_ARM64)
+extern const Ops ops_neon; // needs the dot products of Armv8.2 (Cortex-A55/A75 and later, all of Apple's)
 #endif
 
 } // namespace subkv

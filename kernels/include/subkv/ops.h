@@ -135,7 +135,7 @@ struct Ops {
 
 const Ops & ops_ref();
 
-// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512 overrides (debugging); an unknown or unsupported name
+// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512|neon overrides (debugging); an unknown or unsupported name
 // is reported by ops_error() and the best version is NOT substituted: callers refuse to start.
 const Ops &  ops();
 const char * ops_error(); // nullptr when fine

@@ -1,0 +1,154 @@
+// neon.cpp: project, reconstruct, attend_exact, and the NEON table. Definitions: ref/linear.cpp, ref/attend.cpp.
+#include "versions.h"
+
+#if defined(SUBKV_ARM64)
+
+#    include "../ref/rows.h"
+#    include "neon.h"
+
+#    include <string.h>
+
+namespace subkv::neon {
+
+static inline float to_float(uint16_t h) {
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0);
+}
+
+// y[t][i] of ROWS tokens: an entry of the matrix is widened once for all of them
+template <int ROWS>
+static void project_block(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, float scale,
+                          float * y, int64_t ldy) {
+    for (int64_t i = 0; i < r; ++i) {
+        float32x4_t sum[ROWS];
+        for (int t = 0; t < ROWS; ++t) {
+            sum[t] = vdupq_n_f32(0.0f);
+        }
+        int64_t j = 0;
+        for (; j + 4 <= d; j += 4) {
+            const float32x4_t entry = widen(m + i * d + j);
+            for (int t = 0; t < ROWS; ++t) {
+                sum[t] = vfmaq_f32(sum[t], entry, vld1q_f32(x + t * ldx + j));
+            }
+        }
+        for (int t = 0; t < ROWS; ++t) {
+            float total = vaddvq_f32(sum[t]);
+            for (int64_t k = j; k < d; ++k) {
+                total += to_float(m[i * d + k]) * x[t * ldx + k];
+            }
+            y[t * ldy + i] = scale * total;
+        }
+    }
+}
+
+void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+             int64_t ldy) {
+    int64_t t = 0;
+    for (; t + 8 <= n; t += 8) {
+        project_block<8>(m, r, d, x + t * ldx, ldx, scale, y + t * ldy, ldy);
+    }
+    for (; t < n; ++t) {
+        project_block<1>(m, r, d, x + t * ldx, ldx, scale, y + t * ldy, ldy);
+    }
+}
+
+void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o) {
+    int64_t j = 0;
+    for (; j + 16 <= d; j += 16) {
+        float32x4_t sum[4];
+        for (int k = 0; k < 4; ++k) {
+            sum[k] = vld1q_f32(o + j + 4 * k);
+        }
+        for (int64_t i = 0; i < r; ++i) {
+            for (int k = 0; k < 4; ++k) {
+                sum[k] = vfmaq_n_f32(sum[k], widen(m + i * d + j + 4 * k), e[i]);
+            }
+        }
+        for (int k = 0; k < 4; ++k) {
+            vst1q_f32(o + j + 4 * k, sum[k]);
+        }
+    }
+    for (; j < d; ++j) {
+        for (int64_t i = 0; i < r; ++i) {
+            o[j] += e[i] * to_float(m[i * d + j]);
+        }
+    }
+}
+
+constexpr int64_t TILE = 64; // keys
+
+// One query row against keys [first, first + n). Head sizes are multiples of 8.
+static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n) {
+    const float * q     = a.q + row * a.d_k;
+    const float * bias  = a.bias + row / a.n_group * a.bias_stride + first;
+    const float   slope = a.slope[row % a.n_group];
+    float         x[TILE];
+    float         top = -__builtin_inff();
+    for (int64_t c = 0; c < TILE; ++c) {
+        x[c] = -__builtin_inff();
+        if (c >= n || bias[c] == -__builtin_inff()) {
+            continue; // not even looked at
+        }
+        const uint16_t * key    = a.k[first + c];
+        float32x4_t      sum[2] = { vdupq_n_f32(0.0f), vdupq_n_f32(0.0f) };
+        for (int64_t j = 0; j < a.d_k; j += 8) {
+            sum[0] = vfmaq_f32(sum[0], widen(key + j), vld1q_f32(q + j));
+            sum[1] = vfmaq_f32(sum[1], widen(key + j + 4), vld1q_f32(q + j + 4));
+        }
+        float logit = vaddvq_f32(vaddq_f32(sum[0], sum[1]));
+        if (a.softcap > 0.0f) {
+            logit = vgetq_lane_f32(soft_cap(vdupq_n_f32(logit), a.softcap), 0);
+        }
+        x[c] = logit + slope * bias[c];
+        top  = x[c] > top ? x[c] : top;
+    }
+    if (!(top > -__builtin_inff())) {
+        return;
+    }
+    const float new_m  = top > a.m[row] ? top : a.m[row];
+    const float old    = a.m[row];
+    const float shrink = old == new_m             ? 1.0f :
+                         old == -__builtin_inff() ? 0.0f :
+                                                    vgetq_lane_f32(exp_nonpositive(vdupq_n_f32(old - new_m)), 0);
+    float32x4_t total  = vdupq_n_f32(0.0f);
+    for (int64_t c = 0; c < TILE; c += 4) {
+        const float32x4_t e = exp_nonpositive(vsubq_f32(vld1q_f32(x + c), vdupq_n_f32(new_m)));
+        total               = vaddq_f32(total, e);
+        vst1q_f32(x + c, e);
+    }
+    a.m[row]    = new_m;
+    a.z[row]    = a.z[row] * shrink + vaddvq_f32(total);
+    float * acc = a.acc + row * a.acc_stride;
+    for (int64_t j = 0; j < a.d_v; j += 8) {
+        float32x4_t low  = vmulq_n_f32(vld1q_f32(acc + j), shrink);
+        float32x4_t high = vmulq_n_f32(vld1q_f32(acc + j + 4), shrink);
+        for (int64_t c = 0; c < n; ++c) {
+            if (bias[c] != -__builtin_inff()) {
+                low  = vfmaq_n_f32(low, widen(a.v[first + c] + j), x[c]);
+                high = vfmaq_n_f32(high, widen(a.v[first + c] + j + 4), x[c]);
+            }
+        }
+        vst1q_f32(acc + j, low);
+        vst1q_f32(acc + j + 4, high);
+    }
+}
+
+void attend_exact(const ExactArgs & a) {
+    for (int64_t first = 0; first < a.n_keys; first += TILE) {
+        for (int64_t row = 0; row < a.n_tok * a.n_group; ++row) {
+            exact_row(a, row, first, a.n_keys - first < TILE ? a.n_keys - first : TILE);
+        }
+    }
+}
+
+} // namespace subkv::neon
+
+namespace subkv {
+
+// dequantize_rows serves tests and tools, moment is vectorized by the compiler as it stands
+const Ops ops_neon = { "neon",        1.0f / 32639.0f,   neon::encode_rows, ref::dequantize_rows,
+                       neon::project, neon::reconstruct, neon::attend,      neon::attend_exact,
+                       ref::moment,   neon::to_half };
+
+} // namespace subkv
+
+#endif

@@ -1,0 +1,54 @@
+// neon.h: shared by the NEON files.
+#pragma once
+
+#include "subkv/ops.h"
+
+#include <arm_neon.h>
+
+namespace subkv::neon {
+
+// exp(x) for x <= 0, 0 below -87.3; the method and errors of AVX2's (avx2_simd.h).
+static inline float32x4_t exp_nonpositive(float32x4_t x) {
+    const float32x4_t floor_x = vdupq_n_f32(-87.3f);
+    const uint32x4_t  dead    = vcltq_f32(x, floor_x); // false for NaN: it shall stay visible
+    x                         = vmaxq_f32(floor_x, x);
+    const float32x4_t n       = vrndnq_f32(vmulq_n_f32(x, 1.44269504f));
+    float32x4_t       r       = vfmsq_n_f32(x, n, 0.693145752f);
+    r                         = vfmsq_n_f32(r, n, 1.42860677e-6f);
+    float32x4_t p             = vdupq_n_f32(1.98412698e-4f);
+    p                         = vfmaq_f32(vdupq_n_f32(1.38888889e-3f), p, r);
+    p                         = vfmaq_f32(vdupq_n_f32(8.33333333e-3f), p, r);
+    p                         = vfmaq_f32(vdupq_n_f32(4.16666667e-2f), p, r);
+    p                         = vfmaq_f32(vdupq_n_f32(1.66666667e-1f), p, r);
+    p                         = vfmaq_f32(vdupq_n_f32(0.5f), p, r);
+    p                         = vfmaq_f32(vdupq_n_f32(1.0f), p, r);
+    p                         = vfmaq_f32(vdupq_n_f32(1.0f), p, r);
+    const int32x4_t power     = vshlq_n_s32(vcvtnq_s32_f32(n), 23);
+    const int32x4_t y         = vaddq_s32(vreinterpretq_s32_f32(p), power);
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_s32(y), dead));
+}
+
+// cap * tanh(x / cap)
+static inline float32x4_t soft_cap(float32x4_t x, float cap) {
+    const float32x4_t e     = exp_nonpositive(vmulq_n_f32(vabsq_f32(x), -2.0f / cap));
+    const float32x4_t one   = vdupq_n_f32(1.0f);
+    const float32x4_t value = vmulq_n_f32(vdivq_f32(vsubq_f32(one, e), vaddq_f32(one, e)), cap);
+    return vbslq_f32(vdupq_n_u32(0x80000000u), x, value); // the sign of x
+}
+
+// Four halves, widened.
+static inline float32x4_t widen(const uint16_t * h) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)));
+}
+
+// kernels of the table
+void    attend(const AttendArgs & a);
+void    attend_exact(const ExactArgs & a);
+int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
+                    uint8_t * rows, int64_t row_stride);
+void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+             int64_t ldy);
+void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
+void to_half(const float * x, uint16_t * h, int64_t n);
+
+} // namespace subkv::neon

@@ -1,0 +1,163 @@
+// neon_rows.cpp: encode_rows and to_half. Definition: ref/encode.cpp, which the scale search follows operation by
+// operation (explicit fused multiply-adds, coefficient j in lane j % 8): the same coefficients give the same bytes.
+#include "versions.h"
+
+#if defined(SUBKV_ARM64)
+
+#    include "../ref/rows.h"
+#    include "neon.h"
+#    include "pack.h"
+#    include "plan.h"
+
+#    include <string.h>
+
+namespace subkv::neon {
+
+enum Slot { SLOT_COEF = 10 };
+
+constexpr int64_t TOKENS = 32; // projected together
+
+static inline float half_range(int32_t bits) {
+    return 0.5f * (float) ((1 << bits) - 1);
+}
+
+static inline float32x4_t quantize(float32x4_t c, float32x4_t inverse, float32x4_t middle) {
+    const float32x4_t u = vrndnq_f32(vfmaq_f32(middle, c, inverse));
+    return vminq_f32(vmaxq_f32(u, vdupq_n_f32(0.0f)), vaddq_f32(middle, middle));
+}
+
+static float squared_error(const HeadCodec & codec, const float * c, float s) {
+    float32x4_t sum[2] = { vdupq_n_f32(0.0f), vdupq_n_f32(0.0f) };
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits == 16) {
+            continue;
+        }
+        const float       step    = s * band.ratio;
+        const float32x4_t inverse = vdupq_n_f32(1.0f / step);
+        const float32x4_t middle  = vdupq_n_f32(half_range(band.bits));
+        for (int32_t j = 0; j < band.n; j += 8) {
+            for (int k = 0; k < 2; ++k) {
+                const float32x4_t x = vld1q_f32(c + band.first + j + 4 * k);
+                const float32x4_t e = vfmsq_f32(x, vdupq_n_f32(step), vsubq_f32(quantize(x, inverse, middle), middle));
+                sum[k]              = vfmaq_f32(sum[k], e, e);
+            }
+        }
+    }
+    float lane[8];
+    vst1q_f32(lane, sum[0]);
+    vst1q_f32(lane + 4, sum[1]);
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+
+static int32_t choose_scale(const HeadCodec & codec, const float * c) {
+    float reach     = 0.0f;
+    bool  quantized = false;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits == 16) {
+            continue;
+        }
+        quantized           = true;
+        float32x4_t largest = vdupq_n_f32(0.0f);
+        for (int32_t j = 0; j < band.n; j += 4) {
+            largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(c + band.first + j)));
+        }
+        const float r = vmaxvq_f32(largest) / (band.ratio * half_range(band.bits));
+        reach         = r > reach ? r : reach;
+    }
+    if (!quantized) {
+        return SCALE_ONE;
+    }
+    int32_t low  = 1; // smallest code in [low, high] that does not clip
+    int32_t high = 255;
+    while (low < high) {
+        const int32_t k = (low + high) / 2;
+        if (SCALES[k] < reach) {
+            low = k + 1;
+        } else {
+            high = k;
+        }
+    }
+    int32_t best       = low;
+    float   best_error = squared_error(codec, c, SCALES[low]);
+    for (int32_t k = low - 1; k >= 1 && k >= low - SCALE_CANDIDATES_BELOW; --k) {
+        const float error = squared_error(codec, c, SCALES[k]);
+        if (error < best_error) {
+            best       = k;
+            best_error = error;
+        }
+    }
+    return best;
+}
+
+static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
+    row[0]        = (uint8_t) choose_scale(codec, c);
+    const float s = SCALES[row[0]];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band &  band = codec.bands[i];
+        const float * x    = c + band.first;
+        if (band.bits == 16) {
+            float within[MAX_HEAD_SIZE];
+            for (int32_t j = 0; j < band.n; j += 4) {
+                vst1q_f32(within + j,
+                          vminq_f32(vmaxq_f32(vld1q_f32(x + j), vdupq_n_f32(-HALF_MAX)), vdupq_n_f32(HALF_MAX)));
+            }
+            uint16_t halves[MAX_HEAD_SIZE];
+            to_half(within, halves, band.n);
+            memcpy(row + band.offset, halves, (size_t) band.n * sizeof(uint16_t));
+            continue;
+        }
+        const float32x4_t inverse = vdupq_n_f32(1.0f / (s * band.ratio));
+        const float32x4_t middle  = vdupq_n_f32(half_range(band.bits));
+        uint8_t           code[MAX_HEAD_SIZE];
+        for (int32_t j = 0; j < band.n; j += 8) {
+            const uint16x4_t a = vmovn_u32(vcvtq_u32_f32(quantize(vld1q_f32(x + j), inverse, middle)));
+            const uint16x4_t b = vmovn_u32(vcvtq_u32_f32(quantize(vld1q_f32(x + j + 4), inverse, middle)));
+            vst1_u8(code + j, vmovn_u16(vcombine_u16(a, b)));
+        }
+        cpu::put_codes(code, band.n, band.bits, row + band.offset);
+    }
+}
+
+int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
+                    uint8_t * rows, int64_t row_stride) {
+    float * c     = (float *) cpu::scratch(SLOT_COEF, (size_t) (TOKENS * codec.rank) * sizeof(float));
+    int64_t n_bad = 0;
+    for (int64_t first = 0; first < n; first += TOKENS) {
+        const int64_t count = n - first < TOKENS ? n - first : TOKENS;
+        project(codec.encode, codec.rank, codec.d, x + first * ldx, ldx, count, 1.0f, c, codec.rank);
+        for (int64_t t = 0; t < count; ++t) {
+            float * row_c  = c + t * codec.rank;
+            bool    finite = true;
+            bool    any    = false;
+            for (int32_t j = 0; j < codec.rank; ++j) {
+                row_c[j] -= codec.offset != nullptr ? codec.offset[j] : 0.0f;
+                finite = finite && __builtin_fabsf(row_c[j]) <= __FLT_MAX__;
+                any    = any || row_c[j] != 0.0f;
+            }
+            uint8_t * row = rows + cells[first + t] * row_stride;
+            memset(row, 0, (size_t) codec.row_bytes);
+            if (!finite) {
+                ++n_bad;
+            } else if (any) {
+                put_row(codec, row_c, row);
+            }
+        }
+    }
+    return n_bad;
+}
+
+void to_half(const float * x, uint16_t * h, int64_t n) {
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        vst1_u16(h + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
+    }
+    for (; i < n; ++i) {
+        h[i] = vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x[i]))), 0);
+    }
+}
+
+} // namespace subkv::neon
+
+#endif
