@@ -71,11 +71,13 @@ class Measurement:
     n_gen: int
     n_depth: int
     test_time: str
+    n_parallel: int = 1  # sequences that generate at the same time
     samples_ns: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def label(self) -> str:
         kind = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        kind += f" x{self.n_parallel}" if self.n_gen and self.n_parallel > 1 else ""
         return f"{kind} @ d{self.n_depth}" if self.n_depth else kind
 
 
@@ -104,26 +106,33 @@ def prompt(context: Context, tokens: Tokens, pos: int, n: int) -> None:
     context.synchronize()
 
 
-def generate(context: Context, tokens: Tokens, pos: int, n: int) -> None:
-    """Evaluate n tokens one by one from position pos."""
+def generate(context: Context, tokens: Tokens, pos: int, n: int, n_parallel: int = 1) -> None:
+    """Evaluate n tokens one by one from position pos, in each of n_parallel sequences at the same time."""
     for i in range(n):
-        context.decode(tokens.take(1), pos + i, 0)
+        context.decode_each(tokens.take(n_parallel), pos + i)
         context.synchronize()
 
 
-def fill(config: Config, tokens: Tokens, depth: int, bar: Any) -> None:
-    """Extend sequence 0 to `depth` cells, each batch decoded as sequence 1 and then handed over."""
+def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) -> None:
+    """Extend sequences 0, 1, … to `depth` cells, each batch decoded as one more sequence and then handed over."""
     while config.depth < depth:
         n = min(config.context.n_batch, depth - config.depth)
-        config.context.decode(tokens.take(n), config.depth, n - 1, seq=1)
-        config.context.synchronize()
-        config.context.adopt(1)
+        for seq in range(n_parallel):
+            config.context.decode(tokens.take(n), config.depth, n - 1, seq=n_parallel)
+            config.context.synchronize()
+            config.context.adopt(n_parallel, seq)
+            bar.update(n)
         config.depth += n
-        bar.update(n)
 
 
 def measure(
-    configs: list[Config], tokens: Tokens, prompts: list[int], gens: list[int], depths: list[int], repetitions: int
+    configs: list[Config],
+    tokens: Tokens,
+    prompts: list[int],
+    gens: list[int],
+    depths: list[int],
+    repetitions: int,
+    n_parallel: int,
 ) -> list[Measurement]:
     """All tests of all configurations; configurations take turns inside every repetition."""
     from tqdm import tqdm
@@ -134,16 +143,16 @@ def measure(
         generate(config.context, tokens, WARM_UP, 1)
         config.context.clear()
     for depth in sorted(set(depths)):
-        missing = sum(depth - config.depth for config in configs)
+        missing = n_parallel * sum(depth - config.depth for config in configs)
         with tqdm(
             total=missing, unit="tok", unit_scale=True, desc=f"fill to depth {depth}", disable=None, leave=False
         ) as bar:
             for config in configs:
                 bar.set_postfix_str(config.name)
-                fill(config, tokens, depth, bar)
+                fill(config, tokens, depth, n_parallel, bar)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         tests = [(n, 0) for n in prompts if n] + [(0, n) for n in gens if n]
-        rows = [[Measurement(config, n_p, n_g, depth, now) for config in configs] for n_p, n_g in tests]
+        rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in tests]
         with tqdm(
             total=repetitions * len(tests) * len(configs), unit="run", desc=f"depth {depth}", disable=None, leave=False
         ) as bar:
@@ -155,10 +164,11 @@ def measure(
                     if m.n_prompt:
                         prompt(m.config.context, tokens, depth, m.n_prompt)
                     else:
-                        generate(m.config.context, tokens, depth, m.n_gen)
+                        generate(m.config.context, tokens, depth, m.n_gen, n_parallel)
                     m.samples_ns.append(time.perf_counter_ns() - start)
                     if depth:
-                        m.config.context.drop_tail(depth)
+                        for seq in range(n_parallel):
+                            m.config.context.drop_tail(depth, seq)
                     else:
                         m.config.context.clear()
                     bar.update(1)
@@ -190,7 +200,7 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
     from subkv.cache import C
 
     stats = m.config.context.stats
-    n_tokens = m.n_prompt + m.n_gen
+    n_tokens = m.n_prompt + m.n_gen * m.n_parallel
     samples_ts = [1e9 * n_tokens / ns for ns in m.samples_ns]
     median = statistics.median(samples_ts)
     cells = m.n_depth + m.n_gen / 2
@@ -211,6 +221,7 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
         "n_prompt": m.n_prompt,
         "n_gen": m.n_gen,
         "n_depth": m.n_depth,
+        "n_parallel": m.n_parallel,
         "test": m.label,
         "test_time": m.test_time,
         "avg_ns": round(statistics.fmean(m.samples_ns)),
@@ -288,6 +299,14 @@ def as_csv(objects: list[dict[str, Any]]) -> str:
 @click.option("-fa", "--flash-attn", "flash", default="auto", metavar="on|off|auto,…", help="flash attention settings")
 @options.window_options
 @options.threads_option
+@click.option(
+    "-np",
+    "--parallel",
+    "n_parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="sequences that generate at the same time, each at the depth; t/s are of all together",
+)
 @click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, help="runs of every test")
 @options.batch_options()
 @options.gpu_option
@@ -309,7 +328,15 @@ def main(**given: Any) -> None:
         for config in configs:
             cleanup.callback(config.context.close)
         bandwidth = read_bandwidth(n_threads)
-        done = measure(configs, Tokens(model), given["prompts"], given["gens"], given["depths"], given["repetitions"])
+        done = measure(
+            configs,
+            Tokens(model),
+            given["prompts"],
+            given["gens"],
+            given["depths"],
+            given["repetitions"],
+            given["n_parallel"],
+        )
         objects = [as_object(m, model, given, n_threads, bandwidth) for m in done]
     if given["output"] == "json":
         click.echo(json.dumps(objects, indent=2))
@@ -338,12 +365,12 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
         try:
             context = model.context(
                 choice,
-                n_ctx=max(given["depths"]) + max(longest, WARM_UP + 1),
+                n_ctx=given["n_parallel"] * (max(given["depths"]) + max(longest, WARM_UP + 1)),
                 n_batch=given["n_batch"],
                 n_ubatch=given["n_ubatch"],
                 n_threads=n_threads,
                 flash_attn=fa,
-                n_seq_max=2,  # the second sequence serves fill()
+                n_seq_max=given["n_parallel"] + 1,  # the last one serves fill()
                 **window,
             )
         except CacheError as error:

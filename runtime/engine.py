@@ -130,20 +130,28 @@ class Context:
         Returns how many rows of logits there are. Raises CacheError when llama.cpp cannot decode.
         """
         n = len(tokens)
+        self._decode(tokens, np.arange(pos, pos + n), [seq] * n, np.arange(n) >= first_logits)
+        return max(n - max(first_logits, 0), 0)
+
+    def decode_each(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int) -> None:
+        """Evaluate one token for each of the sequences 0, 1, …, all at position pos; all give logits. As decode."""
+        self._decode(tokens, pos, range(len(tokens)), True)
+
+    def _decode(self, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any) -> None:
+        n = len(tokens)
         batch = self.batch
         batch.n_tokens = n
         np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
-        np.ctypeslib.as_array(batch.pos, (n,))[:] = np.arange(pos, pos + n)
+        np.ctypeslib.as_array(batch.pos, (n,))[:] = pos
         np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
-        np.ctypeslib.as_array(batch.logits, (n,))[:] = np.arange(n) >= first_logits
-        for i in range(n):
+        np.ctypeslib.as_array(batch.logits, (n,))[:] = logits
+        for i, seq in enumerate(seqs):
             batch.seq_id[i][0] = seq
         code = C.llama_decode(self.handle, batch)
         if code != 0:
             refused = last_error() if self.choice.coded else ""
             why = refused or ("no room in the cache" if code == 1 else f"llama_decode returned {code}")
-            raise CacheError("-c", f"cannot evaluate {n} tokens at position {pos}: {why}")
-        return max(n - max(first_logits, 0), 0)
+            raise CacheError("-c", f"cannot evaluate {n} tokens at position {np.min(pos)}: {why}")
 
     def logits(self, n_rows: int) -> Logits:
         """Logits of the last decode, [n_rows, n_vocab] f32: a view that the next decode overwrites."""
@@ -155,14 +163,14 @@ class Context:
     def clear(self) -> None:
         C.llama_memory_clear(self.memory, True)
 
-    def adopt(self, seq: int) -> None:
-        """Give the cells of another sequence to sequence 0."""
-        C.llama_memory_seq_cp(self.memory, seq, 0, -1, -1)
+    def adopt(self, seq: int, to: int = 0) -> None:
+        """Give the cells of a sequence to another one."""
+        C.llama_memory_seq_cp(self.memory, seq, to, -1, -1)
         C.llama_memory_seq_rm(self.memory, seq, -1, -1)
 
-    def drop_tail(self, pos: int) -> None:
+    def drop_tail(self, pos: int, seq: int = 0) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""
-        if not C.llama_memory_seq_rm(self.memory, 0, pos, -1):
+        if not C.llama_memory_seq_rm(self.memory, seq, pos, -1):
             raise CacheError(
                 "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )

@@ -63,6 +63,18 @@ def test_json(tiny_model: Models, coded_model: Models) -> None:
     assert max(coded) < max(stock)
 
 
+def test_parallel_sequences(tiny_model: Models, coded_model: Models) -> None:
+    result = run(
+        "-m", coded_model(), "-p", 4, "-n", 3, "-d", "0,90", "-ctk", "f16,subkv", "-np", 3, "-r", 2, "-t", 2, "-o", "json"
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    objects = json.loads(result.stdout)
+    assert {o["test"] for o in objects} == {"pp4", "tg3 x3", "pp4 @ d90", "tg3 x3 @ d90"}
+    for o in objects:
+        n = o["n_prompt"] + 3 * o["n_gen"]
+        assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])
+
+
 def test_markdown_and_csv(tiny_model: Models) -> None:
     arguments = ("-m", tiny_model("llama"), "-p", "4", "-n", "0", "-ctk", "f16,q8_0", "-fa", "on,off", "-r", 2, "-t", 1)
     result = run(*arguments)
@@ -98,9 +110,9 @@ def test_caches_take_turns(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) 
     order: list[str] = []
     generate = bench.generate
 
-    def spy(context: Any, tokens: Any, pos: int, n: int) -> None:
+    def spy(context: Any, *arguments: Any) -> None:
         order.append(context.choice.name)
-        generate(context, tokens, pos, n)
+        generate(context, *arguments)
 
     monkeypatch.setattr(bench, "generate", spy)
     result = run("-m", tiny_model("llama"), "-p", "0", "-n", "1", "-ctk", "f16,q8_0", "-r", 2, "-t", 1)
