@@ -65,7 +65,7 @@ def test_json(tiny_model: Models, coded_model: Models) -> None:
 
 def test_parallel_sequences(tiny_model: Models, coded_model: Models) -> None:
     result = run(
-        "-m", coded_model(), "-p", 4, "-n", 3, "-d", "0,90", "-ctk", "f16,subkv", "-np", 3, "-r", 2, "-t", 2, "-o", "json"
+        "-m", coded_model(), "-p", 4, "-n", 3, "-d", "0,90", "-ctk", "f16,subkv", "-np", 3, "-r", 2, "-o", "json"
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     objects = json.loads(result.stdout)
