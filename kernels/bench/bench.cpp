@@ -173,6 +173,7 @@ int main(int argc, char ** argv) {
     const Bands v64 = { { 8, 6 }, { 40, 4 }, { 16, 3 } };
     const Cache mixed(k64, v64, 8000);
     const Cache wide({ { 16, 8 }, { 32, 6 }, { 16, 5 } }, { { 32, 6 }, { 32, 5 } }, 8000);
+    const Cache fine({ { 8, 16 }, { 24, 8 }, { 32, 6 } }, { { 16, 8 }, { 48, 6 } }, 8000);
     const Cache plain({ { 64, 4 } }, { { 64, 4 } }, 8000);
     const Cache large({ { 16, 8 }, { 16, 6 }, { 32, 4 }, { 64, 3 } }, { { 16, 6 }, { 80, 4 }, { 32, 3 } }, 4000);
 
@@ -181,6 +182,7 @@ int main(int argc, char ** argv) {
         mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 3),
         mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 8),
         wide.figure("attend 64 dims 5.9 bits", N_LAYER, 1, 3),
+        fine.figure("attend 64 dims 7.3 bits, 16-bit band", N_LAYER, 1, 3),
         plain.figure("attend 64 dims 4.0 bits", N_LAYER, 1, 3),
         large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 4),
         mixed.figure("attend 64 dims 4.2 bits, in cache", 1, 1, 3),

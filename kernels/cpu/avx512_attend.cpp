@@ -132,7 +132,8 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
         top[i] = minus_inf;
         for (int v = 0; v < VECS; ++v) {
             const __m512 unit = _mm512_mul_ps(_mm512_load_ps(tile.scale_k + 16 * v), _mm512_set1_ps(row[i].delta));
-            x[i][v] = _mm512_fmadd_ps(_mm512_load_ps(tile.logit[i] + 16 * v), unit, _mm512_set1_ps(row[i].shift));
+            x[i][v] =
+                _mm512_fmadd_ps(_mm512_load_ps(tile.logit[i] + 16 * v), unit, _mm512_load_ps(tile.common[i] + 16 * v));
             if (softcap > 0.0f) {
                 x[i][v] = soft_cap(x[i][v], softcap);
             }
@@ -150,6 +151,8 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
             r.shrink  = 1.0f;
             r.unit    = 0.0f;
             r.weights = 0;
+            r.share   = 0.0f;
+            memset(tile.logit[i], 0, sizeof(tile.logit[i]));
             memset(tile.high[i], 0, TILE);
             memset(tile.low[i], 0, TILE);
             continue;
@@ -163,11 +166,13 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
             const __m512  w = _mm512_mul_ps(e, _mm512_mul_ps(_mm512_load_ps(tile.scale_v + 16 * v), inverse));
             const __m512i u = _mm512_cvtps_epi32(w);
             total           = _mm512_add_ps(total, e);
-            sum             = _mm512_add_epi32(sum, u);
+            _mm512_store_ps(tile.logit[i] + 16 * v, e);
+            sum = _mm512_add_epi32(sum, u);
             split(u, tile.high[i] + 16 * v, tile.low[i] + 16 * v);
         }
         const float new_m = tile_top > r.m ? tile_top : r.m;
         const float share = new_m == tile_top ? 1.0f : avx2::exp_nonpositive(tile_top - new_m);
+        r.share           = share;
         r.shrink          = new_m == r.m ? 1.0f : r.m == NEG_INF ? 0.0f : avx2::exp_nonpositive(r.m - new_m);
         r.m               = new_m;
         r.z               = r.z * r.shrink + share * _mm512_reduce_add_ps(total);
@@ -235,6 +240,10 @@ struct Isa {
         return open;
     }
 
+    static void widen8(const uint8_t * halves, float * x) {
+        _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
+    }
+
     static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
         avx512::unpack_keys(plan, rows, out);
     }
@@ -273,13 +282,7 @@ struct Isa {
 };
 
 static void attend(const AttendArgs & a) {
-    const BytePlan & k = cpu::byte_plan_of(*a.k, Isa::KEYS);
-    const BytePlan & v = cpu::byte_plan_of(*a.v, Isa::VALUES);
-    if (k.has_half || v.has_half) {
-        ops_avx2.attend(a);
-    } else {
-        cpu::attend_codes<Isa>(a, k, v);
-    }
+    cpu::attend_codes<Isa>(a, cpu::byte_plan_of(*a.k, Isa::KEYS), cpu::byte_plan_of(*a.v, Isa::VALUES));
 }
 
 // Not ops_avx2's pointer in the table: copying it would be code that runs when the library is loaded, on any processor.

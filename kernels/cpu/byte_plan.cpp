@@ -31,9 +31,10 @@ void add_parts(StoredPlan & stored, ByteGroup & group, std::vector<std::vector<F
                 first = first < 0 ? field.byte : std::min(first, field.byte);
             }
         }
-        if (first < 0) {
-            return;
+        if (first < 0 && group.n_parts > 0) {
+            return; // every group has a part, if only an empty one (16-bit bands): it is read like the others
         }
+        first = std::max(first, 0);
         first = std::min(first, std::max(0, row_bytes - lanes)); // inside the row, and one for all parts of a short row
         BytePart part;
         std::memset(&part, 0, sizeof(part));
@@ -66,7 +67,6 @@ void build(const HeadCodec & codec, Order order, StoredPlan & stored) {
     const std::vector<std::vector<Field>> fields = fields_of(codec);
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
-        plan.has_half     = plan.has_half || band.bits == 16;
         for (int32_t j = 0; band.bits != 16 && j < band.n; ++j) {
             plan.odd[band.first + j] = (1 << band.bits) - 1;
         }

@@ -30,9 +30,9 @@ struct ByteGroup {
 };
 
 struct alignas(64) BytePlan {
-    int32_t odd[MAX_HEAD_SIZE]; // 2^bits - 1 of every coefficient, twice the middle of its codes; 0 beyond rank
-    int32_t n_groups;
-    bool    has_half; // a 16-bit band: the plan does not describe it
+    // 2^bits - 1 of every coefficient, twice the middle of its codes; 0 in 16-bit bands and beyond the rank
+    int32_t          odd[MAX_HEAD_SIZE];
+    int32_t          n_groups;
     const BytePart * parts;
     ByteGroup        groups[MAX_BYTE_GROUPS];
 };

@@ -6,11 +6,11 @@
 // sum; values with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits; their high and low
 // bytes are multiplied apart, and a few query rows share the loads of the codes. Sums are exact: what is rounded is a
 // query, to 1/65278 of its largest coefficient times band ratio, and a weight times row scale, to 1/65278 of the tile's
-// largest weight times its largest scale.
+// largest weight times its largest scale. Coefficients of 16-bit bands, few if any, are multiplied in float beside that.
 //
 // Isa, a type of the including file alone (its functions are compiled for its instructions), gives
 //   LANES, MR, KEYS, VALUES     bytes of a register, query rows that share loads, orders of the two plans
-//   unpack_keys, unpack_values, read_scales, open_cells, quantize_query, dots, soften, add_values
+//   unpack_keys, unpack_values, read_scales, open_cells, widen8, quantize_query, dots, soften, add_values
 #pragma once
 
 #include "../ref/rows.h"
@@ -29,7 +29,7 @@ constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are 
 constexpr float MINUS_INF = -__builtin_inff();
 
 // AVX2's attention uses the same numbers: neither runs inside the other.
-enum IntegerSlot { SLOT_CODES, SLOT_QUERY, SLOT_SUM, SLOT_ROWS, SLOT_SHORT_K, SLOT_SHORT_V };
+enum IntegerSlot { SLOT_CODES, SLOT_QUERY, SLOT_SUM, SLOT_ROWS, SLOT_SHORT_K, SLOT_SHORT_V, SLOT_HALVES };
 
 // One query row during a call.
 struct Row {
@@ -39,6 +39,7 @@ struct Row {
     float   shift, slope;
     float   m, z;
     float   shrink;  // of the sums so far, at the tile at hand
+    float   share;   // of the tile's weights, which are relative to its own top logit
     float   unit;    // of the tile's integer weights
     int32_t weights; // their sum
 };
@@ -46,9 +47,10 @@ struct Row {
 struct alignas(64) Tile {
     float   scale_k[TILE];
     float   scale_v[TILE];
-    float   bias[MAX_MR][TILE]; // -inf beyond the last cell
-    float   logit[MAX_MR][TILE];
-    uint8_t high[MAX_MR][TILE]; // bytes of the weights
+    float   bias[MAX_MR][TILE];   // -inf beyond the last cell
+    float   common[MAX_MR][TILE]; // of the logits: the shift, and what 16-bit bands add
+    float   logit[MAX_MR][TILE];  // integer products, then weights
+    uint8_t high[MAX_MR][TILE];   // bytes of the weights
     uint8_t low[MAX_MR][TILE];
     float   largest_v; // of scale_v
     int32_t n;
@@ -87,10 +89,48 @@ static Rows tile_rows(const HeadCodec & codec, const uint8_t * rows, int64_t str
     return { copy, width, codec.row_bytes, n16 };
 }
 
+// The coefficients of a side's 16-bit bands, eight by eight, and a tile of them: values[coefficient][TILE].
+struct Halves {
+    int32_t n; // blocks of eight
+    int32_t first[MAX_HEAD_SIZE / 8];
+    int32_t offset[MAX_HEAD_SIZE / 8];
+    float * values;
+};
+
+template <typename Isa> static void find_halves(const HeadCodec & codec, Halves & halves) {
+    halves.n = 0;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        for (int32_t j = 0; band.bits == 16 && j < band.n; j += 8) {
+            halves.first[halves.n]    = band.first + j;
+            halves.offset[halves.n++] = band.offset + 2 * j;
+        }
+    }
+}
+
+// Zeros for cells not in `seen`, which may hold NaN.
+template <typename Isa> static void read_halves(const Rows & rows, uint64_t seen, const Halves & halves) {
+    for (int32_t c = 0; halves.n > 0 && c < rows.n; ++c) {
+        const uint8_t * row  = rows.at(c);
+        const bool      some = (seen >> c & 1) != 0 && row[0] != 0;
+        for (int32_t b = 0; b < halves.n; ++b) {
+            float x[8] = {};
+            if (some) {
+                Isa::widen8(row + halves.offset[b], x);
+            }
+            for (int k = 0; k < 8; ++k) {
+                halves.values[(8 * b + k) * TILE + c] = x[k];
+            }
+        }
+    }
+}
+
 struct Work {
     const AttendArgs & a;
     const BytePlan &   k;
     const BytePlan &   v;
+    const Halves &     k_halves;
+    const Halves &     v_halves;
     uint8_t *          k_codes;
     uint8_t *          v_codes;
     int8_t *           q;   // [row][high, low][k_pad]
@@ -109,10 +149,33 @@ template <typename Isa, int ROWS> static void step(const Work & w, int64_t first
         for (int32_t c = tile.n; c < TILE; ++c) {
             tile.bias[i][c] = MINUS_INF;
         }
+        for (int32_t c = 0; c < TILE; ++c) {
+            tile.common[i][c] = row[i].shift;
+        }
+        const float * q = w.a.qt + (first + i) * w.a.k->rank;
+        for (int32_t j = 0; j < 8 * w.k_halves.n; ++j) {
+            const float x = q[w.k_halves.first[j / 8] + j % 8];
+            for (int32_t c = 0; c < TILE; ++c) {
+                tile.common[i][c] += x * w.k_halves.values[j * TILE + c];
+            }
+        }
     }
     Isa::template dots<ROWS>(w.k_codes, (int32_t) k_pad / 4, w.q + first * 2 * k_pad, k_pad, row, tile);
     Isa::template soften<ROWS>(tile, w.a.softcap, row);
     Isa::template add_values<ROWS>(w.v_codes, w.v, row, w.sum + first * v_pad, v_pad, tile);
+    for (int i = 0; i < ROWS && w.v_halves.n > 0; ++i) {
+        float * sum = w.sum + (first + i) * v_pad;
+        for (int32_t j = 0; j < 8 * w.v_halves.n; ++j) {
+            float total[16] = {}; // as many as the compiler likes to keep in registers
+            for (int32_t c = 0; c < TILE; ++c) {
+                total[c % 16] += tile.logit[i][c] * w.v_halves.values[j * TILE + c];
+            }
+            for (int k = 1; k < 16; ++k) {
+                total[0] += total[k];
+            }
+            sum[w.v_halves.first[j / 8] + j % 8] += row[i].share * total[0];
+        }
+    }
 }
 
 // awake[t]: token t sees a cell of the tile. Returns the cells that any token sees.
@@ -151,10 +214,11 @@ static void steps(const Work & w, const bool * awake, int64_t cell, Tile & tile)
     }
 }
 
-template <typename Isa> static void spread_ratios(const HeadCodec & codec, float * ratio) {
+// half: what 16-bit bands get
+template <typename Isa> static void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
-            ratio[codec.bands[i].first + j] = codec.bands[i].ratio;
+            ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? half : codec.bands[i].ratio;
         }
     }
 }
@@ -165,17 +229,24 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
     const int64_t k_pad  = k.n_groups * Isa::LANES;
     const int64_t v_pad  = v.n_groups * Isa::LANES;
     uint8_t *     codes  = (uint8_t *) scratch(SLOT_CODES, (size_t) (TILE * (k_pad + v_pad)));
-    const Work    w      = { a,
-                             k,
-                             v,
-                             codes,
-                             codes + TILE * k_pad,
-                             (int8_t *) scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k_pad)),
-                             (float *) scratch(SLOT_SUM, (size_t) (n_rows * v_pad) * sizeof(float)),
-                             (Row *) scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
-    bool *        awake  = (bool *) (w.row + n_rows);
-    float         ratio[MAX_HEAD_SIZE];
-    spread_ratios<Isa>(*a.k, ratio);
+    Halves        k_halves, v_halves;
+    find_halves<Isa>(*a.k, k_halves);
+    find_halves<Isa>(*a.v, v_halves);
+    k_halves.values  = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * TILE) * sizeof(float));
+    v_halves.values  = k_halves.values + 8 * k_halves.n * TILE;
+    const Work w     = { a,
+                         k,
+                         v,
+                         k_halves,
+                         v_halves,
+                         codes,
+                         codes + TILE * k_pad,
+                         (int8_t *) scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k_pad)),
+                         (float *) scratch(SLOT_SUM, (size_t) (n_rows * v_pad) * sizeof(float)),
+                         (Row *) scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
+    bool *     awake = (bool *) (w.row + n_rows);
+    float      ratio[MAX_HEAD_SIZE];
+    spread_ratios<Isa>(*a.k, 0.0f, ratio);
     memset(w.sum, 0, (size_t) (n_rows * v_pad) * sizeof(float));
     for (int64_t i = 0; i < n_rows; ++i) {
         int8_t * high = w.q + i * 2 * k_pad;
@@ -202,9 +273,11 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
         tile.largest_v = Isa::read_scales(v_tile, seen, tile.scale_v);
         Isa::unpack_keys(k, k_tile, w.k_codes);
         Isa::unpack_values(v, v_tile, w.v_codes);
+        read_halves<Isa>(k_tile, seen, k_halves);
+        read_halves<Isa>(v_tile, seen, v_halves);
         steps<Isa>(w, awake, cell, tile);
     }
-    spread_ratios<Isa>(*a.v, ratio);
+    spread_ratios<Isa>(*a.v, 1.0f, ratio);
     for (int64_t i = 0; i < n_rows; ++i) {
         const float old    = a.m[i];
         const float shrink = old == w.row[i].m ? 1.0f :

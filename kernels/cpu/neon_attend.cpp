@@ -61,6 +61,13 @@ struct Isa {
         return open;
     }
 
+    static void widen8(const uint8_t * halves, float * x) {
+        uint16_t h[8];
+        memcpy(h, halves, sizeof(h));
+        vst1q_f32(x, widen(h));
+        vst1q_f32(x + 4, widen(h + 4));
+    }
+
     static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
         for (int32_t g = 0; g < plan.n_groups; ++g) {
             const BytePart * part = plan.parts + plan.groups[g].first_part;
@@ -188,7 +195,7 @@ struct Isa {
         float32x4_t       top       = minus_inf;
         for (int32_t c = 0; c < TILE; c += 4) {
             const float32x4_t unit = vmulq_n_f32(vld1q_f32(tile.scale_k + c), r.delta);
-            float32x4_t       x    = vfmaq_f32(vdupq_n_f32(r.shift), vld1q_f32(tile.logit[i] + c), unit);
+            float32x4_t       x    = vfmaq_f32(vld1q_f32(tile.common[i] + c), vld1q_f32(tile.logit[i] + c), unit);
             if (softcap > 0.0f) {
                 x = soft_cap(x, softcap);
             }
@@ -203,6 +210,8 @@ struct Isa {
             r.shrink  = 1.0f;
             r.unit    = 0.0f;
             r.weights = 0;
+            r.share   = 0.0f;
+            memset(tile.logit[i], 0, sizeof(tile.logit[i]));
             memset(tile.high[i], 0, TILE);
             memset(tile.low[i], 0, TILE);
             return;
@@ -214,11 +223,13 @@ struct Isa {
             const float32x4_t e = neon::exp_nonpositive(vsubq_f32(vld1q_f32(tile.logit[i] + c), vdupq_n_f32(tile_top)));
             const int32x4_t   u = vcvtnq_s32_f32(vmulq_f32(e, vmulq_n_f32(vld1q_f32(tile.scale_v + c), inverse)));
             total               = vaddq_f32(total, e);
-            sum                 = vaddq_s32(sum, u);
+            vst1q_f32(tile.logit[i] + c, e);
+            sum = vaddq_s32(sum, u);
             split(u, (int8_t *) tile.high[i] + c, (int8_t *) tile.low[i] + c);
         }
         const float new_m = tile_top > r.m ? tile_top : r.m;
         const float share = new_m == tile_top ? 1.0f : exp_nonpositive(tile_top - new_m);
+        r.share           = share;
         r.shrink          = new_m == r.m ? 1.0f : r.m == cpu::MINUS_INF ? 0.0f : exp_nonpositive(r.m - new_m);
         r.m               = new_m;
         r.z               = r.z * r.shrink + share * vaddvq_f32(total);
@@ -268,13 +279,7 @@ struct Isa {
 };
 
 void attend(const AttendArgs & a) {
-    const BytePlan & k = cpu::byte_plan_of(*a.k, Isa::KEYS);
-    const BytePlan & v = cpu::byte_plan_of(*a.v, Isa::VALUES);
-    if (k.has_half || v.has_half) {
-        ref::attend(a); // slow and right: only budgets above 6 bits have such bands
-    } else {
-        cpu::attend_codes<Isa>(a, k, v);
-    }
+    cpu::attend_codes<Isa>(a, cpu::byte_plan_of(*a.k, Isa::KEYS), cpu::byte_plan_of(*a.v, Isa::VALUES));
 }
 
 } // namespace subkv::neon

@@ -192,17 +192,29 @@ void compare(const char * version, const char * what, const State & expected, co
     }
 }
 
+// Random rows of n cells: some zero ones, 16-bit bands finite.
+void fill_rows(const HeadCodec & codec, uint8_t * rows, int64_t stride, int64_t n, int64_t every) {
+    for (int64_t c = 0; c < n; ++c) {
+        uint8_t * row = rows + c * stride;
+        row[0]        = (uint8_t) (c % every == 0 ? 0 : pick(120, 160));
+        for (int i = 0; i < codec.n_bands; ++i) {
+            for (int j = 0; codec.bands[i].bits == 16 && j < codec.bands[i].n; ++j) {
+                const uint16_t h = half_of(normal());
+                std::memcpy(row + codec.bands[i].offset + 2 * j, &h, sizeof(h));
+            }
+        }
+    }
+}
+
 void check_attend(const Ops & ops, int d_k, int d_v) {
-    const Head    k(d_k, false, false), v(d_v, false, false);
+    const Head    k(d_k, true, false), v(d_v, true, false);
     const int64_t n = pick(1, 200), n_tok = pick(1, 4), n_group = pick(1, 5), n_rows = n_tok * n_group;
     const int64_t k_stride = k.codec.row_bytes + pick(0, 2), v_stride = v.codec.row_bytes;
     const Fenced  k_fenced((n - 1) * k_stride + k.codec.row_bytes), v_fenced(n * v_stride);
     uint8_t *     k_rows = k_fenced.data;
     uint8_t *     v_rows = v_fenced.data;
-    for (int64_t c = 0; c < n; ++c) {
-        k_rows[c * k_stride] = (uint8_t) (c % 7 == 0 ? 0 : pick(120, 160));
-        v_rows[c * v_stride] = (uint8_t) (c % 5 == 0 ? 0 : pick(120, 160));
-    }
+    fill_rows(k.codec, k_rows, k_stride, n, 7);
+    fill_rows(v.codec, v_rows, v_stride, n, 5);
     std::vector<float>       keys((size_t) (n * k.codec.rank)), values((size_t) (n * v.codec.rank));
     const std::vector<float> bias = random_bias(n_tok, n), slope = normals(n_group), shift = normals(n_rows);
     ops_ref().dequantize_rows(k.codec, k_rows, k_stride, n, keys.data());

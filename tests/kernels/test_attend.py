@@ -27,7 +27,10 @@ EXACT_SIZES = [(64, 64), (8, 8), (40, 24), (80, 128), (256, 256)]
 
 @dataclass
 class Rounded:
-    """Coded cells as an integer product sees them: centred codes without scale, and what goes into the other factor."""
+    """Coded cells as an integer product sees them: centred codes without scale, and what goes into the other factor.
+
+    16-bit bands are not part of it.
+    """
 
     ratio_k: o.F64  # [rank], of the queries' coefficients
     keys: o.F64  # [n], largest sum of |scale * centred code| of a cell's key
@@ -36,10 +39,12 @@ class Rounded:
 
     @classmethod
     def of(cls, k: o.Head, v: o.Head, keys: o.F64, values: o.F64, v_rows: o.U8) -> Rounded:
-        ratio = k.coefficient_ratio.astype(np.float64)
+        rounded_k, rounded_v = (np.repeat([b != 16 for _, b in x.layout], [n for n, _ in x.layout]) for x in (k, v))
+        ratio = np.where(rounded_k, k.coefficient_ratio, 0.0)
+        units = np.abs(keys[:, rounded_k]) / ratio[rounded_k]
         scale = o.SCALES[v_rows[:, 0]].astype(np.float64)
-        bare = np.abs(values) / np.where(scale > 0, scale, 1.0)[:, None]
-        return cls(ratio, (np.abs(keys) / ratio).sum(axis=1), scale, bare)
+        bare = np.abs(values) * rounded_v / np.where(scale > 0, scale, 1.0)[:, None]
+        return cls(ratio, units.sum(axis=1), scale, bare)
 
     def logits(self, q: o.F32, seen: npt.NDArray[np.bool_]) -> o.F64:
         """Largest error [rows] of a visible logit for a rounding of 1."""
