@@ -110,9 +110,10 @@ template <typename Isa> static void find_halves(const HeadCodec & codec, Halves 
 
 // Zeros for cells not in `seen`, which may hold NaN.
 template <typename Isa> static void read_halves(const Rows & rows, uint64_t seen, const Halves & halves) {
-    for (int32_t c = 0; halves.n > 0 && c < rows.n; ++c) {
-        const uint8_t * row  = rows.at(c);
-        const bool      some = (seen >> c & 1) != 0 && row[0] != 0;
+    for (int32_t c = 0; halves.n > 0 && c < TILE; ++c) {
+        const bool      here = (seen >> c & 1) != 0;
+        const uint8_t * row  = rows.at(here ? c : 0);
+        const bool      some = here && row[0] != 0;
         for (int32_t b = 0; b < halves.n; ++b) {
             float x[8] = {};
             if (some) {
@@ -257,7 +258,8 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
         w.row[i].z     = a.z[i];
     }
     Tile tile;
-    memset(&tile, 0, sizeof(tile));
+    memset(tile.scale_k, 0, sizeof(tile.scale_k)); // beyond the last cell, too
+    memset(tile.scale_v, 0, sizeof(tile.scale_v));
     for (int64_t cell = 0; cell < a.n_cells; cell += TILE) {
         const int64_t left  = a.n_cells - cell;
         tile.n              = (int32_t) (left < TILE ? left : TILE);
