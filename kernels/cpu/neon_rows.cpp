@@ -69,26 +69,7 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
     if (!quantized) {
         return SCALE_ONE;
     }
-    int32_t low  = 1; // smallest code in [low, high] that does not clip
-    int32_t high = 255;
-    while (low < high) {
-        const int32_t k = (low + high) / 2;
-        if (SCALES[k] < reach) {
-            low = k + 1;
-        } else {
-            high = k;
-        }
-    }
-    int32_t best       = low;
-    float   best_error = squared_error(codec, c, SCALES[low]);
-    for (int32_t k = low - 1; k >= 1 && k >= low - SCALE_CANDIDATES_BELOW; --k) {
-        const float error = squared_error(codec, c, SCALES[k]);
-        if (error < best_error) {
-            best       = k;
-            best_error = error;
-        }
-    }
-    return best;
+    return cpu::best_scale(reach, [&](float s) { return squared_error(codec, c, s); });
 }
 
 static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {

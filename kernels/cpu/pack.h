@@ -1,9 +1,36 @@
-// pack.h: codes of a band to its planes (ops.h), the same in every version. Static, as all that ISA files include.
+// pack.h: what encode_rows does alike in every version: the search of a scale code, codes to planes. Definition:
+// ref/encode.cpp. Static, as all that ISA files include.
 #pragma once
+
+#include "../ref/rows.h"
 
 #include <stdint.h>
 
 namespace subkv::cpu {
+
+// The scale code of a row. reach: its smallest scale that clips nothing; error(s): squared error at scale s.
+template <typename Error> static inline int32_t best_scale(float reach, const Error & error) {
+    int32_t low  = 1; // smallest code in [low, high] that does not clip
+    int32_t high = 255;
+    while (low < high) {
+        const int32_t k = (low + high) / 2;
+        if (SCALES[k] < reach) {
+            low = k + 1;
+        } else {
+            high = k;
+        }
+    }
+    int32_t best       = low;
+    float   best_error = error(SCALES[low]);
+    for (int32_t k = low - 1; k >= 1 && k >= low - SCALE_CANDIDATES_BELOW; --k) {
+        const float e = error(SCALES[k]);
+        if (e < best_error) {
+            best       = k;
+            best_error = e;
+        }
+    }
+    return best;
+}
 
 // ORs the w-bit values (code >> drop) & mask of n codes into the m = n*w/8 bytes of a plane.
 static inline void put_plane(const uint8_t * code, int32_t n, int32_t w, int32_t drop, uint8_t * plane) {
