@@ -67,6 +67,27 @@ bool coded_bias(const LayerNodes & layer, const ggml_tensor * dst, const AttendS
     return any;
 }
 
+// Queries of tokens [t0, t0 + n_tok) for KV heads [h0, h1). Per head, s.block * s.n_group rows apart: qt
+// [n_tok * n_group][rank] of MAX_HEAD_SIZE at most, shift [n_tok * n_group] where keys are coded less their mean.
+void project_queries(const LayerNodes & layer, const ggml_tensor * q, const AttendShape & s, int64_t t0, int64_t n_tok,
+                     int64_t h0, int64_t h1, float * qt, float * shift) {
+    const auto & codec = *layer.codec;
+    const Ops &  ops   = subkv::ops();
+    for (int64_t h = h0; h < h1; ++h) {
+        const HeadCodec & head = codec.k[(size_t) h];
+        float *           out  = qt + h * s.block * s.n_group * MAX_HEAD_SIZE;
+        for (int64_t g = 0; g < s.n_group; ++g) {
+            const float * rows = row_f32(q, h * s.n_group + g, t0);
+            ops.project(head.decode, head.rank, codec.d_k, rows, stride_f32(q, 2), n_tok,
+                        layer.scale * codec.gamma[(size_t) h], out + g * head.rank, s.n_group * head.rank);
+            if (head.offset) { // not times gamma: the mean is added back as it is
+                ops.project(codec.centre[(size_t) h].mean.data(), 1, codec.d_k, rows, stride_f32(q, 2), n_tok,
+                            layer.scale, shift + h * s.block * s.n_group + g, s.n_group);
+            }
+        }
+    }
+}
+
 } // namespace
 
 void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -89,12 +110,11 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t n_units  = s.n_blocks * s.n_split * n_parts;
 
     static thread_local std::vector<float> qt_buf, shift_buf, bias_buf;
-    const int64_t                          rank_max = MAX_HEAD_SIZE;
-    float *                                bias     = scratch(bias_buf, s.block * CHUNK);
-    float *                                qt       = scratch(qt_buf, s.n_head_kv * s.block * s.n_group * rank_max);
-    float *                                shift    = scratch(shift_buf, s.n_head_kv * s.block * s.n_group);
+    float *                                bias  = scratch(bias_buf, s.block * CHUNK);
+    float *                                qt    = scratch(qt_buf, s.n_head_kv * s.block * s.n_group * MAX_HEAD_SIZE);
+    float *                                shift = scratch(shift_buf, s.n_head_kv * s.block * s.n_group);
     float                                  slope[MAX_GROUP];
-    int64_t                                projected = -1; // block whose queries qt and shift hold
+    int64_t                                projected = -1; // whose queries qt and shift hold
 
     // Splits of one block go to one thread as far as possible, so that its queries are projected once. Whole blocks are
     // dealt out in turn: under a causal mask the later ones have more to do.
@@ -102,32 +122,17 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t first   = in_turn ? ith : n_units * ith / nth;
     const int64_t last    = in_turn ? n_units : n_units * (ith + 1) / nth;
     for (int64_t unit = first; unit < last; unit += in_turn ? nth : 1) {
-        const int64_t part   = unit % n_parts;
-        const int64_t split  = unit / n_parts % s.n_split;
-        const int64_t block  = unit / n_parts / s.n_split;
-        const int64_t h0     = per_head ? part : 0;
-        const int64_t h1     = per_head ? part + 1 : s.n_head_kv;
-        const int64_t per    = s.n_blocks / s.n_stream;
-        const int64_t stream = block / per;
-        const int64_t t0     = stream * s.n_tps + block % per * s.block;
-        const int64_t n_tok  = std::min(s.block, (stream + 1) * s.n_tps - t0);
+        const int64_t part    = unit % n_parts;
+        const int64_t split   = unit / n_parts % s.n_split;
+        const int64_t block   = unit / n_parts / s.n_split;
+        const int64_t h0      = per_head ? part : 0;
+        const int64_t h1      = per_head ? part + 1 : s.n_head_kv;
+        const int64_t per     = s.n_blocks / s.n_stream;
+        const int64_t stream  = block / per;
+        const int64_t t0      = stream * s.n_tps + block % per * s.block;
+        const int64_t n_tok   = std::min(s.block, (stream + 1) * s.n_tps - t0);
+        const int64_t queries = block * n_parts + part;
 
-        if (projected != block || per_head) {
-            for (int64_t h = h0; h < h1; ++h) {
-                const HeadCodec & head = codec.k[(size_t) h];
-                float *           out  = qt + h * s.block * s.n_group * rank_max;
-                for (int64_t g = 0; g < s.n_group; ++g) {
-                    const float * rows = row_f32(q, h * s.n_group + g, t0);
-                    ops.project(head.decode, head.rank, codec.d_k, rows, stride_f32(q, 2), n_tok,
-                                layer.scale * codec.gamma[(size_t) h], out + g * head.rank, s.n_group * head.rank);
-                    if (head.offset) { // not times gamma: the mean is added back as it is
-                        ops.project(codec.centre[(size_t) h].mean.data(), 1, codec.d_k, rows, stride_f32(q, 2), n_tok,
-                                    layer.scale, shift + h * s.block * s.n_group + g, s.n_group);
-                    }
-                }
-            }
-            projected = block;
-        }
         for (int64_t h = h0; h < h1; ++h) {
             const int64_t row = s.row(split, h, t0);
             std::fill(m + row, m + row + n_tok * s.n_group, -INFINITY);
@@ -139,6 +144,10 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             const int64_t n = std::min(CHUNK, c_end - c0);
             if (!coded_bias(layer, dst, s, t0, n_tok, c0, n, bias)) {
                 continue;
+            }
+            if (projected != queries) { // not before a cell is seen: in short texts all are exact
+                project_queries(layer, q, s, t0, n_tok, h0, h1, qt, shift);
+                projected = queries;
             }
             for (int64_t h = h0; h < h1; ++h) {
                 const int64_t row = s.row(split, h, t0);
@@ -155,7 +164,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 a.n_cells     = n;
                 a.n_tok       = n_tok;
                 a.n_group     = s.n_group;
-                a.qt          = qt + h * s.block * s.n_group * rank_max;
+                a.qt          = qt + h * s.block * s.n_group * MAX_HEAD_SIZE;
                 a.shift       = a.k->offset ? shift + h * s.block * s.n_group : nullptr;
                 a.bias        = bias;
                 a.bias_stride = CHUNK;
