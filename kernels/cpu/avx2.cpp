@@ -36,16 +36,8 @@ static void attend_exact(const ExactArgs & a) {
 
 namespace subkv {
 
-const Ops ops_avx2 = { "avx2",
-                       0.0f,
-                       avx2::encode_rows,
-                       avx2::dequantize_rows,
-                       avx2::project,
-                       avx2::reconstruct,
-                       avx2::attend,
-                       avx2::attend_exact,
-                       avx2::moment,
-                       avx2::to_half };
+const Ops ops_avx2 = { "avx2",       avx2::encode_rows,  avx2::dequantize_rows, avx2::project, avx2::reconstruct,
+                       avx2::attend, avx2::attend_exact, avx2::moment,          avx2::to_half, 0.0f };
 
 } // namespace subkv
 

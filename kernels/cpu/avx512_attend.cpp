@@ -294,9 +294,10 @@ static void attend_exact(const ExactArgs & a) {
 
 namespace subkv {
 
-const Ops ops_avx512 = { "avx512",      1.0f / cpu::LARGEST, avx2::encode_rows, avx2::dequantize_rows,
-                         avx2::project, avx2::reconstruct,   avx512::attend,    avx512::attend_exact,
-                         avx2::moment,  avx2::to_half };
+const Ops ops_avx512 = {
+    "avx512",       avx2::encode_rows,    avx2::dequantize_rows, avx2::project, avx2::reconstruct,
+    avx512::attend, avx512::attend_exact, avx2::moment,          avx2::to_half, 1.0f / cpu::LARGEST
+};
 
 } // namespace subkv
 

@@ -145,9 +145,8 @@ void attend_exact(const ExactArgs & a) {
 namespace subkv {
 
 // dequantize_rows serves tests and tools, moment is vectorized by the compiler as it stands
-const Ops ops_neon = { "neon",        1.0f / 32639.0f,   neon::encode_rows, ref::dequantize_rows,
-                       neon::project, neon::reconstruct, neon::attend,      neon::attend_exact,
-                       ref::moment,   neon::to_half };
+const Ops ops_neon = { "neon",       neon::encode_rows,  ref::dequantize_rows, neon::project, neon::reconstruct,
+                       neon::attend, neon::attend_exact, ref::moment,          neon::to_half, 1.0f / 32639.0f };
 
 } // namespace subkv
 

@@ -104,7 +104,6 @@ class Ops(ct.Structure):
 
     _fields_ = [
         ("name", ct.c_char_p),
-        ("rounding", ct.c_float),
         ("encode_rows", ct.CFUNCTYPE(_I64, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P, _I64)),
         ("dequantize_rows", ct.CFUNCTYPE(None, ct.POINTER(HeadCodec), _P, _I64, _I64, _P)),
         ("project", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _I64, _I64, ct.c_float, _P, _I64)),
@@ -113,6 +112,7 @@ class Ops(ct.Structure):
         ("attend_exact", ct.CFUNCTYPE(None, ct.POINTER(ExactArgs))),
         ("moment", ct.CFUNCTYPE(None, _P, _I64, _I64, _I64, _P, _P)),
         ("to_half", ct.CFUNCTYPE(None, _P, _P, _I64)),
+        ("rounding", ct.c_float),
     ]
 
 

@@ -99,11 +99,6 @@ struct ExactArgs {
 struct Ops {
     const char * name; // "ref", "avx2", ...
 
-    // Step, relative to the largest, that attend rounds to: queries times the ratio of their coefficient's band (largest
-    // of a query row), and weights exp(l - m) times the scale of the value row (largest weight of a query row times the
-    // largest scale of the cells that the call's rows see). Half of it is the error of each. 0: neither is rounded beyond f32. attend_exact never is.
-    float rounding;
-
     // c = E x - offset, quantized, written to rows + cells[t]*row_stride for t in [0, n).
     //   x [n][ldx] f32. The scale code is the one of a few candidates with the least squared coefficient error
     //   (kernels/ref/encode.cpp says which). A row with a non-finite coefficient, or all zero, becomes a zero row:
@@ -131,6 +126,12 @@ struct Ops {
 
     // h = x rounded to IEEE half, n values.
     void (*to_half)(const float * x, uint16_t * h, int64_t n);
+
+    // Step, relative to the largest, that attend rounds to: queries times the ratio of their coefficient's band (largest
+    // of a query row), and weights exp(l - m) times the scale of the value row (largest weight of a query row times the
+    // largest scale of the cells that the call's rows see). Half of it is the error of each. 0: neither is rounded beyond
+    // f32. attend_exact rounds nothing.
+    float rounding;
 };
 
 const Ops & ops_ref();
