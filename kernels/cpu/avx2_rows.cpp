@@ -13,13 +13,11 @@
 
 namespace subkv::avx2 {
 
+using cpu::half_range;
+
 enum Slot { SLOT_COEF = 10 };
 
 constexpr int64_t TOKENS = 32; // projected together
-
-static inline float half_range(int32_t bits) {
-    return 0.5f * (float) ((1 << bits) - 1);
-}
 
 static inline __m256 quantize(__m256 c, __m256 inverse, __m256 middle) {
     const __m256 u =
@@ -49,32 +47,18 @@ static float squared_error(const HeadCodec & codec, const float * c, float s) {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-static int32_t choose_scale(const HeadCodec & codec, const float * c) {
-    float reach     = 0.0f;
-    bool  quantized = false;
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        if (band.bits == 16) {
-            continue;
-        }
-        quantized      = true;
-        __m256 largest = _mm256_setzero_ps();
-        for (int32_t j = 0; j < band.n; j += 8) {
-            largest =
-                _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(c + band.first + j)));
-        }
-        const float r = horizontal_max(largest) / (band.ratio * half_range(band.bits));
-        reach         = r > reach ? r : reach;
+static float largest_of(const float * x, int32_t n) {
+    __m256 largest = _mm256_setzero_ps();
+    for (int32_t j = 0; j < n; j += 8) {
+        largest = _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + j)));
     }
-    if (!quantized) {
-        return SCALE_ONE;
-    }
-    return cpu::best_scale(reach, [&](float s) { return squared_error(codec, c, s); });
+    return horizontal_max(largest);
 }
 
 static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
-    row[0]        = (uint8_t) choose_scale(codec, c);
-    const float s = SCALES[row[0]];
+    const auto error = [&](float s) { return squared_error(codec, c, s); };
+    row[0]           = (uint8_t) cpu::choose_scale(codec, c, largest_of, error);
+    const float s    = SCALES[row[0]];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band &  band = codec.bands[i];
         const float * x    = c + band.first;

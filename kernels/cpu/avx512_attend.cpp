@@ -14,6 +14,8 @@ using cpu::Tile;
 constexpr int   VECS    = 4; // registers of 16 cells, or of 16 coefficients
 constexpr float NEG_INF = cpu::MINUS_INF;
 
+struct Isa;
+
 static inline __m512 exp_nonpositive(__m512 x) { // as AVX2's, 0 below -87.3
     const __m512    floor_x = _mm512_set1_ps(-87.3f);
     const __mmask16 alive   = _mm512_cmp_ps_mask(x, floor_x, _CMP_NLT_UQ);
@@ -146,15 +148,8 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
     }
     for (int i = 0; i < ROWS; ++i) {
         const float tile_top = _mm512_reduce_max_ps(top[i]);
-        Row &       r        = row[i];
         if (!(tile_top > NEG_INF)) {
-            r.shrink  = 1.0f;
-            r.unit    = 0.0f;
-            r.weights = 0;
-            r.share   = 0.0f;
-            memset(tile.logit[i], 0, sizeof(tile.logit[i]));
-            memset(tile.high[i], 0, TILE);
-            memset(tile.low[i], 0, TILE);
+            cpu::skip_tile(tile, i, row[i]);
             continue;
         }
         const __m512 base    = _mm512_set1_ps(tile_top);
@@ -170,14 +165,7 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
             sum = _mm512_add_epi32(sum, u);
             split(u, tile.high[i] + 16 * v, tile.low[i] + 16 * v);
         }
-        const float new_m = tile_top > r.m ? tile_top : r.m;
-        const float share = new_m == tile_top ? 1.0f : avx2::exp_nonpositive(tile_top - new_m);
-        r.share           = share;
-        r.shrink          = new_m == r.m ? 1.0f : r.m == NEG_INF ? 0.0f : avx2::exp_nonpositive(r.m - new_m);
-        r.m               = new_m;
-        r.z               = r.z * r.shrink + share * _mm512_reduce_add_ps(total);
-        r.unit            = share * tile.largest_v / LARGEST;
-        r.weights         = _mm512_reduce_add_epi32(sum);
+        cpu::take_tile<Isa>(tile, tile_top, _mm512_reduce_add_ps(total), _mm512_reduce_add_epi32(sum), row[i]);
     }
 }
 

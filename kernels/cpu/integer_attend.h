@@ -56,6 +56,29 @@ struct alignas(64) Tile {
     int32_t n;
 };
 
+// Query row i of a block sees no cell of the tile.
+static inline void skip_tile(Tile & tile, int i, Row & row) {
+    row.shrink  = 1.0f;
+    row.share   = 0.0f;
+    row.unit    = 0.0f;
+    row.weights = 0;
+    memset(tile.logit[i], 0, sizeof(tile.logit[i]));
+    memset(tile.high[i], 0, TILE);
+    memset(tile.low[i], 0, TILE);
+}
+
+// The row's state after a tile of this top logit, total of weights relative to it, and sum of integer weights.
+template <typename Isa>
+static void take_tile(const Tile & tile, float tile_top, float total, int32_t weights, Row & row) {
+    const float m = tile_top > row.m ? tile_top : row.m;
+    row.share     = m == tile_top ? 1.0f : Isa::exp_nonpositive(tile_top - m);
+    row.shrink    = m == row.m ? 1.0f : row.m == MINUS_INF ? 0.0f : Isa::exp_nonpositive(row.m - m);
+    row.m         = m;
+    row.z         = row.z * row.shrink + row.share * total;
+    row.unit      = row.share * tile.largest_v / LARGEST;
+    row.weights   = weights;
+}
+
 // The rows of a tile on one side.
 struct Rows {
     const uint8_t * first;
@@ -97,7 +120,7 @@ struct Halves {
     float * values;
 };
 
-template <typename Isa> static void find_halves(const HeadCodec & codec, Halves & halves) {
+static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     halves.n = 0;
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
@@ -216,7 +239,7 @@ static void steps(const Work & w, const bool * awake, int64_t cell, Tile & tile)
 }
 
 // half: what 16-bit bands get
-template <typename Isa> static void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
+static inline void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
             ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? half : codec.bands[i].ratio;
@@ -231,8 +254,8 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
     const int64_t v_pad  = v.n_groups * Isa::LANES;
     uint8_t *     codes  = (uint8_t *) scratch(SLOT_CODES, (size_t) (TILE * (k_pad + v_pad)));
     Halves        k_halves, v_halves;
-    find_halves<Isa>(*a.k, k_halves);
-    find_halves<Isa>(*a.v, v_halves);
+    find_halves(*a.k, k_halves);
+    find_halves(*a.v, v_halves);
     k_halves.values  = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * TILE) * sizeof(float));
     v_halves.values  = k_halves.values + 8 * k_halves.n * TILE;
     const Work w     = { a,
@@ -247,7 +270,7 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
                          (Row *) scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
     bool *     awake = (bool *) (w.row + n_rows);
     float      ratio[MAX_HEAD_SIZE];
-    spread_ratios<Isa>(*a.k, 0.0f, ratio);
+    spread_ratios(*a.k, 0.0f, ratio);
     memset(w.sum, 0, (size_t) (n_rows * v_pad) * sizeof(float));
     for (int64_t i = 0; i < n_rows; ++i) {
         int8_t * high = w.q + i * 2 * k_pad;
@@ -279,7 +302,7 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
         read_halves<Isa>(v_tile, seen, v_halves);
         steps<Isa>(w, awake, cell, tile);
     }
-    spread_ratios<Isa>(*a.v, 1.0f, ratio);
+    spread_ratios(*a.v, 1.0f, ratio);
     for (int64_t i = 0; i < n_rows; ++i) {
         const float old    = a.m[i];
         const float shrink = old == w.row[i].m ? 1.0f :

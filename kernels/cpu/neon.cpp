@@ -4,6 +4,7 @@
 #if defined(SUBKV_ARM64)
 
 #    include "../ref/rows.h"
+#    include "integer_attend.h"
 #    include "neon.h"
 
 #    include <string.h>
@@ -146,7 +147,7 @@ namespace subkv {
 
 // dequantize_rows serves tests and tools, moment is vectorized by the compiler as it stands
 const Ops ops_neon = { "neon",       neon::encode_rows,  ref::dequantize_rows, neon::project, neon::reconstruct,
-                       neon::attend, neon::attend_exact, ref::moment,          neon::to_half, 1.0f / 32639.0f };
+                       neon::attend, neon::attend_exact, ref::moment,          neon::to_half, 1.0f / cpu::LARGEST };
 
 } // namespace subkv
 

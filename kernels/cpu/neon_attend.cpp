@@ -207,13 +207,7 @@ struct Isa {
         }
         const float tile_top = vmaxvq_f32(top);
         if (!(tile_top > cpu::MINUS_INF)) {
-            r.shrink  = 1.0f;
-            r.unit    = 0.0f;
-            r.weights = 0;
-            r.share   = 0.0f;
-            memset(tile.logit[i], 0, sizeof(tile.logit[i]));
-            memset(tile.high[i], 0, TILE);
-            memset(tile.low[i], 0, TILE);
+            cpu::skip_tile(tile, i, r);
             return;
         }
         const float inverse = tile.largest_v > 0.0f ? LARGEST / tile.largest_v : 0.0f;
@@ -227,14 +221,7 @@ struct Isa {
             sum = vaddq_s32(sum, u);
             split(u, (int8_t *) tile.high[i] + c, (int8_t *) tile.low[i] + c);
         }
-        const float new_m = tile_top > r.m ? tile_top : r.m;
-        const float share = new_m == tile_top ? 1.0f : exp_nonpositive(tile_top - new_m);
-        r.share           = share;
-        r.shrink          = new_m == r.m ? 1.0f : r.m == cpu::MINUS_INF ? 0.0f : exp_nonpositive(r.m - new_m);
-        r.m               = new_m;
-        r.z               = r.z * r.shrink + share * vaddvq_f32(total);
-        r.unit            = share * tile.largest_v / LARGEST;
-        r.weights         = vaddvq_s32(sum);
+        cpu::take_tile<Isa>(tile, tile_top, vaddvq_f32(total), vaddvq_s32(sum), r);
     }
 
     template <int ROWS>

@@ -13,13 +13,11 @@
 
 namespace subkv::neon {
 
+using cpu::half_range;
+
 enum Slot { SLOT_COEF = 10 };
 
 constexpr int64_t TOKENS = 32; // projected together
-
-static inline float half_range(int32_t bits) {
-    return 0.5f * (float) ((1 << bits) - 1);
-}
 
 static inline float32x4_t quantize(float32x4_t c, float32x4_t inverse, float32x4_t middle) {
     const float32x4_t u = vrndnq_f32(vfmaq_f32(middle, c, inverse));
@@ -50,31 +48,18 @@ static float squared_error(const HeadCodec & codec, const float * c, float s) {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-static int32_t choose_scale(const HeadCodec & codec, const float * c) {
-    float reach     = 0.0f;
-    bool  quantized = false;
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        if (band.bits == 16) {
-            continue;
-        }
-        quantized           = true;
-        float32x4_t largest = vdupq_n_f32(0.0f);
-        for (int32_t j = 0; j < band.n; j += 4) {
-            largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(c + band.first + j)));
-        }
-        const float r = vmaxvq_f32(largest) / (band.ratio * half_range(band.bits));
-        reach         = r > reach ? r : reach;
+static float largest_of(const float * x, int32_t n) {
+    float32x4_t largest = vdupq_n_f32(0.0f);
+    for (int32_t j = 0; j < n; j += 4) {
+        largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(x + j)));
     }
-    if (!quantized) {
-        return SCALE_ONE;
-    }
-    return cpu::best_scale(reach, [&](float s) { return squared_error(codec, c, s); });
+    return vmaxvq_f32(largest);
 }
 
 static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
-    row[0]        = (uint8_t) choose_scale(codec, c);
-    const float s = SCALES[row[0]];
+    const auto error = [&](float s) { return squared_error(codec, c, s); };
+    row[0]           = (uint8_t) cpu::choose_scale(codec, c, largest_of, error);
+    const float s    = SCALES[row[0]];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band &  band = codec.bands[i];
         const float * x    = c + band.first;

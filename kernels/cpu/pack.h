@@ -8,8 +8,28 @@
 
 namespace subkv::cpu {
 
-// The scale code of a row. reach: its smallest scale that clips nothing; error(s): squared error at scale s.
-template <typename Error> static inline int32_t best_scale(float reach, const Error & error) {
+static inline float half_range(int32_t bits) {
+    return 0.5f * (float) ((1 << bits) - 1);
+}
+
+// The scale code of a row of coefficients c. largest(x, n): largest magnitude of n of them; error(s): squared error of
+// the quantized ones at scale s.
+template <typename Largest, typename Error>
+static inline int32_t choose_scale(const HeadCodec & codec, const float * c, const Largest & largest,
+                                   const Error & error) {
+    float reach     = 0.0f; // the smallest scale that clips nothing
+    bool  quantized = false;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits != 16) {
+            quantized     = true;
+            const float r = largest(c + band.first, band.n) / (band.ratio * half_range(band.bits));
+            reach         = r > reach ? r : reach;
+        }
+    }
+    if (!quantized) {
+        return SCALE_ONE;
+    }
     int32_t low  = 1; // smallest code in [low, high] that does not clip
     int32_t high = 255;
     while (low < high) {
