@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from converter.basis import F64, StoredBasis, centred_moment, gains
+from converter.basis import F64, StoredBasis, gains
 from converter.calib_io import LayerStats
 from converter.codec import round_trip
 
@@ -70,9 +70,10 @@ def _ratio(cross: float, power: float) -> float | None:
     return gamma if gamma > 1e-3 else None
 
 
-def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis) -> tuple[float, str]:
+def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis, key_moment: F64) -> tuple[float, str]:
     """gamma of one head and where it came from: `samples`, `moments`, `formula`, or `none` (no information: 1).
 
+    key_moment: [d, d], of the keys less the stored mean.
     method: one of METHODS; calibrated uses the samples, and the moments where the samples cannot say.
     """
     rank, d = stored.encode.shape
@@ -83,7 +84,6 @@ def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis) -> 
     sampled = sampled_gamma(stats, head, stored)
     if sampled is not None:
         return sampled, "samples"
-    key_moment = centred_moment(stats.k2[head], stats.k1[head], stored.mean)
     estimated = moment_gamma(key_moment, stats.q2[head], stored)
     if estimated is not None:
         return estimated, "moments"

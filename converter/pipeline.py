@@ -318,7 +318,7 @@ def _code_head(
         raise ConverterError(f"layer {stats.shape.il} head {h}: {error}") from error
     except np.linalg.LinAlgError as error:
         raise ConverterError(f"layer {stats.shape.il} head {h}: statistics give no usable basis ({error})") from error
-    gamma, source = gamma_of(method, stats, h, k)
+    gamma, source = gamma_of(method, stats, h, k, fit.k2[h])
     return CodedHead(k, v, gamma), source
 
 

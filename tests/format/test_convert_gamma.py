@@ -75,8 +75,8 @@ def test_a_mean_that_is_taken_out_leaves_gamma_alone(bands: Bands) -> None:
         found, wanted = sampled_gamma(stats, 0, basis), sampled_gamma(plain, 0, other)
         assert found == pytest.approx(wanted, rel=0.03)
         bare, bare_plain = replace(stats, ks=stats.ks[:0], qs=stats.qs[:0]), replace(plain, qs=plain.qs[:0])
-        assert gamma_of("calibrated", bare, 0, basis)[0] == pytest.approx(
-            gamma_of("calibrated", bare_plain, 0, other)[0], rel=0.01
+        assert gamma_of("calibrated", bare, 0, basis, moment)[0] == pytest.approx(
+            gamma_of("calibrated", bare_plain, 0, other, plain.k2[0])[0], rel=0.01
         )
 
 
@@ -90,12 +90,12 @@ def test_exact_codes_give_one() -> None:
 def test_methods_and_their_sources() -> None:
     stats, bare = random_layer(0, seed=2), random_layer(0, seed=2, samples=0)
     stored = stored_basis(stats, 0, ((16, 4),))
-    assert gamma_of("sqrt", stats, 0, stored) == (pytest.approx(np.sqrt(16 / 32)), "formula")
-    assert gamma_of("one", stats, 0, stored) == (1.0, "formula")
-    assert gamma_of("calibrated", stats, 0, stored)[1] == "samples"
-    assert gamma_of("calibrated", bare, 0, stored)[1] == "moments"
+    assert gamma_of("sqrt", stats, 0, stored, stats.k2[0]) == (pytest.approx(np.sqrt(16 / 32)), "formula")
+    assert gamma_of("one", stats, 0, stored, stats.k2[0]) == (1.0, "formula")
+    assert gamma_of("calibrated", stats, 0, stored, stats.k2[0])[1] == "samples"
+    assert gamma_of("calibrated", bare, 0, stored, bare.k2[0])[1] == "moments"
     silent = replace(bare, q2=np.zeros_like(bare.q2))
-    assert gamma_of("calibrated", silent, 0, stored) == (1.0, "none")
+    assert gamma_of("calibrated", silent, 0, stored, silent.k2[0]) == (1.0, "none")
 
 
 def test_samples_without_energy_fall_to_the_moments() -> None:
@@ -103,4 +103,4 @@ def test_samples_without_energy_fall_to_the_moments() -> None:
     stored = stored_basis(stats, 0, ((16, 4),))
     dark = replace(stats, qs=np.zeros_like(stats.qs))
     assert sampled_gamma(dark, 0, stored) is None
-    assert gamma_of("calibrated", dark, 0, stored)[1] == "moments"
+    assert gamma_of("calibrated", dark, 0, stored, dark.k2[0])[1] == "moments"
