@@ -66,6 +66,12 @@ class Observed(ctypes.Structure):
     ]
 
 
+class SketchParams(ctypes.Structure):
+    """subkv_sketch_params."""
+
+    _fields_ = [("kind", _i32), ("d", _i32), ("rows", _i32), ("decay", ctypes.c_float), ("rate", ctypes.c_float)]
+
+
 _i32_p = ctypes.POINTER(_i32)
 
 # function -> (result type, argument types), in the order of subkv.h
@@ -91,6 +97,15 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_ops_count": (_i32, []),
     "subkv_ops_name": (_str, [_i32]),
     "subkv_ops_table": (_ptr, [_i32]),
+    "subkv_sketch_new": (_ptr, [ctypes.POINTER(SketchParams)]),
+    "subkv_sketch_free": (None, [_ptr]),
+    "subkv_sketch_bytes": (_i64, [_ptr]),
+    "subkv_sketch_count": (_i64, [_ptr]),
+    "subkv_sketch_energy": (ctypes.c_double, [_ptr]),
+    "subkv_sketch_absorb": (_i64, [_ptr, _ptr, _i64]),
+    "subkv_sketch_top": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
+    "subkv_sketch_rows": (_i64, [_ptr, _ptr]),
+    "subkv_eigen": (ctypes.c_bool, [_ptr, _ptr, _i32]),
 }
 
 

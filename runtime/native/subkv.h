@@ -129,6 +129,34 @@ SUBKV_API int32_t      subkv_ops_count(void); // versions that run on this proce
 SUBKV_API const char * subkv_ops_name(int32_t i);
 SUBKV_API const void * subkv_ops_table(int32_t i); // const subkv::Ops *
 
+//
+// sketches, for tests and experiments (kernels/include/subkv/sketch.h says what each number is)
+//
+
+typedef struct subkv_sketch_params {
+    int32_t kind; // 0: running covariance, 1: frequent directions, 2: Oja's rule
+    int32_t d;    // row length
+    int32_t rows; // l; the covariance ignores it
+    float   decay;
+    float   rate; // eta of Oja's rule
+} subkv_sketch_params;
+
+typedef struct subkv_sketch subkv_sketch;
+SUBKV_API subkv_sketch *    subkv_sketch_new(const subkv_sketch_params * params); // NULL: last_error says why
+SUBKV_API void              subkv_sketch_free(subkv_sketch * sketch);
+SUBKV_API int64_t           subkv_sketch_bytes(const subkv_sketch * sketch);
+SUBKV_API int64_t           subkv_sketch_count(const subkv_sketch * sketch);
+SUBKV_API double            subkv_sketch_energy(const subkv_sketch * sketch);
+// x [n][d] f32; returns the number of rows left out, not finite.
+SUBKV_API int64_t subkv_sketch_absorb(subkv_sketch * sketch, const float * x, int64_t n);
+// rows [r][d] f64, energy [r] f64; r at most d, and at most l where the kind has one.
+SUBKV_API bool subkv_sketch_top(const subkv_sketch * sketch, int32_t r, double * rows, double * energy);
+// s [2l][d] f32; returns the rows of S in use, 0 for a kind without.
+SUBKV_API int64_t subkv_sketch_rows(const subkv_sketch * sketch, float * s);
+
+// a [n][n] f64: symmetric matrix in, eigenvectors as rows out; w [n] f64: eigenvalues, largest first.
+SUBKV_API bool subkv_eigen(double * a, double * w, int32_t n);
+
 #ifdef __cplusplus
 }
 #endif

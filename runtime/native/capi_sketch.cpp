@@ -1,0 +1,85 @@
+// capi_sketch.cpp: section "sketches" of subkv.h.
+#include "error.h"
+#include "subkv.h"
+#include "subkv/sketch.h"
+
+#include <string>
+#include <vector>
+
+using namespace subkv;
+
+struct subkv_sketch {
+    SketchParams          params;
+    std::vector<uint64_t> state; // 8-byte boundary
+};
+
+extern "C" {
+
+subkv_sketch * subkv_sketch_new(const subkv_sketch_params * params) {
+    if (!params) {
+        set_error("subkv_sketch_new: expected parameters, found NULL");
+        return nullptr;
+    }
+    const SketchParams p = { (SketchKind) params->kind, params->d, params->rows, params->decay, params->rate };
+    std::string        err;
+    if (!sketch_check(p, err)) {
+        set_error("%s", err.c_str());
+        return nullptr;
+    }
+    auto * sketch = new subkv_sketch{ p, std::vector<uint64_t>(sketch_bytes(p) / sizeof(uint64_t)) };
+    sketch_init(p, sketch->state.data());
+    return sketch;
+}
+
+void subkv_sketch_free(subkv_sketch * sketch) {
+    delete sketch;
+}
+
+int64_t subkv_sketch_bytes(const subkv_sketch * sketch) {
+    return (int64_t) sketch_bytes(sketch->params);
+}
+
+int64_t subkv_sketch_count(const subkv_sketch * sketch) {
+    return sketch_count(sketch->state.data());
+}
+
+double subkv_sketch_energy(const subkv_sketch * sketch) {
+    return sketch_energy(sketch->params, sketch->state.data());
+}
+
+int64_t subkv_sketch_absorb(subkv_sketch * sketch, const float * x, int64_t n) {
+    return sketch_absorb(sketch->params, sketch->state.data(), x, sketch->params.d, n);
+}
+
+bool subkv_sketch_top(const subkv_sketch * sketch, int32_t r, double * rows, double * energy) {
+    const SketchParams & p    = sketch->params;
+    const int32_t        most = p.kind == SketchKind::COVARIANCE || p.rows > p.d ? p.d : p.rows;
+    if (r < 1 || r > most) {
+        set_error("subkv_sketch_top: r: expected 1..%d (a sketch of %d rows of %d), found %d", (int) most, (int) p.rows,
+                  (int) p.d, (int) r);
+        return false;
+    }
+    if (!sketch_top(p, sketch->state.data(), r, rows, energy)) {
+        set_error("subkv_sketch_top: expected a sketch of finite values, found others");
+        return false;
+    }
+    return true;
+}
+
+int64_t subkv_sketch_rows(const subkv_sketch * sketch, float * s) {
+    return sketch_rows(sketch->params, sketch->state.data(), s);
+}
+
+bool subkv_eigen(double * a, double * w, int32_t n) {
+    if (n < 1 || n > MAX_SKETCH_SIZE) {
+        set_error("subkv_eigen: n: expected 1..%d, found %d", MAX_SKETCH_SIZE, (int) n);
+        return false;
+    }
+    if (!eigen_symmetric(a, w, n)) {
+        set_error("subkv_eigen: expected finite values, found others");
+        return false;
+    }
+    return true;
+}
+
+} // extern "C"
