@@ -280,6 +280,15 @@ void sketch_init(const SketchParams & p, void * state) {
     }
 }
 
+bool sketch_valid(const SketchParams & p, const void * state) {
+    const Header & h      = header(state);
+    const bool     counts = h.count >= 0 && h.fill >= 0 && h.fill <= 2 * (int64_t) p.rows;
+    const bool     sums   = h.weight >= 1.0 && h.weight <= 2.0 * WEIGHT_LIMIT && std::isfinite(h.total) &&
+                            std::isfinite(h.mass) && (h.count == 0 || h.mass > 0.0);
+    return counts && sums &&
+           std::all_of(body(state), body(state) + values(p), [](float x) { return std::isfinite(x); });
+}
+
 int64_t sketch_absorb(const SketchParams & p, void * state, const float * x, int64_t ldx, int64_t n) {
     int64_t n_bad = 0;
     for (int64_t t = 0; t < n; ++t) {

@@ -72,6 +72,40 @@ class SketchParams(ctypes.Structure):
     _fields_ = [("kind", _i32), ("d", _i32), ("rows", _i32), ("decay", ctypes.c_float), ("rate", ctypes.c_float)]
 
 
+class AdaptParams(ctypes.Structure):
+    """subkv_adapt_params."""
+
+    _fields_ = [
+        ("kind", _i32),
+        ("rank", _i32),
+        ("rows", _i32),
+        ("decay", ctypes.c_float),
+        ("rate", ctypes.c_float),
+        ("block", _i32),
+        ("length", _i32),
+        ("warm", _i32),
+        ("max_chunks", _i32),
+        ("tau", ctypes.c_float),
+        ("gain", ctypes.c_float),
+    ]
+
+
+class AdaptStats(ctypes.Structure):
+    """subkv_adapt_stats."""
+
+    _fields_ = [
+        ("n_blocks", _i64),
+        ("n_chunks", _i64),
+        ("n_opened", _i64),
+        ("n_refused", _i64),
+        ("n_merged", _i64),
+        ("n_recoded", _i64),
+        ("n_nonfinite", _i64),
+        ("bytes_bases", _i64),
+        ("bytes_sketch", _i64),
+    ]
+
+
 _i32_p = ctypes.POINTER(_i32)
 
 # function -> (result type, argument types), in the order of subkv.h
@@ -106,6 +140,19 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_sketch_top": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
     "subkv_sketch_rows": (_i64, [_ptr, _ptr]),
     "subkv_eigen": (ctypes.c_bool, [_ptr, _ptr, _i32]),
+    "subkv_adapt_new": (_ptr, [_ptr, ctypes.POINTER(AdaptParams), _i32, _i32, ctypes.c_bool]),
+    "subkv_adapt_free": (None, [_ptr]),
+    "subkv_adapt_push": (ctypes.c_bool, [_ptr, _ptr, _i64]),
+    "subkv_adapt_read": (_i64, [_ptr, _ptr, _ptr, _ptr]),
+    "subkv_adapt_get_stats": (None, [_ptr, ctypes.POINTER(AdaptStats)]),
+    "subkv_adapt_save": (_i64, [_ptr, _ptr, _i64]),
+    "subkv_adapt_restore": (ctypes.c_bool, [_ptr, _ptr, _i64]),
+    "subkv_adapt_replay": (
+        ctypes.c_bool,
+        [_ptr, ctypes.POINTER(AdaptParams), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
+        + [ctypes.POINTER(AdaptStats)],
+    ),
+    "subkv_quantizer": (None, [_i32, ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double)]),
 }
 
 

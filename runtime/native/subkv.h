@@ -157,6 +157,60 @@ SUBKV_API int64_t subkv_sketch_rows(const subkv_sketch * sketch, float * s);
 // a [n][n] f64: symmetric matrix in, eigenvectors as rows out; w [n] f64: eigenvalues, largest first.
 SUBKV_API bool subkv_eigen(double * a, double * w, int32_t n);
 
+//
+// adaptive bases, one head at a time, for tests and experiments (runtime/native/adapt.h says what each number is)
+//
+
+typedef struct subkv_adapt_params {
+    int32_t kind;       // as of subkv_sketch_params
+    int32_t rank;       // r; 0: all of the head's coefficients, half of them for Oja's rule
+    int32_t rows;       // l; 0: 2r (Oja: r)
+    float   decay;      // per token
+    float   rate;       // eta of Oja's rule
+    int32_t block;      // B, tokens
+    int32_t length;     // L, tokens; 0: never
+    int32_t warm;       // W, tokens
+    int32_t max_chunks; // J_max
+    float   tau;        // >= 1: never
+    float   gain;
+} subkv_adapt_params;
+
+typedef struct subkv_adapt_stats {
+    int64_t n_blocks;
+    int64_t n_chunks; // adaptive chunks alive
+    int64_t n_opened;
+    int64_t n_refused;
+    int64_t n_merged;
+    int64_t n_recoded;
+    int64_t n_nonfinite;
+    int64_t bytes_bases; // of the chunks alive
+    int64_t bytes_sketch;
+} subkv_adapt_stats;
+
+// Codes the keys (value = false) or values of one KV head as a cache would that drops nothing: positions 0, 1, .., the
+// layout's n_sink first ones with the static basis and unseen by the sketch. The layout must outlive it. NULL: last_error.
+typedef struct subkv_adapt subkv_adapt;
+SUBKV_API subkv_adapt *    subkv_adapt_new(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
+                                           int32_t head_kv, bool value);
+SUBKV_API void             subkv_adapt_free(subkv_adapt * adapt);
+SUBKV_API bool             subkv_adapt_push(subkv_adapt * adapt, const float * x, int64_t n); // x [n][d]
+// Everything pushed so far: xhat [n][d] as attention sees it, mean and gamma of keys included; chunk_of [n]: slot of the
+// row's chunk now; rho [n]: relative residual of the row's block when it was coded. Rows of a block that is not complete
+// come in the basis in use, rho 0; so do the sinks, in the static one. Any may be NULL. Returns n.
+SUBKV_API int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho);
+SUBKV_API void    subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out);
+// State of the coder (not its rows): writes it if `n` bytes suffice, returns its size.
+SUBKV_API int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n);
+SUBKV_API bool    subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n);
+
+// All of it at once: new, push n rows, read, free. stats may be NULL, too.
+SUBKV_API bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
+                                  int32_t head_kv, bool value, const float * x, int64_t n, float * xhat,
+                                  int32_t * chunk_of, float * rho, subkv_adapt_stats * stats);
+
+// Step and distortion of a band's quantizer on a unit Gaussian, as the C++ side has them; 0 and 1 for unknown widths.
+SUBKV_API void subkv_quantizer(int32_t bits, double * step, double * distortion);
+
 #ifdef __cplusplus
 }
 #endif

@@ -41,6 +41,9 @@ bool sketch_check(const SketchParams & params, std::string & err);
 size_t sketch_bytes(const SketchParams & params); // of a state; states start on an 8-byte boundary
 void   sketch_init(const SketchParams & params, void * state);
 
+// Whether bytes from elsewhere can be such a state: counts within bounds, every value finite.
+bool sketch_valid(const SketchParams & params, const void * state);
+
 // x [n][ldx] f32. Rows with a non-finite value, or of a squared norm beyond 1e24 (f32 sums must hold), are left out;
 // returns their number.
 int64_t sketch_absorb(const SketchParams & params, void * state, const float * x, int64_t ldx, int64_t n);

@@ -1,0 +1,245 @@
+// adapt.cpp: the adaptive coder of one head. Order of work on a block: code it with the chunk in use, let the sketch
+// see it, and only then, if the residual or the chunk's length asks for it, try the sketch's basis on the same block.
+#include "adapt.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace subkv {
+
+namespace {
+
+bool refuse(std::string & err, const char * name, const std::string & expected, const std::string & found) {
+    err = std::string("adapt: ") + name + ": expected " + expected + ", found " + found;
+    return false;
+}
+
+} // namespace
+
+bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
+    const bool oja = p.kind == SketchKind::OJA;
+    const auto in  = [&](const char * name, int64_t value, int64_t low, int64_t high) {
+        return (value >= low && value <= high) ||
+               refuse(err, name, std::to_string(low) + ".." + std::to_string(high), std::to_string(value));
+    };
+    if (!in("rank", p.rank, 0, rank)) {
+        return false;
+    }
+    // Oja's U of all n directions would be the whole space, which no rule turns
+    p.rank = p.rank != 0 ? p.rank : oja ? std::max(rank / 2, 1) : rank;
+    p.rows = p.rows != 0 ? p.rows : oja ? p.rank : 2 * p.rank;
+    if (!in("rows", p.rows, p.rank, oja ? p.rank : MAX_SKETCH_ROWS)) {
+        return false;
+    }
+    if (!sketch_check({ p.kind, rank, p.rows, p.decay, p.rate }, err)) {
+        return false;
+    }
+    if (!in("block", p.block, 1, MAX_ADAPT_BLOCK) || !in("length", p.length, 0, INT32_MAX) ||
+        !in("warm", p.warm, 0, INT32_MAX) || !in("max_chunks", p.max_chunks, 1, MAX_ADAPT_CHUNKS)) {
+        return false;
+    }
+    if (!(p.tau > 0.0f)) {
+        return refuse(err, "tau", "a residual above 0", std::to_string(p.tau));
+    }
+    return (p.gain > 0.0f && p.gain <= 1.0f) || refuse(err, "gain", "above 0 and at most 1", std::to_string(p.gain));
+}
+
+Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params) :
+    ops_(ops), codec_(codec), params_(params), chunks_((size_t) params.max_chunks),
+    sketch_(sketch_bytes(sketch_params()) / sizeof(uint64_t)) {
+    for (int32_t b = 0; b < codec.n_bands; ++b) {
+        const double left = 1.0 - quantizer_distortion(codec.bands[b].bits);
+        keep_.insert(keep_.end(), (size_t) codec.bands[b].n, (float) left);
+        undo_.insert(undo_.end(), (size_t) codec.bands[b].n, (float) (1.0 / left));
+    }
+    sketch_init(sketch_params(), sketch_.data());
+}
+
+SketchParams Adapter::sketch_params() const {
+    return { params_.kind, codec_.rank, params_.rows, params_.decay, params_.rate };
+}
+
+const ChunkBasis * Adapter::chunk(int32_t slot) const {
+    return slot >= 1 && slot <= params_.max_chunks ? chunks_[(size_t) slot - 1].get() : nullptr;
+}
+
+int32_t Adapter::n_chunks() const {
+    return (int32_t) std::count_if(chunks_.begin(), chunks_.end(), [](const auto & chunk) { return chunk != nullptr; });
+}
+
+size_t Adapter::bytes_bases() const {
+    const auto n = (size_t) codec_.rank;
+    return (size_t) n_chunks() * (n * n * sizeof(uint16_t) + (size_t) codec_.n_bands * sizeof(float));
+}
+
+// x [n][ldx] -> space_ [n][rank]: x' = E x - offset; a row that is not finite becomes NaN throughout, so that it is a
+// zero row in every basis and the sketch leaves it out. Returns the number of such rows.
+int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
+    const int64_t rank  = codec_.rank;
+    int64_t       n_bad = 0;
+    space_.resize((size_t) (n * rank));
+    ops_.project(codec_.encode, rank, codec_.d, x, ldx, n, 1.0f, space_.data(), rank);
+    for (int64_t t = 0; t < n; ++t) {
+        float * row    = space_.data() + t * rank;
+        bool    finite = true;
+        for (int64_t i = 0; i < rank; ++i) {
+            row[i] -= codec_.offset != nullptr ? codec_.offset[i] : 0.0f;
+            finite = finite && std::isfinite(row[i]);
+        }
+        if (!finite) {
+            ++n_bad;
+            std::fill(row, row + rank, NAN);
+        }
+    }
+    return n_bad;
+}
+
+// rows [n][stride] -> x^' [n][rank]
+void Adapter::decode(const ChunkBasis * chunk, const uint8_t * rows, int64_t stride, int64_t n, float * space) const {
+    const int64_t      rank = codec_.rank;
+    std::vector<float> c((size_t) (n * rank));
+    ops_.dequantize_rows(chunk != nullptr ? chunk->codec : codec_, rows, stride, n, c.data());
+    for (int64_t t = 0; t < n; ++t) {
+        for (int64_t i = 0; i < rank; ++i) {
+            c[(size_t) (t * rank + i)] *= undo_[(size_t) i];
+        }
+    }
+    if (chunk == nullptr) {
+        std::copy(c.begin(), c.end(), space);
+        return;
+    }
+    std::fill(space, space + n * rank, 0.0f);
+    for (int64_t t = 0; t < n; ++t) {
+        ops_.reconstruct(chunk->rotation.data(), rank, rank, c.data() + t * rank, space + t * rank);
+    }
+}
+
+// Codes the block of space_ under one basis into `rows` [n][row_bytes] and returns its relative residual
+// ||x' - x^'|| / ||x'|| over the whole block; 0 for a block of zeros. The static basis goes from x to coefficients as
+// everywhere else, so that its rows are the same to the bit.
+double Adapter::encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const ChunkBasis * chunk,
+                       std::vector<uint8_t> & rows) {
+    std::vector<int64_t> cells((size_t) n);
+    for (int64_t t = 0; t < n; ++t) {
+        cells[(size_t) t] = t;
+    }
+    rows.resize((size_t) (n * codec_.row_bytes));
+    ops_.encode_rows(codec, x, ldx, n, cells.data(), rows.data(), codec_.row_bytes);
+    seen_.resize(space_.size());
+    decode(chunk, rows.data(), codec_.row_bytes, n, seen_.data());
+    double error = 0.0, energy = 0.0;
+    for (size_t i = 0; i < space_.size(); ++i) {
+        if (!std::isnan(space_[i])) {
+            const double e = (double) space_[i] - (double) seen_[i];
+            error += e * e;
+            energy += (double) space_[i] * (double) space_[i];
+        }
+    }
+    return energy > 0.0 ? std::sqrt(error / energy) : 0.0;
+}
+
+int32_t Adapter::peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride) {
+    const ChunkBasis * chunk = this->chunk(current_);
+    if (chunk == nullptr) {
+        ops_.encode_rows(codec_, x, ldx, n, cells, rows, stride);
+    } else {
+        project(x, ldx, n);
+        ops_.encode_rows(chunk->codec, space_.data(), codec_.rank, n, cells, rows, stride);
+    }
+    return current_;
+}
+
+int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, const int64_t * cells, uint8_t * rows,
+                       int64_t stride, const Merge & merge) {
+    const int64_t rank = codec_.rank;
+    const auto    code = [&](const ChunkBasis * chunk, std::vector<uint8_t> & out) {
+        return chunk == nullptr ? encode(codec_, x, ldx, n, nullptr, out) :
+                                  encode(chunk->codec, space_.data(), rank, n, chunk, out);
+    };
+    stats_.n_nonfinite += project(x, ldx, n);
+    double rho = code(chunk(current_), stored_);
+    sketch_absorb(sketch_params(), sketch_.data(), space_.data(), rank, n);
+    ++stats_.n_blocks;
+    const bool asked = (params_.tau < 1.0f && rho > params_.tau) || (params_.length > 0 && since_ >= params_.length);
+    if (asked && sketch_count(sketch_.data()) >= params_.warm) {
+        std::unique_ptr<ChunkBasis> next     = candidate();
+        const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
+        since_                               = 0; // counted anew, adopted or not
+        if (rho_next < rho && rho_next <= params_.gain * rho) {
+            next->first = first;
+            current_    = adopt(std::move(next), merge);
+            rho         = rho_next;
+            std::swap(stored_, tried_);
+        } else {
+            ++stats_.n_refused;
+        }
+    }
+    since_ += n;
+    residual_ = (float) rho;
+    for (int64_t t = 0; t < n; ++t) {
+        std::copy_n(stored_.data() + t * codec_.row_bytes, codec_.row_bytes, rows + cells[t] * stride);
+    }
+    return current_;
+}
+
+std::unique_ptr<ChunkBasis> Adapter::candidate() const {
+    const auto          n = (size_t) codec_.rank;
+    std::vector<double> rows(n * n), energy(n);
+    if (!sketch_top(sketch_params(), sketch_.data(), codec_.rank, rows.data(), energy.data())) {
+        return nullptr;
+    }
+    return make_chunk_basis(ops_, codec_, rows.data(), energy.data());
+}
+
+// Finds a slot for a new chunk. When all are taken, the oldest chunk gives way to the next younger one, which is the new
+// chunk itself if there is no other.
+int32_t Adapter::adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge) {
+    chunk->opened = stats_.n_opened++;
+    const auto vacant =
+        std::find_if(chunks_.begin(), chunks_.end(), [](const auto & other) { return other == nullptr; });
+    if (vacant != chunks_.end()) {
+        *vacant = std::move(chunk);
+        return (int32_t) (vacant - chunks_.begin()) + 1;
+    }
+    std::vector<size_t> age(chunks_.size());
+    for (size_t i = 0; i < age.size(); ++i) {
+        age[i] = i;
+    }
+    std::sort(age.begin(), age.end(), [&](size_t a, size_t b) { return chunks_[a]->opened < chunks_[b]->opened; });
+    const size_t       from = age[0];
+    const size_t       to   = age.size() > 1 ? age[1] : from;
+    const ChunkBasis & next = to != from ? *chunks_[to] : *chunk;
+    merge((int32_t) from + 1, (int32_t) to + 1, [&](uint8_t * rows, int64_t stride, int64_t n) {
+        recode(*chunks_[from], next, rows, stride, n);
+        stats_.n_recoded += n;
+    });
+    ++stats_.n_merged;
+    chunks_[from] = std::move(chunk);
+    return (int32_t) from + 1;
+}
+
+void Adapter::recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * rows, int64_t stride, int64_t n) {
+    std::vector<float> space((size_t) (n * codec_.rank));
+    decode(&from, rows, stride, n, space.data());
+    std::vector<int64_t> cells((size_t) n);
+    for (int64_t t = 0; t < n; ++t) {
+        cells[(size_t) t] = t;
+    }
+    ops_.encode_rows(to.codec, space.data(), codec_.rank, n, cells.data(), rows, stride);
+}
+
+void Adapter::reconstruct(int32_t slot, const uint8_t * rows, int64_t stride, int64_t n, float * x) const {
+    const int64_t      rank = codec_.rank;
+    std::vector<float> space((size_t) (n * rank));
+    decode(chunk(slot), rows, stride, n, space.data());
+    std::fill(x, x + n * codec_.d, 0.0f);
+    for (int64_t t = 0; t < n; ++t) {
+        float * row = space.data() + t * rank;
+        for (int64_t i = 0; i < rank; ++i) {
+            row[i] *= keep_[(size_t) i];
+        }
+        ops_.reconstruct(codec_.decode, rank, codec_.d, row, x + t * codec_.d);
+    }
+}
+
+} // namespace subkv

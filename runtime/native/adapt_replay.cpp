@@ -1,0 +1,119 @@
+// adapt_replay.cpp: rows by position, blocks at multiples of B, chunk of every row kept up to date through merges.
+#include "adapt_replay.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace subkv {
+
+AdaptReplay::AdaptReplay(const Ops & ops, const HeadCodec & codec, const AdaptParams & params, int64_t n_sink) :
+    ops_(ops), codec_(codec), adapter_(ops, codec, params), n_sink_(n_sink) {}
+
+static std::vector<int64_t> cells_from(int64_t first, int64_t n) {
+    std::vector<int64_t> cells((size_t) n);
+    for (int64_t t = 0; t < n; ++t) {
+        cells[(size_t) t] = first + t;
+    }
+    return cells;
+}
+
+void AdaptReplay::push(const float * x, int64_t n) {
+    const int64_t d = codec_.d, row = codec_.row_bytes, block = adapter_.params().block;
+    for (int64_t t = 0; t < n; ++t) {
+        const int64_t index    = size();
+        const int64_t position = origin_ + index;
+        if (position < n_sink_) {
+            const int64_t cell = index;
+            rows_.resize((size_t) ((index + 1) * row));
+            ops_.encode_rows(codec_, x + t * d, d, 1, &cell, rows_.data(), row);
+            slot_.push_back(0);
+            rho_.push_back(0.0f);
+        } else {
+            pending_.insert(pending_.end(), x + t * d, x + (t + 1) * d);
+        }
+        if ((position + 1) % block == 0 && !pending_.empty()) {
+            code_pending();
+        }
+    }
+}
+
+void AdaptReplay::code_pending() {
+    const int64_t d = codec_.d, row = codec_.row_bytes, n = pending_size();
+    const auto    first = (int64_t) slot_.size();
+    rows_.resize((size_t) ((first + n) * row));
+    const auto merge = [&](int32_t from, int32_t to, const Adapter::Recode & recode) {
+        for (int64_t i = 0; i < first; ++i) {
+            if (slot_[(size_t) i] == from) {
+                recode(rows_.data() + i * row, row, 1);
+                slot_[(size_t) i] = to;
+            }
+        }
+    };
+    const int32_t slot =
+        adapter_.block(pending_.data(), d, n, origin_ + first, cells_from(first, n).data(), rows_.data(), row, merge);
+    slot_.insert(slot_.end(), (size_t) n, slot);
+    rho_.insert(rho_.end(), (size_t) n, adapter_.residual());
+    pending_.clear();
+}
+
+void AdaptReplay::read(float * x, int32_t * chunk_of, float * rho) {
+    const int64_t        d = codec_.d, row = codec_.row_bytes, n = size(), n_pending = pending_size();
+    const auto           held  = (int64_t) slot_.size();
+    std::vector<uint8_t> rows  = rows_;
+    std::vector<int32_t> slots = slot_;
+    rows.resize((size_t) (n * row));
+    const auto cells = cells_from(held, n_pending);
+    slots.resize((size_t) n, adapter_.peek(pending_.data(), d, n_pending, cells.data(), rows.data(), row));
+    for (int64_t first = 0; x != nullptr && first < n;) { // runs of one chunk
+        int64_t last = first + 1;
+        while (last < n && slots[(size_t) last] == slots[(size_t) first]) {
+            ++last;
+        }
+        adapter_.reconstruct(slots[(size_t) first], rows.data() + first * row, row, last - first, x + first * d);
+        first = last;
+    }
+    if (chunk_of != nullptr) {
+        std::copy(slots.begin(), slots.end(), chunk_of);
+    }
+    if (rho != nullptr) {
+        std::copy(rho_.begin(), rho_.end(), rho);
+        std::fill(rho + held, rho + n, 0.0f);
+    }
+}
+
+std::vector<uint8_t> AdaptReplay::save() const {
+    const int64_t        at[2] = { origin_ + (int64_t) slot_.size(), pending_size() };
+    const size_t         n     = pending_.size() * sizeof(float);
+    std::vector<uint8_t> out(sizeof(at) + n);
+    std::memcpy(out.data(), at, sizeof(at));
+    std::copy_n(reinterpret_cast<const uint8_t *>(pending_.data()), n, out.data() + sizeof(at));
+    const std::vector<uint8_t> state = adapter_.save();
+    out.insert(out.end(), state.begin(), state.end());
+    return out;
+}
+
+bool AdaptReplay::restore(const uint8_t * bytes, size_t n, std::string & err) {
+    int64_t at[2] = {};
+    if (size() != 0 || n < sizeof(at)) {
+        err = size() != 0 ? "adapt state: expected to be restored before any row, found " + std::to_string(size()) :
+                            "adapt state: expected at least 16 bytes, found " + std::to_string(n);
+        return false;
+    }
+    std::memcpy(at, bytes, sizeof(at));
+    const auto row = (int64_t) (codec_.d * sizeof(float));
+    if (at[0] < 0 || at[1] < 0 || at[1] >= adapter_.params().block ||
+        at[1] * row > (int64_t) n - (int64_t) sizeof(at)) {
+        err = "adapt state: expected less than a block of pending rows, found " + std::to_string(at[1]);
+        return false;
+    }
+    const size_t skip = sizeof(at) + (size_t) (at[1] * row);
+    if (!adapter_.restore(bytes + skip, n - skip, err)) {
+        return false;
+    }
+    origin_ = at[0];
+    pending_.resize((size_t) (at[1] * codec_.d));
+    std::copy_n(bytes + sizeof(at), (size_t) (at[1] * row), reinterpret_cast<uint8_t *>(pending_.data()));
+    return true;
+}
+
+} // namespace subkv

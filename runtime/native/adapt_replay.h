@@ -1,0 +1,47 @@
+// adapt_replay.h: an Adapter with the rows it coded, as a cache of one head would hold them. The host of tests and of
+// the float32 evaluation; in the engine the cache takes its place.
+#pragma once
+
+#include "adapt.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace subkv {
+
+class AdaptReplay {
+public:
+    // Positions from 0 on; those below n_sink are coded with the static basis and kept from the adapter.
+    AdaptReplay(const Ops & ops, const HeadCodec & codec, const AdaptParams & params, int64_t n_sink);
+
+    // x [n][d] f32. Blocks are [jB, (j + 1)B), coded when their last position is there.
+    void push(const float * x, int64_t n);
+
+    // x [size][d], chunk_of, rho [size] of all rows so far, nullptr: not wanted. Pending ones in the basis in use.
+    void read(float * x, int32_t * chunk_of, float * rho);
+
+    int64_t         size() const { return (int64_t) slot_.size() + pending_size(); }
+    const Adapter & adapter() const { return adapter_; }
+
+    // The coder's state, and where it stands: restored into an empty replay, positions go on where it was saved.
+    std::vector<uint8_t> save() const;
+    bool                 restore(const uint8_t * bytes, size_t n, std::string & err);
+
+private:
+    int64_t pending_size() const { return (int64_t) pending_.size() / codec_.d; }
+
+    void code_pending();
+
+    const Ops &          ops_;
+    const HeadCodec &    codec_;
+    Adapter              adapter_;
+    int64_t              n_sink_;
+    int64_t              origin_ = 0; // position of the first row held here
+    std::vector<uint8_t> rows_;       // [n][row_bytes]
+    std::vector<int32_t> slot_;       // [n]
+    std::vector<float>   rho_;        // [n]
+    std::vector<float>   pending_;    // [< block][d]
+};
+
+} // namespace subkv

@@ -1,0 +1,147 @@
+// adapt_state.cpp: an adapter's state as bytes, little-endian, and back.
+//   Head | sketch | per chunk alive, by slot: Entry, ratio [n_bands] f32, R [n][n] half
+#include "adapt.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace subkv {
+
+namespace {
+
+constexpr uint32_t STATE_VERSION = 1;
+
+struct Head {
+    uint32_t    version;
+    int32_t     rank;
+    AdaptParams params;
+    int32_t     n_chunks;
+    int32_t     current;
+    float       residual;
+    int64_t     since;
+    AdaptStats  stats;
+    uint64_t    bytes_sketch;
+};
+
+struct Entry {
+    int64_t slot, opened, first;
+};
+
+void append(std::vector<uint8_t> & out, const void * bytes, size_t n) {
+    const auto * p = static_cast<const uint8_t *>(bytes);
+    out.insert(out.end(), p, p + n);
+}
+
+bool take(const uint8_t *& bytes, size_t & left, void * out, size_t n) {
+    if (n > left) {
+        return false;
+    }
+    std::memcpy(out, bytes, n);
+    bytes += n;
+    left -= n;
+    return true;
+}
+
+bool same(const AdaptParams & a, const AdaptParams & b) {
+    return a.kind == b.kind && a.rank == b.rank && a.rows == b.rows && a.decay == b.decay && a.rate == b.rate &&
+           a.block == b.block && a.length == b.length && a.warm == b.warm && a.max_chunks == b.max_chunks &&
+           a.tau == b.tau && a.gain == b.gain;
+}
+
+} // namespace
+
+std::vector<uint8_t> Adapter::save() const {
+    Head head;
+    std::memset(static_cast<void *>(&head), 0, sizeof(head)); // padding, too: equal states are equal bytes
+    head.version      = STATE_VERSION;
+    head.rank         = codec_.rank;
+    head.params       = params_;
+    head.n_chunks     = n_chunks();
+    head.current      = current_;
+    head.residual     = residual_;
+    head.since        = since_;
+    head.stats        = stats_;
+    head.bytes_sketch = bytes_sketch();
+    std::vector<uint8_t> out;
+    append(out, &head, sizeof(head));
+    append(out, sketch_.data(), bytes_sketch());
+    for (int32_t slot = 1; slot <= params_.max_chunks; ++slot) {
+        const ChunkBasis * chunk = this->chunk(slot);
+        if (chunk == nullptr) {
+            continue;
+        }
+        const Entry entry = { slot, chunk->opened, chunk->first };
+        append(out, &entry, sizeof(entry));
+        for (int32_t b = 0; b < codec_.n_bands; ++b) {
+            append(out, &chunk->codec.bands[b].ratio, sizeof(float));
+        }
+        append(out, chunk->rotation.data(), chunk->rotation.size() * sizeof(uint16_t));
+    }
+    return out;
+}
+
+bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
+    const auto refuse = [&](const std::string & expected, const std::string & found) {
+        err = "adapt state: expected " + expected + ", found " + found;
+        return false;
+    };
+    Head   head;
+    size_t left = n;
+    if (!take(bytes, left, &head, sizeof(head))) {
+        return refuse("at least " + std::to_string(sizeof(head)) + " bytes", std::to_string(n));
+    }
+    if (head.version != STATE_VERSION || head.rank != codec_.rank || !same(head.params, params_) ||
+        head.bytes_sketch != bytes_sketch()) {
+        return refuse("one of this head and of the same parameters", "another");
+    }
+    const auto   rank  = (size_t) codec_.rank;
+    const size_t entry = sizeof(Entry) + (size_t) codec_.n_bands * sizeof(float) + rank * rank * sizeof(uint16_t);
+    if (head.n_chunks < 0 || head.n_chunks > params_.max_chunks || head.current < 0 || head.since < 0 ||
+        left != head.bytes_sketch + (size_t) head.n_chunks * entry) {
+        return refuse("chunks that fill it", std::to_string(head.n_chunks) + " in " + std::to_string(n) + " bytes");
+    }
+    std::vector<uint64_t> sketch(sketch_.size());
+    take(bytes, left, sketch.data(), head.bytes_sketch);
+    std::vector<std::unique_ptr<ChunkBasis>> chunks(chunks_.size());
+    for (int32_t i = 0; i < head.n_chunks; ++i) {
+        Entry e;
+        float ratio[MAX_BANDS];
+        auto  chunk = std::make_unique<ChunkBasis>();
+        chunk->rotation.resize(rank * rank);
+        take(bytes, left, &e, sizeof(e));
+        take(bytes, left, ratio, (size_t) codec_.n_bands * sizeof(float));
+        take(bytes, left, chunk->rotation.data(), rank * rank * sizeof(uint16_t));
+        if (e.slot < 1 || e.slot > params_.max_chunks || chunks[(size_t) e.slot - 1] != nullptr) {
+            return refuse("every slot once in 1.." + std::to_string(params_.max_chunks), std::to_string(e.slot));
+        }
+        for (int32_t b = 0; b < codec_.n_bands; ++b) {
+            if (!(ratio[b] > 0.0f && std::isfinite(ratio[b]))) {
+                return refuse("positive ratios", std::to_string(ratio[b]));
+            }
+        }
+        for (const uint16_t value : chunk->rotation) {
+            if ((value & 0x7c00) == 0x7c00) {
+                return refuse("finite rotations", "others");
+            }
+        }
+        bind_chunk_codec(codec_, ratio, *chunk);
+        chunk->opened               = e.opened;
+        chunk->first                = e.first;
+        chunks[(size_t) e.slot - 1] = std::move(chunk);
+    }
+    if (head.current > params_.max_chunks || (head.current > 0 && chunks[(size_t) head.current - 1] == nullptr)) {
+        return refuse("a chunk in use that is there", std::to_string(head.current));
+    }
+    if (!sketch_valid(sketch_params(), sketch.data())) {
+        return refuse("a sketch of finite values", "another");
+    }
+    chunks_.swap(chunks);
+    sketch_.swap(sketch);
+    current_  = head.current;
+    residual_ = head.residual;
+    since_    = head.since;
+    stats_    = head.stats;
+    return true;
+}
+
+} // namespace subkv

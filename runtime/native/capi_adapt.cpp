@@ -1,0 +1,166 @@
+// capi_adapt.cpp: section "adaptive bases" of subkv.h.
+#include "adapt_replay.h"
+#include "error.h"
+#include "ggml.h"
+#include "layout.h"
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+
+using namespace subkv;
+
+struct subkv_adapt {
+    std::shared_ptr<const Layout> layout;
+    const LayerCodec *            layer;
+    int32_t                       head_kv;
+    bool                          value;
+    AdaptReplay                   replay;
+};
+
+namespace {
+
+// Nothing may be thrown into C.
+template <typename T, typename F> T guarded(T failed, F body) {
+    try {
+        return body();
+    } catch (const std::exception & e) {
+        set_error("adapt: %s", e.what());
+        return failed;
+    }
+}
+
+AdaptParams native(const subkv_adapt_params & p) {
+    return { (SketchKind) p.kind, p.rank, p.rows, p.decay, p.rate, p.block, p.length, p.warm,
+             p.max_chunks,        p.tau,  p.gain };
+}
+
+std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
+                                  int32_t head_kv, bool value) {
+    if (!layout || !params) {
+        set_error("adapt: expected a layout and parameters, found NULL");
+        return nullptr;
+    }
+    const LayerCodec * layer = layout->p->layer(il);
+    if (!layer) {
+        set_error("adapt: il: expected a coded layer, found %d", (int) il);
+        return nullptr;
+    }
+    if (head_kv < 0 || head_kv >= layer->n_head_kv) {
+        set_error("adapt: head_kv: expected 0..%d, found %d", layer->n_head_kv - 1, (int) head_kv);
+        return nullptr;
+    }
+    if (const char * why = ops_error()) {
+        set_error("%s", why);
+        return nullptr;
+    }
+    const HeadCodec & codec = (value ? layer->v : layer->k)[(size_t) head_kv];
+    AdaptParams       p     = native(*params);
+    std::string       err;
+    if (!Adapter::check(p, codec.rank, err)) {
+        set_error("%s", err.c_str());
+        return nullptr;
+    }
+    return std::unique_ptr<subkv_adapt>(
+        new subkv_adapt{ layout->p, layer, head_kv, value, AdaptReplay(ops(), codec, p, layout->p->n_sink) });
+}
+
+int64_t read(subkv_adapt & a, float * xhat, int32_t * chunk_of, float * rho) {
+    a.replay.read(xhat, chunk_of, rho);
+    const auto    h = (size_t) a.head_kv;
+    const int64_t n = a.replay.size(), d = a.value ? a.layer->d_v : a.layer->d_k;
+    if (!a.value && xhat) {
+        const std::vector<uint16_t> & mean = a.layer->centre[h].mean;
+        for (int64_t i = 0; i < n * d; ++i) {
+            xhat[i] = a.layer->gamma[h] * xhat[i] + (mean.empty() ? 0.0f : ggml_fp16_to_fp32(mean[(size_t) (i % d)]));
+        }
+    }
+    return n;
+}
+
+void get_stats(const subkv_adapt & a, subkv_adapt_stats & out) {
+    const Adapter &    adapter = a.replay.adapter();
+    const AdaptStats & s       = adapter.stats();
+    out                        = { s.n_blocks,
+                                   adapter.n_chunks(),
+                                   s.n_opened,
+                                   s.n_refused,
+                                   s.n_merged,
+                                   s.n_recoded,
+                                   s.n_nonfinite,
+                                   (int64_t) adapter.bytes_bases(),
+                                   (int64_t) adapter.bytes_sketch() };
+}
+
+} // namespace
+
+extern "C" {
+
+subkv_adapt * subkv_adapt_new(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
+                              int32_t head_kv, bool value) {
+    return guarded<subkv_adapt *>(nullptr, [&] { return make(layout, params, il, head_kv, value).release(); });
+}
+
+void subkv_adapt_free(subkv_adapt * adapt) {
+    delete adapt;
+}
+
+bool subkv_adapt_push(subkv_adapt * adapt, const float * x, int64_t n) {
+    return guarded(false, [&] {
+        adapt->replay.push(x, n);
+        return true;
+    });
+}
+
+int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho) {
+    return guarded<int64_t>(-1, [&] { return read(*adapt, xhat, chunk_of, rho); });
+}
+
+void subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out) {
+    get_stats(*adapt, *out);
+}
+
+int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {
+    return guarded<int64_t>(-1, [&] {
+        const std::vector<uint8_t> bytes = adapt->replay.save();
+        if (state && n >= (int64_t) bytes.size()) {
+            std::copy(bytes.begin(), bytes.end(), static_cast<uint8_t *>(state));
+        }
+        return (int64_t) bytes.size();
+    });
+}
+
+bool subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n) {
+    return guarded(false, [&] {
+        std::string err;
+        if (!adapt->replay.restore(static_cast<const uint8_t *>(state), (size_t) std::max<int64_t>(n, 0), err)) {
+            set_error("%s", err.c_str());
+            return false;
+        }
+        return true;
+    });
+}
+
+bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il, int32_t head_kv,
+                        bool value, const float * x, int64_t n, float * xhat, int32_t * chunk_of, float * rho,
+                        subkv_adapt_stats * stats) {
+    return guarded(false, [&] {
+        const auto adapt = make(layout, params, il, head_kv, value);
+        if (!adapt) {
+            return false;
+        }
+        adapt->replay.push(x, n);
+        read(*adapt, xhat, chunk_of, rho);
+        if (stats) {
+            get_stats(*adapt, *stats);
+        }
+        return true;
+    });
+}
+
+void subkv_quantizer(int32_t bits, double * step, double * distortion) {
+    *step       = quantizer_step(bits);
+    *distortion = quantizer_distortion(bits);
+}
+
+} // extern "C"
