@@ -4,11 +4,12 @@
 
 Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact
 keys and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are,
-and with the exact window of our rows ("+ window").
+and with the exact window of our rows ("+ window"). --adapt adds our rows with bases that follow the text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from converter import layout, stock
+from converter.adapt import Adapt, AdaptiveCoder, loaded, parse
 from converter.calib_io import Calibration, read_calibration
 from converter.calibrate import MIN_TOKENS, default_threads, read_text
 from converter.errors import ConverterError, exit_on_error
@@ -38,7 +40,10 @@ SIDES = {"both": "kv", "keys": "k", "values": "v"}
 
 @dataclass
 class Cache:
-    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone."""
+    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone.
+
+    adaptive: the coder, if its bases follow the text; what they cost is then in result(), at `context` tokens.
+    """
 
     name: str
     coder: Coder | None
@@ -48,6 +53,14 @@ class Cache:
     n_recent: int = 0
     predicted: float | None = None
     scores: Scores = field(default_factory=Scores)
+    adaptive: AdaptiveCoder | None = None
+    context: int = 0
+
+    def clear(self) -> None:
+        """Forget the texts so far."""
+        self.scores = Scores()
+        if self.adaptive is not None:
+            self.adaptive.clear()
 
 
 def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
@@ -107,6 +120,20 @@ def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -
     )
 
 
+def adaptive_cache(
+    fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, adapt: tuple[str, Adapt], stack: contextlib.ExitStack
+) -> Cache:
+    """Our row at a budget with bases that adapt as `text`, parsed: `adapt`. `stack` closes what it opens."""
+    plan = fit.plan(kv_bits)
+    layers, _ = fit.code(plan)
+    counted = fit.account(plan)
+    coded = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
+    coder = AdaptiveCoder(coded, layers, sides, *adapt)
+    window = fit.settings.n_sink, fit.settings.n_recent
+    name = f"subkv {kv_bits:g} adapt {text}"
+    return Cache(name, coder, counted.total, counted.rows, *window, adaptive=coder, context=counted.context)
+
+
 def run(
     reference: Reference, caches: Sequence[Cache], chunks: Sequence[Sequence[int]], n_threads: int, progress: bool
 ) -> None:
@@ -130,13 +157,18 @@ def run(
 
 
 def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
-    """One JSON object, runtime.perplexity's names."""
+    """One JSON object, runtime.perplexity's names. chunks_*: per head that adapts and text, None if none does."""
+    adaptive = cache.adaptive
     return {
         "name": cache.name,
         **cache.scores.summary(),
-        "bpe": round(cache.bpe, 4),
+        "bpe": round(cache.bpe + (adaptive.bits(cache.context) if adaptive else 0.0), 4),
         "bpe_rows": round(cache.rows, 4),
+        "bpe_adapt": round(adaptive.bits(cache.context), 4) if adaptive else 0.0,
         "predicted_kld": cache.predicted,
+        "chunks_opened": round(adaptive.mean("n_opened"), 3) if adaptive else None,
+        "chunks_refused": round(adaptive.mean("n_refused"), 3) if adaptive else None,
+        "chunks_merged": round(adaptive.mean("n_merged"), 3) if adaptive else None,
         "n_sink": cache.n_sink,
         "n_recent": cache.n_recent,
         "text": text,
@@ -146,10 +178,12 @@ def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Results as a Markdown table."""
+    """Results as a Markdown table; columns for chunks where a cache has any."""
+    adaptive = any(r["chunks_opened"] is not None for r in results)
     lines = [
-        "| text | cache | bpe | rows alone | Δ PPL | mean KLD | median KLD | 99.9% KLD | same top-1 | predicted KLD |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| text | cache | bpe | rows alone | Δ PPL | mean KLD | median KLD | 99.9% KLD | same top-1 | predicted KLD |"
+        + (" opened | refused | merged |" if adaptive else ""),
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|" + ("---:|---:|---:|" if adaptive else ""),
     ]
     for r in results:
         predicted = "" if r["predicted_kld"] is None else f"{r['predicted_kld']:.2g}"
@@ -157,9 +191,14 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             f"| {r['text']} | {r['name']} | {r['bpe']:.2f} | {r['bpe_rows']:.2f} "
             f"| {r['delta_percent']:+.2f}% ± {100 * r['ppl_ratio_stderr']:.2f}% "
             f"| {r['mean_kld']:.3g} ± {r['mean_kld_stderr']:.1g} | {r['median_kld']:.2g} | {r['kld_999']:.2g} "
-            f"| {100 * r['same_top']:.2f}% | {predicted} |"
+            f"| {100 * r['same_top']:.2f}% | {predicted} |{_chunks(r) if adaptive else ''}"
         )
     return "\n".join(lines)
+
+
+def _chunks(r: dict[str, Any]) -> str:
+    counts = (r["chunks_opened"], r["chunks_refused"], r["chunks_merged"])
+    return "".join(" |" if count is None else f" {count:.1f} |" for count in counts)
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> list[float]:
@@ -200,6 +239,13 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
 @click.option("--basis-v", type=click.Choice(BASES_V), help="As of convert.")
 @click.option("--center-k/--no-center-k", default=True, show_default=True, help="As of convert.")
 @click.option("--sides", type=click.Choice(list(SIDES)), default="both", show_default=True, help="What is coded.")
+@click.option(
+    "--adapt",
+    "adapts",
+    multiple=True,
+    metavar="SIDES[,NAME=VALUE...]",
+    help="A row more per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
+)
 @click.option("--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions exact.")
 @click.option("--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions exact.")
 @click.option("--bpe-context", type=click.IntRange(1), help="Context of the bit count. [default: as of convert]")
@@ -218,6 +264,7 @@ def command(
     basis_v: str | None,
     center_k: bool,
     sides: str,
+    adapts: tuple[str, ...],
     n_sink: int,
     n_recent: int,
     bpe_context: int | None,
@@ -226,7 +273,7 @@ def command(
     output: str,
 ) -> None:
     """KLD of layouts and of llama.cpp's cache types in float32."""
-    with exit_on_error():
+    with exit_on_error(), contextlib.ExitStack() as stack:
         if target is not None:
             plots.check("--plot", target)
         calibration: Calibration = read_calibration("--bases", bases)
@@ -246,12 +293,17 @@ def command(
             bpe_context=bpe_context,
             center_k=center_k,
         )
+        adaptive = {text: parse("--adapt", text) for text in adapts}
         results: list[dict[str, Any]] = []
         with Gguf("-m", model) as base:
             fit = Fit(base, calibration, options)
             for note in fit.notes:
                 click.echo(note, err=True)
-            planned = [coded_cache(fit, bits, SIDES[sides]) for bits in kv_bits]
+            planned = []
+            for bits in kv_bits:
+                planned.append(coded_cache(fit, bits, SIDES[sides]))
+                for text, adapt in adaptive.items():
+                    planned.append(adaptive_cache(fit, base, bits, SIDES[sides], text, adapt, stack))
             if not planned and not kinds:
                 raise ConverterError("--kv-bits: expected a budget or --stock types to evaluate, found none")
             against = stock_caches(kinds, fit, SIDES[sides])
@@ -260,7 +312,7 @@ def command(
             if not results:
                 reference.match("--bases", [layer.k2 for layer in calibration.layers], pieces[0], calibration.n_skip)
             for cache in (*planned, *against):
-                cache.scores = Scores()
+                cache.clear()
             run(reference, (*planned, *against), pieces, n_threads, progress=True)
             results += [result(cache, path.name, ctx_size, len(pieces)) for cache in (*planned, *against)]
         click.echo(json.dumps(results, indent=2) if output == "json" else table(results))

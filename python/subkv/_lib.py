@@ -87,6 +87,8 @@ class AdaptParams(ctypes.Structure):
         ("max_chunks", _i32),
         ("tau", ctypes.c_float),
         ("gain", ctypes.c_float),
+        ("reuse", _i32),
+        ("merge", _i32),
     ]
 
 

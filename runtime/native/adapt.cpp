@@ -157,11 +157,25 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, c
                                   encode(chunk->codec, space_.data(), rank, n, chunk, out);
     };
     stats_.n_nonfinite += project(x, ldx, n);
-    double rho = code(chunk(current_), stored_);
+    double  rho  = code(chunk(current_), stored_);
+    int32_t best = current_;
+    for (int32_t slot = 0; params_.reuse && slot <= params_.max_chunks; ++slot) {
+        if (slot == current_ || (slot > 0 && chunk(slot) == nullptr)) {
+            continue;
+        }
+        const double other = code(chunk(slot), tried_);
+        if (other < rho) {
+            rho  = other;
+            best = slot;
+            std::swap(stored_, tried_);
+        }
+    }
     sketch_absorb(sketch_params(), sketch_.data(), space_.data(), rank, n);
     ++stats_.n_blocks;
     const bool asked = (params_.tau < 1.0f && rho > params_.tau) || (params_.length > 0 && since_ >= params_.length);
-    if (asked && sketch_count(sketch_.data()) >= params_.warm) {
+    const bool room  = params_.merge || n_chunks() < params_.max_chunks;
+    current_         = best;
+    if (asked && room && sketch_count(sketch_.data()) >= params_.warm) {
         std::unique_ptr<ChunkBasis> next     = candidate();
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
         since_                               = 0; // counted anew, adopted or not

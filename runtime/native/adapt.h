@@ -43,7 +43,9 @@ struct AdaptParams {
     int32_t    warm;   // W: tokens that the sketch has seen before the first chunk is opened
     int32_t    max_chunks; // J_max: adaptive chunks alive; 1: the basis is rotated in place (SubSpace-A)
     float      tau;        // relative residual that triggers; >= 1: none does
-    float      gain;       // (0, 1]: a new basis must bring the block's residual to this times the old one's
+    float      gain;       // (0, 1]: a new basis must bring the block's residual to this times what there is
+    bool       reuse;      // every block takes the best of the bases alive, the static one included; else the latest
+    bool       merge;      // at J_max the two oldest chunks become one; else none is opened any more
 };
 
 // A basis and how it is used; the codec's matrices are the rotation.

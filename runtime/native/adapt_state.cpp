@@ -45,7 +45,7 @@ bool take(const uint8_t *& bytes, size_t & left, void * out, size_t n) {
 bool same(const AdaptParams & a, const AdaptParams & b) {
     return a.kind == b.kind && a.rank == b.rank && a.rows == b.rows && a.decay == b.decay && a.rate == b.rate &&
            a.block == b.block && a.length == b.length && a.warm == b.warm && a.max_chunks == b.max_chunks &&
-           a.tau == b.tau && a.gain == b.gain;
+           a.tau == b.tau && a.gain == b.gain && a.reuse == b.reuse && a.merge == b.merge;
 }
 
 } // namespace

@@ -31,8 +31,8 @@ template <typename T, typename F> T guarded(T failed, F body) {
 }
 
 AdaptParams native(const subkv_adapt_params & p) {
-    return { (SketchKind) p.kind, p.rank, p.rows, p.decay, p.rate, p.block, p.length, p.warm,
-             p.max_chunks,        p.tau,  p.gain };
+    return { (SketchKind) p.kind, p.rank, p.rows, p.decay,      p.rate,      p.block, p.length, p.warm,
+             p.max_chunks,        p.tau,  p.gain, p.reuse != 0, p.merge != 0 };
 }
 
 std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,

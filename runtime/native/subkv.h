@@ -173,6 +173,8 @@ typedef struct subkv_adapt_params {
     int32_t max_chunks; // J_max
     float   tau;        // >= 1: never
     float   gain;
+    int32_t reuse; // 0, 1
+    int32_t merge; // 0, 1
 } subkv_adapt_params;
 
 typedef struct subkv_adapt_stats {

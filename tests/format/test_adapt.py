@@ -32,7 +32,8 @@ GAMMA = 1.125
 # head 0: every width and a truncation; head 1: full rank, a DCT-mixed band
 BANDS = [((8, 8), (8, 4), (8, 2)), ((8, 6), (24, 3))]
 STATIC = Adapt(length=0, tau=1.0)
-EAGER = Adapt(length=64, warm=64, block=32, max_chunks=3, gain=1.0)
+# the latest basis only, merged at the cap, whatever it brings
+EAGER = Adapt(length=64, warm=64, block=32, max_chunks=3, gain=1.0, reuse=0, merge=1)
 
 
 def stored(head: int, value: bool) -> StoredBasis:
@@ -235,6 +236,33 @@ def test_merges_keep_the_number_of_chunks(layout: Layout, max_chunks: int) -> No
         assert s["n_recoded"] >= (~static).sum() - last.sum()
 
 
+def test_without_merges_the_first_bases_stay(layout: Layout) -> None:
+    rng = np.random.default_rng(6)
+    x = np.concatenate([draw(rng, random_moment(rng, D, 8.0), 200) for _ in range(6)]).astype(np.float32)
+    params = replace(EAGER, max_chunks=2, decay=0.98, merge=0)
+    out = layout.replay(params, 0, 1, True, x)
+    free = layout.replay(replace(params, max_chunks=100), 0, 1, True, x)
+    assert out.stats["n_opened"] == out.stats["n_chunks"] == 2
+    assert out.stats["n_merged"] == out.stats["n_recoded"] == 0
+    same = int(np.argmax(free.chunk_of > 2))
+    assert np.array_equal(out.seen[:same], free.seen[:same])
+    assert (out.chunk_of[same:] == 2).all()
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_reuse_takes_the_best_of_the_bases(layout: Layout, value: bool) -> None:
+    """A text that comes back to what the static basis was made for; no block is worse off than under that basis."""
+    x = rows(13, 1, value, 1200, drift=300)
+    x[700:] = rows(14, 1, value, 500)
+    params = replace(EAGER, merge=0, max_chunks=2, decay=0.98)
+    static = layout.replay(STATIC, 0, 1, value, x)
+    latest = layout.replay(params, 0, 1, value, x)
+    best = layout.replay(replace(params, reuse=1), 0, 1, value, x)
+    assert np.all(best.rho <= static.rho * (1 + 1e-6))
+    assert set(best.chunk_of[750:1184]) >= {0}
+    assert best.rho.mean() < min(static.rho.mean(), latest.rho.mean())
+
+
 def test_a_new_basis_must_gain(layout: Layout) -> None:
     x = rows(7, 1, True, 512, drift=128)
     out = layout.replay(replace(EAGER, gain=1e-3), 0, 1, True, x)
@@ -273,10 +301,11 @@ def test_nothing_but_zeros(layout: Layout) -> None:
     assert not out.seen.any() and not out.rho.any() and out.stats["n_opened"] == 0
 
 
+@pytest.mark.parametrize("reuse", [0, 1])
 @pytest.mark.parametrize("kind", ["covariance", "fd", "oja"])
-def test_a_restored_state_goes_on_alike(layout: Layout, kind: str) -> None:
+def test_a_restored_state_goes_on_alike(layout: Layout, kind: str, reuse: int) -> None:
     x = rows(10, 0, True, 700, drift=200)
-    params = replace(EAGER, kind=kind, max_chunks=100, decay=0.99)  # no merges: those need the rows
+    params = replace(EAGER, kind=kind, max_chunks=100, decay=0.99, reuse=reuse)  # merges need rows
     one = Stream(layout, params, 0, True)
     one.push(x[:410])
     other = Stream(layout, params, 0, True)

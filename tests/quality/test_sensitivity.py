@@ -230,6 +230,30 @@ def test_evaluate_command(
     assert table.exit_code == 0 and "| words.txt | subkv 4 |" in table.output
 
 
+def test_evaluate_adaptive_bases(
+    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
+) -> None:
+    """A coder that never adapts is the static one; one that does costs the bytes of its bases and sketches."""
+    reference("llama")
+    model = str(tiny_model("llama"))
+    arguments = ["-m", model, "--bases", str(measured), "-f", str(text), "-c", "256", "--chunks", "2", "-t", "1"]
+    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]
+    arguments += ["--adapt", "kv,length=0", "--adapt", "v,length=32,warm=32,gain=1", "--adapt", "k,length=0,kind=oja"]
+    result = CliRunner().invoke(evaluate.command, [*arguments, "-o", "json"])
+    assert result.exit_code == 0, result.output
+    static, never, values, oja, *_ = rows = json.loads(result.stdout)
+    assert [row["name"] for row in rows[:2]] == ["subkv 4", "subkv 4 adapt kv,length=0"]
+    assert never["mean_kld"] == pytest.approx(static["mean_kld"], rel=0.02)
+    assert static["chunks_opened"] is None and static["bpe_adapt"] == 0.0
+    assert never["chunks_opened"] == oja["chunks_opened"] == 0.0
+    assert values["chunks_opened"] > 0.0 and values["mean_kld"] < 1.1 * static["mean_kld"]
+    assert values["bpe"] == pytest.approx(static["bpe"] + values["bpe_adapt"], abs=2e-4)
+    # sketches alone: a triangle of at most 32 x 33 / 2 numbers, f32, and 40 bytes, per 32 elements of 1024 tokens
+    assert 0.0 < never["bpe_adapt"] <= 8 * (40 + 4 * 32 * 33 / 2) / (32 * 1024) + 1e-4
+    table = CliRunner().invoke(evaluate.command, arguments)
+    assert table.exit_code == 0 and " opened | refused | merged |" in table.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -240,6 +264,10 @@ def test_evaluate_command(
         (["--bpe-context", "0"], "0 is not in the range"),
         (["--kv-bits", "", "--stock", ""], "--kv-bits: expected a budget or --stock types to evaluate, found none"),
         (["--kv-bits", "0.2"], "--kv-bits: expected "),
+        (["--adapt", "q"], "--adapt: expected k, v or kv, found 'q'"),
+        (["--adapt", "v,size=3"], "--adapt: expected one of kind, rank, rows, "),
+        (["--adapt", "v,gain=x"], "--adapt: gain: expected a number, found 'x'"),
+        (["--adapt", "v,gain=2", "-c", "256"], "gain: expected above 0 and at most 1, found 2"),
     ],
 )
 def test_evaluate_refuses(
