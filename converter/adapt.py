@@ -162,7 +162,8 @@ class AdaptiveCoder:
         total = 0.0
         for n, basis, stats in self._seen:
             alive = min(self._params.max_chunks, stats["n_chunks"] * max(1.0, context / n))
-            total += 8.0 * (alive * basis + stats["bytes_sketch"])
+            complete = alive == self._params.max_chunks and not self._params.merge  # then there is no sketch any more
+            total += 8.0 * (alive * basis + (0 if complete else stats["bytes_sketch"]))
         return total / max(texts, 1.0) / (self._elements * context)
 
     def _heads(self) -> int:

@@ -282,7 +282,7 @@ void sketch_init(const SketchParams & p, void * state) {
 
 bool sketch_valid(const SketchParams & p, const void * state) {
     const Header & h      = header(state);
-    const bool     counts = h.count >= 0 && h.fill >= 0 && h.fill <= 2 * (int64_t) p.rows;
+    const bool     counts = h.count >= 0 && h.count < INT64_C(1) << 62 && h.fill >= 0 && h.fill <= 2 * (int64_t) p.rows;
     const bool     sums   = h.weight >= 1.0 && h.weight <= 2.0 * WEIGHT_LIMIT && std::isfinite(h.total) &&
                             std::isfinite(h.mass) && (h.count == 0 || h.mass > 0.0);
     return counts && sums &&

@@ -147,6 +147,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_adapt_push": (ctypes.c_bool, [_ptr, _ptr, _i64]),
     "subkv_adapt_read": (_i64, [_ptr, _ptr, _ptr, _ptr]),
     "subkv_adapt_get_stats": (None, [_ptr, ctypes.POINTER(AdaptStats)]),
+    "subkv_adapt_query": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
+    "subkv_adapt_lift": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
     "subkv_adapt_save": (_i64, [_ptr, _ptr, _i64]),
     "subkv_adapt_restore": (ctypes.c_bool, [_ptr, _ptr, _i64]),
     "subkv_adapt_replay": (

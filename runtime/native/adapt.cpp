@@ -38,6 +38,9 @@ bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
         !in("warm", p.warm, 0, INT32_MAX) || !in("max_chunks", p.max_chunks, 1, MAX_ADAPT_CHUNKS)) {
         return false;
     }
+    if (!in("reuse", p.reuse, 0, 1) || !in("merge", p.merge, 0, 1)) {
+        return false;
+    }
     if (!(p.tau > 0.0f)) {
         return refuse(err, "tau", "a residual above 0", std::to_string(p.tau));
     }
@@ -65,6 +68,10 @@ const ChunkBasis * Adapter::chunk(int32_t slot) const {
 
 int32_t Adapter::n_chunks() const {
     return (int32_t) std::count_if(chunks_.begin(), chunks_.end(), [](const auto & chunk) { return chunk != nullptr; });
+}
+
+bool Adapter::complete() const {
+    return params_.merge == 0 && n_chunks() == params_.max_chunks;
 }
 
 size_t Adapter::bytes_bases() const {
@@ -159,7 +166,7 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, c
     stats_.n_nonfinite += project(x, ldx, n);
     double  rho  = code(chunk(current_), stored_);
     int32_t best = current_;
-    for (int32_t slot = 0; params_.reuse && slot <= params_.max_chunks; ++slot) {
+    for (int32_t slot = 0; params_.reuse != 0 && slot <= params_.max_chunks; ++slot) {
         if (slot == current_ || (slot > 0 && chunk(slot) == nullptr)) {
             continue;
         }
@@ -170,19 +177,23 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, c
             std::swap(stored_, tried_);
         }
     }
-    sketch_absorb(sketch_params(), sketch_.data(), space_.data(), rank, n);
+    if (!sketch_.empty()) {
+        sketch_absorb(sketch_params(), sketch_.data(), space_.data(), rank, n);
+    }
     ++stats_.n_blocks;
     const bool asked = (params_.tau < 1.0f && rho > params_.tau) || (params_.length > 0 && since_ >= params_.length);
-    const bool room  = params_.merge || n_chunks() < params_.max_chunks;
     current_         = best;
-    if (asked && room && sketch_count(sketch_.data()) >= params_.warm) {
+    if (asked && !sketch_.empty() && sketch_count(sketch_.data()) >= params_.warm) {
         std::unique_ptr<ChunkBasis> next     = candidate();
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
         since_                               = 0; // counted anew, adopted or not
         if (rho_next < rho && rho_next <= params_.gain * rho) {
             next->first = first;
             current_    = adopt(std::move(next), merge);
-            rho         = rho_next;
+            if (complete()) {
+                std::vector<uint64_t>().swap(sketch_); // nobody will ask it again
+            }
+            rho = rho_next;
             std::swap(stored_, tried_);
         } else {
             ++stats_.n_refused;
@@ -242,17 +253,50 @@ void Adapter::recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * r
     ops_.encode_rows(to.codec, space.data(), codec_.rank, n, cells.data(), rows, stride);
 }
 
+void Adapter::query(int32_t slot, const float * qt, float * out) const {
+    const ChunkBasis * chunk = this->chunk(slot);
+    const int64_t      rank  = codec_.rank;
+    if (chunk == nullptr) {
+        std::copy_n(qt, rank, out);
+        return;
+    }
+    std::vector<float> kept(keep_);
+    for (int64_t i = 0; i < rank; ++i) {
+        kept[(size_t) i] *= qt[i];
+    }
+    ops_.project(chunk->rotation.data(), rank, rank, kept.data(), rank, 1, 1.0f, out, rank);
+    for (int64_t i = 0; i < rank; ++i) {
+        out[i] *= undo_[(size_t) i];
+    }
+}
+
+void Adapter::lift(int32_t slot, const float * e, float * out) const {
+    const ChunkBasis * chunk = this->chunk(slot);
+    const int64_t      rank  = codec_.rank;
+    if (chunk == nullptr) { // D has the static gains in it
+        std::copy_n(e, rank, out);
+        return;
+    }
+    std::vector<float> c(undo_);
+    for (int64_t i = 0; i < rank; ++i) {
+        c[(size_t) i] *= e[i];
+    }
+    std::fill(out, out + rank, 0.0f);
+    ops_.reconstruct(chunk->rotation.data(), rank, rank, c.data(), out);
+    for (int64_t i = 0; i < rank; ++i) {
+        out[i] *= keep_[(size_t) i];
+    }
+}
+
 void Adapter::reconstruct(int32_t slot, const uint8_t * rows, int64_t stride, int64_t n, float * x) const {
-    const int64_t      rank = codec_.rank;
-    std::vector<float> space((size_t) (n * rank));
-    decode(chunk(slot), rows, stride, n, space.data());
+    const int64_t      rank  = codec_.rank;
+    const ChunkBasis * chunk = this->chunk(slot);
+    std::vector<float> c((size_t) (n * rank)), space((size_t) rank);
+    ops_.dequantize_rows(chunk != nullptr ? chunk->codec : codec_, rows, stride, n, c.data());
     std::fill(x, x + n * codec_.d, 0.0f);
     for (int64_t t = 0; t < n; ++t) {
-        float * row = space.data() + t * rank;
-        for (int64_t i = 0; i < rank; ++i) {
-            row[i] *= keep_[(size_t) i];
-        }
-        ops_.reconstruct(codec_.decode, rank, codec_.d, row, x + t * codec_.d);
+        lift(slot, c.data() + t * rank, space.data());
+        ops_.reconstruct(codec_.decode, rank, codec_.d, space.data(), x + t * codec_.d);
     }
 }
 

@@ -9,6 +9,10 @@
 // R [n][n] orthonormal, half: the sketch's directions by energy, mixed inside bands of up to 8 bits. Chunk 0 is the
 // static basis, R = I with the file's ratios; it is never given up, and costs nothing.
 //
+// A block is coded with the chunk in use, or with the best of those alive (`reuse`); where its residual or the chunk's
+// length asks for it, the sketch's basis is tried on it, too, and opens a chunk if it gains enough. At J_max the oldest
+// chunk is coded anew in the basis of the next (`merge`), or that is it. converter/NOTES.md has what each is worth.
+//
 // A block is known as a whole when it is coded, so what is decided about it may look at it, but at nothing later.
 // State and rows are a function of the rows and their positions alone.
 #pragma once
@@ -44,8 +48,8 @@ struct AdaptParams {
     int32_t    max_chunks; // J_max: adaptive chunks alive; 1: the basis is rotated in place (SubSpace-A)
     float      tau;        // relative residual that triggers; >= 1: none does
     float      gain;       // (0, 1]: a new basis must bring the block's residual to this times what there is
-    bool       reuse;      // every block takes the best of the bases alive, the static one included; else the latest
-    bool       merge;      // at J_max the two oldest chunks become one; else none is opened any more
+    int32_t    reuse;      // 1: every block takes the best of the bases alive, the static one included; 0: the latest
+    int32_t    merge;      // 1: at J_max the two oldest chunks become one; 0: no more open, the sketch is freed
 };
 
 // A basis and how it is used; the codec's matrices are the rotation.
@@ -90,6 +94,12 @@ public:
     // What attention sees of n consecutive rows of one chunk, x^ [n][d] f32 (for keys before gamma and mean).
     void reconstruct(int32_t slot, const uint8_t * rows, int64_t stride, int64_t n, float * x) const;
 
+    // Attention on a chunk's own coefficients c^, given those of the static basis: qt [n] = D q, as for any row.
+    //   q . x^ = query(qt) . c^         out [n] = g * R (keep * qt)
+    void query(int32_t slot, const float * qt, float * out) const;
+    //   x^ = D^T lift(c^), linear       out [n] = keep * R^T (g * e), e a row or any weighted sum of rows of the chunk
+    void lift(int32_t slot, const float * e, float * out) const;
+
     int32_t                    current() const { return current_; }   // slot; 0: the static basis
     const ChunkBasis *         chunk(int32_t slot) const;             // nullptr: 0, or not in use
     int32_t                    n_chunks() const;                      // adaptive, alive
@@ -114,6 +124,7 @@ private:
     int32_t                     adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge);
     void         recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * rows, int64_t stride, int64_t n);
     SketchParams sketch_params() const;
+    bool         complete() const; // no chunk will ever be opened again
 
     const Ops &       ops_;
     const HeadCodec & codec_;
@@ -121,7 +132,7 @@ private:
 
     std::vector<float>                       keep_, undo_; // [n]
     std::vector<std::unique_ptr<ChunkBasis>> chunks_;      // [max_chunks], slot s at s - 1
-    std::vector<uint64_t>                    sketch_;
+    std::vector<uint64_t>                    sketch_;      // empty once complete()
     int32_t                                  current_  = 0;
     int64_t                                  since_    = 0; // tokens since the current chunk was last decided on
     float                                    residual_ = 0.0f;

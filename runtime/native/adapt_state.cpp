@@ -2,8 +2,10 @@
 //   Head | sketch | per chunk alive, by slot: Entry, ratio [n_bands] f32, R [n][n] half
 #include "adapt.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 namespace subkv {
 
@@ -40,6 +42,12 @@ bool take(const uint8_t *& bytes, size_t & left, void * out, size_t n) {
     bytes += n;
     left -= n;
     return true;
+}
+
+// Counts that leave room to count on.
+bool plausible(std::initializer_list<int64_t> counts) {
+    return std::all_of(counts.begin(), counts.end(),
+                       [](int64_t count) { return count >= 0 && count < INT64_C(1) << 62; });
 }
 
 bool same(const AdaptParams & a, const AdaptParams & b) {
@@ -90,17 +98,22 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
     if (!take(bytes, left, &head, sizeof(head))) {
         return refuse("at least " + std::to_string(sizeof(head)) + " bytes", std::to_string(n));
     }
-    if (head.version != STATE_VERSION || head.rank != codec_.rank || !same(head.params, params_) ||
-        head.bytes_sketch != bytes_sketch()) {
+    if (head.version != STATE_VERSION || head.rank != codec_.rank || !same(head.params, params_)) {
         return refuse("one of this head and of the same parameters", "another");
     }
+    const AdaptStats & s = head.stats;
+    if (!plausible({ head.since, s.n_blocks, s.n_opened, s.n_refused, s.n_merged, s.n_recoded, s.n_nonfinite })) {
+        return refuse("counts from 0 on", "others");
+    }
     const auto   rank  = (size_t) codec_.rank;
+    const bool   freed = params_.merge == 0 && head.n_chunks == params_.max_chunks; // complete()
     const size_t entry = sizeof(Entry) + (size_t) codec_.n_bands * sizeof(float) + rank * rank * sizeof(uint16_t);
-    if (head.n_chunks < 0 || head.n_chunks > params_.max_chunks || head.current < 0 || head.since < 0 ||
+    if (head.n_chunks < 0 || head.n_chunks > params_.max_chunks || head.current < 0 ||
+        head.bytes_sketch != (freed ? 0 : sketch_bytes(sketch_params())) ||
         left != head.bytes_sketch + (size_t) head.n_chunks * entry) {
         return refuse("chunks that fill it", std::to_string(head.n_chunks) + " in " + std::to_string(n) + " bytes");
     }
-    std::vector<uint64_t> sketch(sketch_.size());
+    std::vector<uint64_t> sketch(head.bytes_sketch / sizeof(uint64_t));
     take(bytes, left, sketch.data(), head.bytes_sketch);
     std::vector<std::unique_ptr<ChunkBasis>> chunks(chunks_.size());
     for (int32_t i = 0; i < head.n_chunks; ++i) {
@@ -132,7 +145,7 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
     if (head.current > params_.max_chunks || (head.current > 0 && chunks[(size_t) head.current - 1] == nullptr)) {
         return refuse("a chunk in use that is there", std::to_string(head.current));
     }
-    if (!sketch_valid(sketch_params(), sketch.data())) {
+    if (!freed && !sketch_valid(sketch_params(), sketch.data())) {
         return refuse("a sketch of finite values", "another");
     }
     chunks_.swap(chunks);

@@ -31,8 +31,8 @@ template <typename T, typename F> T guarded(T failed, F body) {
 }
 
 AdaptParams native(const subkv_adapt_params & p) {
-    return { (SketchKind) p.kind, p.rank, p.rows, p.decay,      p.rate,      p.block, p.length, p.warm,
-             p.max_chunks,        p.tau,  p.gain, p.reuse != 0, p.merge != 0 };
+    return { (SketchKind) p.kind, p.rank, p.rows, p.decay, p.rate, p.block, p.length, p.warm,
+             p.max_chunks,        p.tau,  p.gain, p.reuse, p.merge };
 }
 
 std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
@@ -92,6 +92,14 @@ void get_stats(const subkv_adapt & a, subkv_adapt_stats & out) {
                                    (int64_t) adapter.bytes_sketch() };
 }
 
+bool in_use(const subkv_adapt & a, int32_t slot) {
+    if (slot == 0 || a.replay.adapter().chunk(slot) != nullptr) {
+        return true;
+    }
+    set_error("adapt: slot: expected 0 or a chunk in use, found %d", (int) slot);
+    return false;
+}
+
 } // namespace
 
 extern "C" {
@@ -118,6 +126,26 @@ int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, 
 
 void subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out) {
     get_stats(*adapt, *out);
+}
+
+bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out) {
+    return guarded(false, [&] {
+        const bool found = in_use(*adapt, slot);
+        if (found) {
+            adapt->replay.adapter().query(slot, qt, out);
+        }
+        return found;
+    });
+}
+
+bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const float * e, float * out) {
+    return guarded(false, [&] {
+        const bool found = in_use(*adapt, slot);
+        if (found) {
+            adapt->replay.adapter().lift(slot, e, out);
+        }
+        return found;
+    });
 }
 
 int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {

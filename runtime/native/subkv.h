@@ -201,6 +201,9 @@ SUBKV_API bool             subkv_adapt_push(subkv_adapt * adapt, const float * x
 // come in the basis in use, rho 0; so do the sinks, in the static one. Any may be NULL. Returns n.
 SUBKV_API int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho);
 SUBKV_API void    subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out);
+// Adapter::query and ::lift of a chunk in use (0: the static basis), [rank] in and out.
+SUBKV_API bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out);
+SUBKV_API bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const float * e, float * out);
 // State of the coder (not its rows): writes it if `n` bytes suffice, returns its size.
 SUBKV_API int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n);
 SUBKV_API bool    subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n);

@@ -97,6 +97,12 @@ class Stream:
         assert self.lib.subkv_adapt_read(self.handle, *(a.ctypes.data for a in out)) == n
         return out
 
+    def through(self, name: str, slot: int, x: F32) -> F32 | None:
+        """subkv_adapt_query or subkv_adapt_lift; None where refused."""
+        out = np.empty_like(x)
+        function = getattr(self.lib, f"subkv_adapt_{name}")
+        return out if function(self.handle, slot, x.ctypes.data, out.ctypes.data) else None
+
     def save(self) -> bytes:
         size = self.lib.subkv_adapt_save(self.handle, None, 0)
         state = ctypes.create_string_buffer(size)
@@ -243,7 +249,9 @@ def test_without_merges_the_first_bases_stay(layout: Layout) -> None:
     out = layout.replay(params, 0, 1, True, x)
     free = layout.replay(replace(params, max_chunks=100), 0, 1, True, x)
     assert out.stats["n_opened"] == out.stats["n_chunks"] == 2
-    assert out.stats["n_merged"] == out.stats["n_recoded"] == 0
+    assert (
+        out.stats["n_merged"] == out.stats["n_recoded"] == out.stats["bytes_sketch"] == 0 < free.stats["bytes_sketch"]
+    )
     same = int(np.argmax(free.chunk_of > 2))
     assert np.array_equal(out.seen[:same], free.seen[:same])
     assert (out.chunk_of[same:] == 2).all()
@@ -284,6 +292,24 @@ def test_residuals_trigger(layout: Layout) -> None:
     assert not late.chunk_of[:384].any()
 
 
+@pytest.mark.parametrize("head", [0, 1])
+def test_queries_see_what_lifting_gives(layout: Layout, head: int) -> None:
+    """q̃(chunk) · c = q̃ · lift(c) for every basis in use: logits on coefficients are those of the vectors."""
+    rank = sum(n for n, _ in BANDS[head])
+    stream = Stream(layout, EAGER, head, True)
+    stream.push(rows(15, head, True, 500, drift=100))
+    rng = np.random.default_rng(0)
+    for slot in range(EAGER.max_chunks + 1):
+        q, c = rng.standard_normal((2, rank)).astype(np.float32)
+        query, lifted = stream.through("query", slot, q), stream.through("lift", slot, c)
+        assert query is not None and lifted is not None
+        assert float(query @ c) == pytest.approx(float(q @ lifted), abs=1e-4 * rank)
+        assert (slot == 0) == (np.array_equal(query, q) and np.array_equal(lifted, c))
+        assert np.linalg.norm(lifted) == pytest.approx(np.linalg.norm(c), rel=0.2)  # gains are at most 1.13
+    assert stream.through("query", EAGER.max_chunks + 1, q) is None
+    assert "slot: expected 0 or a chunk in use, found 4" in _lib.last_error()
+
+
 @pytest.mark.parametrize("value", [False, True])
 def test_rows_that_are_not_finite(layout: Layout, value: bool) -> None:
     x = rows(9, 1, value, 300, drift=100)
@@ -301,11 +327,11 @@ def test_nothing_but_zeros(layout: Layout) -> None:
     assert not out.seen.any() and not out.rho.any() and out.stats["n_opened"] == 0
 
 
-@pytest.mark.parametrize("reuse", [0, 1])
+@pytest.mark.parametrize(("reuse", "max_chunks"), [(0, 100), (1, 100), (1, 1)])
 @pytest.mark.parametrize("kind", ["covariance", "fd", "oja"])
-def test_a_restored_state_goes_on_alike(layout: Layout, kind: str, reuse: int) -> None:
+def test_a_restored_state_goes_on_alike(layout: Layout, kind: str, reuse: int, max_chunks: int) -> None:
     x = rows(10, 0, True, 700, drift=200)
-    params = replace(EAGER, kind=kind, max_chunks=100, decay=0.99, reuse=reuse)  # merges need rows
+    params = replace(EAGER, kind=kind, max_chunks=max_chunks, decay=0.99, reuse=reuse, merge=0)  # merges need rows
     one = Stream(layout, params, 0, True)
     one.push(x[:410])
     other = Stream(layout, params, 0, True)
@@ -352,6 +378,7 @@ def test_a_damaged_state_is_refused(layout: Layout) -> None:
         ({"tau": 0.0}, "tau: expected a residual above 0, found 0"),
         ({"tau": float("nan")}, "tau: expected a residual above 0, found -?nan"),
         ({"gain": 0.0}, "gain: expected above 0 and at most 1, found 0"),
+        ({"reuse": 2}, r"reuse: expected 0\.\.1, found 2"),
         ({"gain": 1.5}, "gain: expected above 0 and at most 1, found 1.5"),
         ({"decay": 0.1}, r"decay: expected 0\.5\.\.1 per token"),
         ({"kind": "oja", "rate": 0.0}, "rate: expected above 0 and below 1"),
