@@ -38,7 +38,7 @@ bool take(const uint8_t *& bytes, size_t & left, void * out, size_t n) {
     if (n > left) {
         return false;
     }
-    std::memcpy(out, bytes, n);
+    std::copy_n(bytes, n, static_cast<uint8_t *>(out)); // `out` may be null where n is 0
     bytes += n;
     left -= n;
     return true;
