@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,54 +19,16 @@ from converter.gguf_io import Gguf, write_sidecar
 from converter.layout import Account
 from converter.metadata import CodedLayer, Settings
 from converter.predict import reconstructed
-
-KINDS = ("covariance", "fd", "oja")  # in the order of subkv.h
-
-
-@dataclass(frozen=True)
-class Adapt:
-    """When a head gets a new basis, and from which sketch; runtime/native/adapt.h has the details.
-
-    kind: of the sketch; rank, rows: its r and ℓ, 0: by default; decay: of a row's weight per token; rate: Oja's η.
-    block: B; length: L, 0: never for its length; warm: W; max_chunks: J_max; tau: relative residual of a block that
-    asks for a new basis, 1: none does; gain: a new basis must bring it to this times the old one's; reuse: 1: a block
-    takes the best of the bases alive; merge: 1: at J_max the oldest chunks are merged, 0: no more are opened.
-    """
-
-    kind: str = "covariance"
-    rank: int = 0
-    rows: int = 0
-    decay: float = 1.0
-    rate: float = 0.05
-    block: int = 32
-    length: int = 512
-    warm: int = 512
-    max_chunks: int = 4
-    tau: float = 1.0
-    gain: float = 0.9
-    reuse: int = 1
-    merge: int = 0
+from subkv import adapt
+from subkv.adapt import Adapt, native_params
 
 
 def parse(flag: str, text: str) -> tuple[str, Adapt]:
-    """What is adapted, "k", "v" or "kv", and how: `v` or `v,length=512,gain=0.9`, fields of Adapt.
-
-    Raises ConverterError.
-    """
-    sides, *changes = text.split(",")
-    if sides not in ("k", "v", "kv"):
-        raise ConverterError(f"{flag}: expected k, v or kv, found {sides!r}")
-    kinds = {name: type(value) for name, value in vars(Adapt()).items()}
-    given: dict[str, Any] = {}
-    for change in changes:
-        name, _, value = change.partition("=")
-        if name not in kinds:
-            raise ConverterError(f"{flag}: expected one of {', '.join(kinds)}, found {name!r}")
-        try:
-            given[name] = kinds[name](value)
-        except ValueError as error:
-            raise ConverterError(f"{flag}: {name}: expected a number, found {value!r}") from error
-    return sides, Adapt(**given)
+    """subkv.adapt.parse. Raises ConverterError that starts with `flag`."""
+    try:
+        return adapt.parse(text)
+    except ValueError as error:
+        raise ConverterError(f"{flag}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -174,16 +134,6 @@ class AdaptiveCoder:
     def mean(self, name: str) -> float:
         """Mean of a field of subkv_adapt_stats per head, side and text."""
         return float(np.mean([stats[name] for _, _, stats in self._seen])) if self._seen else 0.0
-
-
-def native_params(params: Adapt) -> ctypes.Structure:
-    """subkv_adapt_params. Raises ConverterError for an unknown kind; the rest is checked by libsubkv."""
-    from subkv import _lib
-
-    if params.kind not in KINDS:
-        raise ConverterError(f"adapt: kind: expected one of {', '.join(KINDS)}, found {params.kind!r}")
-    fields: dict[str, Any] = {**vars(params), "kind": KINDS.index(params.kind)}
-    return _lib.AdaptParams(**fields)
 
 
 @contextlib.contextmanager

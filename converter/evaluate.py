@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from converter import layout, stock
-from converter.adapt import Adapt, AdaptiveCoder, loaded, parse
+from converter.adapt import AdaptiveCoder, loaded, parse
 from converter.calib_io import Calibration, read_calibration
 from converter.calibrate import MIN_TOKENS, default_threads, read_text
 from converter.errors import ConverterError, exit_on_error
@@ -34,6 +34,7 @@ from converter.predict import reconstructed
 from converter.reference import F32, Coder, Reference, check_length, check_shapes, cut
 from runtime import plots
 from runtime.scoring import Scores, score
+from subkv.adapt import Adapt
 
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
 

@@ -228,6 +228,7 @@ class Chat:
                     f"{stats.bytes_window / MIB:.2f} MiB ({stats.n_sink} first, {stats.n_recent} last tokens)",
                 ),
                 ("  ordinary layers", f"{stats.bytes_stock / MIB:.2f} MiB"),
+                ("  adaptive bases", f"{stats.bytes_adapt / MIB:.2f} MiB, {stats.n_chunks} of all heads"),
                 ("bases", f"{stats.bytes_bases / MIB:.2f} MiB"),
                 ("zero rows", f"{stats.n_zero_rows}"),
                 ("fingerprint", stats.fingerprint or ""),
@@ -341,7 +342,7 @@ def open_model(given: dict[str, Any]) -> Iterator[Any]:
     from subkv.llama import Llama
 
     n_threads = options.threads(given["n_threads"])
-    window = {key: given[key] for key in ("n_sink", "n_recent", "n_rollback")}
+    window = {key: given[key] for key in ("n_sink", "n_recent", "n_rollback", "adapt")}
     llm = Llama(
         os.fspath(model),
         bases=given["bases"],

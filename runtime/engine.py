@@ -81,19 +81,20 @@ class Model:
         n_sink: int | None = None,
         n_recent: int | None = None,
         n_rollback: int | None = None,
+        adapt: str | None = None,
         n_seq_max: int = 1,
     ) -> Context:
         """A context with the given cache; sequences share its cells. Raises CacheError with the native reason."""
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
-        params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1
+        params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1 and adapt is None
         params.n_batch = min(n_batch, n_ctx)
         params.n_ubatch = min(n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = flash_attention(flash_attn, choice)
         params.type_k, params.type_v = choice.type_k, choice.type_v
         params.no_perf = True
-        with captured_log(forward=False) as log, attached(choice, n_sink, n_recent, n_rollback):
+        with captured_log(forward=False) as log, attached(choice, n_sink, n_recent, n_rollback, adapt):
             handle = C.llama_init_from_model(self.handle, params)
             if not handle:
                 raise creation_error(ValueError("context"), choice, log)

@@ -26,6 +26,7 @@ FLAGS = {
     "n_sink": "--n-sink",
     "n_recent": "--n-recent",
     "n_rollback": "--n-rollback",
+    "adapt": "--adapt",
 }
 
 
@@ -172,6 +173,12 @@ window_options = stack(
     ),
     click.option(
         "--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"
+    ),
+    click.option(
+        "--adapt",
+        default=None,
+        metavar="SIDES[,NAME=VALUE…]",
+        help="bases that follow the text, of k, v or kv: v or v,length=512,max_chunks=4; default: none",
     ),
 )
 flash_option = click.option(

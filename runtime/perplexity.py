@@ -301,7 +301,7 @@ def open_runs(model: Model, given: dict[str, Any], n_ctx: int, n_threads: int, w
         wanted.append((choice.name, choice, flash))
     runs = []
     for name, choice, fa in wanted:
-        window: dict[str, Any] = {key: given[key] if choice.coded else None for key in ("n_sink", "n_recent")}
+        window: dict[str, Any] = {key: given[key] if choice.coded else None for key in ("n_sink", "n_recent", "adapt")}
         context = model.context(
             choice,
             n_ctx=n_ctx,

@@ -23,10 +23,30 @@ _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
 
 
+class AdaptParams(ctypes.Structure):
+    """subkv_adapt_params."""
+
+    _fields_ = [
+        ("kind", _i32),
+        ("rank", _i32),
+        ("rows", _i32),
+        ("decay", ctypes.c_float),
+        ("rate", ctypes.c_float),
+        ("block", _i32),
+        ("length", _i32),
+        ("warm", _i32),
+        ("max_chunks", _i32),
+        ("tau", ctypes.c_float),
+        ("gain", ctypes.c_float),
+        ("reuse", _i32),
+        ("merge", _i32),
+    ]
+
+
 class CacheParams(ctypes.Structure):
     """subkv_cache_params."""
 
-    _fields_ = [("n_sink", _i32), ("n_recent", _i32), ("n_rollback", _i32)]
+    _fields_ = [("n_sink", _i32), ("n_recent", _i32), ("n_rollback", _i32), ("adapt", _i32), ("adaptive", AdaptParams)]
 
 
 class Stats(ctypes.Structure):
@@ -40,6 +60,8 @@ class Stats(ctypes.Structure):
         ("bytes_bases", ctypes.c_uint64),
         ("bytes_per_token", ctypes.c_uint64),
         ("n_zero_rows", ctypes.c_uint64),
+        ("bytes_adapt", ctypes.c_uint64),
+        ("n_chunks", ctypes.c_uint64),
         ("n_layer_coded", ctypes.c_uint32),
         ("n_cells", ctypes.c_uint32),
         ("n_stream", ctypes.c_uint32),
@@ -72,26 +94,6 @@ class SketchParams(ctypes.Structure):
     _fields_ = [("kind", _i32), ("d", _i32), ("rows", _i32), ("decay", ctypes.c_float), ("rate", ctypes.c_float)]
 
 
-class AdaptParams(ctypes.Structure):
-    """subkv_adapt_params."""
-
-    _fields_ = [
-        ("kind", _i32),
-        ("rank", _i32),
-        ("rows", _i32),
-        ("decay", ctypes.c_float),
-        ("rate", ctypes.c_float),
-        ("block", _i32),
-        ("length", _i32),
-        ("warm", _i32),
-        ("max_chunks", _i32),
-        ("tau", ctypes.c_float),
-        ("gain", ctypes.c_float),
-        ("reuse", _i32),
-        ("merge", _i32),
-    ]
-
-
 class AdaptStats(ctypes.Structure):
     """subkv_adapt_stats."""
 
@@ -122,6 +124,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.c_bool, _ptr, _i64]),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
+    "subkv_get_adapt_stats": (ctypes.c_bool, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.POINTER(AdaptStats)]),
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_observer_new": (_ptr, [_i32]),
     "subkv_observer_free": (None, [_ptr]),

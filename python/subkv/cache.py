@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv import _lib
+from subkv import adapt as adaptive
 
 _lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
 
@@ -322,11 +323,18 @@ def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
 
 @contextlib.contextmanager
 def attached(
-    choice: CacheChoice, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None
+    choice: CacheChoice,
+    n_sink: int | None = None,
+    n_recent: int | None = None,
+    n_rollback: int | None = None,
+    adapt: str | None = None,
 ) -> Iterator[None]:
-    """The next context that this thread creates inside the block uses the choice's layout (none for ordinary types)."""
+    """The next context that this thread creates inside the block uses the choice's layout (none for ordinary types).
+
+    adapt: as subkv.adapt.parse reads it; None: bases are static.
+    """
     if choice.layout is None:
-        for key, given in (("n_sink", n_sink), ("n_recent", n_recent), ("n_rollback", n_rollback)):
+        for key, given in (("n_sink", n_sink), ("n_recent", n_recent), ("n_rollback", n_rollback), ("adapt", adapt)):
             if given is not None:
                 raise CacheError(key, f"expected a coefficient cache ('subkv'), found {choice.name}")
         yield
@@ -340,6 +348,12 @@ def attached(
         raise CacheError("", last_error())
     try:
         params = _lib.CacheParams(*(-1 if given is None else given for given in numbers.values()))
+        if adapt is not None:
+            try:
+                sides, how = adaptive.parse(adapt)
+            except ValueError as error:
+                raise CacheError("adapt", str(error)) from error
+            params.adapt, params.adaptive = adaptive.SIDES[sides], adaptive.native_params(how)
         if not native().subkv_attach(layout, ctypes.byref(params)):
             raise CacheError("kv_cache", last_error())
         yield
@@ -371,7 +385,7 @@ class KVStats:
     type_k: str
     type_v: str
     n_cells: int
-    bytes_kv: int  # rows, exact window and ordinary layers
+    bytes_kv: int  # rows, exact window, adaptive bases and ordinary layers
     bytes_f16: int  # the same context with an f16 cache
     bytes_per_token: int  # rows of one cell, all layers
     bpe: float
@@ -380,6 +394,8 @@ class KVStats:
     bytes_window: int = 0
     bytes_stock: int = 0
     bytes_bases: int = 0
+    bytes_adapt: int = 0  # adaptive bases and sketches as held now
+    n_chunks: int = 0  # adaptive bases alive, all heads
     n_layer_coded: int = 0
     n_zero_rows: int = 0
     n_sink: int = 0
@@ -415,7 +431,7 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> 
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
-        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_stock,
+        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_adapt + raw.bytes_stock,
         kernel=kernel.decode() if kernel else "none",
         fingerprint=fingerprint.decode() if fingerprint else None,
         **{name: getattr(raw, name) for name in same},

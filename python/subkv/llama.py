@@ -66,6 +66,7 @@ class Llama(llama_cpp.Llama):
     bases: a converted GGUF or a sidecar made for this model; default: the model file itself.
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
         so that a tail of that many tokens can be removed without evaluating anything again; default 32.
+    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (subkv.adapt.Adapt has the fields).
     flash_attn: "auto", "on"/True, "off"/False.
 
     Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
@@ -81,6 +82,7 @@ class Llama(llama_cpp.Llama):
         n_sink: int | None = None,
         n_recent: int | None = None,
         n_rollback: int | None = None,
+        adapt: str | None = None,
         flash_attn: str | bool | None = "auto",
         type_k: str | int | None = None,
         type_v: str | int | None = None,
@@ -99,10 +101,11 @@ class Llama(llama_cpp.Llama):
             "n_sink": n_sink,
             "n_recent": n_recent,
             "n_rollback": n_rollback,
+            "adapt": adapt,
             "flash_attn": flash_attn,
         }
         verbose = bool(kwargs.get("verbose", True))
-        with captured_log(forward=verbose) as log, attached(choice, n_sink, n_recent, n_rollback):
+        with captured_log(forward=verbose) as log, attached(choice, n_sink, n_recent, n_rollback, adapt):
             try:
                 super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
             except ValueError as error:

@@ -44,7 +44,7 @@ bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
     if (!(p.tau > 0.0f)) {
         return refuse(err, "tau", "a residual above 0", std::to_string(p.tau));
     }
-    return (p.gain > 0.0f && p.gain <= 1.0f) || refuse(err, "gain", "above 0 and at most 1", std::to_string(p.gain));
+    return (p.gain > 0.0f && std::isfinite(p.gain)) || refuse(err, "gain", "a factor above 0", std::to_string(p.gain));
 }
 
 Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params) :
@@ -187,7 +187,7 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, c
         std::unique_ptr<ChunkBasis> next     = candidate();
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
         since_                               = 0; // counted anew, adopted or not
-        if (rho_next < rho && rho_next <= params_.gain * rho) {
+        if (rho > 0.0 && rho_next <= params_.gain * rho) {
             next->first = first;
             current_    = adopt(std::move(next), merge);
             if (complete()) {

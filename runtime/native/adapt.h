@@ -17,6 +17,7 @@
 // State and rows are a function of the rows and their positions alone.
 #pragma once
 
+#include "subkv.h"
 #include "subkv/ops.h"
 #include "subkv/sketch.h"
 
@@ -47,9 +48,9 @@ struct AdaptParams {
     int32_t    warm;   // W: tokens that the sketch has seen before the first chunk is opened
     int32_t    max_chunks; // J_max: adaptive chunks alive; 1: the basis is rotated in place (SubSpace-A)
     float      tau;        // relative residual that triggers; >= 1: none does
-    float      gain;       // (0, 1]: a new basis must bring the block's residual to this times what there is
-    int32_t    reuse;      // 1: every block takes the best of the bases alive, the static one included; 0: the latest
-    int32_t    merge;      // 1: at J_max the two oldest chunks become one; 0: no more open, the sketch is freed
+    float      gain;  // > 0: a new basis must bring the block's residual to this times what there is; large: always
+    int32_t    reuse; // 1: every block takes the best of the bases alive, the static one included; 0: the latest
+    int32_t    merge; // 1: at J_max the two oldest chunks become one; 0: no more open, the sketch is freed
 };
 
 // A basis and how it is used; the codec's matrices are the rotation.
@@ -146,6 +147,9 @@ private:
 // The basis that a sketch asks for. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,
                                              const double * energy);
+
+// The C interface's parameters.
+AdaptParams adapt_params(const subkv_adapt_params & params);
 
 // Lets the codec point to the rotation and carry the file's bands, ratios as given [n_bands].
 void bind_chunk_codec(const HeadCodec & file, const float * ratio, ChunkBasis & chunk);

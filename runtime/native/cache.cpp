@@ -7,7 +7,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <stdexcept>
+#include <utility>
 
 namespace subkv {
 
@@ -27,7 +29,7 @@ static int32_t or_default(int32_t value, int32_t fallback) {
 }
 
 Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-             subkv_observer * observer) :
+             const AdaptRequest & adapt, subkv_observer * observer) :
     layout_(std::move(layout)), observer_(observer),
     window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0,
             layout_ ? or_default(params.n_recent, layout_->n_recent) : 0, or_default(params.n_rollback, 32),
@@ -37,6 +39,11 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
         return;
     }
     check(desc);
+    if (adapt.any()) {
+        AdaptRequest request = adapt;
+        Adaptive::check(request, *layout_, window_.n_recent(), window_.n_rollback(), desc);
+        adaptive_ = std::make_unique<Adaptive>(*layout_, request, n_stream_);
+    }
 
     std::vector<LayerDesc> coded;
     for (const auto & layer : desc.layers) {
@@ -48,7 +55,8 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
         if ((size_t) layer.il >= nodes_.size()) {
             nodes_.resize((size_t) layer.il + 1);
         }
-        nodes_[(size_t) layer.il].reset(new LayerNodes{ codec, &window_, &n_zero_rows_, layer.n_head });
+        nodes_[(size_t) layer.il].reset(new LayerNodes{
+            codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_, layer.n_head });
         elements_per_token_ += (size_t) layer.n_head_kv * (size_t) (layer.d_k + layer.d_v);
     }
     window_.allocate(coded, desc.no_alloc);
@@ -113,16 +121,78 @@ size_t Cache::row_bytes(int32_t il, bool value) const {
     if ((size_t) il >= nodes_.size() || !nodes_[(size_t) il]) {
         return 0;
     }
-    const auto & codec = *nodes_[(size_t) il]->codec;
-    return value ? codec.v_row_bytes : codec.k_row_bytes;
+    const auto & codec  = *nodes_[(size_t) il]->codec;
+    const bool   chunks = adaptive_ && adaptive_->layer(il)->adapts(value); // a byte for every head's
+    return (value ? codec.v_row_bytes : codec.k_row_bytes) + (chunks ? (size_t) codec.n_head_kv : 0);
 }
 
-bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
-    return window_.can_remove(seq, p0, p1, cells);
+void Cache::clear() {
+    window_.clear();
+    if (adaptive_) {
+        adaptive_->clear();
+    }
+}
+
+bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) {
+    if (!window_.can_remove(seq, p0, p1, cells)) {
+        return false;
+    }
+    std::vector<uint32_t> emptied;
+    for (int32_t s = std::max(0, seq); adaptive_ && s < (seq < 0 ? window_.n_seq() : seq + 1); ++s) {
+        const uint32_t stream = cells.stream_of(s);
+        const int32_t  left   = cells.max_pos_outside(s, p0, p1);
+        const int32_t  coded  = adaptive_->coded(stream);
+        if (left < 0) {
+            emptied.push_back(stream);
+        } else if (left + 1 < coded) {
+            set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave bases that followed them: "
+                      "positions below %d are coded; remove the whole sequence and decode it again",
+                      p0, p1, s, coded);
+            return false;
+        }
+    }
+    for (const uint32_t stream : emptied) {
+        adaptive_->reset(stream);
+    }
+    return true;
+}
+
+bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
+    if (!window_.copy_seq(src, dst, p0, p1)) {
+        return false;
+    }
+    if (adaptive_) { // sequences have streams of their own (Adaptive::check), of the same number
+        adaptive_->copy((uint32_t) src, (uint32_t) dst);
+    }
+    return true;
 }
 
 bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
-    return window_.ready(tokens, cells);
+    if (!window_.ready(tokens, cells)) {
+        return false;
+    }
+    std::map<int32_t, int32_t> begin; // smallest position by sequence
+    for (const auto & token : tokens) {
+        auto [it, fresh] = begin.try_emplace(token.seq[0], token.pos);
+        it->second       = std::min(it->second, token.pos);
+    }
+    std::vector<PosCell> uncoded;
+    for (const auto & [seq, first] : begin) {
+        if (!adaptive_) {
+            break;
+        }
+        cells.find(seq, std::max(window_.n_sink(), adaptive_->coded(cells.stream_of(seq))), first, uncoded);
+        for (const auto & cell : uncoded) {
+            if (!window_.holds(seq, cell.pos)) {
+                set_error(
+                    "decode: sequence %d at position %d needs the exact row of position %d to code it, which is not "
+                    "held; remove the whole sequence and decode it again",
+                    seq, first, cell.pos);
+                return false;
+            }
+        }
+    }
+    return true;
 }
 
 void Cache::refuse(const char * what) const {
@@ -178,8 +248,9 @@ void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml
 static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '1' };
 
 // What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
+// adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does.
 struct StateWindow {
-    int32_t n_sink, n_recent, n_rollback, n_seq;
+    int32_t n_sink, n_recent, n_rollback, n_seq, adapt, block;
 };
 
 static void fail(const std::string & why) {
@@ -187,22 +258,28 @@ static void fail(const std::string & why) {
     throw std::runtime_error(why);
 }
 
-static StateWindow state_window(const Window & window, int32_t seq) {
+static StateWindow state_window(const Window & window, const Adaptive * adaptive, int32_t seq) {
     if (seq >= window.n_seq()) {
         fail(text("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq));
     }
-    return { window.n_sink(), window.n_recent(), window.n_rollback(), seq < 0 ? window.n_seq() : 0 };
+    const int32_t sides = adaptive ? (adaptive->request().k ? 1 : 0) + (adaptive->request().v ? 2 : 0) : 0;
+    return { window.n_sink(),
+             window.n_recent(),
+             window.n_rollback(),
+             seq < 0 ? window.n_seq() : 0,
+             sides,
+             adaptive ? adaptive->request().params.block : 0 };
 }
 
 void Cache::state_write_head(StateWriter & w, int32_t seq) const {
-    const StateWindow s = state_window(window_, seq);
+    const StateWindow s = state_window(window_, adaptive_.get(), seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
     w.write(&s, sizeof(s));
 }
 
 void Cache::state_read_head(StateReader & r, int32_t seq) const {
-    const StateWindow want = state_window(window_, seq);
+    const StateWindow want = state_window(window_, adaptive_.get(), seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
@@ -216,11 +293,40 @@ void Cache::state_read_head(StateReader & r, int32_t seq) const {
     }
     StateWindow found;
     r.read(&found, sizeof(found));
+    if (want.adapt != found.adapt || want.block != found.block) {
+        fail(text("state: adaptive sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", want.adapt,
+                  want.block, found.adapt, found.block));
+    }
     if (std::memcmp(&want, &found, sizeof(want)) != 0) {
         fail(text(
             "state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
             want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
             found.n_seq));
+    }
+}
+
+// Streams of a state: that of one sequence, or all.
+static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
+    return seq < 0 ? std::pair{ 0u, n_stream } : std::pair{ (uint32_t) seq, (uint32_t) seq + 1 };
+}
+
+void Cache::state_write_window(StateWriter & w, int32_t seq) const {
+    window_.state_write(w, seq);
+    const auto [first, last] = streams(seq, n_stream_);
+    for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
+        adaptive_->state_write(w, stream);
+    }
+}
+
+void Cache::state_read_window(StateReader & r, int32_t seq) {
+    window_.state_read(r, seq);
+    const auto [first, last] = streams(seq, n_stream_);
+    for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
+        try {
+            adaptive_->state_read(r, stream);
+        } catch (const std::exception & e) {
+            fail(e.what());
+        }
     }
 }
 
@@ -233,11 +339,13 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.bytes_stock         = bytes_stock;
     out.bytes_f16           = elements * 2 + bytes_stock;
     out.bytes_bases         = layout_->bytes_bases;
+    out.bytes_adapt         = adaptive_ ? adaptive_->bytes() : 0;
+    out.n_chunks            = adaptive_ ? adaptive_->n_chunks() : 0;
     out.n_zero_rows         = n_zero_rows_.load();
     for (const auto & node : nodes_) {
         if (node) {
             out.n_layer_coded++;
-            out.bytes_per_token += node->codec->k_row_bytes + node->codec->v_row_bytes;
+            out.bytes_per_token += row_bytes(node->codec->il, false) + row_bytes(node->codec->il, true);
         }
     }
     out.n_cells    = n_cells_;
@@ -245,7 +353,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.n_sink     = window_.n_sink();
     out.n_recent   = window_.n_recent();
     out.n_rollback = window_.n_rollback();
-    out.bpe        = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window) / (double) elements);
+    out.bpe = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window + out.bytes_adapt) / (double) elements);
 }
 
 } // namespace subkv

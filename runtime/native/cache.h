@@ -2,6 +2,7 @@
 // encode -> attend -> combine -> store_window that replace llama.cpp's K/V store and attention.
 #pragma once
 
+#include "adaptive.h"
 #include "hook.h"
 #include "layout.h"
 #include "subkv.h"
@@ -18,6 +19,7 @@ namespace subkv {
 struct LayerNodes {
     const LayerCodec *      codec;
     const Window *          window;
+    AdaptiveLayer *         adaptive; // nullptr: bases are static
     std::atomic<uint64_t> * n_zero_rows;
     int32_t                 n_head;
     float                   scale          = 0.0f; // set when the graph is built, constant per model
@@ -32,17 +34,15 @@ class Cache final : public CacheHook {
 public:
     // layout may be null (observer only); observer may be null
     Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-          subkv_observer * observer);
+          const AdaptRequest & adapt, subkv_observer * observer);
 
     bool   coded() const override { return layout_ != nullptr; }
     size_t row_bytes(int32_t il, bool value) const override;
-    void   clear() override { window_.clear(); }
-    bool   can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
-    bool   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) override {
-        return window_.copy_seq(src, dst, p0, p1);
-    }
-    bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
-    void refuse(const char * what) const override;
+    void   clear() override;
+    bool   remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;
+    bool   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) override;
+    bool   ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
+    void   refuse(const char * what) const override;
 
     bool          wants(int32_t) const override { return observer_ != nullptr; }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
@@ -54,11 +54,12 @@ public:
 
     void state_write_head(StateWriter & w, int32_t seq) const override;
     void state_read_head(StateReader & r, int32_t seq) const override;
-    void state_write_window(StateWriter & w, int32_t seq) const override { window_.state_write(w, seq); }
-    void state_read_window(StateReader & r, int32_t seq) override { window_.state_read(r, seq); }
+    void state_write_window(StateWriter & w, int32_t seq) const override;
+    void state_read_window(StateReader & r, int32_t seq) override;
 
-    void           stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
-    const Layout * layout() const { return layout_.get(); }
+    void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    const Layout *   layout() const { return layout_.get(); }
+    const Adaptive * adaptive() const { return adaptive_.get(); }
 
 private:
     void check(const CacheDesc & desc) const; // throws std::runtime_error when the layout does not fit the model
@@ -69,6 +70,7 @@ private:
     uint32_t                      n_cells_;
     uint32_t                      n_stream_;
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
+    std::unique_ptr<Adaptive>     adaptive_;               // null: bases are static
     std::atomic<uint64_t>         n_zero_rows_{ 0 };
 
     std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary

@@ -13,7 +13,8 @@ namespace {
 
 struct Pending {
     std::shared_ptr<const Layout> layout;
-    subkv_cache_params            params   = { -1, -1, -1 };
+    subkv_cache_params            params = { -1, -1, -1, 0, {} };
+    AdaptRequest                  adapt;
     subkv_observer *              observer = nullptr;
 };
 
@@ -30,7 +31,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         if (!request.layout && !desc.unsupported.empty()) {
             throw std::runtime_error("model " + desc.arch + ": cannot be calibrated because " + desc.unsupported);
         }
-        return std::make_shared<Cache>(desc, request.layout, request.params, request.observer);
+        return std::make_shared<Cache>(desc, request.layout, request.params, request.adapt, request.observer);
     } catch (const std::exception & e) {
         set_error("%s", e.what());
         throw;
@@ -65,6 +66,11 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
             return false;
         }
         pending.params = *params;
+        if (params->adapt < 0 || params->adapt > 3) {
+            set_error("adapt: 0 to 3 expected, %d found", params->adapt);
+            return false;
+        }
+        pending.adapt = { (params->adapt & 1) != 0, (params->adapt & 2) != 0, adapt_params(params->adaptive) };
     }
     if (ops_error()) {
         set_error("%s", ops_error());
@@ -95,6 +101,24 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
         return false;
     }
     cache->stats(coded, stock, *out);
+    return true;
+}
+
+extern "C" bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, bool value,
+                                      subkv_adapt_stats * out) {
+    const Cache *      cache = cache_of(ctx, nullptr, nullptr);
+    const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
+    AdaptStats         sum;
+    int64_t            n_chunks = 0;
+    size_t             bases = 0, sketch = 0;
+    if (!layer || !cache->adaptive() || head_kv < 0 || head_kv >= layer->n_head_kv ||
+        !cache->adaptive()->stats(il, head_kv, value, sum, n_chunks, bases, sketch)) {
+        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
+                  value ? "values" : "keys");
+        return false;
+    }
+    *out = { sum.n_blocks,  n_chunks,        sum.n_opened,    sum.n_refused,   sum.n_merged,
+             sum.n_recoded, sum.n_nonfinite, (int64_t) bases, (int64_t) sketch };
     return true;
 }
 

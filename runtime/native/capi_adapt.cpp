@@ -30,10 +30,14 @@ template <typename T, typename F> T guarded(T failed, F body) {
     }
 }
 
-AdaptParams native(const subkv_adapt_params & p) {
+} // namespace
+
+AdaptParams subkv::adapt_params(const subkv_adapt_params & p) {
     return { (SketchKind) p.kind, p.rank, p.rows, p.decay, p.rate, p.block, p.length, p.warm,
              p.max_chunks,        p.tau,  p.gain, p.reuse, p.merge };
 }
+
+namespace {
 
 std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
                                   int32_t head_kv, bool value) {
@@ -55,7 +59,7 @@ std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt
         return nullptr;
     }
     const HeadCodec & codec = (value ? layer->v : layer->k)[(size_t) head_kv];
-    AdaptParams       p     = native(*params);
+    AdaptParams       p     = adapt_params(*params);
     std::string       err;
     if (!Adapter::check(p, codec.rank, err)) {
         set_error("%s", err.c_str());

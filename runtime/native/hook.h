@@ -117,8 +117,8 @@ public:
     virtual size_t row_bytes(int32_t il, bool value) const = 0;
 
     virtual void clear() = 0;
-    // May [p0, p1) of a sequence (-1: every sequence) be removed without losing exact rows that later tokens need?
-    virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
+    // Before [p0, p1) of a sequence (-1: every sequence) is removed. false: refused, it would lose what later tokens need.
+    virtual bool remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // false: refused, no cell may be copied
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) = 0;
     // Are the exact rows that these tokens attend to complete? Reports why not.

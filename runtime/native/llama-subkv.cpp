@@ -137,7 +137,7 @@ bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, ll
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
     }
-    return kv.subkv_hook->can_remove(seq, p0, p1, reader(kv));
+    return kv.subkv_hook->remove(seq, p0, p1, reader(kv));
 }
 
 bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {

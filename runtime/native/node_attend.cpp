@@ -1,4 +1,5 @@
 // node_attend.cpp: attention over the coded cells, see nodes.cpp.
+#include "attend_chunks.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -110,6 +111,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t n_units  = s.n_blocks * s.n_split * n_parts;
 
     static thread_local std::vector<float> qt_buf, shift_buf, bias_buf;
+    static thread_local ChunkedAttention   chunked;
     float *                                bias  = scratch(bias_buf, s.block * CHUNK);
     float *                                qt    = scratch(qt_buf, s.n_head_kv * s.block * s.n_group * MAX_HEAD_SIZE);
     float *                                shift = scratch(shift_buf, s.n_head_kv * s.block * s.n_group);
@@ -139,6 +141,36 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             std::fill(z + row, z + row + n_tok * s.n_group, 0.0f);
             std::fill(acc + row * s.width, acc + (row + n_tok * s.n_group) * s.width, 0.0f);
         }
+        if (layer.adaptive) {
+            const auto first_stream = (int64_t) (k_view->view_offs / k_view->nb[2]);
+            chunked.begin(*layer.adaptive, (uint32_t) (first_stream + stream), h0, h1);
+        }
+        const auto args_of = [&](int64_t h, int64_t c0, int64_t n) {
+            const int64_t row = s.row(split, h, t0);
+            AttendArgs    a;
+            a.k           = &codec.k[(size_t) h];
+            a.v           = &codec.v[(size_t) h];
+            a.k_rows      = (const uint8_t *) k_view->data + stream * k_view->nb[2] + c0 * k_view->nb[1] +
+                            codec.k_offset[(size_t) h];
+            a.v_rows      = (const uint8_t *) v_view->data + stream * v_view->nb[2] + c0 * v_view->nb[1] +
+                            codec.v_offset[(size_t) h];
+            a.k_stride    = (int64_t) k_view->nb[1];
+            a.v_stride    = (int64_t) v_view->nb[1];
+            a.n_cells     = n;
+            a.n_tok       = n_tok;
+            a.n_group     = s.n_group;
+            a.qt          = qt + h * s.block * s.n_group * MAX_HEAD_SIZE;
+            a.shift       = a.k->offset ? shift + h * s.block * s.n_group : nullptr;
+            a.bias        = bias;
+            a.bias_stride = CHUNK;
+            a.slope       = slope;
+            a.softcap     = layer.softcap;
+            a.m           = m + row;
+            a.z           = z + row;
+            a.acc         = acc + row * s.width;
+            a.acc_stride  = s.width;
+            return a;
+        };
         const int64_t c_end = std::min(s.n_kv, (split + 1) * s.split);
         for (int64_t c0 = split * s.split; c0 < c_end; c0 += CHUNK) {
             const int64_t n = std::min(CHUNK, c_end - c0);
@@ -150,32 +182,22 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 projected = queries;
             }
             for (int64_t h = h0; h < h1; ++h) {
-                const int64_t row = s.row(split, h, t0);
                 alibi_slopes(layer, h * s.n_group, s.n_group, slope);
-                AttendArgs a;
-                a.k           = &codec.k[(size_t) h];
-                a.v           = &codec.v[(size_t) h];
-                a.k_rows      = (const uint8_t *) k_view->data + stream * k_view->nb[2] + c0 * k_view->nb[1] +
-                                codec.k_offset[(size_t) h];
-                a.v_rows      = (const uint8_t *) v_view->data + stream * v_view->nb[2] + c0 * v_view->nb[1] +
-                                codec.v_offset[(size_t) h];
-                a.k_stride    = (int64_t) k_view->nb[1];
-                a.v_stride    = (int64_t) v_view->nb[1];
-                a.n_cells     = n;
-                a.n_tok       = n_tok;
-                a.n_group     = s.n_group;
-                a.qt          = qt + h * s.block * s.n_group * MAX_HEAD_SIZE;
-                a.shift       = a.k->offset ? shift + h * s.block * s.n_group : nullptr;
-                a.bias        = bias;
-                a.bias_stride = CHUNK;
-                a.slope       = slope;
-                a.softcap     = layer.softcap;
-                a.m           = m + row;
-                a.z           = z + row;
-                a.acc         = acc + row * s.width;
-                a.acc_stride  = s.width;
-                ops.attend(a);
+                const AttendArgs a = args_of(h, c0, n);
+                if (layer.adaptive) {
+                    const uint8_t * k_cell =
+                        (const uint8_t *) k_view->data + stream * k_view->nb[2] + c0 * k_view->nb[1];
+                    const uint8_t * v_cell =
+                        (const uint8_t *) v_view->data + stream * v_view->nb[2] + c0 * v_view->nb[1];
+                    chunked.attend(ops, a, h, k_cell + layer.adaptive->chunk_offset(false) + h,
+                                   v_cell + layer.adaptive->chunk_offset(true) + h);
+                } else {
+                    ops.attend(a);
+                }
             }
+        }
+        for (int64_t h = h0; layer.adaptive && h < h1; ++h) {
+            chunked.finish(args_of(h, 0, 0), h);
         }
     }
 }

@@ -1,6 +1,7 @@
 // nodes.cpp: the graph nodes of a coded layer. Per layer and run of the graph:
 //
 //   encode        k, v -> rows at their cells; also rounds k, v to half precision ("fresh" rows)
+//   adapt         where bases adapt: codes what has left the exact window, block by block (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merge the splits, D_v, add the exact window (fresh rows and stored ones), attention sinks, normalise
 //   store_window  fresh rows -> window slots; after combine, because it overwrites rows that combine reads
@@ -25,7 +26,9 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     s.block    = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     // decode: up to 64 splits so that every thread gets work; prefill has enough blocks
-    const int64_t most = std::max<int64_t>(1, (s.n_tps == 1 ? 64 : 16) / s.n_blocks);
+    // every split ends with turning the sums of its chunks back, which is not worth it for a few cells
+    const int64_t few  = layer.adaptive ? 8 : s.n_tps == 1 ? 64 : 16;
+    const int64_t most = std::max<int64_t>(1, few / s.n_blocks);
     const int64_t want = std::min(most, (s.n_kv + 255) / 256);
     s.split            = ((s.n_kv + want - 1) / want + 63) / 64 * 64;
     s.n_split          = (s.n_kv + s.split - 1) / s.split;
@@ -57,6 +60,16 @@ namespace {
 //
 // encode: dst F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens] | src: k, v, k_cache, v_cache, k_idxs, v_idxs
 //
+
+// Rows of one head that hold a value which is not finite.
+int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
+    int64_t bad = 0;
+    for (int64_t t = t0; t < t0 + n; ++t) {
+        const float * row = row_f32(x, head, t);
+        bad += !std::all_of(row, row + x->ne[0], [](float f) { return std::isfinite(f); });
+    }
+    return bad;
+}
 
 // Half-precision copy of one head's rows; a row that is not finite becomes what its zero codes stand for: `mean`, or
 // zero when that is nullptr.
@@ -100,8 +113,10 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         uint8_t *           rows   = (uint8_t *) cache->data + (value ? codec.v_offset : codec.k_offset)[(size_t) h];
         const int64_t       offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
 
-        const int64_t bad =
-            ops.encode_rows(head, row_f32(x, h, t0), stride_f32(x, 2), nt, k_cells + t0, rows, (int64_t) cache->nb[1]);
+        const bool    later = layer.adaptive && layer.adaptive->adapts(value);
+        const int64_t bad   = later ? count_bad(x, h, t0, nt) :
+                                      ops.encode_rows(head, row_f32(x, h, t0), stride_f32(x, 2), nt, k_cells + t0, rows,
+                                                      (int64_t) cache->nb[1]);
         if (bad > 0) {
             layer.n_zero_rows->fetch_add((uint64_t) bad);
         }
@@ -148,14 +163,20 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     const AttendShape s     = attend_shape(layer, q, b.k_view);
     const int64_t     width = (int64_t) codec.n_head_kv * (codec.d_k + codec.d_v);
 
-    ggml_tensor * fresh = custom(GGML_TYPE_F16, width, s.n_tokens, { k, v, b.k_cache, b.v_cache, b.k_idxs, b.v_idxs },
-                                 encode_op, "encode");
+    ggml_tensor * fresh   = custom(GGML_TYPE_F16, width, s.n_tokens, { k, v, b.k_cache, b.v_cache, b.k_idxs, b.v_idxs },
+                                   encode_op, "encode");
+    ggml_tensor * window  = layer.window->rows(b.il);
+    ggml_tensor * written = fresh; // rows are where attend reads them once this is there
+    if (layer.adaptive) {
+        written = custom(GGML_TYPE_F32, 1, 1,
+                         { fresh, window, b.inputs->slots, b.inputs->tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view },
+                         adapt_op, "adapt");
+    }
     ggml_tensor * partial =
         custom(GGML_TYPE_F32, s.n_rows * (2 + s.width), 1,
-               { q, fresh, b.k_view, b.v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens }, attend_op, "attend");
+               { q, written, b.k_view, b.v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens }, attend_op, "attend");
 
-    ggml_tensor *              window = layer.window->rows(b.il);
-    std::vector<ggml_tensor *> args   = {
+    std::vector<ggml_tensor *> args = {
         partial, q, fresh, window ? window : fresh, b.mask, b.inputs->tokens, b.inputs->slots, b.k_view
     };
     if (b.sinks) {

@@ -2,6 +2,7 @@
 // node_combine.cpp).
 #pragma once
 
+#include "adaptive.h"
 #include "cache.h"
 
 #include <algorithm>
@@ -60,6 +61,7 @@ template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     return v.data();
 }
 
+void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata);   // LayerNodes, adaptive only
 void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
 void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes
 

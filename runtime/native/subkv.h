@@ -51,10 +51,29 @@ SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, in
 // context
 //
 
+// How bases follow a text (runtime/native/adapt.h says what each number is).
+typedef struct subkv_adapt_params {
+    int32_t kind;       // as of subkv_sketch_params
+    int32_t rank;       // r; 0: all of the head's coefficients, half of them for Oja's rule
+    int32_t rows;       // l; 0: 2r (Oja: r)
+    float   decay;      // per token
+    float   rate;       // eta of Oja's rule
+    int32_t block;      // B, tokens
+    int32_t length;     // L, tokens; 0: never
+    int32_t warm;       // W, tokens
+    int32_t max_chunks; // J_max
+    float   tau;        // >= 1: never
+    float   gain;
+    int32_t reuse; // 0, 1
+    int32_t merge; // 0, 1
+} subkv_adapt_params;
+
 typedef struct subkv_cache_params {
     int32_t n_sink;     // < 0: as the layout says
     int32_t n_recent;   // < 0: as the layout says
     int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 32
+    int32_t adapt;      // whose bases follow the text: 0 none, 1 keys, 2 values, 3 both
+    subkv_adapt_params adaptive; // if any do; block + n_rollback must fit n_recent
 } subkv_cache_params;
 
 // The next K/V cache that *this thread* creates, within llama_init_from_model, uses `layout` (retained by the context).
@@ -71,17 +90,24 @@ typedef struct subkv_stats {
     uint64_t bytes_bases;     // bases as held in memory: E, D, and what keys are coded less of
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
     uint64_t n_zero_rows;     // rows with non-finite input that were stored as zero rows
+    uint64_t bytes_adapt;     // adaptive bases and sketches as held now
+    uint64_t n_chunks;        // adaptive bases alive, all heads
     uint32_t n_layer_coded;
     uint32_t n_cells; // cells per stream
     uint32_t n_stream;
     int32_t  n_sink;
     int32_t  n_recent;
     int32_t  n_rollback;
-    float    bpe; // (codes + window) bits per K/V element of the coded layers, as allocated
+    float    bpe; // (codes + window + adaptive bases) bits per K/V element of the coded layers, as allocated
 } subkv_stats;
 
 // false: the context has no coefficient cache.
 SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
+
+// Of one head and side, summed over the streams. false: the context has no adaptive bases there.
+typedef struct subkv_adapt_stats subkv_adapt_stats;
+SUBKV_API bool subkv_get_adapt_stats(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value,
+                                     subkv_adapt_stats * out);
 
 // Fingerprint of the context's layout, NULL for an ordinary cache.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
@@ -161,23 +187,7 @@ SUBKV_API bool subkv_eigen(double * a, double * w, int32_t n);
 // adaptive bases, one head at a time, for tests and experiments (runtime/native/adapt.h says what each number is)
 //
 
-typedef struct subkv_adapt_params {
-    int32_t kind;       // as of subkv_sketch_params
-    int32_t rank;       // r; 0: all of the head's coefficients, half of them for Oja's rule
-    int32_t rows;       // l; 0: 2r (Oja: r)
-    float   decay;      // per token
-    float   rate;       // eta of Oja's rule
-    int32_t block;      // B, tokens
-    int32_t length;     // L, tokens; 0: never
-    int32_t warm;       // W, tokens
-    int32_t max_chunks; // J_max
-    float   tau;        // >= 1: never
-    float   gain;
-    int32_t reuse; // 0, 1
-    int32_t merge; // 0, 1
-} subkv_adapt_params;
-
-typedef struct subkv_adapt_stats {
+struct subkv_adapt_stats {
     int64_t n_blocks;
     int64_t n_chunks; // adaptive chunks alive
     int64_t n_opened;
@@ -187,7 +197,7 @@ typedef struct subkv_adapt_stats {
     int64_t n_nonfinite;
     int64_t bytes_bases; // of the chunks alive
     int64_t bytes_sketch;
-} subkv_adapt_stats;
+};
 
 // Codes the keys (value = false) or values of one KV head as a cache would that drops nothing: positions 0, 1, .., the
 // layout's n_sink first ones with the static basis and unseen by the sketch. The layout must outlive it. NULL: last_error.

@@ -207,7 +207,7 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
         stream_in_ubatch[token.seq[0]] = token.stream;
     }
     for (const auto & [seq, range] : ranges) {
-        for (const auto & cell : exact_cells(seq, range.first, range.second + 1, cells)) {
+        for (const auto & cell : exact_cells(seq, range.first - 1, range.second + 1, cells)) {
             if (holds(seq, cell.pos) && !fresh.count({ stream_in_ubatch[seq], cell.cell })) {
                 const int32_t slot = first_slot(seq) + slot_of(cell.pos);
                 s_pos[slot]        = cell.pos;

@@ -38,9 +38,11 @@ public:
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
-    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored.
+    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored. Slots are those
+    // that the tokens attend to exactly, and the one that left the window last: adapt codes from there.
 
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
+    bool holds(int32_t seq, int32_t pos) const; // its exact row
 
     void state_write(StateWriter & w, int32_t seq) const;
     void state_read(StateReader & r, int32_t seq);
@@ -48,7 +50,6 @@ public:
 private:
     // slot of a position within its sequence, -1: never held
     int32_t slot_of(int32_t pos) const;
-    bool    holds(int32_t seq, int32_t pos) const;
 
     // Cells before position `end` that some query at a position >= `min` attends to exactly.
     std::vector<PosCell> exact_cells(int32_t seq, int32_t min, int32_t end, const CellReader & cells) const;

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subkv import _lib
+from subkv import adapt as adaptive
 
 SUBKV = _lib.load()
 from llama_cpp import llama_cpp as C  # noqa: E402  (after the library path is set)
@@ -84,6 +85,7 @@ class Session:
         type_k: int = 1,
         type_v: int = 1,
         observer: Any = None,
+        adapt: str | None = None,
     ) -> None:
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
@@ -96,7 +98,11 @@ class Session:
         params.type_k = type_k
         params.type_v = type_v
         if layout:
-            assert SUBKV.subkv_attach(layout, _lib.CacheParams(*window)), last_error()
+            cache = _lib.CacheParams(*window)
+            if adapt is not None:
+                sides, how = adaptive.parse(adapt)
+                cache.adapt, cache.adaptive = adaptive.SIDES[sides], adaptive.native_params(how)
+            assert SUBKV.subkv_attach(layout, cache), last_error()
         if observer:
             assert SUBKV.subkv_observe(observer), last_error()
         self.model = model
@@ -207,13 +213,15 @@ def signed_permutations(
     n_sink: int = 4,
     n_recent: int = 8,
     mean: float = 0.0,
+    scale: float = 1.0,
     seed: int = 0,
 ) -> Any:
     """A layout whose bases are exact in half precision: coefficients are permuted, sign-flipped elements.
 
     shape: (il, n_head_kv, d_k, d_v) of every coded layer. With 16-bit bands of full rank the coded path then holds the
     same half-precision numbers as an f16 cache. mean: size of the means that keys are coded less of; the same numbers
-    then, up to rounding to half. Returns the loaded layout handle.
+    then, up to rounding to half. scale: of the coefficients; other than powers of two make them round. Returns the
+    loaded layout handle.
     """
     rng = np.random.default_rng(seed)
     centre = np.random.default_rng([seed, 1])
@@ -225,7 +233,8 @@ def signed_permutations(
         # steps for elements of the size of one: 4 over the levels
         ratios = [1.0 if bits == 16 else 2.0 ** (8 - bits) for _, bits in bands]
         means = (mean * centre.standard_normal(d)).astype(np.float16)
-        return writer.Head(list(bands), ratios, basis, basis, mean=means)
+        encode, decode = (basis * scale).astype(np.float16), (basis / scale).astype(np.float16)
+        return writer.Head(list(bands), ratios, encode, decode, mean=means)
 
     layers = [
         writer.Layer(

@@ -1,0 +1,241 @@
+#include "adaptive.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace subkv {
+
+AdaptiveLayer::AdaptiveLayer(const LayerCodec & codec, const AdaptRequest & request, uint32_t n_stream) :
+    codec_(codec), request_(request), units_((size_t) n_stream * (size_t) codec.n_head_kv * 2) {
+    for (uint32_t stream = 0; stream < n_stream; ++stream) {
+        reset(stream);
+    }
+}
+
+AdaptUnit * AdaptiveLayer::unit(uint32_t stream, int64_t head, bool value) const {
+    return units_[((size_t) stream * (size_t) codec_.n_head_kv + (size_t) head) * 2 + (value ? 1 : 0)].get();
+}
+
+void AdaptiveLayer::reset(uint32_t stream) {
+    for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
+        for (const bool value : { false, true }) {
+            if (!adapts(value)) {
+                continue;
+            }
+            const HeadCodec & codec = (value ? codec_.v : codec_.k)[(size_t) head];
+            AdaptParams       p     = request_.params;
+            std::string       err;
+            if (!Adapter::check(p, codec.rank,
+                                err)) { // ranks differ between heads, and with them what is too many rows
+                throw std::runtime_error(err + " (layer " + std::to_string(codec_.il) + ", head " +
+                                         std::to_string(head) + ")");
+            }
+            units_[((size_t) stream * (size_t) codec_.n_head_kv + (size_t) head) * 2 + (value ? 1 : 0)].reset(
+                new AdaptUnit{ Adapter(ops(), codec, p) });
+        }
+    }
+}
+
+void AdaptiveLayer::for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const {
+    for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
+        for (const bool value : { false, true }) {
+            if (AdaptUnit * found = unit(stream, head, value)) {
+                use(*found);
+            }
+        }
+    }
+}
+
+void Adaptive::check(AdaptRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
+                     const CacheDesc & desc) {
+    const AdaptParams & p = request.params;
+    std::string         err;
+    AdaptParams         tried = p;
+    if (!Adapter::check(tried, MAX_HEAD_SIZE, err)) {
+        throw std::runtime_error(err);
+    }
+    if (n_recent < p.block + n_rollback) {
+        throw std::runtime_error("adapt: block: expected at most n_recent less n_rollback, " +
+                                 std::to_string(std::max(0, n_recent - n_rollback)) +
+                                 ", since a block is coded when it leaves the exact window, found " +
+                                 std::to_string(p.block));
+    }
+    if (desc.n_seq_max > 1 && desc.n_stream == 1) {
+        throw std::runtime_error("adapt: expected one sequence, or a cache for each (kv_unified off), found " +
+                                 std::to_string(desc.n_seq_max) + " that share their cells");
+    }
+    for (const LayerCodec & layer : layout.layers) {
+        for (const auto * heads : { &layer.k, &layer.v }) {
+            for (const HeadCodec & head : *heads) {
+                tried = p;
+                if (!Adapter::check(tried, head.rank, err)) {
+                    throw std::runtime_error(err + " (layer " + std::to_string(layer.il) + ")");
+                }
+            }
+        }
+    }
+}
+
+Adaptive::Adaptive(const Layout & layout, const AdaptRequest & request, uint32_t n_stream) :
+    request_(request), n_stream_(n_stream) {
+    for (const LayerCodec & codec : layout.layers) {
+        if ((size_t) codec.il >= layers_.size()) {
+            layers_.resize((size_t) codec.il + 1);
+        }
+        layers_[(size_t) codec.il] = std::make_unique<AdaptiveLayer>(codec, request_, n_stream);
+    }
+}
+
+AdaptiveLayer * Adaptive::layer(int32_t il) const {
+    return (size_t) il < layers_.size() ? layers_[(size_t) il].get() : nullptr;
+}
+
+void Adaptive::clear() {
+    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
+        if (coded(stream) > 0) {
+            reset(stream);
+        }
+    }
+}
+
+void Adaptive::reset(uint32_t stream) {
+    for (const auto & layer : layers_) {
+        if (layer) {
+            layer->reset(stream);
+        }
+    }
+}
+
+int32_t Adaptive::coded(uint32_t stream) const {
+    int32_t last = 0;
+    for (const auto & layer : layers_) {
+        if (layer) {
+            layer->for_each(stream, [&last](const AdaptUnit & unit) { last = std::max(last, unit.coded); });
+        }
+    }
+    return last;
+}
+
+void Adaptive::copy(uint32_t src, uint32_t dst) {
+    if (src == dst) {
+        return;
+    }
+    reset(dst);
+    for (const auto & layer : layers_) {
+        if (!layer) {
+            continue;
+        }
+        std::vector<AdaptUnit *> to;
+        layer->for_each(dst, [&to](AdaptUnit & unit) { to.push_back(&unit); });
+        size_t i = 0;
+        layer->for_each(src, [&](AdaptUnit & unit) {
+            const std::vector<uint8_t> state = unit.adapter.save();
+            std::string                err;
+            if (!to[i]->adapter.restore(state.data(), state.size(), err)) {
+                throw std::runtime_error(err);
+            }
+            to[i++]->coded = unit.coded;
+        });
+    }
+}
+
+size_t Adaptive::bytes() const {
+    size_t sum = 0;
+    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
+        for (const auto & layer : layers_) {
+            if (layer) {
+                layer->for_each(stream, [&sum](const AdaptUnit & unit) {
+                    sum += unit.adapter.bytes_bases() + unit.adapter.bytes_sketch();
+                });
+            }
+        }
+    }
+    return sum;
+}
+
+uint64_t Adaptive::n_chunks() const {
+    uint64_t sum = 0;
+    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
+        for (const auto & layer : layers_) {
+            if (layer) {
+                layer->for_each(stream, [&sum](const AdaptUnit & unit) { sum += (uint64_t) unit.adapter.n_chunks(); });
+            }
+        }
+    }
+    return sum;
+}
+
+bool Adaptive::stats(int32_t il, int64_t head, bool value, AdaptStats & sum, int64_t & n_chunks, size_t & bytes_bases,
+                     size_t & bytes_sketch) const {
+    const AdaptiveLayer * layer = this->layer(il);
+    if (!layer || !layer->adapts(value)) {
+        return false;
+    }
+    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
+        const Adapter &    adapter = layer->unit(stream, head, value)->adapter;
+        const AdaptStats & s       = adapter.stats();
+        sum.n_blocks += s.n_blocks;
+        sum.n_opened += s.n_opened;
+        sum.n_refused += s.n_refused;
+        sum.n_merged += s.n_merged;
+        sum.n_recoded += s.n_recoded;
+        sum.n_nonfinite += s.n_nonfinite;
+        n_chunks += adapter.n_chunks();
+        bytes_bases += adapter.bytes_bases();
+        bytes_sketch += adapter.bytes_sketch();
+    }
+    return true;
+}
+
+//
+// state: per unit coded i32, size u64, what Adapter::save gave
+//
+
+void Adaptive::state_write(StateWriter & w, uint32_t stream) const {
+    for (const auto & layer : layers_) {
+        if (layer) {
+            layer->for_each(stream, [&w](const AdaptUnit & unit) {
+                const std::vector<uint8_t> state = unit.adapter.save();
+                const uint64_t             size  = state.size();
+                w.write(&unit.coded, sizeof(unit.coded));
+                w.write(&size, sizeof(size));
+                w.write(state.data(), state.size());
+            });
+        }
+    }
+}
+
+void Adaptive::state_read(StateReader & r, uint32_t stream) {
+    constexpr uint64_t MOST = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
+    reset(stream);
+    try {
+        for (const auto & layer : layers_) {
+            if (!layer) {
+                continue;
+            }
+            layer->for_each(stream, [&](AdaptUnit & unit) {
+                int32_t  coded = 0;
+                uint64_t size  = 0;
+                r.read(&coded, sizeof(coded));
+                r.read(&size, sizeof(size));
+                if (coded < 0 || coded % request_.params.block != 0 || size > MOST) {
+                    throw std::runtime_error("state: whole blocks of adaptive bases expected, " +
+                                             std::to_string(coded) + " positions in " + std::to_string(size) +
+                                             " bytes found");
+                }
+                std::vector<uint8_t> state(size);
+                std::string          err;
+                r.read(state.data(), state.size());
+                if (!unit.adapter.restore(state.data(), state.size(), err)) {
+                    throw std::runtime_error(err);
+                }
+                unit.coded = coded;
+            });
+        }
+    } catch (...) {
+        reset(stream);
+        throw;
+    }
+}
+
+} // namespace subkv

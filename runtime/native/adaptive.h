@@ -1,0 +1,82 @@
+// adaptive.h: adaptive bases in the cache of a context: one Adapter (adapt.h) for every stream, layer, KV head and side
+// that adapts. A position is coded when it leaves the exact window, in blocks of consecutive positions that begin at
+// multiples of B: by then all rows of a block are known, and a tail that the window allows to remove has not been seen.
+// Each cell's row ends with the chunk slot of every head, one byte each, so that copies and states of cells carry it.
+#pragma once
+
+#include "adapt.h"
+#include "hook.h"
+#include "layout.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+// What a context was asked for.
+struct AdaptRequest {
+    bool        k      = false; // sides that adapt
+    bool        v      = false;
+    AdaptParams params = {};
+
+    bool any() const { return k || v; }
+};
+
+// One head and side within one stream.
+struct AdaptUnit {
+    Adapter adapter;
+    int32_t coded = 0; // positions below are coded, multiple of B
+};
+
+class AdaptiveLayer {
+public:
+    AdaptiveLayer(const LayerCodec & codec, const AdaptRequest & request, uint32_t n_stream);
+
+    bool adapts(bool value) const { return value ? request_.v : request_.k; }
+    // nullptr: this side does not adapt
+    AdaptUnit * unit(uint32_t stream, int64_t head, bool value) const;
+    size_t      chunk_offset(bool value) const { return value ? codec_.v_row_bytes : codec_.k_row_bytes; }
+    void        reset(uint32_t stream);
+    void        for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const;
+
+private:
+    const LayerCodec &                      codec_;
+    const AdaptRequest &                    request_;
+    std::vector<std::unique_ptr<AdaptUnit>> units_; // [n_stream][n_head_kv][2]
+};
+
+class Adaptive {
+public:
+    // request passed check(). Throws std::runtime_error when a head cannot adapt.
+    Adaptive(const Layout & layout, const AdaptRequest & request, uint32_t n_stream);
+
+    // Whether a context of this window and these streams can adapt; fills defaults. Throws std::runtime_error.
+    static void check(AdaptRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
+                      const CacheDesc & desc);
+
+    AdaptiveLayer * layer(int32_t il) const;
+
+    void    clear();
+    void    reset(uint32_t stream);
+    int32_t coded(uint32_t stream) const; // positions below are coded by some head
+    void    copy(uint32_t src, uint32_t dst);
+
+    size_t   bytes() const; // bases of chunks and sketches
+    uint64_t n_chunks() const;
+    // Sums over the streams' units of a head and side; false: it does not adapt.
+    bool stats(int32_t il, int64_t head, bool value, AdaptStats & sum, int64_t & n_chunks, size_t & bytes_bases,
+               size_t & bytes_sketch) const;
+
+    void state_write(StateWriter & w, uint32_t stream) const;
+    void state_read(StateReader & r, uint32_t stream); // throws std::runtime_error, the stream is then empty
+
+    const AdaptRequest & request() const { return request_; }
+
+private:
+    AdaptRequest                                request_;
+    uint32_t                                    n_stream_;
+    std::vector<std::unique_ptr<AdaptiveLayer>> layers_; // by il
+};
+
+} // namespace subkv

@@ -1,0 +1,135 @@
+#include "attend_chunks.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace subkv {
+
+void ChunkedAttention::begin(const AdaptiveLayer & layer, uint32_t stream, int64_t h0, int64_t h1) {
+    layer_  = &layer;
+    stream_ = stream;
+    heads_.resize(std::max(heads_.size(), (size_t) h1));
+    for (int64_t h = h0; h < h1; ++h) {
+        heads_[(size_t) h].n_sums = heads_[(size_t) h].n_queries = 0;
+    }
+}
+
+const float * ChunkedAttention::queries(const AttendArgs & args, int64_t head, int32_t slot) {
+    Head & h = heads_[(size_t) head];
+    for (size_t i = 0; i < h.n_queries; ++i) {
+        if (h.queries[i].slot == slot) {
+            return h.queries[i].qt.data();
+        }
+    }
+    if (h.n_queries == h.queries.size()) {
+        h.queries.emplace_back();
+    }
+    Queries &       made    = h.queries[h.n_queries++];
+    const int64_t   rank    = args.k->rank;
+    const Adapter & adapter = layer_->unit(stream_, head, false)->adapter;
+    made.slot               = slot;
+    made.qt.resize((size_t) (args.n_tok * args.n_group * rank));
+    for (int64_t r = 0; r < args.n_tok * args.n_group; ++r) {
+        adapter.query(slot, args.qt + r * rank, made.qt.data() + r * rank);
+    }
+    return made.qt.data();
+}
+
+ChunkedAttention::Sums & ChunkedAttention::sums(const AttendArgs & args, int64_t head, int32_t slot) {
+    Head & h = heads_[(size_t) head];
+    for (size_t i = 0; i < h.n_sums; ++i) {
+        if (h.sums[i].slot == slot) {
+            return h.sums[i];
+        }
+    }
+    if (h.n_sums == h.sums.size()) {
+        h.sums.emplace_back();
+    }
+    Sums &       made   = h.sums[h.n_sums++];
+    const size_t n_rows = (size_t) (args.n_tok * args.n_group);
+    made.slot           = slot;
+    made.m.assign(n_rows, -INFINITY);
+    made.z.assign(n_rows, 0.0f);
+    made.acc.assign(n_rows * (size_t) args.v->rank, 0.0f);
+    return made;
+}
+
+void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t head, const uint8_t * k_chunks,
+                              const uint8_t * v_chunks) {
+    const AdaptUnit * k_unit = layer_->unit(stream_, head, false);
+    const AdaptUnit * v_unit = layer_->unit(stream_, head, true);
+    const auto        open   = [&](int64_t c) {
+        for (int64_t t = 0; t < args.n_tok; ++t) {
+            if (args.bias[t * args.bias_stride + c] != -INFINITY) {
+                return true;
+            }
+        }
+        return false;
+    };
+    // a byte that names no chunk alive can only belong to a cell that was never coded, and nobody sees
+    const auto slot = [](const AdaptUnit * unit, const uint8_t * chunks, int64_t stride, int64_t c) {
+        const int32_t found = unit ? chunks[c * stride] : 0;
+        return found > 0 && unit->adapter.chunk(found) ? found : 0;
+    };
+    int64_t first = 0;
+    while (first < args.n_cells) {
+        if (!open(first)) { // cells that nobody sees belong to any run
+            ++first;
+            continue;
+        }
+        const int32_t k_slot = slot(k_unit, k_chunks, args.k_stride, first);
+        const int32_t v_slot = slot(v_unit, v_chunks, args.v_stride, first);
+        int64_t       end    = first + 1;
+        while (end < args.n_cells && ((slot(k_unit, k_chunks, args.k_stride, end) == k_slot &&
+                                       slot(v_unit, v_chunks, args.v_stride, end) == v_slot) ||
+                                      !open(end))) {
+            ++end;
+        }
+        AttendArgs run = args;
+        run.k_rows += first * args.k_stride;
+        run.v_rows += first * args.v_stride;
+        run.bias += first;
+        run.n_cells = end - first;
+        if (k_slot > 0) {
+            run.k  = &k_unit->adapter.chunk(k_slot)->codec;
+            run.qt = queries(args, head, k_slot);
+        }
+        if (v_slot > 0) {
+            Sums & state   = sums(args, head, v_slot);
+            run.v          = &v_unit->adapter.chunk(v_slot)->codec;
+            run.m          = state.m.data();
+            run.z          = state.z.data();
+            run.acc        = state.acc.data();
+            run.acc_stride = args.v->rank;
+        }
+        ops.attend(run);
+        first = end;
+    }
+}
+
+void ChunkedAttention::finish(const AttendArgs & args, int64_t head) {
+    const AdaptUnit * unit = layer_->unit(stream_, head, true);
+    const int64_t     rank = args.v->rank;
+    float             lifted[MAX_HEAD_SIZE];
+    for (size_t i = 0; i < heads_[(size_t) head].n_sums; ++i) {
+        const Sums & state = heads_[(size_t) head].sums[i];
+        for (int64_t r = 0; r < args.n_tok * args.n_group; ++r) {
+            const float m = state.m[(size_t) r];
+            if (m == -INFINITY) {
+                continue;
+            }
+            const float top   = std::max(args.m[r], m);
+            const float keep  = args.m[r] == -INFINITY ? 0.0f : std::exp(args.m[r] - top);
+            const float share = std::exp(m - top);
+            float *     acc   = args.acc + r * args.acc_stride;
+            unit->adapter.lift(state.slot, state.acc.data() + r * rank, lifted);
+            for (int64_t j = 0; j < rank; ++j) {
+                acc[j] = keep * acc[j] + share * lifted[j];
+            }
+            args.z[r] = keep * args.z[r] + share * state.z[(size_t) r];
+            args.m[r] = top;
+        }
+    }
+}
+
+} // namespace subkv

@@ -1,0 +1,52 @@
+// attend_chunks.h: attention over cells of several chunks, whose bases differ. Runs of cells of one chunk are attended in
+// that chunk's coefficients, with a softmax state of its own; at the end the states become one in the coefficients of
+// the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
+#pragma once
+
+#include "adaptive.h"
+
+#include <vector>
+
+namespace subkv {
+
+class ChunkedAttention {
+public:
+    // One block of tokens over one split of the cells, for KV heads [h0, h1) of a stream.
+    void begin(const AdaptiveLayer & layer, uint32_t stream, int64_t h0, int64_t h1);
+
+    // As Ops::attend(args), but the last bytes of the cells' rows say which chunks they belong to. args.k, args.v, args.qt:
+    // static; k_chunks, v_chunks: that byte of the first cell, nullptr: this side does not adapt.
+    void attend(const Ops & ops, const AttendArgs & args, int64_t head, const uint8_t * k_chunks,
+                const uint8_t * v_chunks);
+
+    // Adds what chunks other than the static one have collected to args' state.
+    void finish(const AttendArgs & args, int64_t head);
+
+private:
+    // Softmax state of the cells of one chunk: of values, n_rows rows.
+    struct Sums {
+        int32_t            slot;
+        std::vector<float> m, z, acc;
+    };
+
+    // Queries in the coefficients of a chunk of keys.
+    struct Queries {
+        int32_t            slot;
+        std::vector<float> qt;
+    };
+
+    struct Head {
+        size_t               n_sums = 0, n_queries = 0; // in use; the rest is kept for its memory
+        std::vector<Sums>    sums;
+        std::vector<Queries> queries;
+    };
+
+    const float * queries(const AttendArgs & args, int64_t head, int32_t slot);
+    Sums &        sums(const AttendArgs & args, int64_t head, int32_t slot);
+
+    const AdaptiveLayer * layer_  = nullptr;
+    uint32_t              stream_ = 0;
+    std::vector<Head>     heads_; // by KV head
+};
+
+} // namespace subkv

@@ -1,0 +1,128 @@
+// node_adapt.cpp: coding of what leaves the exact window, on the sides whose bases adapt (adaptive.h). Between encode
+// and attend.
+#include "adaptive.h"
+#include "nodes.h"
+
+#include <algorithm>
+
+namespace subkv {
+
+//
+// adapt: dst F32 [1] (edge) | src: fresh, window rows, slots, tokens, k_cache, v_cache, k_idxs, k_view (shape)
+//
+
+namespace {
+
+// Where the exact row of a position lies, and the cell it is coded into.
+struct Held {
+    const uint16_t * row  = nullptr;
+    int64_t          cell = -1; // of the whole cache tensor
+};
+
+// Rows of positions [from, from + out.size()) of one stream's sequence: those in the window, and the ubatch's own.
+void gather(const LayerNodes & layer, const ggml_tensor * dst, int64_t t0, int64_t n_tps, int64_t first_cell,
+            int32_t from, std::vector<Held> & out) {
+    const ggml_tensor * fresh   = dst->src[0];
+    const ggml_tensor * window  = dst->src[1];
+    const int32_t *     slots   = (const int32_t *) dst->src[2]->data;
+    const int32_t *     tokens  = (const int32_t *) dst->src[3]->data;
+    const int64_t       n_slots = dst->src[2]->ne[0];
+    const auto          add     = [&](int32_t pos, int32_t cell, const ggml_tensor * rows, int64_t i) {
+        if (pos >= from && pos - from < (int64_t) out.size()) {
+            out[(size_t) (pos - from)] = { (const uint16_t *) ((const char *) rows->data + i * rows->nb[1]),
+                                           first_cell + cell };
+        }
+    };
+    const int64_t first = tokens[4 * t0 + 3];
+    const int64_t count = n_slots / layer.window->n_seq();
+    for (int64_t i = first; i < first + count; ++i) {
+        if (slots[n_slots + i] >= 0) {
+            add(slots[i], slots[n_slots + i], window, i);
+        }
+    }
+    for (int64_t t = t0; t < t0 + n_tps; ++t) {
+        add(tokens[4 * t], tokens[4 * t + 2], fresh, t);
+    }
+}
+
+} // namespace
+
+void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &          layer    = *(const LayerNodes *) userdata;
+    const auto &          codec    = *layer.codec;
+    const AdaptiveLayer & adaptive = *layer.adaptive;
+    const int32_t *       tokens   = (const int32_t *) dst->src[3]->data;
+    const int64_t *       idxs     = (const int64_t *) dst->src[6]->data;
+    const int64_t         n_stream = dst->src[7]->ne[2];
+    const int64_t         n_tps    = dst->src[3]->ne[1] / n_stream;
+    const int32_t         n_sink   = layer.window->n_sink();
+    const int32_t         n_recent = layer.window->n_recent();
+
+    std::vector<Held>    held;
+    std::vector<float>   x;
+    std::vector<int64_t> cells;
+    for (int64_t unit = ith; unit < n_stream * codec.n_head_kv * 2; unit += nth) {
+        const bool    value = unit % 2;
+        const int64_t h     = unit / 2 % codec.n_head_kv;
+        const int64_t t0    = unit / 2 / codec.n_head_kv * n_tps;
+
+        ggml_tensor * cache   = dst->src[value ? 5 : 4];
+        const int64_t n_cells = cache->ne[1];
+        const int64_t stream  = idxs[t0] / n_cells;
+        AdaptUnit *   state   = adaptive.unit((uint32_t) stream, h, value);
+        if (!state) {
+            continue;
+        }
+        int32_t last = tokens[4 * t0];
+        for (int64_t t = t0; t < t0 + n_tps; ++t) {
+            last = std::max(last, tokens[4 * t]);
+        }
+        const int32_t block = state->adapter.params().block;
+        if (state->coded > last - n_recent) {
+            continue; // the next block has not left the window
+        }
+        held.assign((size_t) (last - n_recent - state->coded + block), {});
+        const int32_t from = state->coded;
+        gather(layer, dst, t0, n_tps, stream * n_cells, from, held);
+
+        const int64_t d      = value ? codec.d_v : codec.d_k;
+        const int64_t offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
+        const int64_t stride = (int64_t) cache->nb[1];
+        const size_t  at     = adaptive.chunk_offset(value) + (size_t) h;
+        uint8_t *     rows   = (uint8_t *) cache->data;
+        uint8_t *     codes  = rows + (value ? codec.v_offset : codec.k_offset)[(size_t) h];
+        const auto    merge  = [&](int32_t old, int32_t now, const Adapter::Recode & recode) {
+            for (int64_t c = stream * n_cells; c < (stream + 1) * n_cells; ++c) {
+                if (rows[c * stride + (int64_t) at] == old) {
+                    recode(codes + c * stride, stride, 1);
+                    rows[c * stride + (int64_t) at] = (uint8_t) now;
+                }
+            }
+        };
+        for (; state->coded <= last - n_recent; state->coded += block) {
+            x.clear();
+            cells.clear();
+            int32_t first = -1;
+            for (int32_t pos = std::max(state->coded, n_sink); pos < state->coded + block; ++pos) {
+                const Held & key = held[(size_t) (pos - from)];
+                if (!key.row) {
+                    continue; // a position that the text leaves out
+                }
+                first = first < 0 ? pos : first;
+                cells.push_back(key.cell);
+                x.resize(x.size() + (size_t) d);
+                ggml_fp16_to_fp32_row((const ggml_fp16_t *) key.row + offset, x.data() + x.size() - d, d);
+            }
+            if (cells.empty()) {
+                continue;
+            }
+            const int32_t slot =
+                state->adapter.block(x.data(), d, (int64_t) cells.size(), first, cells.data(), codes, stride, merge);
+            for (const int64_t cell : cells) {
+                rows[cell * stride + (int64_t) at] = (uint8_t) slot;
+            }
+        }
+    }
+}
+
+} // namespace subkv
