@@ -16,9 +16,9 @@ class Adapt:
 
     kind: of the sketch; rank, rows: its r and ℓ, 0: by default; decay: of a row's weight per token; rate: Oja's η.
     block: B; length: L, 0: never for its length; warm: W; max_chunks: J_max; tau: relative residual of a block that
-    asks for a new basis, 1: none does; gain: a new basis must bring it to this times the old one's, large: it
-    is always taken; reuse: 1: a block
-    takes the best of the bases alive; merge: 1: at J_max the oldest chunks are merged, 0: no more are opened.
+    asks for a new basis, 1: none does; gain: a new basis must bring it to this times the old one's, large: it is always
+    taken; reuse: 1: a block takes the best of the bases alive; merge: 1: at J_max the oldest chunks are merged, 0: no
+    more are opened. Defaults: the cheapest choice with most of the gain (converter/NOTES.md).
     """
 
     kind: str = "covariance"
@@ -28,8 +28,8 @@ class Adapt:
     rate: float = 0.05
     block: int = 32
     length: int = 512
-    warm: int = 512
-    max_chunks: int = 4
+    warm: int = 1024
+    max_chunks: int = 1
     tau: float = 1.0
     gain: float = 0.9
     reuse: int = 1
