@@ -65,7 +65,7 @@ def test_bases_that_never_change_are_the_static_ones(
     assert far(expected, found) < 0.2 * noise
 
 
-@pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), "kv,block=16,length=32,warm=32,gain=1,kind=fd"])
+@pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), "kv,block=16,length=32,warm=32,gain=1,max_chunks=4,kind=fd"])
 def test_any_split_of_the_prompt_gives_as_good_a_result(
     model: engine.Model, text: list[int], layout: Any, adapt: str, noise: float
 ) -> None:
@@ -163,7 +163,7 @@ def test_save_and_restore(model: engine.Model, text: list[int], layout: Any, seq
 def test_bytes_are_counted(model: engine.Model, text: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW, n_ctx=512) as s:
         static = s.stats()
-    with session(model, layout, window=WINDOW, n_ctx=512, adapt="v,block=16,length=32,warm=32,gain=1,merge=0") as s:
+    with session(model, layout, window=WINDOW, n_ctx=512, adapt="v,block=16,length=32,warm=32,gain=1,max_chunks=4,merge=0") as s:
         before = s.stats()
         s.decode(text)
         after = s.stats()
