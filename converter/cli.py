@@ -11,6 +11,7 @@ import click
 from tqdm import tqdm
 
 from converter import layout, metadata
+from converter.adapt import parse as parse_adapt
 from converter.atomic import check_writable
 from converter.basis import StoredBasis
 from converter.calib_io import read_calibration
@@ -58,6 +59,7 @@ def generator() -> str:
     "--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions kept exact."
 )
 @click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]")
+@click.option("--adapt", help="How bases follow the text by default, of k, v or kv: v,length=512. [default: not]")
 @click.option("--sidecar", is_flag=True, help="Write the keys to a GGUF without weights.")
 @click.option("--dry-run", is_flag=True, help="Print the table, write nothing.")
 def convert(
@@ -75,6 +77,7 @@ def convert(
     n_sink: int,
     n_recent: int,
     bpe_context: int | None,
+    adapt: str | None,
     sidecar: bool,
     dry_run: bool,
 ) -> None:
@@ -95,8 +98,11 @@ def convert(
         rank_v=rank_v,
         bpe_context=bpe_context,
         center_k=center_k,
+        adapt=adapt,
     )
     with exit_on_error():
+        if adapt is not None:
+            parse_adapt("--adapt", adapt)
         target = output or default_output(model, sidecar)
         result = convert_file(model, bases, None if dry_run else target, options, sidecar, progress=True)
         for line in table(result):

@@ -47,6 +47,7 @@ class Settings:
     gamma: str
     n_sink: int
     n_recent: int
+    adapt: str | None = None  # how contexts follow the text by default, subkv.adapt.parse
 
 
 def layout_json(layers: Sequence[CodedLayer]) -> str:
@@ -102,6 +103,8 @@ def keys(
         "subkv.generator": ("str", generator),
         "subkv.layout": ("str", layout_json(layers)),
     }
+    if settings.adapt is not None:
+        values["subkv.adapt"] = ("str", settings.adapt)
     for layer in layers:
         values[f"subkv.blk.{layer.shape.il}.basis"] = ("str", base64.b64encode(basis_block(layer)).decode("ascii"))
     return values

@@ -37,7 +37,7 @@ class Options:
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
     calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
-    their mean, unless n_sink is 0.
+    their mean, unless n_sink is 0. adapt: subkv.adapt.parse's text, written into the file.
     """
 
     codec: str = "banded"
@@ -51,6 +51,7 @@ class Options:
     rank_v: int | None = None
     bpe_context: int | None = None
     center_k: bool = True
+    adapt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Fit:
             options.gamma,
             options.n_sink,
             options.n_recent,
+            options.adapt,
         )
         # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
         center_k = options.center_k and options.n_sink > 0

@@ -54,12 +54,16 @@ class IntList(click.ParamType):  # type: ignore[type-arg]
 
 @dataclasses.dataclass
 class Config:
-    """One cache and flash attention setting with its context, and how many cells of it are filled."""
+    """One cache and flash attention setting with its context, and how many cells of it are filled.
+
+    adaptive: sequences have cells of their own, and every token must be attended to by the bases that follow it.
+    """
 
     name: str
     context: Context
     flash_attn: str
     depth: int = 0
+    adaptive: bool = False
 
 
 @dataclasses.dataclass
@@ -114,13 +118,18 @@ def generate(context: Context, tokens: Tokens, pos: int, n: int, n_parallel: int
 
 
 def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) -> None:
-    """Extend sequences 0, 1, … to `depth` cells, each batch decoded as one more sequence and then handed over."""
+    """Extend sequences 0, 1, … to `depth` cells, each batch decoded as one more sequence and then handed over.
+
+    With adaptive bases in the sequence itself.
+    """
     while config.depth < depth:
         n = min(config.context.n_batch, depth - config.depth)
         for seq in range(n_parallel):
-            config.context.decode(tokens.take(n), config.depth, n - 1, seq=n_parallel)
+            into = seq if config.adaptive else n_parallel
+            config.context.decode(tokens.take(n), config.depth, n - 1, seq=into)
             config.context.synchronize()
-            config.context.adopt(n_parallel, seq)
+            if not config.adaptive:
+                config.context.adopt(n_parallel, seq)
             bar.update(n)
         config.depth += n
 
@@ -359,9 +368,8 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
     for spec, fa in pairs:
         choice = parse_cache(spec, model.path, bases)
         # a tail of coded cells can only be removed while their exact rows are kept
-        window = (
-            {"n_rollback": longest, "n_sink": given["n_sink"], "n_recent": given["n_recent"]} if choice.coded else {}
-        )
+        window = {key: given[key] for key in ("n_sink", "n_recent", "adapt")} if choice.coded else {}
+        adaptive = choice.coded and (given["adapt"] or choice.adapt) not in (None, "none")
         try:
             context = model.context(
                 choice,
@@ -370,8 +378,8 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
                 n_ubatch=given["n_ubatch"],
                 n_threads=n_threads,
                 flash_attn=fa,
-                n_seq_max=given["n_parallel"] + 1,  # the last one serves fill()
-                **window,
+                n_seq_max=given["n_parallel"] + (not adaptive),  # the last one serves fill()
+                **(window | ({"n_rollback": longest} if choice.coded else {})),
             )
         except CacheError as error:
             if error.key == "flash_attn" and len(flash) > 1:
@@ -380,9 +388,9 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
             for config in configs:
                 config.context.close()
             raise
-        name = choice.name if choice.coded and ":" not in spec else spec if choice.coded else choice.name
+        name = spec if choice.coded and (":" in spec or "+" in spec) else choice.name
         options.note(f"{spec} -fa {fa}: {cache_line(context.stats)}")
-        configs.append(Config(name if len(flash) == 1 else f"{name} fa={fa}", context, fa))
+        configs.append(Config(name if len(flash) == 1 else f"{name} fa={fa}", context, fa, adaptive=adaptive))
     if not configs:
         raise options.ProgramError("-ctk: expected a cache that runs with the given -fa, found none")
     return configs

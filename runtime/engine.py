@@ -6,6 +6,7 @@ subkv.Llama ties a model to one context; the measuring programs compare cache ty
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subkv import adapt as adaptive
 from subkv.cache import (
     C,
     CacheChoice,
@@ -87,7 +89,8 @@ class Model:
         """A context with the given cache; sequences share its cells. Raises CacheError with the native reason."""
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
-        params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1 and adapt is None
+        static = (adapt or choice.adapt) in (None, adaptive.NONE)  # else every sequence needs cells of its own
+        params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1 and static
         params.n_batch = min(n_batch, n_ctx)
         params.n_ubatch = min(n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = n_threads
@@ -185,7 +188,16 @@ class Context:
 
 
 def parse_cache(spec: str, model: Path, bases: Path | None, key: str = "-ctk") -> CacheChoice:
-    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:FILE` → CacheChoice. Raises CacheError that starts with `key`."""
+    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:FILE` → CacheChoice. Raises CacheError that starts with `key`.
+
+    A coded cache may end with bases that follow the text: `subkv+v`, `subkv+v;length=256` (as --adapt, commas as ;).
+    """
+    name, plus, sides = spec.rpartition("+")
+    if plus and sides.split(";")[0] in adaptive.SIDES:
+        choice = parse_cache(name, model, bases, key)
+        if not choice.coded:
+            raise CacheError(key, f"expected a coefficient cache before '+{sides}', found {spec!r}")
+        return dataclasses.replace(choice, adapt=sides.replace(";", ","))
     kind, _, file = spec.partition(":")
     try:
         if file:

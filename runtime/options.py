@@ -178,7 +178,7 @@ window_options = stack(
         "--adapt",
         default=None,
         metavar="SIDES[,NAME=VALUE…]",
-        help="bases that follow the text, of k, v or kv: v or v,length=512,max_chunks=4; default: none",
+        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
     ),
 )
 flash_option = click.option(

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+NONE = "none"  # what a user says to have static bases, whatever the file says
 SIDES = {"k": 1, "v": 2, "kv": 3}  # as subkv_cache_params.adapt
 KINDS = ("covariance", "fd", "oja")  # in the order of subkv.h
 
@@ -54,6 +55,11 @@ def parse(text: str) -> tuple[str, Adapt]:
             given[name] = kinds[name](value)
         except ValueError as error:
             raise ValueError(f"{name}: expected a number, found {value!r}") from error
+    # what switches a trigger off is for the defaults to say: a user who names one wants it
+    if not 0.0 < given.get("tau", 0.5) < 1.0:
+        raise ValueError(f"tau: expected a relative residual between 0 and 1, found {given['tau']:g}")
+    if given.get("length", 1) < 1:
+        raise ValueError(f"length: expected at least 1 token, found {given['length']}")
     adapt = Adapt(**given)
     native_params(adapt)
     return sides, adapt

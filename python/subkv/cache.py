@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -241,13 +242,17 @@ def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = Tru
 
 @dataclasses.dataclass(frozen=True)
 class CacheChoice:
-    """A KV cache by name. `type_k`, `type_v` are ggml's numbers; `layout` is the file with a coded cache's bases."""
+    """A KV cache by name. `type_k`, `type_v` are ggml's numbers; `layout` is the file with a coded cache's bases.
+
+    adapt: its bases follow the text, as subkv.adapt.parse reads it.
+    """
 
     name_k: str
     name_v: str
     type_k: int
     type_v: int
     layout: Path | None = None
+    adapt: str | None = None
 
     @property
     def coded(self) -> bool:
@@ -331,8 +336,9 @@ def attached(
 ) -> Iterator[None]:
     """The next context that this thread creates inside the block uses the choice's layout (none for ordinary types).
 
-    adapt: as subkv.adapt.parse reads it; None: bases are static.
+    adapt: as subkv.adapt.parse reads it, "none": static bases; None: what the choice or else the file says.
     """
+    adapt = adapt if adapt is not None else choice.adapt
     if choice.layout is None:
         for key, given in (("n_sink", n_sink), ("n_recent", n_recent), ("n_rollback", n_rollback), ("adapt", adapt)):
             if given is not None:
@@ -348,7 +354,9 @@ def attached(
         raise CacheError("", last_error())
     try:
         params = _lib.CacheParams(*(-1 if given is None else given for given in numbers.values()))
-        if adapt is not None:
+        if adapt is None:
+            adapt = json.loads(native().subkv_layout_json(layout))["adapt"] or adaptive.NONE
+        if adapt != adaptive.NONE:
             try:
                 sides, how = adaptive.parse(adapt)
             except ValueError as error:

@@ -46,7 +46,7 @@ void AdaptiveLayer::for_each(uint32_t stream, const std::function<void(AdaptUnit
     }
 }
 
-void Adaptive::check(AdaptRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
+void Adaptive::check(const AdaptRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
                      const CacheDesc & desc) {
     const AdaptParams & p = request.params;
     std::string         err;

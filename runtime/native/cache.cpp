@@ -40,9 +40,8 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
     }
     check(desc);
     if (adapt.any()) {
-        AdaptRequest request = adapt;
-        Adaptive::check(request, *layout_, window_.n_recent(), window_.n_rollback(), desc);
-        adaptive_ = std::make_unique<Adaptive>(*layout_, request, n_stream_);
+        Adaptive::check(adapt, *layout_, window_.n_recent(), window_.n_rollback(), desc);
+        adaptive_ = std::make_unique<Adaptive>(*layout_, adapt, n_stream_);
     }
 
     std::vector<LayerDesc> coded;
@@ -245,7 +244,7 @@ void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml
 // state
 //
 
-static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '1' };
+static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '2' };
 
 // What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
 // adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does.

@@ -180,6 +180,11 @@ public:
         return value;
     }
 
+    // UTF-8 text that may be absent: then empty.
+    std::string optional_str(const std::string & key) const {
+        return gguf_find_key(ctx, key.c_str()) < 0 ? std::string() : str(key);
+    }
+
     // Not copied: a basis may be large. Valid as long as the gguf_context.
     std::string_view view(const std::string & key) const { return gguf_get_val_str(ctx, find(key, GGUF_TYPE_STRING)); }
 
@@ -254,6 +259,7 @@ void read_header(const Keys & keys, Layout & l) {
     l.calibration_tokens = keys.u64("subkv.calibration.tokens");
     l.calibration_text   = keys.str("subkv.calibration.text");
     l.generator          = keys.str("subkv.generator");
+    l.adapt              = keys.optional_str("subkv.adapt");
 }
 
 std::string basis_key(int il) {

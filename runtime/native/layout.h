@@ -81,6 +81,7 @@ struct Layout {
     uint64_t    calibration_tokens = 0;
     std::string calibration_text;
     std::string generator;
+    std::string adapt; // how a context should follow the text unless it is told; empty: not at all
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
     std::string             fingerprint;

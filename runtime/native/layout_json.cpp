@@ -388,8 +388,9 @@ std::string layout_to_json(const Layout & l) {
         << ",\"base_sha256\":" << json_string(l.base_sha256)
         << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
         << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
-        << "},\"generator\":" << json_string(l.generator) << ",\"fingerprint\":" << json_string(l.fingerprint)
-        << ",\"bytes_per_token\":" << l.bytes_per_token << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":[";
+        << "},\"generator\":" << json_string(l.generator) << ",\"adapt\":" << json_string(l.adapt)
+        << ",\"fingerprint\":" << json_string(l.fingerprint) << ",\"bytes_per_token\":" << l.bytes_per_token
+        << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":[";
     for (size_t i = 0; i < l.layers.size(); ++i) {
         const LayerCodec & layer = l.layers[i];
         out << (i ? "," : "") << "{\"il\":" << layer.il << ",\"n_head_kv\":" << layer.n_head_kv

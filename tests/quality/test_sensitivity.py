@@ -238,11 +238,18 @@ def test_evaluate_adaptive_bases(
     model = str(tiny_model("llama"))
     arguments = ["-m", model, "--bases", str(measured), "-f", str(text), "-c", "256", "--chunks", "2", "-t", "1"]
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]
-    arguments += ["--adapt", "kv,length=0", "--adapt", "v,length=32,warm=32,gain=1", "--adapt", "k,length=0,kind=oja"]
+    arguments += [
+        "--adapt",
+        "kv,warm=1000000",
+        "--adapt",
+        "v,length=32,warm=32,gain=1",
+        "--adapt",
+        "k,warm=1000000,kind=oja",
+    ]
     result = CliRunner().invoke(evaluate.command, [*arguments, "-o", "json"])
     assert result.exit_code == 0, result.output
     static, never, values, oja, *_ = rows = json.loads(result.stdout)
-    assert [row["name"] for row in rows[:2]] == ["subkv 4", "subkv 4 adapt kv,length=0"]
+    assert [row["name"] for row in rows[:2]] == ["subkv 4", "subkv 4 adapt kv,warm=1000000"]
     assert never["mean_kld"] == pytest.approx(static["mean_kld"], rel=0.02)
     assert static["chunks_opened"] is None and static["bpe_adapt"] == 0.0
     assert never["chunks_opened"] == oja["chunks_opened"] == 0.0

@@ -1,0 +1,90 @@
+"""--adapt and its relatives: what a user may write, and that every way to a context leads there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from subkv.adapt import Adapt, parse
+
+
+def test_what_is_written_is_what_is_asked_for() -> None:
+    assert parse("v") == ("v", Adapt())
+    assert parse("kv,length=256,gain=0.5,kind=fd") == ("kv", Adapt(length=256, gain=0.5, kind="fd"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected k, v or kv, found ''"),
+        ("q", "expected k, v or kv, found 'q'"),
+        ("v,size=3", "expected one of kind, rank, .*, found 'size'"),
+        ("v,length=x", "length: expected a number, found 'x'"),
+        ("v,length=0", "length: expected at least 1 token, found 0"),
+        ("v,tau=0", "tau: expected a relative residual between 0 and 1, found 0"),
+        ("v,tau=1", "tau: expected a relative residual between 0 and 1, found 1"),
+        ("v,tau=nan", "tau: expected a relative residual between 0 and 1, found nan"),
+        ("v,kind=svd", "kind: expected one of covariance, fd, oja, found 'svd'"),
+    ],
+)
+def test_bad_text(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+LONG = [10 + (7 * i + i * i) % 200 for i in range(300)]
+
+
+def chunks(path: Path, **options: str) -> tuple[int, int]:
+    """Adaptive bases alive and their bytes after a text, in subkv.Llama."""
+    from subkv.llama import Llama
+
+    llm = Llama(path, n_ctx=512, n_threads=2, n_threads_batch=2, n_recent=32, n_rollback=8, verbose=False, **options)
+    try:
+        llm.eval(LONG)
+        stats = llm.kv_stats()
+        return stats.n_chunks, stats.bytes_adapt
+    finally:
+        llm.close()
+
+
+ADAPT = "v,block=16,length=64,warm=64,gain=100"
+
+
+def test_llama_follows_the_text(coded_model: Callable[..., Path]) -> None:
+    path = coded_model("--n-recent", "32", "--kv-bits", "8")
+    assert chunks(path) == (0, 0)
+    found, n_bytes = chunks(path, adapt=ADAPT)
+    assert found > 0 and n_bytes > 0
+
+
+def test_the_file_may_ask_for_it_and_the_user_has_the_last_word(coded_model: Callable[..., Path]) -> None:
+    path = coded_model("--n-recent", "32", "--kv-bits", "8", "--adapt", ADAPT)
+    assert chunks(path)[0] > 0
+    assert chunks(path, adapt="none") == (0, 0)
+
+
+def test_refusals_name_the_argument(coded_model: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
+    from subkv.cache import CacheError
+    from subkv.llama import Llama
+
+    with pytest.raises(CacheError, match="adapt: expected k, v or kv, found 'x'"):
+        chunks(coded_model("--n-recent", "32", "--kv-bits", "8"), adapt="x")
+    with pytest.raises(CacheError, match="block: expected at most n_recent less n_rollback, 24, .* found 32"):
+        chunks(coded_model("--n-recent", "32", "--kv-bits", "8"), adapt="v")
+    with pytest.raises(CacheError, match="adapt: expected a coefficient cache"):
+        Llama(tiny_model("llama"), kv_cache="f16", adapt="v", verbose=False)
+
+
+def test_a_cache_by_name(coded_model: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
+    from runtime.engine import parse_cache
+    from subkv.cache import CacheError
+
+    path = coded_model("--n-recent", "32", "--kv-bits", "8")
+    assert parse_cache("subkv", path, None).adapt is None
+    assert parse_cache("subkv+v;length=64", path, None).adapt == "v,length=64"
+    assert parse_cache(f"subkv:{path}+kv", tiny_model("llama"), None).adapt == "kv"
+    with pytest.raises(CacheError, match="-ctk: expected a coefficient cache before '\\+v', found 'f16\\+v'"):
+        parse_cache("f16+v", path, None)
