@@ -13,7 +13,22 @@ import pytest
 
 from subkv import _lib
 
-TYPES = {"int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float}
+TYPES = {
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "subkv_adapt_params": _lib.AdaptParams,
+}
+STRUCTURES = {
+    "subkv_cache_params": _lib.CacheParams,
+    "subkv_stats": _lib.Stats,
+    "subkv_observed": _lib.Observed,
+    "subkv_sketch_params": _lib.SketchParams,
+    "subkv_adapt_params": _lib.AdaptParams,
+    "subkv_adapt_stats": _lib.AdaptStats,
+}
 
 
 @pytest.fixture(scope="session")
@@ -35,17 +50,14 @@ def test_every_function_is_declared(header: str) -> None:
     assert found == {name: len(arguments) for name, (_, arguments) in _lib.SIGNATURES.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "structure"),
-    [("subkv_cache_params", _lib.CacheParams), ("subkv_stats", _lib.Stats), ("subkv_observed", _lib.Observed)],
-)
-def test_structures(header: str, name: str, structure: type[ctypes.Structure]) -> None:
-    match = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", header, re.S)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures(header: str, name: str) -> None:
+    match = re.search(rf"struct {name} \{{(.*?)\}}( {name})?;", header, re.S)
     assert match
     fields = []
     for kind, names in re.findall(r"(\w+)\s+([\w\s,]+);", match[1]):
         fields += [(field.strip(), TYPES[kind]) for field in names.split(",")]
-    assert fields == structure._fields_
+    assert fields == STRUCTURES[name]._fields_
 
 
 def test_import_does_nothing() -> None:

@@ -274,7 +274,7 @@ def test_evaluate_adaptive_bases(
         (["--adapt", "q"], "--adapt: expected k, v or kv, found 'q'"),
         (["--adapt", "v,size=3"], "--adapt: expected one of kind, rank, rows, "),
         (["--adapt", "v,gain=x"], "--adapt: gain: expected a number, found 'x'"),
-        (["--adapt", "v,gain=2", "-c", "256"], "gain: expected above 0 and at most 1, found 2"),
+        (["--adapt", "v,gain=0", "-c", "256"], "gain: expected a factor above 0, found 0"),
     ],
 )
 def test_evaluate_refuses(
