@@ -68,7 +68,9 @@ class Layout:
             self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
         ):
             raise ConverterError(_last_error())
-        out.stats.update({field[0]: int(getattr(stats, field[0])) for field in stats._fields_})
+        out.stats.update(
+            {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}
+        )  # rho has it
         return out
 
 

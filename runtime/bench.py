@@ -356,7 +356,8 @@ def main(**given: Any) -> None:
 def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_threads: int) -> list[Config]:
     """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
     from runtime.engine import parse_cache
-    from subkv.cache import CacheError, cache_line
+    from subkv.cache import CacheError
+    from subkv.stats import cache_line
 
     bases = Path(given["bases"]) if given["bases"] else None
     specs = [item.strip() for item in given["types_k"].split(",")]

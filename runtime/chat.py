@@ -233,6 +233,15 @@ class Chat:
                 ("zero rows", f"{stats.n_zero_rows}"),
                 ("fingerprint", stats.fingerprint or ""),
             ]
+        for layer in conversation.llm.adapt_stats():
+            rest = sorted(layer.residuals)
+            rows.append(
+                (
+                    f"  layer {layer.il} {layer.side}",
+                    f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
+                    f"residual {rest[0]:.3f} to {rest[-1]:.3f}",
+                )
+            )
         options.note("\n".join(f"{name:<18} {value}" for name, value in rows))
 
 
@@ -312,7 +321,7 @@ def main(**given: Any) -> None:
         prompt = sys.stdin.read()
     with open_model(given) as llm:
         from runtime.conversation import Conversation, Sampling
-        from subkv.cache import cache_line
+        from subkv.stats import cache_line
 
         options.note(cache_line(llm.kv_stats()))
         sampling = Sampling(given["temp"], given["top_k"], given["top_p"], given["min_p"], given["repeat_penalty"])

@@ -20,19 +20,18 @@ from subkv.cache import (
     C,
     CacheChoice,
     CacheError,
-    KVStats,
     ModelFileError,
     SubkvError,
     attached,
     captured_log,
     check_model_file,
     choose_cache,
-    context_stats,
     creation_error,
     flash_attention,
     last_error,
     last_log_error,
 )
+from subkv.stats import KVStats, context_stats
 
 Logits = npt.NDArray[np.float32]
 

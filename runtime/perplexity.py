@@ -281,7 +281,8 @@ def open_runs(model: Model, given: dict[str, Any], n_ctx: int, n_threads: int, w
     """Contexts for what the flags ask for, each announced by its cache line."""
     from runtime.engine import parse_cache
     from runtime.scoring import Scores
-    from subkv.cache import cache_line, choose_cache
+    from subkv.cache import choose_cache
+    from subkv.stats import cache_line
 
     bases = Path(given["bases"]) if given["bases"] else None
     flash = options.FLASH[given["flash_attn"]]

@@ -107,6 +107,7 @@ class AdaptStats(ctypes.Structure):
         ("n_nonfinite", _i64),
         ("bytes_bases", _i64),
         ("bytes_sketch", _i64),
+        ("residual", ctypes.c_double),
     ]
 
 

@@ -25,15 +25,12 @@ from subkv.cache import (
     C,
     CacheChoice,
     CacheError,
-    KVStats,
     StateError,
     SubkvError,
     attached,
-    cache_line,
     captured_log,
     check_model_file,
     choose_cache,
-    context_stats,
     creation_error,
     flash_attention,
     internals,
@@ -41,6 +38,7 @@ from subkv.cache import (
     last_log_error,
     llama_cpp,
 )
+from subkv.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
@@ -137,6 +135,10 @@ class Llama(llama_cpp.Llama):
     def kv_stats(self) -> KVStats:
         """Sizes of the KV cache as allocated, in bytes, and what it would take as f16."""
         return context_stats(self._model.model, self._ctx.ctx, self._choice, self._kv_log)
+
+    def adapt_stats(self) -> list[AdaptStats]:
+        """Per layer and side, what became of bases that follow the text; empty where none do."""
+        return adapt_stats(self._ctx.ctx, C.llama_model_n_layer(self._model.model))
 
     def fingerprint(self) -> str | None:
         """What a saved state is bound to: SHA-256 over layout and bases; None for an ordinary cache."""

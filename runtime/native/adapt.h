@@ -148,6 +148,9 @@ private:
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,
                                              const double * energy);
 
+// Adds what one adapter can tell; of residuals the largest counts.
+void add_stats(const Adapter & adapter, subkv_adapt_stats & sum);
+
 // The C interface's parameters.
 AdaptParams adapt_params(const subkv_adapt_params & params);
 

@@ -165,24 +165,13 @@ uint64_t Adaptive::n_chunks() const {
     return sum;
 }
 
-bool Adaptive::stats(int32_t il, int64_t head, bool value, AdaptStats & sum, int64_t & n_chunks, size_t & bytes_bases,
-                     size_t & bytes_sketch) const {
+bool Adaptive::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const {
     const AdaptiveLayer * layer = this->layer(il);
     if (!layer || !layer->adapts(value)) {
         return false;
     }
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        const Adapter &    adapter = layer->unit(stream, head, value)->adapter;
-        const AdaptStats & s       = adapter.stats();
-        sum.n_blocks += s.n_blocks;
-        sum.n_opened += s.n_opened;
-        sum.n_refused += s.n_refused;
-        sum.n_merged += s.n_merged;
-        sum.n_recoded += s.n_recoded;
-        sum.n_nonfinite += s.n_nonfinite;
-        n_chunks += adapter.n_chunks();
-        bytes_bases += adapter.bytes_bases();
-        bytes_sketch += adapter.bytes_sketch();
+        add_stats(layer->unit(stream, head, value)->adapter, sum);
     }
     return true;
 }

@@ -64,9 +64,8 @@ public:
 
     size_t   bytes() const; // bases of chunks and sketches
     uint64_t n_chunks() const;
-    // Sums over the streams' units of a head and side; false: it does not adapt.
-    bool stats(int32_t il, int64_t head, bool value, AdaptStats & sum, int64_t & n_chunks, size_t & bytes_bases,
-               size_t & bytes_sketch) const;
+    // Of a head and side, over the streams; false: it does not adapt.
+    bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
 
     void state_write(StateWriter & w, uint32_t stream) const;
     void state_read(StateReader & r, uint32_t stream); // throws std::runtime_error, the stream is then empty

@@ -108,17 +108,14 @@ extern "C" bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t h
                                       subkv_adapt_stats * out) {
     const Cache *      cache = cache_of(ctx, nullptr, nullptr);
     const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
-    AdaptStats         sum;
-    int64_t            n_chunks = 0;
-    size_t             bases = 0, sketch = 0;
+    subkv_adapt_stats  sum   = {};
     if (!layer || !cache->adaptive() || head_kv < 0 || head_kv >= layer->n_head_kv ||
-        !cache->adaptive()->stats(il, head_kv, value, sum, n_chunks, bases, sketch)) {
+        !cache->adaptive()->stats(il, head_kv, value, sum)) {
         set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
                   value ? "values" : "keys");
         return false;
     }
-    *out = { sum.n_blocks,  n_chunks,        sum.n_opened,    sum.n_refused,   sum.n_merged,
-             sum.n_recoded, sum.n_nonfinite, (int64_t) bases, (int64_t) sketch };
+    *out = sum;
     return true;
 }
 

@@ -32,6 +32,20 @@ template <typename T, typename F> T guarded(T failed, F body) {
 
 } // namespace
 
+void subkv::add_stats(const Adapter & adapter, subkv_adapt_stats & sum) {
+    const AdaptStats & s = adapter.stats();
+    sum.n_blocks += s.n_blocks;
+    sum.n_chunks += adapter.n_chunks();
+    sum.n_opened += s.n_opened;
+    sum.n_refused += s.n_refused;
+    sum.n_merged += s.n_merged;
+    sum.n_recoded += s.n_recoded;
+    sum.n_nonfinite += s.n_nonfinite;
+    sum.bytes_bases += (int64_t) adapter.bytes_bases();
+    sum.bytes_sketch += (int64_t) adapter.bytes_sketch();
+    sum.residual = std::max(sum.residual, (double) adapter.residual());
+}
+
 AdaptParams subkv::adapt_params(const subkv_adapt_params & p) {
     return { (SketchKind) p.kind, p.rank, p.rows, p.decay, p.rate, p.block, p.length, p.warm,
              p.max_chunks,        p.tau,  p.gain, p.reuse, p.merge };
@@ -82,20 +96,6 @@ int64_t read(subkv_adapt & a, float * xhat, int32_t * chunk_of, float * rho) {
     return n;
 }
 
-void get_stats(const subkv_adapt & a, subkv_adapt_stats & out) {
-    const Adapter &    adapter = a.replay.adapter();
-    const AdaptStats & s       = adapter.stats();
-    out                        = { s.n_blocks,
-                                   adapter.n_chunks(),
-                                   s.n_opened,
-                                   s.n_refused,
-                                   s.n_merged,
-                                   s.n_recoded,
-                                   s.n_nonfinite,
-                                   (int64_t) adapter.bytes_bases(),
-                                   (int64_t) adapter.bytes_sketch() };
-}
-
 bool in_use(const subkv_adapt & a, int32_t slot) {
     if (slot == 0 || a.replay.adapter().chunk(slot) != nullptr) {
         return true;
@@ -129,7 +129,8 @@ int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, 
 }
 
 void subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out) {
-    get_stats(*adapt, *out);
+    *out = {};
+    add_stats(adapt->replay.adapter(), *out);
 }
 
 bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out) {
@@ -184,7 +185,8 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
         adapt->replay.push(x, n);
         read(*adapt, xhat, chunk_of, rho);
         if (stats) {
-            get_stats(*adapt, *stats);
+            *stats = {};
+            add_stats(adapt->replay.adapter(), *stats);
         }
         return true;
     });

@@ -197,6 +197,7 @@ struct subkv_adapt_stats {
     int64_t n_nonfinite;
     int64_t bytes_bases; // of the chunks alive
     int64_t bytes_sketch;
+    double  residual; // relative, of the latest block as stored
 };
 
 // Codes the keys (value = false) or values of one KV head as a cache would that drops nothing: positions 0, 1, .., the

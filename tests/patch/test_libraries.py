@@ -19,6 +19,7 @@ TYPES = {
     "int64_t": ctypes.c_int64,
     "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
+    "double": ctypes.c_double,
     "subkv_adapt_params": _lib.AdaptParams,
 }
 STRUCTURES = {

@@ -44,7 +44,9 @@ def chunks(path: Path, **options: str) -> tuple[int, int]:
     llm = Llama(path, n_ctx=512, n_threads=2, n_threads_batch=2, n_recent=32, n_rollback=8, verbose=False, **options)
     try:
         llm.eval(LONG)
-        stats = llm.kv_stats()
+        stats, layers = llm.kv_stats(), llm.adapt_stats()
+        assert stats.n_chunks == sum(layer.n_chunks for layer in layers)
+        assert all(layer.side == "v" and 0.0 < min(layer.residuals) < 1.0 for layer in layers)
         return stats.n_chunks, stats.bytes_adapt
     finally:
         llm.close()
