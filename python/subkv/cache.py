@@ -374,5 +374,7 @@ def creation_error(error: Exception, choice: CacheChoice, log: LogLines) -> Subk
     if "context" not in str(error):
         return SubkvError("", str(error))
     reason = (last_error() if choice.coded else "") or last_log_error(log) or str(error)
+    if choice.coded and reason.startswith("adapt: "):
+        return CacheError("adapt", reason.removeprefix("adapt: "))
     wayless = choice.coded and "f16" not in reason
     return CacheError("kv_cache", f"{reason}; choose f16 to run without coefficients" if wayless else reason)
