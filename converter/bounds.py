@@ -1,8 +1,9 @@
 """Error bounds of projected attention (papers/online-subspace-projection.md §8), on numpy arrays of one head.
 
-Exact: l_i = s q·k_i, a = softmax(l), o = Σ a_i v_i. Projected: k̂_i = γ P_K k_i, v̂_i = P_V v_i with orthogonal projectors,
-ΔK = K(I − P_K), ΔV = V(I − P_V). The paper's logit bound s γ‖q‖‖ΔK‖ forgets that γ ≠ 1 also scales what P keeps:
-k − γPk = Δk + (1 − γ)Pk. The two parts are orthogonal, so ‖K − γKP‖² ≤ ‖ΔK‖² + (1 − γ)²‖KP‖²; at γ = 1 that is the paper's.
+Exact: l_i = s q·k_i, a = softmax(l), o = Σ a_i v_i. Projected: k̂_i = γ P_K k_i, v̂_i = P_V v_i with orthogonal
+projectors, ΔK = K(I − P_K), ΔV = V(I − P_V). The paper's logit bound s γ‖q‖‖ΔK‖ forgets that γ ≠ 1 also scales what P
+keeps: k − γPk = Δk + (1 − γ)Pk. The two parts are orthogonal, so ‖K − γKP‖² ≤ ‖ΔK‖² + (1 − γ)²‖KP‖²; at γ = 1 that is
+the paper's.
 Norms without a name are the largest singular value.
 """
 
@@ -66,7 +67,8 @@ def output_bound(logit_error: float, largest_v: float, residual_v: float) -> flo
 def chunked(values: Sequence[float]) -> float:
     """What the bounds above take where cells lie in chunks with projectors of their own: the worst chunk's norm.
 
-    For logits each cell has one chunk; for values ‖Σ_j â_jᵀ ΔV_j‖ ≤ Σ_j ‖â_j‖₁ ‖ΔV_j‖ ≤ max_j ‖ΔV_j‖, as Σ_j ‖â_j‖₁ = 1.
+    For logits each cell has one chunk; for values ‖Σ_j â_jᵀ ΔV_j‖ ≤ Σ_j ‖â_j‖₁ ‖ΔV_j‖ ≤ max_j ‖ΔV_j‖, since all weights
+    sum to 1.
     """
     return max(values, default=0.0)
 

@@ -1,4 +1,4 @@
-"""The sketches of libsubkv (kernels/include/subkv/sketch.h): what a stream of rows leaves behind of its second moment."""
+"""The sketches of libsubkv (kernels/include/subkv/sketch.h): what a stream leaves of its second moment."""
 
 from __future__ import annotations
 

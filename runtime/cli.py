@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": ("runtime.chat", "main", "chat with a model"),
     "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
     "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
+    "experiments": ("runtime.experiments.cli", "main", "run the papers' experiments, answer their falsifiers"),
     "plot": ("runtime.plots", "main", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "main", "show the layout a file carries"),
 }

@@ -1,0 +1,1 @@
+"""The papers' experiments in one command: `python -m runtime.experiments` (runtime/experiments/cli.py)."""
