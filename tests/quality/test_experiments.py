@@ -257,7 +257,7 @@ def test_ranks_hold_their_energy(
     with Gguf("-m", tiny_model("llama")) as base:
         fit = Fit(base, stats, Options(n_recent=N_RECENT, **PLAIN))
     exact, rounded = energy_ranks(fit, 0.95)
-    values = np.linalg.eigvalsh(stats.layers[0].k2[0])[::-1]
+    values = np.linalg.eigvalsh(fit.calibration.layers[0].k2[0])[::-1]
     share = np.cumsum(values) / values.sum()
     assert share[exact[0] - 1] >= 0.95 > (share[exact[0] - 2] if exact[0] > 1 else 0.0)
     assert all(r % 8 == 0 and r >= e for e, r in zip(exact, rounded, strict=True))
