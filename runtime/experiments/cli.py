@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -142,7 +143,7 @@ class Report:
 
 def _command() -> str:
     """The command line, files without their folders."""
-    return " ".join(["python -m runtime.experiments", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
+    return " ".join(["python -m runtime.experiments", *(re.sub(r"[^\s=,]*/(?=.)", "", a) for a in sys.argv[1:])])
 
 
 @options.command(name="experiments")

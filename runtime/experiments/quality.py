@@ -15,13 +15,13 @@ from runtime.experiments.lab import GROUP, Lab, Rows, Text, paired
 
 ENERGIES = (0.90, 0.95, 0.98, 0.99)
 PLAIN = {"basis_k": "pca", "basis_v": "pca", "center_k": False}  # the bases of paper 1
-# name -> --adapt; the last two of the issue's: chunks at J_max 4, and bases rotated in place every 64 tokens
+# name -> --adapt: J_max 1 and 4, and bases rotated in place every 64 tokens whether that helps or not
 ADAPTIVE = {
     "V adapts, J_max 1": "v,max_chunks=1",
     "K and V adapt, J_max 1": "kv,max_chunks=1",
     "V adapts, J_max 4": "v,max_chunks=4,warm=512",
     "K and V adapt, J_max 4": "kv,max_chunks=4,warm=512",
-    "V rotated in place every 64 (SubSpace-A)": "v,length=64,warm=256,max_chunks=1,reuse=0,merge=1",
+    "V rotated in place every 64 (SubSpace-A)": "v,length=64,warm=256,gain=1000,max_chunks=1,reuse=0,merge=1",
 }
 POSITIONS = 4  # ranges of the experiment on length
 

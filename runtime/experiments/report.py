@@ -94,8 +94,7 @@ def _domain(found: dict[str, Any]) -> str:
             ("against static", lambda row: f"{100 * row['change']:+.0f}%"),
         ],
     )
-    lines = "\n".join(f"- {line}" for line in verdicts.domain_verdict(found["reconstruction"]))
-    return f"{_matched(found)}\n\nSquared relative error of raw values behind r directions:\n\n{lines}\n\n{values}"
+    return f"{_matched(found)}\n\nSquared relative error of raw values behind r directions:\n\n{values}"
 
 
 def _chunks(found: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from converter import bounds
 from converter.adapt import AdaptiveCoder, parse
 from converter.codec import F32, rank
 from converter.sketch import Sketch
+from runtime.experiments import verdicts
 from runtime.experiments.lab import Lab, Rows, Text
 from subkv.adapt import Adapt
 
@@ -51,12 +52,12 @@ def _bases(v: F32, moment: bounds.F64, r: int) -> dict[str, Any]:
         return after
 
     return {
-        "static PCA": lambda n: fixed,
+        verdicts.STATIC: lambda n: fixed,
         "running covariance": streamed("covariance", r),
         "Frequent Directions, ℓ = 2r": streamed("fd", 2 * r),
         "Frequent Directions, ℓ = r": streamed("fd", r),
         "Oja, η = 0.1": streamed("oja", r),
-        "the text's own best": lambda n: best,
+        verdicts.BEST: lambda n: best,
     }
 
 
@@ -66,7 +67,7 @@ def reconstruction(lab: Lab) -> Rows:
     r = min(32, lab.reference.d // 2)
     for text in lab.texts:
         mean = _reconstruction_of(lab, text, r)
-        static = mean["static PCA"]
+        static = mean[verdicts.STATIC]
         for name, error in mean.items():
             rows.append({"text": text.name, "name": name, "r": r, "error": error, "change": error / static - 1.0})
     return rows

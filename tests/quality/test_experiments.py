@@ -50,7 +50,10 @@ def report(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("experiments") / "report"
     result = run("--all", *arguments, "-o", str(folder))
     assert result.exit_code == 0, result.output
-    assert [line[:3] for line in result.stdout.splitlines()] == ["(1)", "(2)", "(3)", "(4)"]
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        *("(1)", "(2)", "(3)", "(4)"),
+        *("words.txt:", "digits.txt:"),
+    ]
     return folder
 
 
@@ -243,6 +246,16 @@ def test_bound_verdict(values: list[float], answer: str) -> None:
     counts = dict.fromkeys(("logit_violations", "output_violations", "checks", "gamma_checks", "gamma_violations"), 0)
     found = {"correlations": rows, **counts, "gamma_paper_violations": 7}
     assert verdicts.bound_verdict(found).startswith(f"{answer}: ")
+
+
+def test_domain_verdict() -> None:
+    def row(text: str, name: str, change: float) -> dict[str, Any]:
+        return {"text": text, "name": name, "r": 8, "error": 0.2, "change": change}
+
+    errors = [row(text, name, c) for text in "ab" for name, c in ((verdicts.STATIC, 0.0), ("x", -0.5), ("y", -0.4))]
+    first, second = verdicts.domain_verdict(errors)
+    assert first == "a: error of values behind 8 directions, 0.200 with static PCA: x -50%, y -40%."
+    assert second.endswith("x -50%, y -40%; -45% or better: x.")
 
 
 def test_ranks_hold_their_energy(
