@@ -157,8 +157,12 @@ def bound_errors(lab: Lab) -> dict[str, Any]:
     return {"text": lab.texts[0].name, "r": r, "length": LENGTH, **summary(lines), "lines": lines}
 
 
+def _share(measured: float, bound: float) -> float:
+    return measured / bound if bound > 0.0 else 1.0
+
+
 def summary(lines: Rows) -> dict[str, Any]:
-    """Violations counted, and rank correlations over heads per mode."""
+    """Violations counted, rank correlations over heads per mode, median of the largest error over the largest bound."""
     rows = []
     for mode in dict.fromkeys(line["mode"] for line in lines):
         own = [line for line in lines if line["mode"] == mode]
@@ -181,6 +185,12 @@ def summary(lines: Rows) -> dict[str, Any]:
     names = ("logit_violations", "output_violations")
     return {
         "correlations": rows,
+        **{
+            f"{what}_tightness": float(
+                np.median([_share(line[f"{what}_error"], line[f"{what}_bound"]) for line in lines])
+            )
+            for what in ("logit", "output")
+        },
         "checks": sum(line["queries"] for line in lines),
         **{name: sum(line[name] for line in lines) for name in names},
         "gamma_checks": sum(line["queries"] for line in static),

@@ -135,9 +135,11 @@ def _bounds(found: dict[str, Any]) -> str:
     )
     return (
         f"Rank {found['r']}, sketches of {2 * found['r']} rows, {found['text']}. Violated: logit bound "
-        f"{found['logit_violations']}, output bound {found['output_violations']} of {found['checks']} each (γ = 1); at "
-        f"γ = √(r/d) the paper's logit bound {found['gamma_paper_violations']} of {found['gamma_checks']}, the "
-        f"completed one {found['gamma_violations']}. Residuals behind a sketch: √(σ² + ε) violated "
+        f"{found['logit_violations']}, output bound {found['output_violations']} of {found['checks']} each (γ = 1); "
+        f"errors reach {100 * found['logit_tightness']:.2g}% and {100 * found['output_tightness']:.2g}% of them "
+        f"(median). At γ = √(r/d) the paper's logit bound "
+        f"{found['gamma_paper_violations']} of {found['gamma_checks']}, "
+        f"the completed one {found['gamma_violations']}. Residuals behind a sketch: √(σ² + ε) violated "
         f"{found['fd_violations']} of {found['fd_checks']}, above the paper's √ε without its perturbation term "
         f"{found['fd_above_root_epsilon']}.\n\n{table}"
     )

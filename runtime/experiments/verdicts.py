@@ -21,28 +21,24 @@ def rank_verdict(found: dict[str, Any]) -> str:
     """(1) is there r ≪ d with at most 1% more PPL?"""
     parts = []
     for n_recent in sorted({row["n_recent"] for row in found["rows"]}):
-        low = [row for row in found["rows"] if row["n_recent"] == n_recent and row["share"] <= MUCH_LESS]
+        own = sorted((row for row in found["rows"] if row["n_recent"] == n_recent), key=lambda row: float(row["share"]))
+        good = [row for row in own if row["delta_percent"] <= MOST_PPL]
+        answer = "yes" if good and good[0]["share"] <= MUCH_LESS else "no"
         where = f"with the last {n_recent} tokens exact" if n_recent else "with no recent token exact"
-        good = [row for row in low if row["delta_percent"] <= MOST_PPL]
-        if good:
-            best = min(good, key=lambda row: float(row["share"]))
-            parts.append(
-                f"yes {where}: {100 * best['energy']:g}% energy, mean rank K {best['rank_k']}, V {best['rank_v']}, "
-                f"{100 * best['share']:.0f}% of all coefficients, ΔPPL {best['delta_percent']:+.2f}%"
-            )
-        elif low:
-            best = min(low, key=lambda row: float(row["delta_percent"]))
-            parts.append(
-                f"no {where}: the least rise with at most {100 * MUCH_LESS:g}% of the coefficients is "
-                f"{best['delta_percent']:+.2f}% ({100 * best['energy']:g}% energy, {100 * best['share']:.0f}% kept)"
-            )
-        else:
-            least = min((row for row in found["rows"] if row["n_recent"] == n_recent), key=lambda row: row["share"])
-            parts.append(
-                f"no {where}: {100 * least['energy']:g}% energy alone takes {100 * least['share']:.0f}% of the "
-                f"coefficients (ΔPPL {least['delta_percent']:+.2f}%)"
-            )
-    return f"{'; '.join(parts)}. Plain PCA, int8, {found['rows'][0]['text']}."
+        least = f"with {_kept(good[0])}" if good else f"none that was tried reaches it, with {_kept(own[-1])}"
+        if own[0] is not (good or [None])[0]:
+            least += f", with {_kept(own[0])}"
+        parts.append(f"{answer} {where}: {least}")
+    return (
+        f"{'; '.join(parts)} (r ≪ d: at most {100 * MUCH_LESS:g}% kept; plain PCA, int8, {found['rows'][0]['text']})."
+    )
+
+
+def _kept(row: dict[str, Any]) -> str:
+    return (
+        f"{100 * row['share']:.0f}% of the coefficients ({100 * row['energy']:g}% energy, mean rank K {row['rank_k']}, "
+        f"V {row['rank_v']}) ΔPPL is {row['delta_percent']:+.2f}%"
+    )
 
 
 def matched_verdict(pairs: Rows) -> str:

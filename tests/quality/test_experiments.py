@@ -109,6 +109,7 @@ def test_bounds_hold(results: dict[str, Any]) -> None:
     assert found["checks"] > 0 and found["gamma_checks"] > 0
     assert found["logit_violations"] == found["output_violations"] == found["gamma_violations"] == 0
     assert found["fd_violations"] == 0
+    assert 0.0 < found["logit_tightness"] <= 1.0 and 0.0 < found["output_tightness"] <= 1.0
     for line in found["lines"]:
         assert 0.0 <= line["logit_error"] <= line["logit_bound"] * 1.001
         assert 0.0 <= line["output_error"] <= line["output_bound"] * 1.001
@@ -208,9 +209,10 @@ def rank_row(share: float, delta: float, n_recent: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rows", "start"),
     [
-        ([rank_row(0.3, 0.9), rank_row(0.6, 0.1)], "yes with no recent token exact: "),
-        ([rank_row(0.3, 1.1), rank_row(0.6, 0.1)], "no with no recent token exact: the least rise"),
-        ([rank_row(0.6, 0.1)], "no with no recent token exact: 90% energy alone takes 60%"),
+        ([rank_row(0.3, 0.9), rank_row(0.6, 0.1)], "yes with no recent token exact: with 30% of the coefficients"),
+        ([rank_row(0.3, 1.1), rank_row(0.6, 0.1)], "no with no recent token exact: with 60% of the coefficients"),
+        ([rank_row(0.3, 3.0), rank_row(0.6, 2.0)], "no with no recent token exact: none that was tried reaches it"),
+        ([rank_row(0.6, 0.1)], "no with no recent token exact: with 60% of the coefficients"),
     ],
 )
 def test_rank_verdict(rows: list[dict[str, Any]], start: str) -> None:
