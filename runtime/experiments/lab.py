@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from converter import layout
 from converter.adapt import Layout, loaded, parse
@@ -98,7 +99,7 @@ class Lab:
         targets = np.array(tokens[first + 1 :], dtype=np.int32)
         exact = self.reference.logits(tokens, first)[:-1]
         with ThreadPoolExecutor(self.n_threads) as pool:
-            for cache in caches:
+            for cache in tqdm(caches, unit="cache", disable=not self.progress, desc=f"{len(tokens)} tokens"):
                 assert cache.coder is not None
                 logits = self.reference.coded_logits(tokens, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
                 scores = score(logits, targets, exact, pool, self.n_threads)
