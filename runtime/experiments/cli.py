@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from runtime.experiments.lab import Lab
 
 MIN_TOKENS = 256  # the last quarter of a chunk still has a few blocks of the adaptive coder
+FORMAT = 1  # of results.json; raised when an experiment's results change, so that older ones are not reused
 PACKAGES = ("subkv", "torch", "transformers", "numpy")
 NAMES = ("ranks", "matched", "sides", "coefficients", "chunks", "domain", "length", "bounds")
 
@@ -216,6 +217,7 @@ def main(
             "n_recent": chosen.n_recent,
             "bpe_context": bpe_context or "as of convert",
             "versions": _versions(),
+            "format": FORMAT,
         }
         report = Report(folder, settings)
         wanted = [name for name in (NAMES if only is None else only) if name not in report.results]
