@@ -17,6 +17,7 @@ from runtime.experiments.lab import Lab, Rows, Text
 from subkv.adapt import Adapt
 
 PERIOD = 64  # tokens between two bases of `reconstruction`
+NEVER = 1 << 30  # tokens: longer than any text
 BASE = "v,length=256,warm=256,max_chunks=8"  # what the variants of `chunks` change
 LENGTHS = (128, 256, 512)
 PERCENTILES = (50, 95)  # of the static residuals on the in-domain text: thresholds
@@ -108,10 +109,10 @@ def variants(lab: Lab) -> dict[str, str]:
     """name -> --adapt of the experiment `chunks`."""
     _, layers = lab.coded()
     r = min(SMALL, *(rank(head.v.bands) for layer in layers for head in layer.heads))
-    out = {"static": "v,length=0"}
+    out = {"static": f"v,warm={NEVER}"}
     out.update({f"L = {n}": f"{BASE},length={n}" for n in LENGTHS})
     for percent, tau in _thresholds(lab).items():
-        out[f"τ = {tau:.3f} ({percent}% of static ρ), no L"] = f"{BASE},length=0,tau={tau:.6f}"
+        out[f"τ = {tau:.3f} ({percent}% of static ρ), no L"] = f"{BASE},length={NEVER},tau={tau:.6f}"
     out["sketch: covariance"] = f"{BASE},kind=covariance"
     for factor in (1, 2, 4):
         name = "r" if factor == 1 else f"{factor}r"
