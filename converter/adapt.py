@@ -19,7 +19,7 @@ from converter.gguf_io import Gguf, write_sidecar
 from converter.layout import Account
 from converter.metadata import CodedLayer, Settings
 from converter.predict import reconstructed
-from subkv import adapt
+from subkv import _lib, adapt
 from subkv.adapt import Adapt, native_params
 
 
@@ -51,15 +51,13 @@ class Layout:
     def __init__(self, path: Path) -> None:
         self.handle = native.subkv().subkv_layout_load(str(path).encode())
         if not self.handle:
-            raise ConverterError(_last_error())
+            raise ConverterError(_lib.last_error())
 
     def close(self) -> None:
         native.subkv().subkv_layout_free(self.handle)
 
     def replay(self, params: Adapt, il: int, head: int, value: bool, x: F32) -> Replayed:
         """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises ConverterError."""
-        from subkv import _lib
-
         x = np.ascontiguousarray(x, dtype=np.float32)
         out = Replayed(np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32), {})
         stats = _lib.AdaptStats()
@@ -67,7 +65,7 @@ class Layout:
         if not native.subkv().subkv_adapt_replay(
             self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
         ):
-            raise ConverterError(_last_error())
+            raise ConverterError(_lib.last_error())
         out.stats.update(
             {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}
         )  # rho has it
@@ -152,7 +150,3 @@ def loaded(
         yield layout
     finally:
         layout.close()
-
-
-def _last_error() -> str:
-    return (native.subkv().subkv_last_error() or b"unknown error").decode("utf-8", "replace")

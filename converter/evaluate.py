@@ -27,6 +27,7 @@ from converter.calib_io import Calibration, read_calibration
 from converter.calibrate import MIN_TOKENS, default_threads, read_text
 from converter.errors import ConverterError, exit_on_error
 from converter.gguf_io import Gguf
+from converter.layout import Account
 from converter.metadata import CodedLayer
 from converter.metrics import BASES_K, BASES_V
 from converter.pipeline import Fit, Options
@@ -105,11 +106,16 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
     return caches
 
 
-def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:
-    """Our row at a budget."""
+def _coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
+    """A layout at a budget, and what it takes."""
     plan = fit.plan(kv_bits)
     layers, _ = fit.code(plan)
-    counted = fit.account(plan)
+    return layers, fit.account(plan)
+
+
+def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:
+    """Our row at a budget."""
+    layers, counted = _coded(fit, kv_bits)
     return Cache(
         name or f"subkv {kv_bits:g}",
         layer_coder(layers, sides),
@@ -125,9 +131,7 @@ def adaptive_cache(
     fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, adapt: tuple[str, Adapt], stack: contextlib.ExitStack
 ) -> Cache:
     """Our row at a budget with bases that adapt as `text`, parsed: `adapt`. `stack` closes what it opens."""
-    plan = fit.plan(kv_bits)
-    layers, _ = fit.code(plan)
-    counted = fit.account(plan)
+    layers, counted = _coded(fit, kv_bits)
     coded = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
     coder = AdaptiveCoder(coded, layers, sides, *adapt)
     window = fit.settings.n_sink, fit.settings.n_recent

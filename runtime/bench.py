@@ -356,6 +356,7 @@ def main(**given: Any) -> None:
 def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_threads: int) -> list[Config]:
     """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
     from runtime.engine import parse_cache
+    from subkv.adapt import NONE
     from subkv.cache import CacheError
     from subkv.stats import cache_line
 
@@ -370,7 +371,7 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
         choice = parse_cache(spec, model.path, bases)
         # a tail of coded cells can only be removed while their exact rows are kept
         window = {key: given[key] for key in ("n_sink", "n_recent", "adapt")} if choice.coded else {}
-        adaptive = choice.coded and (given["adapt"] or choice.adapt) not in (None, "none")
+        adaptive = choice.coded and choice.adapting(given["adapt"]) not in (None, NONE)
         try:
             context = model.context(
                 choice,

@@ -88,7 +88,7 @@ class Model:
         """A context with the given cache; sequences share its cells. Raises CacheError with the native reason."""
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
-        static = (adapt or choice.adapt) in (None, adaptive.NONE)  # else every sequence needs cells of its own
+        static = choice.adapting(adapt) in (None, adaptive.NONE)  # else every sequence needs cells of its own
         params.n_seq_max, params.kv_unified = n_seq_max, n_seq_max > 1 and static
         params.n_batch = min(n_batch, n_ctx)
         params.n_ubatch = min(n_ubatch, params.n_batch)

@@ -29,7 +29,7 @@ DPI = 150
 #
 
 
-def _figure(flag: str, width: float, height: float) -> Any:
+def new_figure(flag: str, width: float, height: float) -> Any:
     """An empty figure of this size in inches that no window system and no global state knows of."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,7 +48,7 @@ def check(flag: str, target: Path) -> None:
     """
     from converter.atomic import check_writable
 
-    kinds = _figure(flag, 1, 1).canvas.get_supported_filetypes()
+    kinds = new_figure(flag, 1, 1).canvas.get_supported_filetypes()
     if _kind(target) not in kinds:
         raise options.ProgramError(f"{flag}: expected a file name that ends in .png, .svg or .pdf, found {target.name}")
     check_writable(flag, target)
@@ -58,12 +58,12 @@ def _kind(target: Path) -> str:
     return target.suffix[1:].lower() or "png"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text as matplotlib shows it unchanged: a dollar would start a formula."""
     return text.replace("$", r"\$")
 
 
-def _write(flag: str, figure: Any, target: Path) -> None:
+def write_figure(flag: str, figure: Any, target: Path) -> None:
     from converter.atomic import atomic_file
 
     check(flag, target)
@@ -84,7 +84,7 @@ def frontier(results: Sequence[dict[str, Any]], target: Path, flag: str = "--plo
     each such pair. Raises ProgramError, starting with `flag`, when nothing has a KLD or matplotlib is missing;
     ConverterError when target cannot be written.
     """
-    _write(flag, frontier_figure(results, flag), target)
+    write_figure(flag, frontier_figure(results, flag), target)
 
 
 def frontier_figure(results: Sequence[dict[str, Any]], flag: str = "--plot") -> Any:
@@ -102,7 +102,7 @@ def frontier_figure(results: Sequence[dict[str, Any]], flag: str = "--plot") -> 
         raise options.ProgramError(f"{flag}: expected results with a mean KLD above 0, found none in {len(results)}")
     columns = min(len(panels), 2)
     n_rows = -(-len(panels) // columns)
-    figure = _figure(flag, 7.5 if columns == 1 else 11, 0.5 + 4.2 * n_rows)
+    figure = new_figure(flag, 7.5 if columns == 1 else 11, 0.5 + 4.2 * n_rows)
     axes = list(figure.subplots(n_rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     texts = [_frontier_panel(axis, key, rows) for axis, (key, rows) in zip(axes, panels.items(), strict=False)]
     for axis in axes[len(panels) :]:
@@ -129,7 +129,7 @@ def _frontier_panel(axis: Any, key: tuple[Any, Any], rows: list[dict[str, Any]])
     """Points and lines of one panel. Returns the labels to place: x, y, text, colour."""
     text, n_ctx = key
     title = ", ".join([str(text)] * (text is not None) + [f"{n_ctx} tokens"] * (n_ctx is not None))
-    axis.set(title=_plain(title), yscale="log")
+    axis.set(title=plain(title), yscale="log")
     if axis.get_subplotspec().is_first_col():
         axis.set_ylabel("mean KLD [nats]")
     axis.set_xlabel("bits per K/V element (bpe)")
@@ -163,14 +163,14 @@ def _frontier_panel(axis: Any, key: tuple[Any, Any], rows: list[dict[str, Any]])
         low = [min(e, 0.9 * value) for e, value in zip(error, y, strict=True)]  # stays above zero
         axis.errorbar(x, y, yerr=[low, error], color=color, label=legend, markersize=5, elinewidth=1.0, **style)
         for row, px, py in zip(group, x, y, strict=True):
-            beside.append((px, py, _plain(_short(str(row["name"]))), color))
+            beside.append((px, py, plain(_short(str(row["name"]))), color))
     for i, row in enumerate(filter(_is_floor, rows)):
         axis.axhline(
             row["mean_kld"],
             color="tab:red",
             linestyle="--",
             linewidth=1.0,
-            label="" if i else f"{NOISE}: {_plain(row['name'])}",
+            label="" if i else f"{NOISE}: {plain(row['name'])}",
         )
     return [label for label in beside if label[2]]
 
@@ -236,7 +236,7 @@ def sensitivity(calibration: Any, target: Path, flag: str = "--plot") -> None:
     Raises ProgramError, starting with `flag`, for a calibration without sensitivities or without matplotlib;
     ConverterError when target cannot be written.
     """
-    _write(flag, sensitivity_figure(calibration, flag), target)
+    write_figure(flag, sensitivity_figure(calibration, flag), target)
 
 
 def sensitivity_figure(calibration: Any, flag: str = "--plot") -> Any:
@@ -244,7 +244,7 @@ def sensitivity_figure(calibration: Any, flag: str = "--plot") -> Any:
     import numpy as np
 
     _require_sensitivity(flag, calibration)
-    figure = _figure(flag, 11, 5.5)
+    figure = new_figure(flag, 11, 5.5)
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     costs = layer_costs(calibration)
     _heat_maps(flag, figure, axes[0], calibration, costs)
@@ -260,7 +260,7 @@ def sensitivity_figure(calibration: Any, flag: str = "--plot") -> Any:
         axis.set_xlabel("")
     method = calibration.sensitivity
     figure.suptitle(
-        f"{_plain(calibration.name)}: KLD from a one percent error "
+        f"{plain(calibration.name)}: KLD from a one percent error "
         f"beyond the exact window of {method.n_recent} tokens\n({method.method}, {method.tokens} tokens)",
         fontsize=11,
     )
@@ -346,14 +346,14 @@ def plot(layout: dict[str, Any], calibration: Any, target: Path, flag: str = "--
 
     Raises ProgramError without matplotlib, ConverterError when target cannot be written.
     """
-    _write(flag, layout_figure(layout, calibration, flag), target)
+    write_figure(flag, layout_figure(layout, calibration, flag), target)
 
 
 def layout_figure(layout: dict[str, Any], calibration: Any, flag: str = "--plot") -> Any:
     """The figure of plot()."""
     measured = calibration is not None and calibration.sensitivity is not None
     heights = [5.0] + [5.0] * (calibration is not None) + [3.0] * measured
-    figure = _figure(flag, 11, sum(heights))
+    figure = new_figure(flag, 11, sum(heights))
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     for axis, side in zip(axes[0], "kv", strict=True):
         image = axis.imshow(

@@ -251,6 +251,10 @@ class CacheChoice:
     layout: Path | None = None
     adapt: str | None = None
 
+    def adapting(self, adapt: str | None) -> str | None:
+        """How a context follows the text, asked for `adapt` by itself; None: as the layout's file says."""
+        return adapt if adapt is not None else self.adapt
+
     @property
     def coded(self) -> bool:
         return self.layout is not None
@@ -335,7 +339,7 @@ def attached(
 
     adapt: as subkv.adapt.parse reads it, "none": static bases; None: what the choice or else the file says.
     """
-    adapt = adapt if adapt is not None else choice.adapt
+    adapt = choice.adapting(adapt)
     if choice.layout is None:
         for key, given in (("n_sink", n_sink), ("n_recent", n_recent), ("n_rollback", n_rollback), ("adapt", adapt)):
             if given is not None:

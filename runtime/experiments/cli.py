@@ -9,7 +9,6 @@ settings reuses the finished ones. Needs the extra torch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import sys
@@ -57,14 +56,6 @@ def _names(context: click.Context, parameter: click.Parameter, text: str | None)
         if name not in NAMES:
             raise click.BadParameter(f"expected names out of {', '.join(NAMES)}, found {name!r}")
     return names
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def _versions() -> dict[str, str]:
@@ -187,7 +178,7 @@ def main(
     """Run the papers' experiments and answer their falsifiers."""
     from converter import layout
     from converter.calib_io import read_calibration
-    from converter.calibrate import read_text
+    from converter.calibrate import file_sha256, read_text
     from converter.gguf_io import Gguf
     from converter.pipeline import Options
     from converter.reference import Reference, check_length, check_shapes, cut
@@ -207,7 +198,7 @@ def main(
             bpe_context=bpe_context,
         )
         settings = {
-            "model": f"{model.name} ({_sha256(model)})",
+            "model": f"{model.name} ({file_sha256('-m', model)[:16]})",
             "bases": f"{bases.name} ({calibration.sha256[:16]})",
             "texts": [f"{path.name} ({text.source.sha256[:16]})" for path, text in zip(files, texts, strict=True)],
             "n_ctx": n_ctx,

@@ -9,7 +9,7 @@ from runtime import plots
 
 
 def _ranks(found: dict[str, Any]) -> Any:
-    figure = plots._figure("-o", 7, 4.2)
+    figure = plots.new_figure("-o", 7, 4.2)
     axis = figure.subplots()
     for n_recent in sorted({row["n_recent"] for row in found["rows"]}):
         own = [row for row in found["rows"] if row["n_recent"] == n_recent]
@@ -23,11 +23,11 @@ def _ranks(found: dict[str, Any]) -> Any:
 
 def _pairs(found: dict[str, Any]) -> Any:
     pairs = found["pairs"]
-    figure = plots._figure("-o", 8.5, 1.2 + 0.4 * len(pairs))
+    figure = plots.new_figure("-o", 8.5, 1.2 + 0.4 * len(pairs))
     axis = figure.subplots()
     y = range(len(pairs))
     axis.barh(y, [100 * (pair["kld"] / max(pair["kld_static"], 1e-30) - 1) for pair in pairs], color="tab:blue")
-    axis.set_yticks(y, [plots._plain(f"{pair['adaptive']}, {pair['text']}") for pair in pairs])
+    axis.set_yticks(y, [plots.plain(f"{pair['adaptive']}, {pair['text']}") for pair in pairs])
     axis.axvline(0, color="0.3", linewidth=0.8)
     axis.invert_yaxis()
     axis.set(xlabel="KLD of adaptive against static of the same bytes [%]; left is better")
@@ -35,19 +35,19 @@ def _pairs(found: dict[str, Any]) -> Any:
 
 
 def _chunks(found: dict[str, Any]) -> Any:
-    figure = plots._figure("-o", 8, 4.5)
+    figure = plots.new_figure("-o", 8, 4.5)
     axis = figure.subplots()
     for text in dict.fromkeys(row["text"] for row in found["rows"]):
         own = [row for row in found["rows"] if row["text"] == text]
         static = max(own[0]["cost"], 1e-30)
-        axis.plot([row["bits"] for row in own], [row["cost"] / static for row in own], "o", label=plots._plain(text))
+        axis.plot([row["bits"] for row in own], [row["cost"] / static for row in own], "o", label=plots.plain(text))
     axis.axhline(1, color="0.3", linewidth=0.8)
     axis.set(xlabel="bits per element for bases and sketches", ylabel="predicted cost of V against static")
     return _framed(figure)
 
 
 def _length(found: dict[str, Any]) -> Any:
-    figure = plots._figure("-o", 7, 4.2)
+    figure = plots.new_figure("-o", 7, 4.2)
     axis = figure.subplots()
     for name in dict.fromkeys(row["name"] for row in found["rows"]):
         own = [row for row in found["rows"] if row["name"] == name]
@@ -59,7 +59,7 @@ def _length(found: dict[str, Any]) -> Any:
 
 
 def _bounds(found: dict[str, Any]) -> Any:
-    figure = plots._figure("-o", 9.5, 8)
+    figure = plots.new_figure("-o", 9.5, 8)
     axes = figure.subplots(2, 2)
     panels = (
         ("residual_k", "logit_error", "‖K(I − P)‖", "‖l − l̂‖∞"),
@@ -104,5 +104,5 @@ def draw(name: str, found: dict[str, Any], folder: Path) -> str | None:
     """
     if name not in FIGURES:
         return None
-    plots._write("-o", FIGURES[name](found), folder / f"{name}.png")
+    plots.write_figure("-o", FIGURES[name](found), folder / f"{name}.png")
     return f"{name}.png"

@@ -156,8 +156,8 @@ int32_t Adapter::peek(const float * x, int64_t ldx, int64_t n, const int64_t * c
     return current_;
 }
 
-int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, const int64_t * cells, uint8_t * rows,
-                       int64_t stride, const Merge & merge) {
+int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride,
+                       const Merge & merge) {
     const int64_t rank = codec_.rank;
     const auto    code = [&](const ChunkBasis * chunk, std::vector<uint8_t> & out) {
         return chunk == nullptr ? encode(codec_, x, ldx, n, nullptr, out) :
@@ -188,8 +188,7 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t first, c
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
         since_                               = 0; // counted anew, adopted or not
         if (rho > 0.0 && rho_next <= params_.gain * rho) {
-            next->first = first;
-            current_    = adopt(std::move(next), merge);
+            current_ = adopt(std::move(next), merge);
             if (complete()) {
                 std::vector<uint64_t>().swap(sketch_); // nobody will ask it again
             }

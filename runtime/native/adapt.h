@@ -58,7 +58,6 @@ struct ChunkBasis {
     std::vector<uint16_t> rotation; // R [n][n] half, row-major
     HeadCodec             codec;    // rows of x' [n] instead of x [d]: encode_rows and dequantize_rows take it
     int64_t               opened;   // how many chunks had been opened before it
-    int64_t               first;    // position of its first block
 };
 
 struct AdaptStats {
@@ -84,10 +83,9 @@ public:
     // `params` passed check(). The codec and its matrices must outlive the adapter.
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
-    // Codes one block: x [n][ldx] f32 of consecutive positions from `first` on -> row of token t at rows +
-    // cells[t]*stride. Returns the slot of the chunk that all of them belong to. Blocks come in order of position.
-    int32_t block(const float * x, int64_t ldx, int64_t n, int64_t first, const int64_t * cells, uint8_t * rows,
-                  int64_t stride, const Merge & merge);
+    // Codes one block: x [n][ldx] f32 of consecutive positions -> row of token t at rows + cells[t]*stride. Returns the slot of the chunk that all of them belong to. Blocks come in order of position.
+    int32_t block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride,
+                  const Merge & merge);
 
     // Codes rows with the chunk in use and learns nothing: what would be stored now.
     int32_t peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride);
@@ -101,16 +99,13 @@ public:
     //   x^ = D^T lift(c^), linear       out [n] = keep * R^T (g * e), e a row or any weighted sum of rows of the chunk
     void lift(int32_t slot, const float * e, float * out) const;
 
-    int32_t                    current() const { return current_; }   // slot; 0: the static basis
-    const ChunkBasis *         chunk(int32_t slot) const;             // nullptr: 0, or not in use
-    int32_t                    n_chunks() const;                      // adaptive, alive
-    float                      residual() const { return residual_; } // of the latest block as stored
-    const AdaptStats &         stats() const { return stats_; }
-    const AdaptParams &        params() const { return params_; }
-    const std::vector<float> & keep() const { return keep_; } // [n] 1 - distortion, static bands
-    const std::vector<float> & undo() const { return undo_; } // [n] g
-    size_t                     bytes_bases() const;           // of the chunks alive
-    size_t                     bytes_sketch() const { return sketch_.size() * sizeof(uint64_t); }
+    const ChunkBasis *  chunk(int32_t slot) const;             // nullptr: 0, or not in use
+    int32_t             n_chunks() const;                      // adaptive, alive
+    float               residual() const { return residual_; } // of the latest block as stored
+    const AdaptStats &  stats() const { return stats_; }
+    const AdaptParams & params() const { return params_; }
+    size_t              bytes_bases() const; // of the chunks alive
+    size_t              bytes_sketch() const { return sketch_.size() * sizeof(uint64_t); }
 
     std::vector<uint8_t> save() const;
     // Takes over a saved state of an adapter with the same codec and parameters. false: `err`, and nothing has changed.
@@ -131,7 +126,7 @@ private:
     const HeadCodec & codec_;
     AdaptParams       params_;
 
-    std::vector<float>                       keep_, undo_; // [n]
+    std::vector<float>                       keep_, undo_; // [n] 1 - distortion of the static bands; g
     std::vector<std::unique_ptr<ChunkBasis>> chunks_;      // [max_chunks], slot s at s - 1
     std::vector<uint64_t>                    sketch_;      // empty once complete()
     int32_t                                  current_  = 0;

@@ -49,8 +49,7 @@ void AdaptReplay::code_pending() {
             }
         }
     };
-    const int32_t slot =
-        adapter_.block(pending_.data(), d, n, origin_ + first, cells_from(first, n).data(), rows_.data(), row, merge);
+    const int32_t slot = adapter_.block(pending_.data(), d, n, cells_from(first, n).data(), rows_.data(), row, merge);
     slot_.insert(slot_.end(), (size_t) n, slot);
     rho_.insert(rho_.end(), (size_t) n, adapter_.residual());
     pending_.clear();

@@ -26,7 +26,7 @@ struct Head {
 };
 
 struct Entry {
-    int64_t slot, opened, first;
+    int64_t slot, opened;
 };
 
 void append(std::vector<uint8_t> & out, const void * bytes, size_t n) {
@@ -78,7 +78,7 @@ std::vector<uint8_t> Adapter::save() const {
         if (chunk == nullptr) {
             continue;
         }
-        const Entry entry = { slot, chunk->opened, chunk->first };
+        const Entry entry = { slot, chunk->opened };
         append(out, &entry, sizeof(entry));
         for (int32_t b = 0; b < codec_.n_bands; ++b) {
             append(out, &chunk->codec.bands[b].ratio, sizeof(float));
@@ -139,7 +139,6 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
         }
         bind_chunk_codec(codec_, ratio, *chunk);
         chunk->opened               = e.opened;
-        chunk->first                = e.first;
         chunks[(size_t) e.slot - 1] = std::move(chunk);
     }
     if (head.current > params_.max_chunks || (head.current > 0 && chunks[(size_t) head.current - 1] == nullptr)) {

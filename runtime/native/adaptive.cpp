@@ -13,7 +13,7 @@ AdaptiveLayer::AdaptiveLayer(const LayerCodec & codec, const AdaptRequest & requ
 }
 
 AdaptUnit * AdaptiveLayer::unit(uint32_t stream, int64_t head, bool value) const {
-    return units_[((size_t) stream * (size_t) codec_.n_head_kv + (size_t) head) * 2 + (value ? 1 : 0)].get();
+    return units_[index(stream, head, value)].get();
 }
 
 void AdaptiveLayer::reset(uint32_t stream) {
@@ -25,13 +25,11 @@ void AdaptiveLayer::reset(uint32_t stream) {
             const HeadCodec & codec = (value ? codec_.v : codec_.k)[(size_t) head];
             AdaptParams       p     = request_.params;
             std::string       err;
-            if (!Adapter::check(p, codec.rank,
-                                err)) { // ranks differ between heads, and with them what is too many rows
+            if (!Adapter::check(p, codec.rank, err)) { // fills the defaults, which go with the head's rank
                 throw std::runtime_error(err + " (layer " + std::to_string(codec_.il) + ", head " +
                                          std::to_string(head) + ")");
             }
-            units_[((size_t) stream * (size_t) codec_.n_head_kv + (size_t) head) * 2 + (value ? 1 : 0)].reset(
-                new AdaptUnit{ Adapter(ops(), codec, p) });
+            units_[index(stream, head, value)].reset(new AdaptUnit{ Adapter(ops(), codec, p) });
         }
     }
 }
@@ -106,13 +104,17 @@ void Adaptive::reset(uint32_t stream) {
     }
 }
 
-int32_t Adaptive::coded(uint32_t stream) const {
-    int32_t last = 0;
+void Adaptive::for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const {
     for (const auto & layer : layers_) {
         if (layer) {
-            layer->for_each(stream, [&last](const AdaptUnit & unit) { last = std::max(last, unit.coded); });
+            layer->for_each(stream, use);
         }
     }
+}
+
+int32_t Adaptive::coded(uint32_t stream) const {
+    int32_t last = 0;
+    for_each(stream, [&last](const AdaptUnit & unit) { last = std::max(last, unit.coded); });
     return last;
 }
 
@@ -121,46 +123,23 @@ void Adaptive::copy(uint32_t src, uint32_t dst) {
         return;
     }
     reset(dst);
-    for (const auto & layer : layers_) {
-        if (!layer) {
-            continue;
+    std::vector<AdaptUnit *> to;
+    for_each(dst, [&to](AdaptUnit & unit) { to.push_back(&unit); });
+    size_t i = 0;
+    for_each(src, [&](AdaptUnit & unit) {
+        const std::vector<uint8_t> state = unit.adapter.save();
+        std::string                err;
+        if (!to[i]->adapter.restore(state.data(), state.size(), err)) {
+            throw std::runtime_error(err);
         }
-        std::vector<AdaptUnit *> to;
-        layer->for_each(dst, [&to](AdaptUnit & unit) { to.push_back(&unit); });
-        size_t i = 0;
-        layer->for_each(src, [&](AdaptUnit & unit) {
-            const std::vector<uint8_t> state = unit.adapter.save();
-            std::string                err;
-            if (!to[i]->adapter.restore(state.data(), state.size(), err)) {
-                throw std::runtime_error(err);
-            }
-            to[i++]->coded = unit.coded;
-        });
-    }
+        to[i++]->coded = unit.coded;
+    });
 }
 
-size_t Adaptive::bytes() const {
-    size_t sum = 0;
+subkv_adapt_stats Adaptive::total() const {
+    subkv_adapt_stats sum = {};
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        for (const auto & layer : layers_) {
-            if (layer) {
-                layer->for_each(stream, [&sum](const AdaptUnit & unit) {
-                    sum += unit.adapter.bytes_bases() + unit.adapter.bytes_sketch();
-                });
-            }
-        }
-    }
-    return sum;
-}
-
-uint64_t Adaptive::n_chunks() const {
-    uint64_t sum = 0;
-    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        for (const auto & layer : layers_) {
-            if (layer) {
-                layer->for_each(stream, [&sum](const AdaptUnit & unit) { sum += (uint64_t) unit.adapter.n_chunks(); });
-            }
-        }
+        for_each(stream, [&sum](const AdaptUnit & unit) { add_stats(unit.adapter, sum); });
     }
     return sum;
 }
@@ -181,46 +160,36 @@ bool Adaptive::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & s
 //
 
 void Adaptive::state_write(StateWriter & w, uint32_t stream) const {
-    for (const auto & layer : layers_) {
-        if (layer) {
-            layer->for_each(stream, [&w](const AdaptUnit & unit) {
-                const std::vector<uint8_t> state = unit.adapter.save();
-                const uint64_t             size  = state.size();
-                w.write(&unit.coded, sizeof(unit.coded));
-                w.write(&size, sizeof(size));
-                w.write(state.data(), state.size());
-            });
-        }
-    }
+    for_each(stream, [&w](const AdaptUnit & unit) {
+        const std::vector<uint8_t> state = unit.adapter.save();
+        const uint64_t             size  = state.size();
+        w.write(&unit.coded, sizeof(unit.coded));
+        w.write(&size, sizeof(size));
+        w.write(state.data(), state.size());
+    });
 }
 
 void Adaptive::state_read(StateReader & r, uint32_t stream) {
     constexpr uint64_t MOST = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
     reset(stream);
     try {
-        for (const auto & layer : layers_) {
-            if (!layer) {
-                continue;
+        for_each(stream, [&](AdaptUnit & unit) {
+            int32_t  coded = 0;
+            uint64_t size  = 0;
+            r.read(&coded, sizeof(coded));
+            r.read(&size, sizeof(size));
+            if (coded < 0 || coded % request_.params.block != 0 || size > MOST) {
+                throw std::runtime_error("state: whole blocks of adaptive bases expected, " + std::to_string(coded) +
+                                         " positions in " + std::to_string(size) + " bytes found");
             }
-            layer->for_each(stream, [&](AdaptUnit & unit) {
-                int32_t  coded = 0;
-                uint64_t size  = 0;
-                r.read(&coded, sizeof(coded));
-                r.read(&size, sizeof(size));
-                if (coded < 0 || coded % request_.params.block != 0 || size > MOST) {
-                    throw std::runtime_error("state: whole blocks of adaptive bases expected, " +
-                                             std::to_string(coded) + " positions in " + std::to_string(size) +
-                                             " bytes found");
-                }
-                std::vector<uint8_t> state(size);
-                std::string          err;
-                r.read(state.data(), state.size());
-                if (!unit.adapter.restore(state.data(), state.size(), err)) {
-                    throw std::runtime_error(err);
-                }
-                unit.coded = coded;
-            });
-        }
+            std::vector<uint8_t> state(size);
+            std::string          err;
+            r.read(state.data(), state.size());
+            if (!unit.adapter.restore(state.data(), state.size(), err)) {
+                throw std::runtime_error(err);
+            }
+            unit.coded = coded;
+        });
     } catch (...) {
         reset(stream);
         throw;

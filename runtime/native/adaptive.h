@@ -41,6 +41,10 @@ public:
     void        for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const;
 
 private:
+    size_t index(uint32_t stream, int64_t head, bool value) const {
+        return ((size_t) stream * (size_t) codec_.n_head_kv + (size_t) head) * 2 + (value ? 1 : 0);
+    }
+
     const LayerCodec &                      codec_;
     const AdaptRequest &                    request_;
     std::vector<std::unique_ptr<AdaptUnit>> units_; // [n_stream][n_head_kv][2]
@@ -62,8 +66,7 @@ public:
     int32_t coded(uint32_t stream) const; // positions below are coded by some head
     void    copy(uint32_t src, uint32_t dst);
 
-    size_t   bytes() const; // bases of chunks and sketches
-    uint64_t n_chunks() const;
+    subkv_adapt_stats total() const;
     // Of a head and side, over the streams; false: it does not adapt.
     bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
 
@@ -73,6 +76,8 @@ public:
     const AdaptRequest & request() const { return request_; }
 
 private:
+    void for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const;
+
     AdaptRequest                                request_;
     uint32_t                                    n_stream_;
     std::vector<std::unique_ptr<AdaptiveLayer>> layers_; // by il

@@ -141,7 +141,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
         const uint32_t stream = cells.stream_of(s);
         const int32_t  left   = cells.max_pos_outside(s, p0, p1);
         const int32_t  coded  = adaptive_->coded(stream);
-        if (left < 0) {
+        if (left < 0 && coded > 0) { // else it is as new
             emptied.push_back(stream);
         } else if (left + 1 < coded) {
             set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave bases that followed them: "
@@ -338,9 +338,12 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.bytes_stock         = bytes_stock;
     out.bytes_f16           = elements * 2 + bytes_stock;
     out.bytes_bases         = layout_->bytes_bases;
-    out.bytes_adapt         = adaptive_ ? adaptive_->bytes() : 0;
-    out.n_chunks            = adaptive_ ? adaptive_->n_chunks() : 0;
     out.n_zero_rows         = n_zero_rows_.load();
+    if (adaptive_) {
+        const subkv_adapt_stats adapt = adaptive_->total();
+        out.bytes_adapt               = (uint64_t) (adapt.bytes_bases + adapt.bytes_sketch);
+        out.n_chunks                  = (uint64_t) adapt.n_chunks;
+    }
     for (const auto & node : nodes_) {
         if (node) {
             out.n_layer_coded++;

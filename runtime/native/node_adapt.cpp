@@ -102,13 +102,11 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         for (; state->coded <= last - n_recent; state->coded += block) {
             x.clear();
             cells.clear();
-            int32_t first = -1;
             for (int32_t pos = std::max(state->coded, n_sink); pos < state->coded + block; ++pos) {
                 const Held & key = held[(size_t) (pos - from)];
                 if (!key.row) {
                     continue; // a position that the text leaves out
                 }
-                first = first < 0 ? pos : first;
                 cells.push_back(key.cell);
                 x.resize(x.size() + (size_t) d);
                 ggml_fp16_to_fp32_row((const ggml_fp16_t *) key.row + offset, x.data() + x.size() - d, d);
@@ -117,7 +115,7 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 continue;
             }
             const int32_t slot =
-                state->adapter.block(x.data(), d, (int64_t) cells.size(), first, cells.data(), codes, stride, merge);
+                state->adapter.block(x.data(), d, (int64_t) cells.size(), cells.data(), codes, stride, merge);
             for (const int64_t cell : cells) {
                 rows[cell * stride + (int64_t) at] = (uint8_t) slot;
             }

@@ -159,7 +159,7 @@ def test_without_matplotlib(arguments: list[str], tmp_path: Path, monkeypatch: p
     def missing(flag: str, width: float, height: float) -> Any:
         raise ProgramError(f"{flag}: expected matplotlib, found none; pip install 'subkv[plot]'")
 
-    monkeypatch.setattr(plots, "_figure", missing)
+    monkeypatch.setattr(plots, "new_figure", missing)
     result = run("--only", "bounds", *arguments, "-o", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert result.stderr.count("no plots: -o: expected matplotlib, found none") == 1
