@@ -1,27 +1,13 @@
-// avx512_codes.h: a tile's rows as bytes of codes, in the orders of integer_attend.h.
+// avx512_codes.h: a tile's rows as bytes of codes, in the orders of integer_attend.h, with permutations of bytes (VBMI).
 #pragma once
 
-#include "avx2_simd.h"
-#include "integer_attend.h"
+#include "avx512_attend.h"
 
 namespace subkv::avx512 {
+namespace {
 
-using cpu::BLOCK;
 using cpu::BytePart;
 using cpu::BytePlan;
-using cpu::Rows;
-using cpu::TILE;
-constexpr int LANES = cpu::LANES_512; // codes of a register
-
-// SCALES of 16 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
-static inline __m512 scales_of(__m128i codes) {
-    const __m512i u     = _mm512_cvtepu8_epi32(codes);
-    const __m512  roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
-    const __m512  root  = _mm512_permutexvar_ps(u, _mm512_insertf32x8(roots, _mm512_castps512_ps256(roots), 1));
-    const __m512i power = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_srli_epi32(u, 3), _mm512_set1_epi32(20)), 23);
-    return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(u, u),
-                               _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
-}
 
 // How a group is unpacked: one part, two parts of one window (all rows of up to 64 bytes), any number.
 enum Parts { ONE, TWO, ANY };
@@ -85,20 +71,6 @@ static void unpack_keys_group(const BytePart * part, int32_t n_parts, const Rows
     }
 }
 
-// out: [dword of the row's codes][cell] dwords of four coefficients
-static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
-    for (int32_t g = 0; g < plan.n_groups; ++g) {
-        const BytePart * part = plan.parts + plan.groups[g].first_part;
-        const int32_t    n    = plan.groups[g].n_parts;
-        uint8_t *        to   = out + g * 16 * BLOCK;
-        switch (parts_of(part, n)) {
-            case ONE: unpack_keys_group<ONE>(part, n, rows, to); break;
-            case TWO: unpack_keys_group<TWO>(part, n, rows, to); break;
-            default: unpack_keys_group<ANY>(part, n, rows, to); break;
-        }
-    }
-}
-
 template <Parts PARTS>
 static void unpack_values_group(const BytePart * part, int32_t n_parts, const Rows & rows, uint8_t * out,
                                 int64_t stride) {
@@ -121,34 +93,43 @@ static void unpack_values_group(const BytePart * part, int32_t n_parts, const Ro
     }
 }
 
-// out: [quad of cells][coefficient] dwords of four cells; the plan's order is INTERLEAVED_512
-static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
-    const int64_t stride = plan.n_groups * BLOCK;
-    for (int32_t g = 0; g < plan.n_groups; ++g) {
-        const BytePart * part = plan.parts + plan.groups[g].first_part;
-        const int32_t    n    = plan.groups[g].n_parts;
-        switch (parts_of(part, n)) {
-            case ONE: unpack_values_group<ONE>(part, n, rows, out + g * BLOCK, stride); break;
-            case TWO: unpack_values_group<TWO>(part, n, rows, out + g * BLOCK, stride); break;
-            default: unpack_values_group<ANY>(part, n, rows, out + g * BLOCK, stride); break;
+struct PermutedBytes {
+    using Plan = BytePlan;
+
+    static const Plan & keys_plan(const HeadCodec & codec) { return cpu::byte_plan_of(codec, cpu::Order::NATURAL_512); }
+
+    static const Plan & values_plan(const HeadCodec & codec) {
+        return cpu::byte_plan_of(codec, cpu::Order::INTERLEAVED_512);
+    }
+
+    // out: [dword of the row's codes][cell] dwords of four coefficients
+    static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+        for (int32_t g = 0; g < plan.n_groups; ++g) {
+            const BytePart * part = plan.parts + plan.groups[g].first_part;
+            const int32_t    n    = plan.groups[g].n_parts;
+            uint8_t *        to   = out + g * 16 * BLOCK;
+            switch (parts_of(part, n)) {
+                case ONE: unpack_keys_group<ONE>(part, n, rows, to); break;
+                case TWO: unpack_keys_group<TWO>(part, n, rows, to); break;
+                default: unpack_keys_group<ANY>(part, n, rows, to); break;
+            }
         }
     }
-}
 
-// Scales of the tile's cells, 0 for cells not in `seen`, which may hold anything; returns the largest.
-static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
-    alignas(64) uint8_t code[TILE];
-    for (int32_t c = 0; c < rows.n; ++c) {
-        code[c] = *rows.at(c);
+    // out: [quad of cells][coefficient] dwords of four cells; the plan's order is INTERLEAVED_512
+    static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
+        const int64_t stride = plan.n_groups * BLOCK;
+        for (int32_t g = 0; g < plan.n_groups; ++g) {
+            const BytePart * part = plan.parts + plan.groups[g].first_part;
+            const int32_t    n    = plan.groups[g].n_parts;
+            switch (parts_of(part, n)) {
+                case ONE: unpack_values_group<ONE>(part, n, rows, out + g * BLOCK, stride); break;
+                case TWO: unpack_values_group<TWO>(part, n, rows, out + g * BLOCK, stride); break;
+                default: unpack_values_group<ANY>(part, n, rows, out + g * BLOCK, stride); break;
+            }
+        }
     }
-    __m512 largest = _mm512_setzero_ps();
-    for (int32_t c = 0; c < rows.n; c += 16) {
-        const __mmask16 here = (__mmask16) (seen >> c);
-        const __m512    s    = _mm512_maskz_mov_ps(here, scales_of(_mm_load_si128((const __m128i *) (code + c))));
-        largest              = _mm512_max_ps(largest, s);
-        _mm512_store_ps(scale + c, s);
-    }
-    return _mm512_reduce_max_ps(largest);
-}
+};
 
+} // namespace
 } // namespace subkv::avx512

@@ -11,16 +11,34 @@ namespace subkv::cpu {
 
 namespace {
 
-struct StoredPlan {
-    BytePlan              plan;
-    std::vector<BytePart> parts;
+template <typename Plan, typename Part> struct Stored {
+    Plan              plan;
+    std::vector<Part> parts;
 };
+
+using StoredPlan   = Stored<BytePlan, BytePart>;
+using StoredDwords = Stored<DwordPlan, DwordPart>;
+
+// Fills what all plans have.
+void start(const HeadCodec & codec, int32_t lanes, CodePlan & plan) {
+    plan.n_groups = (codec.rank + lanes - 1) / lanes;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        for (int32_t j = 0; band.bits != 16 && j < band.n; ++j) {
+            plan.odd[band.first + j] = (1 << band.bits) - 1;
+        }
+    }
+}
+
+int32_t mask_of(const Field & field) {
+    return ((1 << field.width) - 1) << field.to;
+}
 
 int32_t coefficient_at(int32_t place, Order order) {
     return order == Order::INTERLEAVED_512 ? 16 * (place / 4 % 4) + 4 * (place / 16) + place % 4 : place;
 }
 
-void add_parts(StoredPlan & stored, ByteGroup & group, std::vector<std::vector<Field>> & places, int32_t row_bytes) {
+void add_parts(StoredPlan & stored, PartRange & group, std::vector<std::vector<Field>> & places, int32_t row_bytes) {
     const int32_t lanes = (int32_t) places.size();
     group.first_part    = (int32_t) stored.parts.size();
     group.n_parts       = 0;
@@ -51,7 +69,7 @@ void add_parts(StoredPlan & stored, ByteGroup & group, std::vector<std::vector<F
             part.index[p]  = (uint8_t) (at->byte - first);
             part.left[p]   = (int8_t) (at->to - at->shift);
             part.rotate[p] = (uint8_t) ((8 * (p % 8) + at->shift - at->to) & 63); // within eight bytes
-            part.mask[p]   = (uint8_t) (((1 << at->width) - 1) << at->to);
+            part.mask[p]   = (uint8_t) mask_of(*at);
             place.erase(at);
         }
         stored.parts.push_back(part);
@@ -62,15 +80,8 @@ void add_parts(StoredPlan & stored, ByteGroup & group, std::vector<std::vector<F
 void build(const HeadCodec & codec, Order order, StoredPlan & stored) {
     const int32_t lanes = order == Order::NATURAL_128 ? LANES_128 : LANES_512;
     BytePlan &    plan  = stored.plan;
-    std::memset(&plan, 0, sizeof(plan));
-    plan.n_groups                                = (codec.rank + lanes - 1) / lanes;
+    start(codec, lanes, plan);
     const std::vector<std::vector<Field>> fields = fields_of(codec);
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        for (int32_t j = 0; band.bits != 16 && j < band.n; ++j) {
-            plan.odd[band.first + j] = (1 << band.bits) - 1;
-        }
-    }
     for (int32_t g = 0; g < plan.n_groups; ++g) {
         std::vector<std::vector<Field>> places((size_t) lanes);
         for (int32_t p = 0; p < lanes; ++p) {
@@ -84,11 +95,71 @@ void build(const HeadCodec & codec, Order order, StoredPlan & stored) {
     plan.parts = stored.parts.data();
 }
 
+void add_dword_parts(StoredDwords & stored, PartRange & piece, std::vector<std::vector<Field>> & places) {
+    piece.first_part = (int32_t) stored.parts.size();
+    piece.n_parts    = 0;
+    while (true) {
+        DwordPart part;
+        std::memset(&part, 0, sizeof(part));
+        int32_t n_sources = 0;
+        for (int32_t p = 0; p < PIECE; ++p) {
+            auto & place = places[(size_t) p];
+            for (auto field = place.begin(); field != place.end(); ++field) {
+                const int32_t source = field->byte / PIECE;
+                int32_t       which  = 0;
+                while (which < n_sources && part.sources[which] != source) {
+                    ++which;
+                }
+                if (which == 2) {
+                    continue; // another part's
+                }
+                part.sources[which] = source;
+                n_sources           = std::max(n_sources, which + 1);
+                part.index[p]       = PIECE * which + field->byte % PIECE;
+                part.rotate[p]      = (field->shift - field->to) & 31; // what leaves a byte is masked in the next
+                part.mask[p]        = 0x01010101u * (uint32_t) mask_of(*field);
+                place.erase(field);
+                break;
+            }
+        }
+        if (n_sources == 0) {
+            return;
+        }
+        part.sources[1] = n_sources == 2 ? part.sources[1] : part.sources[0];
+        stored.parts.push_back(part);
+        ++piece.n_parts;
+    }
+}
+
+void build_dwords(const HeadCodec & codec, StoredDwords & stored) {
+    DwordPlan & plan = stored.plan;
+    start(codec, LANES_512, plan);
+    const std::vector<std::vector<Field>> fields    = fields_of(codec);
+    int32_t                               last_byte = 0; // the scale, if there is no code
+    for (int32_t i = 0; i < plan.n_groups * (LANES_512 / PIECE); ++i) {
+        std::vector<std::vector<Field>> places((size_t) PIECE);
+        for (size_t p = 0; p < places.size() && (size_t) i * PIECE + p < fields.size(); ++p) {
+            places[p] = fields[(size_t) i * PIECE + p];
+            for (const Field & field : places[p]) {
+                last_byte = std::max(last_byte, field.byte);
+            }
+        }
+        add_dword_parts(stored, plan.pieces[i], places);
+    }
+    plan.n_windows = last_byte / LANES_512 + 1;
+    plan.parts     = stored.parts.data();
+}
+
 } // namespace
 
 const BytePlan & byte_plan_of(const HeadCodec & codec, Order order) {
     static thread_local PlanCache<StoredPlan> plans[3];
     return plans[(int) order].of(codec, [&](StoredPlan & stored) { build(codec, order, stored); }).plan;
+}
+
+const DwordPlan & dword_plan_of(const HeadCodec & codec) {
+    static thread_local PlanCache<StoredDwords> plans;
+    return plans.of(codec, [&](StoredDwords & stored) { build_dwords(codec, stored); }).plan;
 }
 
 } // namespace subkv::cpu

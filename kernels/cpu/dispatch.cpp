@@ -16,10 +16,9 @@ namespace subkv {
 namespace {
 
 #if defined(SUBKV_X86)
-bool has_avx512() {
+bool has_avx512_bw() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 #endif
 
@@ -34,7 +33,7 @@ bool has_dot_products() {
 #endif
 
 struct Choice {
-    const Ops * available[4] = {}; // slowest first, ends with nullptr
+    const Ops * available[6] = {}; // slowest first, ends with nullptr
     const Ops * chosen       = nullptr;
     std::string error;
 
@@ -45,8 +44,14 @@ struct Choice {
         __builtin_cpu_init(); // the checks below include the operating system's support of the registers
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
             available[n++] = &ops_avx2;
-            if (has_avx512()) {
-                available[n++] = &ops_avx512;
+            if (has_avx512_bw()) {
+                available[n++] = &ops_avx512_bw;
+                if (__builtin_cpu_supports("avx512vnni")) {
+                    available[n++] = &ops_avx512_vnni;
+                    if (__builtin_cpu_supports("avx512vbmi")) {
+                        available[n++] = &ops_avx512;
+                    }
+                }
             }
         }
 #endif

@@ -3,13 +3,13 @@
 //
 // Tiles of 64 cells. Their codes are unpacked to bytes once and laid out in dwords for products of bytes that add up four:
 // keys with four coefficients of a cell in a dword and several cells in a register, so that a logit needs no horizontal
-// sum; values with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits; their high and low
-// bytes are multiplied apart, and a few query rows share the loads of the codes. Sums are exact: what is rounded is a
+// sum; values with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits: two products of
+// dwords, of their high and low bytes or as the instruction set likes, and a few query rows share the loads of the codes. Sums are exact: what is rounded is a
 // query, to 1/65278 of its largest coefficient times band ratio, and a weight times row scale, to 1/65278 of the tile's
 // largest weight times its largest scale. Coefficients of 16-bit bands, few if any, are multiplied in float beside that.
 //
 // Isa, a type of the including file alone (its functions are compiled for its instructions), gives
-//   LANES, MR, KEYS, VALUES     bytes of a register, query rows that share loads, orders of the two plans
+//   LANES, MR, Plan             bytes of a register, query rows that share loads, a CodePlan
 //   unpack_keys, unpack_values, read_scales, open_cells, widen8, quantize_query, dots, soften, add_values
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are 
 constexpr float MINUS_INF = -__builtin_inff();
 
 // AVX2's attention uses the same numbers: neither runs inside the other.
-enum IntegerSlot { SLOT_CODES, SLOT_QUERY, SLOT_SUM, SLOT_ROWS, SLOT_SHORT_K, SLOT_SHORT_V, SLOT_HALVES };
+enum IntegerSlot { SLOT_CODES, SLOT_QUERY, SLOT_SUM, SLOT_ROWS, SLOT_SHORT_K, SLOT_SHORT_V, SLOT_HALVES, SLOT_DRAWN };
 
 // One query row during a call.
 struct Row {
@@ -50,8 +50,8 @@ struct alignas(64) Tile {
     float   bias[MAX_MR][TILE];   // -inf beyond the last cell
     float   common[MAX_MR][TILE]; // of the logits: the shift, and what 16-bit bands add
     float   logit[MAX_MR][TILE];  // integer products, then weights
-    uint8_t high[MAX_MR][TILE];   // bytes of the weights
-    uint8_t low[MAX_MR][TILE];
+    uint8_t first[MAX_MR][TILE];  // dwords of the weights for the two products
+    uint8_t second[MAX_MR][TILE];
     float   largest_v; // of scale_v
     int32_t n;
 };
@@ -63,8 +63,8 @@ static inline void skip_tile(Tile & tile, int i, Row & row) {
     row.unit    = 0.0f;
     row.weights = 0;
     memset(tile.logit[i], 0, sizeof(tile.logit[i]));
-    memset(tile.high[i], 0, TILE);
-    memset(tile.low[i], 0, TILE);
+    memset(tile.first[i], 0, TILE);
+    memset(tile.second[i], 0, TILE);
 }
 
 // The row's state after a tile of this top logit, total of weights relative to it, and sum of integer weights.
@@ -149,21 +149,22 @@ template <typename Isa> static void read_halves(const Rows & rows, uint64_t seen
     }
 }
 
-struct Work {
+template <typename Isa> struct Work {
+    using Plan = typename Isa::Plan;
     const AttendArgs & a;
-    const BytePlan &   k;
-    const BytePlan &   v;
+    const Plan &       k;
+    const Plan &       v;
     const Halves &     k_halves;
     const Halves &     v_halves;
     uint8_t *          k_codes;
     uint8_t *          v_codes;
-    int8_t *           q;   // [row][high, low][k_pad]
+    int8_t *           q;   // [row][first, second][k_pad]
     float *            sum; // [row][v_pad]
     Row *              row;
 };
 
 // Query rows [first, first + ROWS) against the tile of cells that begins at `cell`.
-template <typename Isa, int ROWS> static void step(const Work & w, int64_t first, int64_t cell, Tile & tile) {
+template <typename Isa, int ROWS> static void step(const Work<Isa> & w, int64_t first, int64_t cell, Tile & tile) {
     const int64_t k_pad = w.k.n_groups * Isa::LANES;
     const int64_t v_pad = w.v.n_groups * Isa::LANES;
     Row *         row   = w.row + first;
@@ -215,7 +216,7 @@ static uint64_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, bool *
 }
 
 template <typename Isa>
-static void steps(const Work & w, const bool * awake, int64_t cell, Tile & tile) {
+static void steps(const Work<Isa> & w, const bool * awake, int64_t cell, Tile & tile) {
     const int64_t n_rows = w.a.n_tok * w.a.n_group;
     for (int64_t row = 0; row < n_rows;) {
         if (!awake[row / w.a.n_group]) {
@@ -248,7 +249,7 @@ static inline void spread_ratios(const HeadCodec & codec, float half, float * ra
 }
 
 template <typename Isa>
-static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePlan & v) {
+static void attend_codes(const AttendArgs & a, const typename Isa::Plan & k, const typename Isa::Plan & v) {
     const int64_t n_rows = a.n_tok * a.n_group;
     const int64_t k_pad  = k.n_groups * Isa::LANES;
     const int64_t v_pad  = v.n_groups * Isa::LANES;
@@ -256,25 +257,25 @@ static void attend_codes(const AttendArgs & a, const BytePlan & k, const BytePla
     Halves        k_halves, v_halves;
     find_halves(*a.k, k_halves);
     find_halves(*a.v, v_halves);
-    k_halves.values  = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * TILE) * sizeof(float));
-    v_halves.values  = k_halves.values + 8 * k_halves.n * TILE;
-    const Work w     = { a,
-                         k,
-                         v,
-                         k_halves,
-                         v_halves,
-                         codes,
-                         codes + TILE * k_pad,
-                         (int8_t *) scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k_pad)),
-                         (float *) scratch(SLOT_SUM, (size_t) (n_rows * v_pad) * sizeof(float)),
-                         (Row *) scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
-    bool *     awake = (bool *) (w.row + n_rows);
-    float      ratio[MAX_HEAD_SIZE];
+    k_halves.values   = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * TILE) * sizeof(float));
+    v_halves.values   = k_halves.values + 8 * k_halves.n * TILE;
+    const Work<Isa> w = { a,
+                          k,
+                          v,
+                          k_halves,
+                          v_halves,
+                          codes,
+                          codes + TILE * k_pad,
+                          (int8_t *) scratch(SLOT_QUERY, (size_t) (n_rows * 2 * k_pad)),
+                          (float *) scratch(SLOT_SUM, (size_t) (n_rows * v_pad) * sizeof(float)),
+                          (Row *) scratch(SLOT_ROWS, (size_t) n_rows * (sizeof(Row) + sizeof(bool))) };
+    bool *          awake = (bool *) (w.row + n_rows);
+    float           ratio[MAX_HEAD_SIZE];
     spread_ratios(*a.k, 0.0f, ratio);
     memset(w.sum, 0, (size_t) (n_rows * v_pad) * sizeof(float));
     for (int64_t i = 0; i < n_rows; ++i) {
-        int8_t * high = w.q + i * 2 * k_pad;
-        Isa::quantize_query(a.qt + i * a.k->rank, ratio, a.k->rank, k, high, high + k_pad, w.row[i]);
+        int8_t * first = w.q + i * 2 * k_pad;
+        Isa::quantize_query(a.qt + i * a.k->rank, ratio, a.k->rank, k, first, first + k_pad, w.row[i]);
         w.row[i].shift = a.shift != nullptr ? a.shift[i] : 0.0f;
         w.row[i].slope = a.slope[i % a.n_group];
         w.row[i].m     = a.m[i];

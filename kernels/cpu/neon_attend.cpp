@@ -46,10 +46,9 @@ static inline int32x4_t odd_of(const BytePlan & plan, int32_t j) {
 }
 
 struct Isa {
-    static constexpr int        LANES  = cpu::LANES_128;
-    static constexpr int        MR     = 2; // 16 sums, 4 registers of codes
-    static constexpr cpu::Order KEYS   = cpu::Order::NATURAL_128;
-    static constexpr cpu::Order VALUES = cpu::Order::NATURAL_128;
+    using Plan                 = BytePlan;
+    static constexpr int LANES = cpu::LANES_128;
+    static constexpr int MR    = 2; // 16 sums, 4 registers of codes
 
     static float exp_nonpositive(float x) { return vgetq_lane_f32(neon::exp_nonpositive(vdupq_n_f32(x)), 0); }
 
@@ -219,7 +218,7 @@ struct Isa {
             total               = vaddq_f32(total, e);
             vst1q_f32(tile.logit[i] + c, e);
             sum = vaddq_s32(sum, u);
-            split(u, (int8_t *) tile.high[i] + c, (int8_t *) tile.low[i] + c);
+            split(u, (int8_t *) tile.first[i] + c, (int8_t *) tile.second[i] + c);
         }
         cpu::take_tile<Isa>(tile, tile_top, vaddvq_f32(total), vaddvq_s32(sum), r);
     }
@@ -243,8 +242,8 @@ struct Isa {
                     u[v] = vld1q_s8((const int8_t *) codes + c * stride + g * LANES * 4 + 16 * v);
                 }
                 for (int i = 0; i < ROWS; ++i) {
-                    const int8x16_t h = vreinterpretq_s8_s32(vdupq_n_s32(((const int32_t *) tile.high[i])[c]));
-                    const int8x16_t l = vreinterpretq_s8_s32(vdupq_n_s32(((const int32_t *) tile.low[i])[c]));
+                    const int8x16_t h = vreinterpretq_s8_s32(vdupq_n_s32(((const int32_t *) tile.first[i])[c]));
+                    const int8x16_t l = vreinterpretq_s8_s32(vdupq_n_s32(((const int32_t *) tile.second[i])[c]));
                     for (int v = 0; v < VECS; ++v) {
                         high[i][v] = vdotq_s32(high[i][v], u[v], h);
                         low[i][v]  = vdotq_s32(low[i][v], u[v], l);
@@ -266,7 +265,10 @@ struct Isa {
 };
 
 void attend(const AttendArgs & a) {
-    cpu::attend_codes<Isa>(a, cpu::byte_plan_of(*a.k, Isa::KEYS), cpu::byte_plan_of(*a.v, Isa::VALUES));
+    const auto plan = [](const HeadCodec & codec) -> const BytePlan & {
+        return cpu::byte_plan_of(codec, cpu::Order::NATURAL_128);
+    };
+    cpu::attend_codes<Isa>(a, plan(*a.k), plan(*a.v));
 }
 
 } // namespace subkv::neon

@@ -1,20 +1,31 @@
-// avx512_attend.cpp: the products of integer_attend.h with VNNI (VPDPBUSD), 16 cells or coefficients at a time.
+// avx512_attend.h: attention in integers with AVX-512 F, BW, DQ and VL, 16 cells or coefficients at a time. The including
+// file gives how codes are unpacked and how they are multiplied:
+//   Codes     Plan, keys_plan, values_plan, unpack_keys, unpack_values
+//   Products  MR                           query rows that share loads
+//             split(u, first, second)      16 integers, |u| <= LARGEST, as the dwords that two products take: 16 bytes each
+//             Opened, open(codes)          64 codes as the products take them
+//             Sum, start(x)                16 sums, all x
+//             add(sum, opened, first, second), total(sum)
+#pragma once
+
+#include "avx2_simd.h"
+#include "integer_attend.h"
 #include "versions.h"
 
-#if defined(SUBKV_X86)
-
-#    include "avx512_codes.h"
-
+// Without a name: every including file is compiled for other instructions and keeps its copy to itself.
 namespace subkv::avx512 {
+namespace {
 
+using cpu::BLOCK;
 using cpu::LARGEST;
 using cpu::Row;
+using cpu::Rows;
 using cpu::Tile;
+using cpu::TILE;
 
-constexpr int   VECS    = 4; // registers of 16 cells, or of 16 coefficients
+constexpr int   LANES   = cpu::LANES_512; // codes of a register
+constexpr int   VECS    = 4;              // registers of 16 cells, or of 16 coefficients
 constexpr float NEG_INF = cpu::MINUS_INF;
-
-struct Isa;
 
 static inline __m512 exp_nonpositive(__m512 x) { // as AVX2's, 0 below -87.3
     const __m512    floor_x = _mm512_set1_ps(-87.3f);
@@ -41,25 +52,36 @@ static inline __m512 soft_cap(__m512 x, float cap) {
     return _mm512_or_ps(_mm512_mul_ps(ratio, _mm512_set1_ps(cap)), _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
 }
 
-// Integers u, |u| <= LARGEST, as signed bytes u = 256 * high + low.
-static inline void split(__m512i u, void * high, void * low) {
-    const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(128)), 8);
-    _mm_store_si128((__m128i *) high, _mm512_cvtepi32_epi8(h));
-    _mm_store_si128((__m128i *) low, _mm512_cvtepi32_epi8(_mm512_sub_epi32(u, _mm512_slli_epi32(h, 8))));
+// SCALES of 16 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
+static inline __m512 scales_of(__m128i codes) {
+    const __m512i u     = _mm512_cvtepu8_epi32(codes);
+    const __m512  roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
+    const __m512  root  = _mm512_permutexvar_ps(u, _mm512_insertf32x8(roots, _mm512_castps512_ps256(roots), 1));
+    const __m512i power = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_srli_epi32(u, 3), _mm512_set1_epi32(20)), 23);
+    return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(u, u),
+                               _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
 }
 
-// sum += products of unsigned and signed bytes. GCC copies the sums of a loop from register to register when it may choose.
-static inline void add_products(__m512i & sum, __m512i codes, __m512i bytes) {
-#    if defined(__GNUC__)
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
-#    else
-    sum = _mm512_dpbusd_epi32(sum, codes, bytes);
-#    endif
+// Scales of the tile's cells, 0 for cells not in `seen`, which may hold anything; returns the largest.
+static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
+    alignas(64) uint8_t code[TILE];
+    for (int32_t c = 0; c < rows.n; ++c) {
+        code[c] = *rows.at(c);
+    }
+    __m512 largest = _mm512_setzero_ps();
+    for (int32_t c = 0; c < rows.n; c += 16) {
+        const __mmask16 here = (__mmask16) (seen >> c);
+        const __m512    s    = _mm512_maskz_mov_ps(here, scales_of(_mm_load_si128((const __m128i *) (code + c))));
+        largest              = _mm512_max_ps(largest, s);
+        _mm512_store_ps(scale + c, s);
+    }
+    return _mm512_reduce_max_ps(largest);
 }
 
-// q[n64] times ratio as integers: bytes to high and low, the rest to row.
-static void quantize_query(const float * q, const float * ratio, int32_t rank, const BytePlan & plan, int8_t * high,
-                           int8_t * low, Row & row) {
+// q[n64] times ratio as integers: dwords of the products to first and second, the rest to row.
+template <typename Products>
+static void quantize_query(const float * q, const float * ratio, int32_t rank, const cpu::CodePlan & plan,
+                           int8_t * first, int8_t * second, Row & row) {
     alignas(64) float x[MAX_HEAD_SIZE];
     const int32_t     n   = plan.n_groups * LANES;
     __m512            top = _mm512_setzero_ps();
@@ -77,7 +99,7 @@ static void quantize_query(const float * q, const float * ratio, int32_t rank, c
     __m512i      middle  = _mm512_setzero_si512(); // twice what centring takes off; 64-bit sums
     for (int32_t j = 0; j < n; j += 16) {
         const __m512i u = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + j), inverse));
-        split(u, high + j, low + j);
+        Products::split(u, first + j, second + j);
         const __m512i product = _mm512_mullo_epi32(u, _mm512_load_si512(plan.odd + j));
         middle                = _mm512_add_epi64(middle, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(product)));
         middle                = _mm512_add_epi64(middle, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(product, 1)));
@@ -89,44 +111,41 @@ static void quantize_query(const float * q, const float * ratio, int32_t rank, c
 }
 
 // Logits without scale, shift and bias of ROWS query rows, in units of their delta.
-template <int ROWS>
+template <typename Products, int ROWS>
 static void dots(const uint8_t * codes, int32_t n_dwords, const int8_t * q, int64_t stride, const Row * row,
                  Tile & tile) {
-    __m512i high[ROWS][VECS];
-    __m512i low[ROWS][VECS];
+    typename Products::Sum sum[ROWS][VECS];
     for (int i = 0; i < ROWS; ++i) {
         for (int v = 0; v < VECS; ++v) {
-            high[i][v] = _mm512_setzero_si512();
-            low[i][v]  = _mm512_set1_epi32(row[i].start);
+            sum[i][v] = Products::start(row[i].start);
         }
     }
     for (int32_t j = 0; j < n_dwords; ++j) {
-        __m512i c[VECS];
+        typename Products::Opened c[VECS];
         for (int v = 0; v < VECS; ++v) {
-            c[v] = _mm512_load_si512(codes + j * BLOCK + 64 * v);
+            c[v] = Products::open(_mm512_load_si512(codes + j * BLOCK + 64 * v));
         }
         for (int i = 0; i < ROWS; ++i) {
-            const int32_t * bytes = (const int32_t *) (q + 2 * i * stride);
-            const __m512i   h     = _mm512_set1_epi32(bytes[j]);
-            const __m512i   l     = _mm512_set1_epi32(bytes[stride / 4 + j]);
+            const int32_t * dwords = (const int32_t *) (q + 2 * i * stride);
+            const __m512i   first  = _mm512_set1_epi32(dwords[j]);
+            const __m512i   second = _mm512_set1_epi32(dwords[stride / 4 + j]);
             for (int v = 0; v < VECS; ++v) {
-                add_products(high[i][v], c[v], h);
-                add_products(low[i][v], c[v], l);
+                Products::add(sum[i][v], c[v], first, second);
             }
         }
     }
     for (int i = 0; i < ROWS; ++i) {
         for (int v = 0; v < VECS; ++v) {
-            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[i][v], 8), low[i][v]);
             _mm512_store_ps(tile.logit[i] + 16 * v,
-                            _mm512_sub_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(row[i].half)));
+                            _mm512_sub_ps(_mm512_cvtepi32_ps(Products::total(sum[i][v])), _mm512_set1_ps(row[i].half)));
         }
     }
 }
 
 // Dots of ROWS query rows become integer weights; m, z, shrink, unit and weights of the rows follow. Weights are taken
 // relative to the tile's own top logit, so that they wait for nothing else.
-template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
+template <typename Isa, typename Products, int ROWS>
+static void soften(Tile & tile, float softcap, Row * row) {
     const __m512 minus_inf = _mm512_set1_ps(NEG_INF);
     __m512       x[ROWS][VECS];
     __m512       top[ROWS];
@@ -163,36 +182,33 @@ template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
             total           = _mm512_add_ps(total, e);
             _mm512_store_ps(tile.logit[i] + 16 * v, e);
             sum = _mm512_add_epi32(sum, u);
-            split(u, tile.high[i] + 16 * v, tile.low[i] + 16 * v);
+            Products::split(u, tile.first[i] + 16 * v, tile.second[i] + 16 * v);
         }
         cpu::take_tile<Isa>(tile, tile_top, _mm512_reduce_add_ps(total), _mm512_reduce_add_epi32(sum), row[i]);
     }
 }
 
 // sum[i][64 coefficients of a group] = shrink * sum + unit * sum_c weight[c] (code[c] - middle)
-template <int ROWS>
+template <typename Products, int ROWS>
 static void add_group(const uint8_t * codes, int64_t stride, const int32_t * odd, const Row * row, float * sum,
                       int64_t sum_stride, const Tile & tile) {
-    __m512i high[ROWS][VECS];
-    __m512i low[ROWS][VECS];
+    typename Products::Sum group[ROWS][VECS];
     for (int i = 0; i < ROWS; ++i) {
         for (int v = 0; v < VECS; ++v) {
-            high[i][v] = _mm512_setzero_si512();
-            low[i][v]  = _mm512_setzero_si512();
+            group[i][v] = Products::start(0);
         }
     }
     const int32_t n_quads = (tile.n + 3) / 4;
     for (int32_t c = 0; c < n_quads; ++c) {
-        __m512i u[VECS];
+        typename Products::Opened u[VECS];
         for (int v = 0; v < VECS; ++v) {
-            u[v] = _mm512_load_si512(codes + c * stride + 64 * v);
+            u[v] = Products::open(_mm512_load_si512(codes + c * stride + 64 * v));
         }
         for (int i = 0; i < ROWS; ++i) {
-            const __m512i h = _mm512_set1_epi32(((const int32_t *) tile.high[i])[c]);
-            const __m512i l = _mm512_set1_epi32(((const int32_t *) tile.low[i])[c]);
+            const __m512i first  = _mm512_set1_epi32(((const int32_t *) tile.first[i])[c]);
+            const __m512i second = _mm512_set1_epi32(((const int32_t *) tile.second[i])[c]);
             for (int v = 0; v < VECS; ++v) {
-                add_products(high[i][v], u[v], h);
-                add_products(low[i][v], u[v], l);
+                Products::add(group[i][v], u[v], first, second);
             }
         }
     }
@@ -200,7 +216,7 @@ static void add_group(const uint8_t * codes, int64_t stride, const int32_t * odd
         const __m512 shrink = _mm512_set1_ps(row[i].shrink);
         const __m512 unit   = _mm512_set1_ps(0.5f * row[i].unit);
         for (int v = 0; v < VECS; ++v) { // twice the sum, since twice the middle is an integer; 64 cells fit 31 bits
-            const __m512i twice = _mm512_add_epi32(_mm512_slli_epi32(high[i][v], 9), _mm512_slli_epi32(low[i][v], 1));
+            const __m512i twice = _mm512_slli_epi32(Products::total(group[i][v]), 1);
             const __m512i middle =
                 _mm512_mullo_epi32(_mm512_set1_epi32(row[i].weights), _mm512_load_si512(odd + 16 * v));
             float *      at  = sum + i * sum_stride + 16 * v;
@@ -210,11 +226,10 @@ static void add_group(const uint8_t * codes, int64_t stride, const int32_t * odd
     }
 }
 
-struct Isa {
-    static constexpr int        LANES  = avx512::LANES;
-    static constexpr int        MR     = 3; // 24 sums, 4 registers of codes
-    static constexpr cpu::Order KEYS   = cpu::Order::NATURAL_512;
-    static constexpr cpu::Order VALUES = cpu::Order::INTERLEAVED_512;
+template <typename Codes, typename Products> struct Isa {
+    using Plan                 = typename Codes::Plan;
+    static constexpr int LANES = avx512::LANES;
+    static constexpr int MR    = Products::MR;
 
     static float exp_nonpositive(float x) { return avx2::exp_nonpositive(x); }
 
@@ -232,45 +247,45 @@ struct Isa {
         _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
     }
 
-    static void unpack_keys(const BytePlan & plan, const Rows & rows, uint8_t * out) {
-        avx512::unpack_keys(plan, rows, out);
+    static void unpack_keys(const Plan & plan, const Rows & rows, uint8_t * out) {
+        Codes::unpack_keys(plan, rows, out);
     }
 
-    static void unpack_values(const BytePlan & plan, const Rows & rows, uint8_t * out) {
-        avx512::unpack_values(plan, rows, out);
+    static void unpack_values(const Plan & plan, const Rows & rows, uint8_t * out) {
+        Codes::unpack_values(plan, rows, out);
     }
 
     static float read_scales(const Rows & rows, uint64_t seen, float * scale) {
         return avx512::read_scales(rows, seen, scale);
     }
 
-    static void quantize_query(const float * q, const float * ratio, int32_t rank, const BytePlan & plan, int8_t * high,
-                               int8_t * low, Row & row) {
-        avx512::quantize_query(q, ratio, rank, plan, high, low, row);
+    static void quantize_query(const float * q, const float * ratio, int32_t rank, const Plan & plan, int8_t * first,
+                               int8_t * second, Row & row) {
+        avx512::quantize_query<Products>(q, ratio, rank, plan, first, second, row);
     }
 
     template <int ROWS>
     static void dots(const uint8_t * codes, int32_t n_dwords, const int8_t * q, int64_t stride, const Row * row,
                      Tile & tile) {
-        avx512::dots<ROWS>(codes, n_dwords, q, stride, row, tile);
+        avx512::dots<Products, ROWS>(codes, n_dwords, q, stride, row, tile);
     }
 
     template <int ROWS> static void soften(Tile & tile, float softcap, Row * row) {
-        avx512::soften<ROWS>(tile, softcap, row);
+        avx512::soften<Isa, Products, ROWS>(tile, softcap, row);
     }
 
     template <int ROWS>
-    static void add_values(const uint8_t * codes, const BytePlan & plan, const Row * row, float * sum,
-                           int64_t sum_stride, const Tile & tile) {
+    static void add_values(const uint8_t * codes, const Plan & plan, const Row * row, float * sum, int64_t sum_stride,
+                           const Tile & tile) {
         for (int32_t g = 0; g < plan.n_groups; ++g) {
-            add_group<ROWS>(codes + g * BLOCK, plan.n_groups * BLOCK, plan.odd + g * LANES, row, sum + g * LANES,
-                            sum_stride, tile);
+            add_group<Products, ROWS>(codes + g * BLOCK, plan.n_groups * BLOCK, plan.odd + g * LANES, row,
+                                      sum + g * LANES, sum_stride, tile);
         }
     }
 };
 
-static void attend(const AttendArgs & a) {
-    cpu::attend_codes<Isa>(a, cpu::byte_plan_of(*a.k, Isa::KEYS), cpu::byte_plan_of(*a.v, Isa::VALUES));
+template <typename Codes, typename Products> static void attend(const AttendArgs & a) {
+    cpu::attend_codes<Isa<Codes, Products>>(a, Codes::keys_plan(*a.k), Codes::values_plan(*a.v));
 }
 
 // Not ops_avx2's pointer in the table: copying it would be code that runs when the library is loaded, on any processor.
@@ -278,15 +293,12 @@ static void attend_exact(const ExactArgs & a) {
     ops_avx2.attend_exact(a);
 }
 
+template <typename Codes, typename Products> constexpr Ops table(const char * name) {
+    return { name,          avx2::encode_rows, avx2::dequantize_rows,
+             avx2::project, avx2::reconstruct, attend<Codes, Products>,
+             attend_exact,  avx2::moment,      avx2::to_half,
+             1.0f / LARGEST };
+}
+
+} // namespace
 } // namespace subkv::avx512
-
-namespace subkv {
-
-const Ops ops_avx512 = {
-    "avx512",       avx2::encode_rows,    avx2::dequantize_rows, avx2::project, avx2::reconstruct,
-    avx512::attend, avx512::attend_exact, avx2::moment,          avx2::to_half, 1.0f / cpu::LARGEST
-};
-
-} // namespace subkv
-
-#endif
