@@ -81,15 +81,7 @@ static void unpack_values_group(const BytePart * part, int32_t n_parts, const Ro
             rows.prefetch(c + i);
             r[i] = codes_of<PARTS>(part, n_parts, rows.at(c + i));
         }
-        const __m512i low_01  = _mm512_unpacklo_epi8(r[0], r[1]);
-        const __m512i high_01 = _mm512_unpackhi_epi8(r[0], r[1]);
-        const __m512i low_23  = _mm512_unpacklo_epi8(r[2], r[3]);
-        const __m512i high_23 = _mm512_unpackhi_epi8(r[2], r[3]);
-        uint8_t *     to      = out + c / 4 * stride;
-        _mm512_store_si512(to, _mm512_unpacklo_epi16(low_01, low_23));
-        _mm512_store_si512(to + 64, _mm512_unpackhi_epi16(low_01, low_23));
-        _mm512_store_si512(to + 128, _mm512_unpacklo_epi16(high_01, high_23));
-        _mm512_store_si512(to + 192, _mm512_unpackhi_epi16(high_01, high_23));
+        interleave(r, out + c / 4 * stride, 64);
     }
 }
 

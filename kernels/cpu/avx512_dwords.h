@@ -28,15 +28,7 @@ static const uint8_t * draw(const DwordPlan & plan, const Rows & rows) {
                 rows.prefetch(c + i);
                 r[i] = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(inside, rows.at(c + i) + w * LANES));
             }
-            const __m512i low_01  = _mm512_unpacklo_epi8(r[0], r[1]);
-            const __m512i high_01 = _mm512_unpackhi_epi8(r[0], r[1]);
-            const __m512i low_23  = _mm512_unpacklo_epi8(r[2], r[3]);
-            const __m512i high_23 = _mm512_unpackhi_epi8(r[2], r[3]);
-            uint8_t *     to      = drawn + w * 4 * DRAWN + c / 4 * QUAD_BYTES;
-            _mm512_store_si512(to, _mm512_unpacklo_epi16(low_01, low_23));
-            _mm512_store_si512(to + DRAWN, _mm512_unpackhi_epi16(low_01, low_23));
-            _mm512_store_si512(to + 2 * DRAWN, _mm512_unpacklo_epi16(high_01, high_23));
-            _mm512_store_si512(to + 3 * DRAWN, _mm512_unpackhi_epi16(high_01, high_23));
+            interleave(r, drawn + w * 4 * DRAWN + c / 4 * QUAD_BYTES, DRAWN);
         }
     }
     return drawn;

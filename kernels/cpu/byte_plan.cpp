@@ -16,7 +16,7 @@ template <typename Plan, typename Part> struct Stored {
     std::vector<Part> parts;
 };
 
-using StoredPlan   = Stored<BytePlan, BytePart>;
+using StoredBytes  = Stored<BytePlan, BytePart>;
 using StoredDwords = Stored<DwordPlan, DwordPart>;
 
 // Fills what all plans have.
@@ -38,7 +38,7 @@ int32_t coefficient_at(int32_t place, Order order) {
     return order == Order::INTERLEAVED_512 ? 16 * (place / 4 % 4) + 4 * (place / 16) + place % 4 : place;
 }
 
-void add_parts(StoredPlan & stored, PartRange & group, std::vector<std::vector<Field>> & places, int32_t row_bytes) {
+void add_parts(StoredBytes & stored, PartRange & group, std::vector<std::vector<Field>> & places, int32_t row_bytes) {
     const int32_t lanes = (int32_t) places.size();
     group.first_part    = (int32_t) stored.parts.size();
     group.n_parts       = 0;
@@ -77,7 +77,7 @@ void add_parts(StoredPlan & stored, PartRange & group, std::vector<std::vector<F
     }
 }
 
-void build(const HeadCodec & codec, Order order, StoredPlan & stored) {
+void build(const HeadCodec & codec, Order order, StoredBytes & stored) {
     const int32_t lanes = order == Order::NATURAL_128 ? LANES_128 : LANES_512;
     BytePlan &    plan  = stored.plan;
     start(codec, lanes, plan);
@@ -153,8 +153,8 @@ void build_dwords(const HeadCodec & codec, StoredDwords & stored) {
 } // namespace
 
 const BytePlan & byte_plan_of(const HeadCodec & codec, Order order) {
-    static thread_local PlanCache<StoredPlan> plans[3];
-    return plans[(int) order].of(codec, [&](StoredPlan & stored) { build(codec, order, stored); }).plan;
+    static thread_local PlanCache<StoredBytes> plans[3];
+    return plans[(int) order].of(codec, [&](StoredBytes & stored) { build(codec, order, stored); }).plan;
 }
 
 const DwordPlan & dword_plan_of(const HeadCodec & codec) {

@@ -1,14 +1,14 @@
 // byte_plan.h: how to unpack the planes of a layout to a byte per code, with permutations of whole registers.
 //
-// BytePlan permutes bytes. A group is as many consecutive coefficients as a register has bytes, one byte each. A part reads a window of that many
-// bytes of the row, moves to every place the byte that holds a field of its coefficient, shifts the field to where the
-// code has it and masks the rest. The parts of a group, or'ed, are its codes. With registers of 64 bytes, layouts of 2, 4
-// and 8 bits have one part per group, the others a second one for the high planes; rows longer than a register may need
-// more, since all bytes of a part lie in one window.
+// BytePlan permutes bytes. A group is as many consecutive coefficients as a register has bytes, one byte each. A part
+// reads a window of that many bytes of the row, moves to every place the byte that holds a field of its coefficient,
+// shifts the field to where the code has it and masks the rest. The parts of a group, or'ed, are its codes. With
+// registers of 64 bytes, layouts of 2, 4 and 8 bits have one part per group, the others a second one for the high planes;
+// rows longer than a register may need more, since all bytes of a part lie in one window.
 //
-// DwordPlan permutes dwords, for AVX-512 without byte permutations: byte b of a row and of three other cells' rows make a
-// dword, and register r holds those of bytes 16 r to 16 r + 15. A piece is 16 consecutive coefficients of the four cells. A
-// part of it takes dwords from two registers, rotates the fields to where the codes have them and masks the rest.
+// DwordPlan permutes dwords, for AVX-512 without permutations of bytes: byte b of the rows of four cells makes a dword, and
+// register r holds those of bytes 16 r to 16 r + 15. A piece is 16 consecutive coefficients of the four cells. A part of it
+// takes dwords from two registers, rotates the fields to where the codes have them and masks the rest.
 #pragma once
 
 #include "subkv/ops.h"

@@ -3,10 +3,11 @@
 //
 // Tiles of 64 cells. Their codes are unpacked to bytes once and laid out in dwords for products of bytes that add up four:
 // keys with four coefficients of a cell in a dword and several cells in a register, so that a logit needs no horizontal
-// sum; values with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits: two products of
-// dwords, of their high and low bytes or as the instruction set likes, and a few query rows share the loads of the codes. Sums are exact: what is rounded is a
-// query, to 1/65278 of its largest coefficient times band ratio, and a weight times row scale, to 1/65278 of the tile's
-// largest weight times its largest scale. Coefficients of 16-bit bands, few if any, are multiplied in float beside that.
+// sum; values with four cells of a coefficient in a dword. Queries and weights are integers of 16 bits, four of them in
+// two dwords that are multiplied apart: high and low bytes, or words. A few query rows share the loads of the codes. Sums
+// are exact: what is rounded is a query, to 1/65278 of its largest coefficient times band ratio, and a weight times row
+// scale, to 1/65278 of the tile's largest weight times its largest scale. Coefficients of 16-bit bands, few if any, are
+// multiplied in float beside that.
 //
 // Isa, a type of the including file alone (its functions are compiled for its instructions), gives
 //   LANES, MR, Plan             bytes of a register, query rows that share loads, a CodePlan

@@ -136,8 +136,8 @@ struct Ops {
 
 const Ops & ops_ref();
 
-// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512|neon overrides (debugging); an unknown or unsupported name
-// is reported by ops_error() and the best version is NOT substituted: callers refuse to start.
+// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512bw|avx512vnni|avx512|neon overrides (debugging); an unknown
+// or unsupported name is reported by ops_error() and the best version is NOT substituted: callers refuse to start.
 const Ops &  ops();
 const char * ops_error(); // nullptr when fine
 

@@ -1,0 +1,41 @@
+"""The AVX-512 files use the instructions that dispatch.cpp asks the processor for, and no others.
+
+Their code shares headers, and one of them has inline assembly, which no compiler flag guards.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+VNNI = re.compile(r"\tvpdp[a-z]+ ")
+VBMI = re.compile(r"\tvp(multishiftqb|permb|perm[it]2b) ")
+FILES = {
+    "avx512_bw": ([], [], [VNNI, VBMI]),
+    "avx512_vnni": (["-mavx512vnni"], [VNNI], [VBMI]),
+    "avx512": (["-mavx512vnni", "-mavx512vbmi"], [VNNI, VBMI], []),
+}  # flags beside BASE, instructions that must be there, instructions that must not
+MISSING = [tool for tool in ("c++", "objdump", "nm") if shutil.which(tool) is None]
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86-64 compiler")
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
+@pytest.mark.parametrize("name", FILES)
+def test_instructions(name: str, tmp_path: Path) -> None:
+    flags, present, absent = FILES[name]
+    built = tmp_path / f"{name}.o"
+    command = ["c++", "-O2", "-std=c++17", f"-I{ROOT}/kernels/include", *BASE, *flags, "-c", "-o", str(built)]
+    subprocess.run([*command, str(ROOT / f"kernels/cpu/{name}.cpp")], check=True, capture_output=True)
+    code = subprocess.run(["objdump", "-d", str(built)], check=True, capture_output=True, text=True).stdout
+    assert [p.pattern for p in present if not p.search(code)] == []
+    assert [match.group() for p in absent for match in p.finditer(code)] == []
+    # of what two files define, the linker keeps one copy: it could be the one for the newer processor
+    symbols = subprocess.run(["nm", "-C", str(built)], check=True, capture_output=True, text=True).stdout
+    assert re.findall(r"^\S+ [VWu] .*", symbols, re.MULTILINE) == []
