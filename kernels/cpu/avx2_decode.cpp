@@ -146,6 +146,16 @@ static void prefetch_rows(const uint8_t * rows, int64_t stride, int32_t row_byte
     }
 }
 
+// Rows of the window, which a token's weights have pushed out of the caches: all lines at once, into L2, since L1 can wait
+// for fewer.
+static void prefetch_exact(const uint16_t * const * row, int64_t d, int64_t n) {
+    for (int64_t c = 0; c < n; ++c) {
+        for (int64_t j = 0; j < d; j += 32) {
+            _mm_prefetch((const char *) (row[c] + j), _MM_HINT_T1);
+        }
+    }
+}
+
 // Points the tile at coded rows; rows under 16 bytes are copied, since unpacking reads 16.
 static void point_at_codes(const uint8_t * rows, int64_t stride, int32_t row_bytes, int32_t n, int32_t n8,
                            uint8_t * copy, const void ** row, float * scale) {
@@ -210,6 +220,8 @@ static bool fill(const Call & call, int64_t first, int64_t n, Tile & tile) {
         prefetch_rows(v + n * a.v_stride, a.v_stride, a.v->row_bytes, next);
         return true;
     }
+    prefetch_exact(call.exact->k + first, call.d_k, tile.n);
+    prefetch_exact(call.exact->v + first, call.d_v, tile.n);
     for (int32_t c = 0; c < tile.n8; ++c) { // a key nobody sees may hold NaN, which no zero weight would stop
         const bool here = c < tile.n && seen[c];
         tile.k[c]       = here ? call.exact->k[first + c] : ZERO_HALVES;
