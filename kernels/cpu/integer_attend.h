@@ -25,7 +25,7 @@ namespace subkv::cpu {
 constexpr int   TILE      = 64;                     // cells
 constexpr int   AHEAD     = 256;                    // cells of prefetching
 constexpr int   BLOCK     = TILE * sizeof(int32_t); // bytes of one dword of every cell
-constexpr int   MAX_MR    = 4;
+constexpr int   MAX_MR    = 3;
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
 constexpr float MINUS_INF = -__builtin_inff();
 
@@ -218,6 +218,7 @@ static uint64_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, bool *
 
 template <typename Isa>
 static void steps(const Work<Isa> & w, const bool * awake, int64_t cell, Tile & tile) {
+    static_assert(Isa::MR >= 2 && Isa::MR <= MAX_MR, "the cases below");
     const int64_t n_rows = w.a.n_tok * w.a.n_group;
     for (int64_t row = 0; row < n_rows;) {
         if (!awake[row / w.a.n_group]) {
