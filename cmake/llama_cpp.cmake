@@ -70,3 +70,15 @@ foreach(target IN LISTS SUBKV_LLAMA_TARGETS)
         install(TARGETS ${target} LIBRARY DESTINATION ${SUBKV_LIB_DESTINATION} COMPONENT subkv)
     endif()
 endforeach()
+
+# llama.cpp's own converter of Hugging Face folders, Python and its licence, lies beside the libraries (converter/hf.py).
+set(SUBKV_HF_CONVERTER ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/llama.cpp)
+file(REMOVE_RECURSE ${SUBKV_HF_CONVERTER})
+file(COPY
+    ${SUBKV_LLAMA_CPP_TREE}/LICENSE
+    ${SUBKV_LLAMA_CPP_TREE}/convert_hf_to_gguf.py
+    ${SUBKV_LLAMA_CPP_TREE}/conversion
+    ${SUBKV_LLAMA_CPP_TREE}/gguf-py
+    DESTINATION ${SUBKV_HF_CONVERTER})
+install(DIRECTORY ${SUBKV_HF_CONVERTER} DESTINATION ${SUBKV_LIB_DESTINATION} COMPONENT subkv
+    PATTERN "__pycache__" EXCLUDE)

@@ -26,9 +26,9 @@ from unified_diff import DiffError, FileDiff, apply, parse
 Tree = dict[str, bytes]
 """Path relative to the root of llama.cpp, with forward slashes -> content."""
 
-KEEP_FILES = ("CMakeLists.txt", "LICENSE")
-KEEP_DIRS = ("cmake", "ggml", "include", "src", "vendor")
-SKIP_DIRS = ("vendor/cpp-httplib",)
+KEEP_FILES = ("CMakeLists.txt", "LICENSE", "convert_hf_to_gguf.py")
+KEEP_DIRS = ("cmake", "conversion", "ggml", "gguf-py", "include", "src", "vendor")
+SKIP_DIRS = ("gguf-py/examples", "gguf-py/gguf/scripts", "gguf-py/tests", "vendor/cpp-httplib")
 STOCK_DIRS = ("include", "src")
 STAMP = ".subkv.json"
 VERSION_KEYS = ("package", "version", "sha256", "commit", "tree")
@@ -76,7 +76,7 @@ def wanted(path: str) -> bool:
     """Whether the build uses this file of llama.cpp."""
     if path in KEEP_FILES:
         return True
-    if any(path.startswith(skip + "/") for skip in SKIP_DIRS):
+    if any(path.startswith(skip + "/") for skip in SKIP_DIRS) or "__pycache__" in path.split("/"):
         return False
     return path.split("/")[0] in KEEP_DIRS and "/" in path
 
