@@ -143,7 +143,7 @@ def loaded(
     """Coded layers as libsubkv reads them from a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.gguf"
-        values = metadata.keys(layers, calibration, settings, counted, "converter.adapt")
+        values = metadata.keys(layers, calibration, settings, counted)
         write_sidecar("--adapt", base, path, values)
         layout = Layout(path)
     try:

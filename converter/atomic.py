@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +32,13 @@ def check_writable(flag: str, path: Path) -> None:
             raise PermissionError(13, "the existing file is read-only")
     except OSError as error:
         raise ConverterError(f"{flag}: cannot write {path}: {_reason(error)}") from error
+
+
+def check_not_input(flag: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
+    """Refuse an output path that is one of the inputs, each named by its flag. Raises ConverterError."""
+    for other, given in inputs:
+        if path.exists() and given.exists() and os.path.samefile(path, given):
+            raise ConverterError(f"{flag}: expected another file than {other}, found {path}")
 
 
 def _temporary_name(path: Path) -> Path:

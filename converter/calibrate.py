@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
-from tqdm import tqdm
 
-from converter.atomic import check_writable
+from converter.atomic import check_not_input, check_writable
 from converter.calib_io import (
     F16,
     MAX_HEAD_SIZE,
@@ -31,10 +31,11 @@ from converter.calib_io import (
     thin,
     write_calibration,
 )
-from converter.cli import generator
 from converter.errors import ConverterError, exit_on_error
-from converter.gguf_io import BLOCK, Gguf
+from converter.gguf_io import Gguf, sha256
+from converter.metadata import generator
 from converter.session import ACCUMULATE, PAUSE, SAMPLE, UBATCH, NativeSession, ObservedLayer, Session
+from subkv.progress import progress_bar
 
 MIN_TOKENS = 64  # shortest text worth a chunk
 HELD_OUT = 8  # every 8th chunk
@@ -149,9 +150,9 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
 
 
 def observe(session: Session, chunks: Sequence[Chunk], progress: bool) -> None:
-    """Decode all chunks, each from an empty cache. progress: a bar with ETA and tokens/s on stderr."""
+    """Decode all chunks, each from an empty cache. progress: a bar."""
     total = sum(len(chunk.tokens) for chunk in chunks)
-    with tqdm(total=total, unit="tok", disable=not progress, desc="calibrate") as bar:
+    with progress_bar("calibrate", total, "tok", progress) as bar:
         for chunk in chunks:
             session.clear()
             session.mode(SAMPLE if chunk.key_pos else ACCUMULATE, chunk.key_pos, chunk.query_pos)
@@ -240,16 +241,24 @@ def calibrate(
     return calibration, notes
 
 
-def file_sha256(flag: str, path: Path) -> str:
-    """Hex digest of a file. Raises ConverterError when it cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as handle:
-            while block := handle.read(BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise ConverterError(f"{flag}: cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
+def calibrate_file(
+    model: Path,
+    texts: Sequence[Text],
+    n_ctx: int,
+    n_skip: int,
+    n_threads: int,
+    chunks: int | None = None,
+    held_out: int = HELD_OUT,
+    earlier: Calibration | None = None,
+) -> tuple[Calibration, list[str]]:
+    """calibrate() of a GGUF with progress bars. earlier: a calibration of the same model, which the texts add to."""
+    with Gguf("-m", model) as base:  # refuses what is not a whole GGUF with a better sentence than the loader's
+        digest = sha256("-m", base.files, progress=True)
+    with NativeSession(model, n_ctx, n_threads, n_skip) as session:
+        if earlier:
+            check_mergeable("--in-file", earlier, session.arch, session.name, session.block_count, n_skip)
+        result, notes = calibrate(session, texts, n_ctx, n_skip, chunks, held_out, digest, progress=True)
+    return merge("--in-file", earlier, result) if earlier else result, notes
 
 
 def default_threads() -> int:
@@ -257,17 +266,42 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def text_options(required: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """-f, -c, --chunks and -t of every command that calibrates."""
+    options = (
+        click.option(
+            "-f",
+            "--file",
+            "files",
+            required=required,
+            multiple=True,
+            type=click.Path(path_type=Path),
+            help="UTF-8 text to calibrate on.",
+        ),
+        click.option(
+            "-c",
+            "--ctx-size",
+            default=2048,
+            show_default=True,
+            type=click.IntRange(MIN_TOKENS),
+            help="Tokens per chunk.",
+        ),
+        click.option("--chunks", type=click.IntRange(1), help="Most chunks, shared among the texts. [default: all]"),
+        click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]"),
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
 @click.command(name="calibrate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")
-@click.option(
-    "-f", "--file", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="UTF-8 text."
-)
+@text_options(required=True)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="calib.safetensors to write.")
-@click.option(
-    "-c", "--ctx-size", default=2048, show_default=True, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
-)
-@click.option("--chunks", type=click.IntRange(1), help="Most chunks, shared among the texts. [default: all]")
-@click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]")
 @click.option("--in-file", type=click.Path(path_type=Path), help="Earlier calibration of the same model to add to.")
 @click.option(
     "--n-sink", default=4, show_default=True, type=click.IntRange(0, 4096), help="Positions left out per chunk."
@@ -295,18 +329,10 @@ def command(
         texts = [read_text(path) for path in files]
         earlier = read_calibration("--in-file", in_file) if in_file else None
         check_writable("-o", output)
-        for flag, path in (("-m", model), *(("-f", path) for path in files)):
-            if output.exists() and path.exists() and os.path.samefile(output, path):
-                raise ConverterError(f"-o: expected another file than {flag}, found {output}")
-        with Gguf("-m", model):
-            pass  # refuses what is not a whole GGUF with a better sentence than the loader's
-        digest = file_sha256("-m", model)
-        with NativeSession(model, ctx_size, threads or default_threads(), n_sink) as session:
-            if earlier:
-                check_mergeable("--in-file", earlier, session.arch, session.name, session.block_count, n_sink)
-            result, notes = calibrate(session, texts, ctx_size, n_sink, chunks, held_out, digest, progress=True)
-        if earlier:
-            result = merge("--in-file", earlier, result)
+        check_not_input("-o", output, (("-m", model), *(("-f", path) for path in files)))
+        result, notes = calibrate_file(
+            model, texts, ctx_size, n_sink, threads or default_threads(), chunks, held_out, earlier
+        )
         write_calibration("-o", output, result)
         for note in notes:
             click.echo(note, err=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
-from tqdm import tqdm
 
-from converter import layout, metadata
+from converter import hf, layout, metadata
 from converter.adapt import parse as parse_adapt
-from converter.atomic import check_writable
+from converter.atomic import check_not_input, check_writable
 from converter.basis import StoredBasis
 from converter.calib_io import read_calibration
+from converter.calibrate import text_options
 from converter.errors import ConverterError, exit_on_error
 from converter.gamma import METHODS
 from converter.gguf_io import Gguf, write_copy, write_sidecar
@@ -22,19 +21,18 @@ from converter.metadata import CodedLayer
 from converter.metrics import BASES_K, BASES_V
 from converter.pipeline import Options, Result
 from converter.pipeline import convert as run_pipeline
-
-
-def generator() -> str:
-    """Program and version, for the files' provenance."""
-    try:
-        return f"subkv {version('subkv')}"
-    except PackageNotFoundError:
-        return "subkv (not installed)"
+from converter.sources import Sources, prepared
+from subkv.progress import progress_bar
 
 
 @click.command(name="convert", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration file (calib.safetensors).")
+@click.option("--bases", type=click.Path(path_type=Path), help="Calibration file (calib.safetensors); or give -f.")
+@text_options(required=False)
+@click.option(
+    "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights made of a folder. [default: auto, 16 bits]"
+)
+@click.option("--quantize", metavar="TYPE", help="Weights of a folder quantized by llama.cpp, such as Q4_K_M.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL.subkv.gguf beside the model.")
 @click.option(
     "--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: what equals q8_0's quality]"
@@ -64,7 +62,13 @@ def generator() -> str:
 @click.option("--dry-run", is_flag=True, help="Print the table, write nothing.")
 def convert(
     model: Path,
-    bases: Path,
+    bases: Path | None,
+    files: tuple[Path, ...],
+    ctx_size: int,
+    chunks: int | None,
+    threads: int | None,
+    outtype: str | None,
+    quantize: str | None,
     output: Path | None,
     kv_bits: float | None,
     codec: str,
@@ -81,7 +85,15 @@ def convert(
     sidecar: bool,
     dry_run: bool,
 ) -> None:
-    """Write MODEL with bases and a coefficient layout in its metadata; the weights stay byte-identical."""
+    """Write MODEL with bases and a coefficient layout in its metadata; the weights stay byte-identical.
+
+    MODEL is a GGUF or, with the extra torch, a Hugging Face folder, which becomes one first.
+    """
+    if (bases is None) == (not files):
+        raise click.UsageError(
+            "expected --bases with a calibration or -f with text to calibrate on, found "
+            + ("neither" if bases is None else "both")
+        )
     if codec == "int8" and kv_bits is not None:
         raise click.UsageError("--kv-bits: codec int8 has 8 bits per coefficient; choose --rank-k and --rank-v instead")
     if bpe_context is not None and bpe_context < 1:
@@ -103,8 +115,12 @@ def convert(
     with exit_on_error():
         if adapt is not None:
             parse_adapt("--adapt", adapt)
-        target = output or default_output(model, sidecar)
-        result = convert_file(model, bases, None if dry_run else target, options, sidecar, progress=True)
+        if sidecar and model.is_dir():
+            raise ConverterError(f"--sidecar: expected a GGUF as MODEL, which the sidecar goes with, found {model}")
+        target = output or default_output(model, sidecar, quantize)
+        sources = Sources(model, bases, files, ctx_size, chunks, threads, n_sink, outtype, quantize)
+        with prepared(sources, target, copy=not sidecar and not dry_run) as (base, calibration):
+            result = convert_file(base, calibration, None if dry_run else target, options, sidecar, progress=True)
         for line in table(result):
             click.echo(line)
         for note in result.notes:
@@ -112,43 +128,43 @@ def convert(
         click.echo("dry run: nothing was written" if dry_run else f"wrote {target}")
 
 
-def default_output(model: Path, sidecar: bool = False) -> Path:
-    """M.gguf -> M.subkv.gguf, or M.subkv-sidecar.gguf."""
-    stem = model.name[: -len(".gguf")] if model.name.endswith(".gguf") else model.name
+def default_output(model: Path, sidecar: bool = False, quantize: str | None = None) -> Path:
+    """M.gguf -> M.subkv.gguf, or M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf; folder M -> M.subkv.gguf."""
+    if model.is_dir():
+        folder = model.resolve()
+        return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")
+    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", model.name)
     return model.with_name(f"{stem}.subkv{'-sidecar' if sidecar else ''}.gguf")
 
 
 def convert_file(
     model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
 ) -> Result:
-    """Convert `model` with the calibration `bases`; output None: only plan. progress: a bar on stderr.
+    """Convert `model` with the calibration `bases`; output None: only plan. progress: bars.
 
     Raises ConverterError; then no file was written.
     """
     calibration = read_calibration("--bases", bases)
     with Gguf("MODEL", model) as base:
         if output is not None:
-            _check_output(model, bases, output)
-        disable = None if progress else True  # None: no bar where stderr is no terminal
-        with tqdm(total=2 * len(calibration.layers) + 2, disable=disable, unit="step", leave=False) as bar:
+            check_not_input("-o", output, [*(("the model", file) for file in base.files), ("--bases", bases)])
+            check_writable("-o", output)
+            if len(base.files) > 1 and not sidecar:
+                raise ConverterError(
+                    f"MODEL: expected one file to copy, found a model split into {len(base.files)}; "
+                    "--sidecar writes the bases to a file of their own"
+                )
+        with progress_bar("bases", 2 * len(calibration.layers) + 1, "step", progress) as bar:
 
             def step(what: str) -> None:
                 bar.set_description(what, refresh=False)
                 bar.update()
 
             result = run_pipeline(base, calibration, options, step)
-            step("reading the base model")
-            if output is not None:
-                values = metadata.keys(result.layers, calibration, result.settings, result.counted, generator())
-                (write_sidecar if sidecar else write_copy)("-o", base, output, values)
+        if output is not None:
+            values = metadata.keys(result.layers, calibration, result.settings, result.counted)
+            (write_sidecar if sidecar else write_copy)("-o", base, output, values, progress)
     return result
-
-
-def _check_output(model: Path, bases: Path, output: Path) -> None:
-    for flag, path in (("the model", model), ("--bases", bases)):
-        if output.exists() and os.path.samefile(output, path):
-            raise ConverterError(f"-o: expected another file than {flag}, found {output}")
-    check_writable("-o", output)
 
 
 #

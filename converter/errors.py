@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 EXIT_ERROR = 1  # bad input, as opposed to 2 for bad usage
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -12,6 +13,15 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 class ConverterError(Exception):
     """Bad input. The message is one sentence that starts with the flag, key or tensor it concerns."""
+
+
+def need_packages(extra: str, names: Sequence[str]) -> None:
+    """Raises ConverterError that names the extra when one of its packages is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConverterError(
+            f"expected the packages of the extra `{extra}`, found no {', '.join(missing)}: pip install 'subkv[{extra}]'"
+        )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 import numpy as np
-from tqdm import tqdm
 
 from converter import layout, stock
 from converter.adapt import AdaptiveCoder, loaded, parse
@@ -36,6 +35,7 @@ from converter.reference import F32, Coder, Reference, check_length, check_shape
 from runtime import plots
 from runtime.scoring import Scores, score
 from subkv.adapt import Adapt
+from subkv.progress import progress_bar
 
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
 
@@ -145,7 +145,7 @@ def run(
     """Score the second half of every chunk under every cache; the scores are added to the caches'."""
     with (
         ThreadPoolExecutor(n_threads) as pool,
-        tqdm(total=len(chunks) * (len(caches) + 1), unit="chunk", disable=not progress, desc="evaluate") as bar,
+        progress_bar("evaluate", len(chunks) * (len(caches) + 1), "chunk", progress) as bar,
     ):
         for chunk in chunks:
             first = len(chunk) // 2

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from converter.basis import F64
 from converter.calib_io import Calibration, LayerSensitivity, Sensitivity
 from converter.reference import Reference, attend
+from subkv.progress import progress_bar
 
 SEED = 1  # of the labels drawn
 
@@ -43,7 +43,7 @@ def measure(
     ]
     tokens = 0
     generator = torch.Generator().manual_seed(SEED)
-    with tqdm(total=len(chunks), unit="chunk", disable=not progress, desc="sensitivity") as bar:
+    with progress_bar("sensitivity", len(chunks), "chunk", progress) as bar:
         for chunk in chunks:
             for il, gradients in enumerate(_gradients(reference, chunk, calibration.n_skip, n_recent, generator)):
                 _accumulate(sums[il], gradients, reference.key_order)

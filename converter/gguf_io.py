@@ -10,10 +10,10 @@ import contextlib
 import ctypes
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from converter import native
 from converter.atomic import atomic_file
 from converter.errors import ConverterError
+from subkv.progress import progress_bar
+from subkv.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -34,32 +36,44 @@ SHA256_KEY = "subkv.base.sha256"
 
 
 class Gguf:
-    """One GGUF opened for reading. Use as a context manager.
+    """One GGUF opened for reading, or all files of a split model, given the first. Use as a context manager.
 
-    Raises ConverterError (starting with `flag`) for a missing file, one that is not a GGUF, a damaged or truncated one.
+    Metadata is the first file's, tensors are those of all. Raises ConverterError (starting with `flag`) for a missing
+    file, one that is not a GGUF, a damaged or truncated one, and a split model that is not complete.
     """
 
     def __init__(self, flag: str, path: Path) -> None:
         self.flag, self.path = flag, path
-        _check_header(flag, path)
         self._c = native.gguf()
-        with native.captured_log() as log:
-            self._ctx = self._c.gguf_init_from_file(str(path).encode(), native.GgufInitParams(True, None))
-        if not self._ctx:
-            detail = f" ({log[0]})" if log else ""
-            raise ConverterError(
-                f"{flag}: {path}: expected a complete GGUF, found damaged or truncated metadata{detail}"
-            )
+        self._opened: list[int] = []  # contexts of `files`
         try:
-            self._check_data()
+            self.files = split_files(path, self._open)
+        except ValueError as error:
+            self.close()
+            raise ConverterError(f"{flag}: {error}") from None
         except ConverterError:
             self.close()
             raise
+        self._ctx = self._opened[0]
+
+    def _open(self, path: Path) -> tuple[int, int]:
+        """Open one file; its number in a split model and the number of files."""
+        _check_header(self.flag, path)
+        with native.captured_log() as log:
+            ctx = self._c.gguf_init_from_file(str(path).encode(), native.GgufInitParams(True, None))
+        if not ctx:
+            detail = f" ({log[0]})" if log else ""
+            raise ConverterError(
+                f"{self.flag}: {path}: expected a complete GGUF, found damaged or truncated metadata{detail}"
+            )
+        self._opened.append(ctx)
+        self._check_data(ctx, path)
+        number, count = self._get(ctx, NUMBER), self._get(ctx, COUNT)
+        return number if isinstance(number, int) else 0, count if isinstance(count, int) else 1
 
     def close(self) -> None:
-        if self._ctx:
-            self._c.gguf_free(self._ctx)
-            self._ctx = None
+        while self._opened:
+            self._c.gguf_free(self._opened.pop())
 
     def __enter__(self) -> Gguf:
         return self
@@ -71,18 +85,17 @@ class Gguf:
 
     @property
     def data_offset(self) -> int:
+        """Where the tensor data of the first file begins."""
         return int(self._c.gguf_get_data_offset(self._ctx))
 
-    def _check_data(self) -> None:
+    def _check_data(self, ctx: int, path: Path) -> None:
         """The file must reach to the end of its last tensor."""
         end = 0
-        for i in range(self._c.gguf_get_n_tensors(self._ctx)):
-            end = max(end, self._c.gguf_get_tensor_offset(self._ctx, i) + self._c.gguf_get_tensor_size(self._ctx, i))
-        expected, found = self.data_offset + end, self.path.stat().st_size
+        for i in range(self._c.gguf_get_n_tensors(ctx)):
+            end = max(end, self._c.gguf_get_tensor_offset(ctx, i) + self._c.gguf_get_tensor_size(ctx, i))
+        expected, found = self._c.gguf_get_data_offset(ctx) + end, path.stat().st_size
         if end and found < expected:
-            raise ConverterError(
-                f"{self.flag}: {self.path}: expected {expected} bytes, found a file truncated to {found}"
-            )
+            raise ConverterError(f"{self.flag}: {path}: expected {expected} bytes, found a file truncated to {found}")
 
     def keys(self) -> list[str]:
         n_kv = self._c.gguf_get_n_kv(self._ctx)
@@ -90,41 +103,53 @@ class Gguf:
 
     def get(self, key: str) -> Any:
         """Value of a key: int, float, bool, str, or a list of numbers; None when absent. Arrays of strings: None."""
-        index = self._c.gguf_find_key(self._ctx, key.encode())
+        return self._get(self._ctx, key)
+
+    def _get(self, ctx: int, key: str) -> Any:
+        index = self._c.gguf_find_key(ctx, key.encode())
         if index < 0:
             return None
-        kind = self._c.gguf_get_kv_type(self._ctx, index)
+        kind = self._c.gguf_get_kv_type(ctx, index)
         if kind == _TYPE_STRING:
-            return self._c.gguf_get_val_str(self._ctx, index).decode("utf-8", "replace")
+            return self._c.gguf_get_val_str(ctx, index).decode("utf-8", "replace")
         if kind == _TYPE_ARRAY:
-            code = _SCALARS.get(self._c.gguf_get_arr_type(self._ctx, index))
+            code = _SCALARS.get(self._c.gguf_get_arr_type(ctx, index))
             if code is None:
                 return None
-            n = self._c.gguf_get_arr_n(self._ctx, index)
-            raw = ctypes.string_at(self._c.gguf_get_arr_data(self._ctx, index), n * struct.calcsize(code)) if n else b""
+            n = self._c.gguf_get_arr_n(ctx, index)
+            raw = ctypes.string_at(self._c.gguf_get_arr_data(ctx, index), n * struct.calcsize(code)) if n else b""
             return list(struct.unpack(f"={n}{code}", raw))
         code = _SCALARS[kind]
-        raw = ctypes.string_at(self._c.gguf_get_val_data(self._ctx, index), struct.calcsize(code))
+        raw = ctypes.string_at(self._c.gguf_get_val_data(ctx, index), struct.calcsize(code))
         return struct.unpack(f"={code}", raw)[0]
 
+    def _find(self, name: str) -> tuple[int, Path, int] | None:
+        """Where a tensor is: context and path of its file, index in it."""
+        for ctx, path in zip(self._opened, self.files, strict=True):
+            index = self._c.gguf_find_tensor(ctx, name.encode())
+            if index >= 0:
+                return ctx, path, index
+        return None
+
     def has_tensor(self, name: str) -> bool:
-        return bool(self._c.gguf_find_tensor(self._ctx, name.encode()) >= 0)
+        return self._find(name) is not None
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
         """A two-dimensional tensor dequantized to float32, [ne1, ne0]. `why` ends the error sentence.
 
         Raises ConverterError when it is missing, not a matrix, or of a type gguf-py cannot dequantize.
         """
-        index = self._c.gguf_find_tensor(self._ctx, name.encode())
-        if index < 0:
+        found = self._find(name)
+        if found is None:
             raise ConverterError(f"{name}: expected this tensor in {self.path}, found none; {why}")
-        ne = [self._c.gguf_get_tensor_ne(self._ctx, index)[i] for i in range(4)]
+        ctx, path, index = found
+        ne = [self._c.gguf_get_tensor_ne(ctx, index)[i] for i in range(4)]
         if ne[2] != 1 or ne[3] != 1:
             raise ConverterError(f"{name}: expected a matrix, found shape {ne}; {why}")
-        offset = self.data_offset + self._c.gguf_get_tensor_offset(self._ctx, index)
-        size = self._c.gguf_get_tensor_size(self._ctx, index)
-        raw = np.fromfile(self.path, dtype=np.uint8, count=size, offset=offset)
-        kind = self._c.gguf_get_tensor_type(self._ctx, index)
+        offset = self._c.gguf_get_data_offset(ctx) + self._c.gguf_get_tensor_offset(ctx, index)
+        size = self._c.gguf_get_tensor_size(ctx, index)
+        raw = np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
+        kind = self._c.gguf_get_tensor_type(ctx, index)
         try:
             rows = raw.reshape(ne[1], size // ne[1])
             values = dequantize(rows, GGMLQuantizationType(kind))
@@ -177,19 +202,21 @@ def _metadata(c: Any, ctx: int) -> bytes:
     return buffer.raw
 
 
-def write_copy(flag: str, base: Gguf, output: Path, values: Mapping[str, Value]) -> None:
-    """Atomically write a copy of `base` with `values` in its metadata and the same tensor data, byte for byte.
+def write_copy(flag: str, base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
+    """Atomically write a copy of `base`, of one file, with `values` in its metadata and the same tensor data.
 
     SHA256_KEY is filled in here: the hash is computed while the data is copied, and the metadata, whose size does not
-    depend on it, is written again at the end. Raises ConverterError when the file cannot be written.
+    depend on it, is written again at the end. progress: a bar. Raises ConverterError when the file cannot be written.
     """
     draft = base.metadata_with({**values, SHA256_KEY: ("str", "0" * 64)})
-    with _reading(base) as source, atomic_file(flag, output) as handle:
+    digest = hashlib.sha256()
+    skip = base.data_offset
+    with atomic_file(flag, output) as handle:
         handle.write(draft)
-        digest = hashlib.sha256(_read(base, source, base.data_offset))
-        while block := _read(base, source, BLOCK):
+        for block in blocks(base.flag, base.files, f"writing {output.name}", progress):
             digest.update(block)
-            handle.write(block)
+            handle.write(block[skip:])
+            skip = max(skip - len(block), 0)
         final = base.metadata_with({**values, SHA256_KEY: ("str", digest.hexdigest())})
         if len(final) != len(draft):
             raise RuntimeError("the metadata changed its size with the hash")
@@ -197,18 +224,15 @@ def write_copy(flag: str, base: Gguf, output: Path, values: Mapping[str, Value])
         handle.write(final)
 
 
-def write_sidecar(flag: str, base: Gguf, output: Path, values: Mapping[str, Value]) -> None:
+def write_sidecar(flag: str, base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`."""
-    digest = hashlib.sha256()
-    with _reading(base) as source:
-        while block := _read(base, source, BLOCK):
-            digest.update(block)
+    digest = sha256(base.flag, base.files, progress)
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
     c = native.gguf()
     ctx = c.gguf_init_empty()
     try:
-        _set_values(c, ctx, {**general, **values, SHA256_KEY: ("str", digest.hexdigest())})
+        _set_values(c, ctx, {**general, **values, SHA256_KEY: ("str", digest)})
         blob = _metadata(c, ctx)
     finally:
         c.gguf_free(ctx)
@@ -216,19 +240,23 @@ def write_sidecar(flag: str, base: Gguf, output: Path, values: Mapping[str, Valu
         handle.write(blob)
 
 
-@contextlib.contextmanager
-def _reading(base: Gguf) -> Iterator[BinaryIO]:
-    try:
-        handle = open(base.path, "rb")  # noqa: SIM115 (closed below; only opening is guarded)
-    except OSError as error:
-        raise ConverterError(f"{base.flag}: cannot read {base.path}: {error.strerror}") from error
-    with handle:
-        yield handle
+def sha256(flag: str, files: Sequence[Path], progress: bool = False) -> str:
+    """Hex SHA-256 of files, one after another. Raises ConverterError as blocks does."""
+    digest = hashlib.sha256()
+    for block in blocks(flag, files, f"hashing {files[0].name}", progress):
+        digest.update(block)
+    return digest.hexdigest()
 
 
-def _read(base: Gguf, handle: BinaryIO, n: int) -> bytes:
-    """read() whose errors name the input, so that the writer's guard does not blame the output."""
+def blocks(flag: str, files: Sequence[Path], what: str, progress: bool) -> Iterator[bytes]:
+    """The bytes of files, one after another, behind a progress bar. Raises ConverterError that starts with `flag`."""
+    path = files[0]
     try:
-        return handle.read(n)
+        with progress_bar(what, sum(file.stat().st_size for file in files), "B", progress) as bar:
+            for path in files:
+                with open(path, "rb") as handle:
+                    while block := handle.read(BLOCK):
+                        yield block
+                        bar.update(len(block))
     except OSError as error:
-        raise ConverterError(f"{base.flag}: cannot read {base.path}: {error.strerror}") from error
+        raise ConverterError(f"{flag}: cannot read {path}: {error.strerror}") from error

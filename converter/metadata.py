@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ class Settings:
     adapt: str | None = None  # how contexts follow the text by default, subkv.adapt.parse
 
 
+def generator() -> str:
+    """Program and version, for the files' provenance."""
+    try:
+        return f"subkv {version('subkv')}"
+    except PackageNotFoundError:
+        return "subkv (not installed)"
+
+
 def layout_json(layers: Sequence[CodedLayer]) -> str:
     """FORMAT.md §2, without spaces."""
     items = [
@@ -81,7 +90,7 @@ def basis_block(layer: CodedLayer) -> bytes:
 
 
 def keys(
-    layers: Sequence[CodedLayer], calibration: Calibration, settings: Settings, counted: Account, generator: str
+    layers: Sequence[CodedLayer], calibration: Calibration, settings: Settings, counted: Account
 ) -> dict[str, Value]:
     """Every subkv.* key of version 2 except subkv.base.sha256, which is known once the base has been read."""
     values: dict[str, Value] = {
@@ -100,7 +109,7 @@ def keys(
         "subkv.calibration.sha256": ("str", calibration.sha256),
         "subkv.calibration.tokens": ("u64", calibration.tokens),
         "subkv.calibration.text": ("str", ",".join(text.name for text in calibration.texts)),
-        "subkv.generator": ("str", generator),
+        "subkv.generator": ("str", generator()),
         "subkv.layout": ("str", layout_json(layers)),
     }
     if settings.adapt is not None:

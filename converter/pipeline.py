@@ -85,13 +85,9 @@ class _Fitted:
 
 
 def check_model(base: Gguf, calibration: Calibration) -> None:
-    """Refuse a calibration made for another model, a split file, or a file that is already converted."""
+    """Refuse a calibration made for another model, or a model that is already converted."""
     if any(key.startswith("subkv.") for key in base.keys()):  # noqa: SIM118 (not a dict)
         raise ConverterError(f"subkv.version: expected a base model without subkv keys, found them in {base.path}")
-    if (base.get("split.count") or 1) > 1:
-        raise ConverterError(
-            f"split.count: expected one file, found a model split into {base.get('split.count')}; merge it first"
-        )
     arch = base.get("general.architecture")
     if arch != calibration.arch:
         raise ConverterError(f"{PREFIX}arch: expected {arch!r} as in the model, found {calibration.arch!r}")

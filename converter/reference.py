@@ -8,7 +8,7 @@ llama.cpp's order (`Reference.key_order`).
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from converter.calib_io import Calibration
 from converter.calibrate import read_text
-from converter.errors import ConverterError
+from converter.errors import ConverterError, need_packages
 from converter.gguf_io import Gguf
 
 F32 = NDArray[np.float32]
@@ -35,11 +35,7 @@ EXTRAS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
 
 def _needed() -> tuple[Any, Any]:
-    missing = [name for name in ("torch", "transformers", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConverterError(
-            f"expected the packages of the extra `torch`, found no {', '.join(missing)}: pip install 'subkv[torch]'"
-        )
+    need_packages("torch", ("torch", "transformers", "accelerate"))
     import torch
     import transformers
 
@@ -97,14 +93,19 @@ class Reference:
         torch, transformers = _needed()
         torch.set_num_threads(n_threads)
         transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
         where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         if not path.is_dir():
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
             if not path.exists():
                 raise ConverterError(f"{flag}: expected a GGUF or a Hugging Face folder, found nothing at {path}")
-            with Gguf(flag, path):
-                pass  # refuses what is not a whole GGUF with a better sentence than transformers'
+            with Gguf(flag, path) as base:  # refuses what is not a whole GGUF with a better sentence than transformers'
+                if len(base.files) > 1:
+                    raise ConverterError(
+                        f"{flag}: expected a Hugging Face folder or a GGUF of one file, since transformers reads no "
+                        f"others, found a model split into {len(base.files)}"
+                    )
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
             self.model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from converter import native
 from converter.errors import ConverterError
 from subkv._lib import Observed
+from subkv.progress import loading
 
 PAUSE, ACCUMULATE, SAMPLE = 0, 1, 2  # observer modes of subkv.h
 UBATCH = 512  # tokens decoded at once
@@ -93,7 +94,8 @@ class NativeSession:
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
         model_params.n_gpu_layers = 0
-        self._model = llama.llama_model_load_from_file(str(path).encode(), model_params)
+        with loading(path) as model_params.progress_callback:
+            self._model = llama.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise ConverterError(
                 f"-m: {path}: expected a model that llama.cpp can load, found one it refuses{self._reason()}"

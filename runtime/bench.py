@@ -144,7 +144,7 @@ def measure(
     n_parallel: int,
 ) -> list[Measurement]:
     """All tests of all configurations; configurations take turns inside every repetition."""
-    from tqdm import tqdm
+    from subkv.progress import progress_bar
 
     done: list[Measurement] = []
     for config in configs:  # warm up: page in the weights, build the graphs
@@ -153,18 +153,14 @@ def measure(
         config.context.clear()
     for depth in sorted(set(depths)):
         missing = n_parallel * sum(depth - config.depth for config in configs)
-        with tqdm(
-            total=missing, unit="tok", unit_scale=True, desc=f"fill to depth {depth}", disable=None, leave=False
-        ) as bar:
+        with progress_bar(f"fill to depth {depth}", missing, "tok") as bar:
             for config in configs:
                 bar.set_postfix_str(config.name)
                 fill(config, tokens, depth, n_parallel, bar)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         tests = [(n, 0) for n in prompts if n] + [(0, n) for n in gens if n]
         rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in tests]
-        with tqdm(
-            total=repetitions * len(tests) * len(configs), unit="run", desc=f"depth {depth}", disable=None, leave=False
-        ) as bar:
+        with progress_bar(f"depth {depth}", repetitions * len(tests) * len(configs), "run") as bar:
             for repetition, row in itertools.product(range(repetitions), rows):
                 shift = repetition % len(row)  # nobody always comes first
                 for m in row[shift:] + row[:shift]:

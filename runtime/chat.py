@@ -363,6 +363,7 @@ def open_model(given: dict[str, Any]) -> Iterator[Any]:
         n_gpu_layers=given["n_gpu_layers"],
         flash_attn=options.FLASH[given["flash_attn"]],
         verbose=False,
+        progress=True,
         **window,
         **cache,
     )

@@ -62,7 +62,8 @@ def converted() -> Path:
 
     Raises ProgramError, ConverterError.
     """
-    from converter.cli import convert_file, generator
+    from converter.cli import convert_file
+    from converter.metadata import generator
     from converter.pipeline import Options
     from subkv.cache import ModelFileError, check_model_file
 

@@ -31,6 +31,7 @@ from subkv.cache import (
     last_error,
     last_log_error,
 )
+from subkv.progress import loading
 from subkv.stats import KVStats, context_stats
 
 Logits = npt.NDArray[np.float32]
@@ -44,7 +45,7 @@ class Model:
         C.llama_backend_init()
         params = C.llama_model_default_params()
         params.n_gpu_layers = 0x7FFFFFFF if n_gpu_layers < 0 else n_gpu_layers
-        with captured_log(forward=False) as log:
+        with captured_log(forward=False) as log, loading(self.path) as params.progress_callback:
             self.handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self.handle:
             raise ModelFileError(key, last_log_error(log) or f"llama.cpp cannot load {self.path}")

@@ -94,16 +94,16 @@ def evaluate(
     Only one batch of base logits is held in memory. `writer` receives the base file's rows of the (only) run.
     """
     import numpy as np
-    from tqdm import tqdm
 
     from runtime import scoring
+    from subkv.progress import progress_bar
 
     model = runs[0].context.model
     first = n_ctx // 2
     n_batch = min(run.context.n_batch for run in runs)
     with (
         ThreadPoolExecutor(n_threads) as pool,
-        tqdm(total=chunks * n_ctx * len(runs), unit="tok", unit_scale=True, desc="perplexity", disable=None) as bar,
+        progress_bar("perplexity", chunks * n_ctx * len(runs), "tok") as bar,
     ):
         for chunk in range(chunks):
             part = tokens[chunk * n_ctx : (chunk + 1) * n_ctx]

@@ -15,6 +15,7 @@ from typing import Any
 
 from subkv import _lib
 from subkv import adapt as adaptive
+from subkv.split import COUNT, NUMBER, split_files
 
 _lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
 
@@ -177,6 +178,9 @@ class _GgufInit(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
+_TYPE_U16 = 2  # GGUF_TYPE_UINT16
+
+
 def _gguf(name: str, result: Any, *arguments: Any) -> Any:
     address = ctypes.cast(getattr(C._lib, name), ctypes.c_void_p).value
     return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
@@ -185,9 +189,36 @@ def _gguf(name: str, result: Any, *arguments: Any) -> Any:
 def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = True) -> Path:
     """Refuse a file that llama.cpp could not load, with the reason, before anything is loaded.
 
-    Reads the header only. weights: a file without tensors (a sidecar) is refused, too. Raises ModelFileError.
+    Reads headers only, those of all files of a split model, which `path` is the first of. weights: a model without
+    tensors (a sidecar) is refused, too. Raises ModelFileError.
     """
     path = Path(path)
+    n_tensors = 0
+
+    def read(file: Path) -> tuple[int, int]:
+        nonlocal n_tensors
+        n, split = _check_file(file, key)
+        n_tensors += n
+        return split
+
+    if not weights:
+        read(path)
+        return path
+    try:
+        split_files(path, read)
+    except ModelFileError:
+        raise
+    except ValueError as error:
+        raise ModelFileError(key, str(error)) from None
+    if not n_tensors:
+        raise ModelFileError(
+            key, f"expected a model with weights, found a GGUF without tensors: {path} (a sidecar only gives bases)"
+        )
+    return path
+
+
+def _check_file(path: Path, key: str) -> tuple[int, tuple[int, int]]:
+    """Number of tensors of one GGUF, then its number in a split model and the number of files."""
     try:
         if path.is_dir():
             raise ModelFileError(key, f"expected a GGUF file, found the folder {path}")
@@ -221,15 +252,22 @@ def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = Tru
         if count:
             last = _gguf("gguf_get_tensor_offset", word, void, i64)(handle_c, count - 1)
             expected += last + _gguf("gguf_get_tensor_size", word, void, i64)(handle_c, count - 1)
+        split = _u16(handle_c, NUMBER, 0), _u16(handle_c, COUNT, 1)
     finally:
         _gguf("gguf_free", None, void)(handle_c)
-    if weights and not count:
-        raise ModelFileError(
-            key, f"expected a model with weights, found a GGUF without tensors: {path} (a sidecar only gives bases)"
-        )
     if count and size < expected:
         raise ModelFileError(key, f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
-    return path
+    return count, split
+
+
+def _u16(handle: int, key: str, absent: int) -> int:
+    """Value of a key of an open GGUF; `absent` also for one of another type, which llama.cpp refuses by itself."""
+    index = _gguf("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)(handle, key.encode())
+    arguments = ctypes.c_void_p, ctypes.c_int64
+    if index < 0 or _gguf("gguf_get_kv_type", ctypes.c_int, *arguments)(handle, index) != _TYPE_U16:
+        return absent
+    value: int = _gguf("gguf_get_val_u16", ctypes.c_uint16, *arguments)(handle, index)
+    return value
 
 
 #

@@ -38,6 +38,7 @@ from subkv.cache import (
     last_log_error,
     llama_cpp,
 )
+from subkv.progress import loading
 from subkv.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
@@ -66,6 +67,7 @@ class Llama(llama_cpp.Llama):
         so that a tail of that many tokens can be removed without evaluating anything again; default 32.
     adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (subkv.adapt.Adapt has the fields).
     flash_attn: "auto", "on"/True, "off"/False.
+    progress: a bar on stderr, if that is a terminal, while the model is loaded.
 
     Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
     keyword arguments.
@@ -84,6 +86,7 @@ class Llama(llama_cpp.Llama):
         flash_attn: str | bool | None = "auto",
         type_k: str | int | None = None,
         type_v: str | int | None = None,
+        progress: bool = False,
         **kwargs: Any,
     ) -> None:
         known = inspect.signature(llama_cpp.Llama.__init__).parameters
@@ -101,11 +104,13 @@ class Llama(llama_cpp.Llama):
             "n_rollback": n_rollback,
             "adapt": adapt,
             "flash_attn": flash_attn,
+            "progress": progress,
         }
         verbose = bool(kwargs.get("verbose", True))
         with captured_log(forward=verbose) as log, attached(choice, n_sink, n_recent, n_rollback, adapt):
             try:
-                super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
+                with loading(path, progress) as self._progress_callback:
+                    super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
             except ValueError as error:
                 raise creation_error(error, choice, log) from error
         self._ctx.__class__ = _Context
@@ -115,6 +120,16 @@ class Llama(llama_cpp.Llama):
             print(cache_line(self.kv_stats()), file=sys.stderr)
 
     scores: Any  # [n_ctx or n_batch, n_vocab] f32 of the parent
+
+    @property
+    def model_params(self) -> Any:
+        """The model's parameters. The parent knows no progress callback: setting them puts ours in."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        params.progress_callback = self._progress_callback
+        self._model_params = params
 
     @property
     def context_params(self) -> Any:

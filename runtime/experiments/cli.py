@@ -178,8 +178,8 @@ def main(
     """Run the papers' experiments and answer their falsifiers."""
     from converter import layout
     from converter.calib_io import read_calibration
-    from converter.calibrate import file_sha256, read_text
-    from converter.gguf_io import Gguf
+    from converter.calibrate import read_text
+    from converter.gguf_io import Gguf, sha256
     from converter.pipeline import Options
     from converter.reference import Reference, check_length, check_shapes, cut
     from runtime.experiments.lab import Lab, Text
@@ -198,7 +198,7 @@ def main(
             bpe_context=bpe_context,
         )
         settings = {
-            "model": f"{model.name} ({file_sha256('-m', model)[:16]})",
+            "model": f"{model.name} ({sha256('-m', base.files, progress=True)[:16]})",
             "bases": f"{bases.name} ({calibration.sha256[:16]})",
             "texts": [f"{path.name} ({text.source.sha256[:16]})" for path, text in zip(files, texts, strict=True)],
             "n_ctx": n_ctx,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from converter import bounds
 from converter.bounds import F64
@@ -18,6 +17,7 @@ from converter.codec import F32
 from converter.gamma import sqrt_gamma
 from converter.sketch import Sketch
 from runtime.experiments.lab import Lab, Rows
+from subkv.progress import progress_bar
 
 LENGTH = 512  # tokens of a chunk with its own projectors
 QUERIES = 32  # positions in the second half of the text
@@ -144,7 +144,7 @@ def bound_errors(lab: Lab) -> dict[str, Any]:
     tokens = lab.texts[0].chunks[0]
     r = max(1, lab.reference.d // 4)  # ℓ = 2r < d: the sketch does lose something
     lines: Rows = []
-    with tqdm(total=lab.reference.n_layer, unit="layer", disable=not lab.progress, desc="bounds") as bar:
+    with progress_bar("bounds", lab.reference.n_layer, "layer", lab.progress) as bar:
 
         def visitor(il: int, q: F32, k: F32, v: F32) -> None:
             group = stats[il].shape.n_group

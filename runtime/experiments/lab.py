@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from converter import layout
 from converter.adapt import Layout, loaded, parse
@@ -22,6 +21,7 @@ from converter.metadata import CodedLayer
 from converter.pipeline import Fit, Options
 from converter.reference import Reference, attend
 from runtime.scoring import F64, score
+from subkv.progress import progress_bar
 
 Rows = list[dict[str, Any]]
 Visitor = Callable[[int, F32, F32, F32], None]  # (il, q [n_head, n, d], k, v [n_head_kv, n, d]), llama.cpp's frame
@@ -98,11 +98,15 @@ class Lab:
         """Per cache KLD and ln p of the tokens after `first`, exact and coded: three [n − first − 1] arrays."""
         targets = np.array(tokens[first + 1 :], dtype=np.int32)
         exact = self.reference.logits(tokens, first)[:-1]
-        with ThreadPoolExecutor(self.n_threads) as pool:
-            for cache in tqdm(caches, unit="cache", disable=not self.progress, desc=f"{len(tokens)} tokens"):
+        with (
+            ThreadPoolExecutor(self.n_threads) as pool,
+            progress_bar(f"{len(tokens)} tokens", len(caches), "cache", self.progress) as bar,
+        ):
+            for cache in caches:
                 assert cache.coder is not None
                 logits = self.reference.coded_logits(tokens, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
                 scores = score(logits, targets, exact, pool, self.n_threads)
+                bar.update()
                 yield np.concatenate(scores.kld), np.concatenate(scores.nll_base), np.concatenate(scores.nll)
 
     def visit(self, tokens: Sequence[int], visitor: Visitor) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from converter import bounds
 from converter.adapt import AdaptiveCoder, parse
@@ -15,6 +14,7 @@ from converter.sketch import Sketch
 from runtime.experiments import verdicts
 from runtime.experiments.lab import Lab, Rows, Text
 from subkv.adapt import Adapt
+from subkv.progress import progress_bar
 
 PERIOD = 64  # tokens between two bases of `reconstruction`
 NEVER = 1 << 30  # tokens: longer than any text
@@ -169,4 +169,4 @@ def _described(spec: str) -> dict[str, Any]:
 
 
 def _bar(lab: Lab, what: str, texts: int = 1) -> Any:
-    return tqdm(total=texts * lab.reference.n_layer, unit="layer", disable=not lab.progress, desc=what)
+    return progress_bar(what, texts * lab.reference.n_layer, "layer", lab.progress)

@@ -1,0 +1,175 @@
+"""A Hugging Face folder to a GGUF: llama.cpp's own converter and quantizer, with the disk space told before.
+
+The converter is the pinned llama.cpp's convert_hf_to_gguf.py, which the build puts beside the libraries together with
+the gguf package it needs. Both run as processes of their own. Nothing is downloaded. Extra `torch`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from converter import native, quantize
+from converter.errors import ConverterError, need_packages
+from subkv._lib import lib_dir
+from subkv.progress import progress_bar
+
+OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 1.0625}  # bytes per weight
+MIB = 1 << 20
+_KEPT_LINES = 200  # of a program's stderr, searched for its reason
+# the converter's tqdm in percent; the quantizer's [tensor/tensors]
+_POSITION = re.compile(r"^Writing: +(\d+)%|^\[ *(\d+)/ *(\d+)\]")
+_REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.)*\w+(?:Error|Exception): .+)")
+
+
+def converter_path() -> Path:
+    """llama.cpp's converter beside the libraries. Raises ConverterError when it is not there."""
+    native.subkv()  # names missing libraries
+    path = lib_dir() / "llama.cpp" / "convert_hf_to_gguf.py"
+    if not path.is_file():
+        raise ConverterError(
+            f"MODEL: expected llama.cpp's converter at {path}, found none; build or install subkv again"
+        )
+    return path
+
+
+def count_weights(folder: Path) -> int:
+    """Numbers in the weight files of a Hugging Face folder; of PyTorch's own format an upper bound.
+
+    Raises ConverterError for what is not such a folder: no config.json, no weights, a damaged file.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConverterError(f"MODEL: expected a Hugging Face folder with config.json, found none in {folder}")
+    files = sorted(folder.glob("model*.safetensors"))
+    if files:
+        return sum(_count_safetensors(path) for path in files)
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ConverterError(
+            f"MODEL: expected weights (model*.safetensors or pytorch_model*.bin) in {folder}, found none"
+        )
+    return sum(path.stat().st_size for path in files) // 2  # 2 bytes each, or 4
+
+
+def _count_safetensors(path: Path) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                size = 1
+                for side in file.get_slice(name).get_shape():
+                    size *= side
+                total += size
+    except (SafetensorError, OSError) as error:
+        raise ConverterError(f"MODEL: {path}: expected a safetensors file, found a damaged one: {error}") from error
+    return total
+
+
+def check_quantize(kind: str | None, outtype: str) -> None:
+    """Raises ConverterError for a type that the quantizer does not know or cannot make from `outtype`."""
+    if kind is None:
+        return
+    known = quantize.types()
+    if kind not in known:
+        raise ConverterError(f"--quantize: expected one of {', '.join(sorted(known))}, found {kind!r}")
+    if OUTTYPES[outtype] < 2:
+        raise ConverterError(f"--quantize: expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
+
+
+def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, copy: bool) -> None:
+    """Refuse a disk on which the files that exist at one time do not fit. Raises ConverterError with the arithmetic.
+
+    copy: a copy of the last GGUF will be written into the folder, too.
+    """
+    # a mixture of types is named by its most frequent one; embeddings and some layers get more
+    sizes = {f"as {outtype}": OUTTYPES[outtype] * n_weights}
+    if kind is not None:
+        bits = int(re.findall(r"\d", kind)[0]) + 2
+        sizes[f"as {kind} about"] = bits / 8 * n_weights
+    at_once = list(sizes.items())
+    if copy and (kind is None or 2 * at_once[-1][1] > sum(sizes.values())):
+        at_once = [at_once[-1], ("with bases", at_once[-1][1])]
+    needed = sum(size for _, size in at_once)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        terms = " + ".join(f"{size / MIB:.0f} MiB {what}" for what, size in at_once)
+        raise ConverterError(
+            f"-o: expected {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.0f} million weights "
+            f"({terms}), found {free / MIB:.0f} MiB"
+        )
+
+
+def check_packages(folder: Path) -> None:
+    """Raises ConverterError when a package that llama.cpp's converter imports for this folder is missing."""
+    names = ["torch", "transformers"]
+    if (folder / "tokenizer.model").is_file():
+        names.append("sentencepiece")
+    need_packages("torch", names)
+
+
+def to_gguf(folder: Path, outtype: str, target: Path) -> None:
+    """Run llama.cpp's converter. Raises ConverterError with the converter's own reason."""
+    script = converter_path()
+    _run(
+        [sys.executable, str(script), str(folder), "--outfile", str(target), "--outtype", outtype],
+        f"converting {folder.name}",
+        f"MODEL: llama.cpp's converter refuses {folder}",
+    )
+
+
+def to_quantized(source: Path, kind: str, n_threads: int, target: Path) -> None:
+    """Run llama.cpp's quantizer. Raises ConverterError with its own reason."""
+    command = [sys.executable, "-m", "converter.quantize", str(source), str(target), kind, str(n_threads)]
+    _run(command, f"quantizing to {kind}", f"--quantize: llama.cpp's quantizer refuses {kind}")
+
+
+def _run(command: Sequence[str], what: str, refused: str) -> None:
+    """Run a program whose stderr tells how far it is, behind a progress bar; an exception in here ends it.
+
+    Raises ConverterError, `refused` and the program's reason, when it fails.
+    """
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    lines: deque[str] = deque(maxlen=_KEPT_LINES)
+    with (
+        subprocess.Popen(
+            command,
+            env=os.environ | offline,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        ) as process,
+        progress_bar(what, 100, "%") as bar,
+    ):
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:  # \r ends a line, too
+                lines.append(line.rstrip())
+                found = _POSITION.match(line)
+                if found:
+                    percent, i, n = found.groups()
+                    bar.update((int(percent) if percent else 100 * int(i) // int(n)) - bar.n)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise ConverterError(f"{refused}: {_reason(lines, process.returncode)}")
+
+
+def _reason(lines: Sequence[str], status: int) -> str:
+    """The last line that gives a reason, else how the program ended."""
+    for line in reversed(lines):
+        found = _REASON.match(line)
+        if found:
+            return str(found[1] or found[2])
+    return f"it was ended by signal {-status}" if status < 0 else f"exit status {status} without a reason"

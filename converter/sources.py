@@ -1,0 +1,117 @@
+"""From what `convert` is given to a GGUF and its calibration: Hugging Face folders become GGUFs, texts calibrations."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from converter import hf
+from converter.atomic import check_not_input, check_writable
+from converter.calib_io import write_calibration
+from converter.calibrate import calibrate_file, default_threads, read_text
+from converter.errors import ConverterError
+
+
+@dataclass(frozen=True)
+class Sources:
+    """model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made of `files`, UTF-8 texts.
+
+    ctx_size, chunks, threads: as of calibrate. outtype, quantize: of a folder's weights; None: auto, not quantized.
+    """
+
+    model: Path
+    bases: Path | None
+    files: tuple[Path, ...] = ()
+    ctx_size: int = 2048
+    chunks: int | None = None
+    threads: int | None = None
+    n_sink: int = 4
+    outtype: str | None = None
+    quantize: str | None = None
+
+
+@contextlib.contextmanager
+def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path, Path]]:
+    """Paths of the GGUF and of the calibration. What had to be made lies beside `output` and is removed at the end.
+
+    copy: a copy of the GGUF will be written as `output`. Says every step on stderr. Raises ConverterError.
+    """
+    if not sources.model.is_dir():
+        for flag, given in (("--outtype", sources.outtype), ("--quantize", sources.quantize)):
+            if given is not None:
+                raise ConverterError(f"{flag}: expected a Hugging Face folder as MODEL, found {sources.model}")
+        if sources.bases is not None:
+            yield sources.model, sources.bases
+            return
+    texts = [read_text(path) for path in sources.files]
+    check_not_input("-o", output, (("-f", path) for path in sources.files))
+    check_writable("-o", output)
+    if sources.model.is_dir():
+        _check_folder(sources, output, copy)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as work:
+        steps = _Steps(1 + sources.model.is_dir() + (sources.quantize is not None) + (sources.bases is None))
+        model = _gguf(sources, Path(work), steps) if sources.model.is_dir() else sources.model
+        bases = sources.bases
+        if bases is None:
+            steps.say(f"calibrate on {', '.join(text.source.name for text in texts)}")
+            n_threads = sources.threads or default_threads()
+            with _renamed():
+                calibration, notes = calibrate_file(
+                    model, texts, sources.ctx_size, sources.n_sink, n_threads, sources.chunks
+                )
+            for note in notes:
+                click.echo(note, err=True)
+            bases = Path(work) / "calib.safetensors"
+            write_calibration("-o", bases, calibration)
+        steps.say("bases and layout")
+        yield model, bases
+
+
+class _Steps:
+    """Numbered lines on stderr that tell what is being done."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+
+    def say(self, what: str) -> None:
+        self._done += 1
+        click.echo(f"step {self._done} of {self._total}: {what}", err=True)
+
+
+def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
+    """Everything about a folder that can be refused before minutes are spent on it."""
+    n_weights = hf.count_weights(sources.model)
+    hf.check_packages(sources.model)
+    hf.converter_path()
+    outtype = sources.outtype or "auto"
+    hf.check_quantize(sources.quantize, outtype)
+    hf.check_space(output.parent, n_weights, outtype, sources.quantize, copy)
+
+
+def _gguf(sources: Sources, work: Path, steps: _Steps) -> Path:
+    """The folder's GGUF; of two, only the last stays on the disk."""
+    outtype = sources.outtype or "auto"
+    steps.say(f"llama.cpp's converter: {sources.model} to a GGUF, {outtype}")
+    made = work / "model.gguf"
+    hf.to_gguf(sources.model, outtype, made)
+    if sources.quantize is None:
+        return made
+    steps.say(f"llama.cpp's quantizer: {sources.quantize}")
+    quantized = work / f"model-{sources.quantize}.gguf"
+    hf.to_quantized(made, sources.quantize, sources.threads or default_threads(), quantized)
+    made.unlink()
+    return quantized
+
+
+@contextlib.contextmanager
+def _renamed() -> Iterator[None]:
+    """Errors of calibrate name MODEL instead of its -m."""
+    try:
+        yield
+    except ConverterError as error:
+        raise ConverterError(str(error).replace("-m: ", "MODEL: ", 1)) from error
