@@ -21,6 +21,7 @@ from converter.metadata import CodedLayer
 from converter.metrics import BASES_K, BASES_V
 from converter.pipeline import Options, Result
 from converter.pipeline import convert as run_pipeline
+from converter.quantize import TYPES
 from converter.sources import Sources, prepared
 from subkv.progress import progress_bar
 
@@ -32,7 +33,12 @@ from subkv.progress import progress_bar
 @click.option(
     "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights made of a folder. [default: auto, 16 bits]"
 )
-@click.option("--quantize", metavar="TYPE", help="Weights of a folder quantized by llama.cpp, such as Q4_K_M.")
+@click.option(
+    "--quantize",
+    type=click.Choice(TYPES, case_sensitive=False),
+    metavar="TYPE",
+    help=f"Weights of a folder quantized by llama.cpp: {', '.join(TYPES)}.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL.subkv.gguf beside the model.")
 @click.option(
     "--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: what equals q8_0's quality]"

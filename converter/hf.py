@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from converter import native, quantize
+from converter import native
 from converter.errors import ConverterError, need_packages
 from subkv._lib import lib_dir
 from subkv.progress import progress_bar
@@ -73,17 +73,6 @@ def _count_safetensors(path: Path) -> int:
     return total
 
 
-def check_quantize(kind: str | None, outtype: str) -> None:
-    """Raises ConverterError for a type that the quantizer does not know or cannot make from `outtype`."""
-    if kind is None:
-        return
-    known = quantize.types()
-    if kind not in known:
-        raise ConverterError(f"--quantize: expected one of {', '.join(sorted(known))}, found {kind!r}")
-    if OUTTYPES[outtype] < 2:
-        raise ConverterError(f"--quantize: expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
-
-
 def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, copy: bool) -> None:
     """Refuse a disk on which the files that exist at one time do not fit. Raises ConverterError with the arithmetic.
 
@@ -102,7 +91,7 @@ def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, co
     if free < needed:
         terms = " + ".join(f"{size / MIB:.0f} MiB {what}" for what, size in at_once)
         raise ConverterError(
-            f"-o: expected {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.0f} million weights "
+            f"-o: expected {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.1f} million weights "
             f"({terms}), found {free / MIB:.0f} MiB"
         )
 

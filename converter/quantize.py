@@ -12,33 +12,20 @@ import sys
 
 from converter import native
 
-_PREFIX = "LLAMA_FTYPE_MOSTLY_"
-_MEASURED = (
-    "IQ1_S",
-    "IQ1_M",
-    "IQ2_XXS",
-    "IQ2_XS",
-    "IQ2_S",
-    "IQ3_XXS",
-    "IQ3_XS",
-    "Q2_K_S",
-)  # need activations' statistics
-
-
-def types() -> dict[str, int]:
-    """llama-quantize's names of the types that need the weights alone -> enum llama_ftype."""
-    llama = native.llama()
-    names = {name.removeprefix(_PREFIX): getattr(llama, name) for name in dir(llama) if name.startswith(_PREFIX)}
-    return {name: value for name, value in names.items() if name not in (*_MEASURED, "F16", "BF16")}
+# llama-quantize's names of the types that need nothing but weights; the others want activations' statistics or experts
+TYPES = (
+    *("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
+    *("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K", "Q2_0", "TQ2_0", "TQ1_0", "Q1_0"),
+)
 
 
 def main(source: str, target: str, kind: str, n_threads: str) -> int:
-    """Exit status: 0, or 1 with llama.cpp's reason on stderr."""
+    """kind: one of TYPES. Exit status: 0, or 1 with llama.cpp's reason on stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler in Python would wait for the C function to return
     llama = native.llama()
     llama.llama_log_set(llama.llama_log_callback(0), ctypes.c_void_p(0))  # back to llama.cpp's own: stderr
     params = llama.llama_model_quantize_default_params()
-    params.ftype = types()[kind]
+    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{kind}")
     params.nthread = int(n_threads)
     status: int = llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
     return status

@@ -89,7 +89,8 @@ def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
     hf.check_packages(sources.model)
     hf.converter_path()
     outtype = sources.outtype or "auto"
-    hf.check_quantize(sources.quantize, outtype)
+    if sources.quantize is not None and hf.OUTTYPES[outtype] < 2:
+        raise ConverterError(f"--quantize: expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
     hf.check_space(output.parent, n_weights, outtype, sources.quantize, copy)
 
 

@@ -360,10 +360,11 @@ ARCHS: dict[str, Arch] = {
 }
 
 
-def build(path: Path, arch: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+def build(path: Path, arch: str = "llama", seed: int = 0, split_tensors: int = 0, **overrides: Any) -> Path:
     """Writes a tiny model and returns its path.
 
     arch: a key of ARCHS, also llama.cpp's name of it. overrides: dimensions of DIMS or of the architecture's own.
+    split_tensors: most tensors per file, 0 for one file of all; the path is then the first file's.
     Raises KeyError for an unknown architecture, TypeError for a dimension it does not have.
     """
     dims = DIMS | ARCHS[arch].dims
@@ -394,13 +395,12 @@ def build(path: Path, arch: str = "llama", seed: int = 0, **overrides: Any) -> P
     if "n_expert" in m.dims:
         m.keys |= {"expert_count": m.n_expert, "expert_used_count": m.n_expert_used}
     ARCHS[arch].fill(m)
-    write(path, m)
-    return path
+    return write(path, m, split_tensors)
 
 
-def write(path: Path, m: Model) -> None:
+def write(path: Path, m: Model, split_tensors: int) -> Path:
     """Writes metadata, vocabulary and tensors."""
-    writer = GGUFWriter(path, m.arch)
+    writer = GGUFWriter(path, m.arch, split_max_tensors=split_tensors)
     writer.add_name(f"tiny-{m.arch}-{m.seed}")
     for key, value in m.keys.items():
         name = key if key.startswith("tokenizer.") else f"{m.arch}.{key}"
@@ -431,3 +431,4 @@ def write(path: Path, m: Model) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path if path.exists() else min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
