@@ -23,7 +23,6 @@ from converter.pipeline import Options, Result
 from converter.pipeline import convert as run_pipeline
 from converter.quantize import TYPES
 from converter.sources import Sources, prepared
-from subkv.progress import progress_bar
 
 
 @click.command(name="convert", context_settings={"help_option_names": ["-h", "--help"]})
@@ -160,13 +159,7 @@ def convert_file(
                     f"MODEL: expected one file to copy, found a model split into {len(base.files)}; "
                     "--sidecar writes the bases to a file of their own"
                 )
-        with progress_bar("bases", 2 * len(calibration.layers) + 1, "step", progress) as bar:
-
-            def step(what: str) -> None:
-                bar.set_description(what, refresh=False)
-                bar.update()
-
-            result = run_pipeline(base, calibration, options, step)
+        result = run_pipeline(base, calibration, options, progress)
         if output is not None:
             values = metadata.keys(result.layers, calibration, result.settings, result.counted)
             (write_sidecar if sidecar else write_copy)("-o", base, output, values, progress)

@@ -301,7 +301,7 @@ def command(
         adaptive = {text: parse("--adapt", text) for text in adapts}
         results: list[dict[str, Any]] = []
         with Gguf("-m", model) as base:
-            fit = Fit(base, calibration, options)
+            fit = Fit(base, calibration, options, progress=True)
             for note in fit.notes:
                 click.echo(note, err=True)
             planned = []

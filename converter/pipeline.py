@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,13 @@ from converter.layout import Account, Head, Overhead
 from converter.metadata import CodedHead, CodedLayer, Settings
 from converter.metrics import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
 from converter.positions import spread
+from subkv.progress import progress_bar, tracked
 
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
 TARGET = "q8_0"  # the stock type whose quality the default budget matches
 FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
 TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
 BUDGET_STEP = 0.05  # default budgets are multiples of it
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -131,15 +130,14 @@ def default_context(base: Gguf) -> int:
 
 
 class Fit:
-    """Bases and costs of all layers, ready to be planned and coded at any budget.
+    """Bases and costs of all layers, ready to be planned and coded at any budget. progress: bars.
 
     Raises ConverterError for anything in the input that does not fit.
     """
 
-    def __init__(
-        self, base: Gguf, calibration: Calibration, options: Options, progress: Progress = lambda _: None
-    ) -> None:
+    def __init__(self, base: Gguf, calibration: Calibration, options: Options, progress: bool = False) -> None:
         check_model(base, calibration)
+        self.progress = progress
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         self.settings = settings = Settings(
             options.codec,
@@ -173,10 +171,9 @@ class Fit:
         self.layers: list[_Fitted] = []
         self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
         self.heads: list[Head] = []  # K, V of every head of every layer
-        for stats in calibration.layers:
+        for stats in tracked("bases", calibration.layers, "layer", progress):
             rank_k = layout.check_rank("--rank-k", options.rank_k, stats.shape.d_k, stats.shape.il)
             rank_v = layout.check_rank("--rank-v", options.rank_v, stats.shape.d_v, stats.shape.il)
-            progress(f"basis of layer {stats.shape.il}")
             output = value_metrics(base, stats.shape, basis_v)
             cost = layer_cost(stats, output, self.windowed)
             self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
@@ -197,15 +194,12 @@ class Fit:
     def account(self, plan: Sequence[Bands]) -> Account:
         return layout.account(self.heads, plan, self.overhead)
 
-    def code(
-        self, plan: Sequence[Bands], progress: Progress = lambda _: None
-    ) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
+    def code(self, plan: Sequence[Bands]) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
         """Rounded bases and gammas for a plan, and the number of heads per source of gamma."""
         sources: Counter[str] = Counter()
         bands = iter(plan)
         layers = []
         for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
-            progress(f"coding of layer {stats.shape.il}")
             coded = []
             for h in range(stats.shape.n_head_kv):
                 head, source = _code_head(stats, fit, h, next(bands), next(bands), self.settings.gamma)
@@ -239,12 +233,14 @@ class Fit:
             return None
         low, high = layout.budget_range(self.heads, self.overhead)
         first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
-        while first <= last:
-            middle = (first + last) // 2
-            error = self.error(self.code(self.plan(middle * BUDGET_STEP))[0])
-            if error is None:
-                return None
-            first, last = (first, middle - 1) if error <= target else (middle + 1, last)
+        with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
+            while first <= last:
+                middle = (first + last) // 2
+                error = self.error(self.code(self.plan(middle * BUDGET_STEP))[0])
+                if error is None:
+                    return None
+                first, last = (first, middle - 1) if error <= target else (middle + 1, last)
+                bar.update()
         if first * BUDGET_STEP > high:
             raise ConverterError(
                 f"--kv-bits: expected a budget, since none reaches the quality of {kind} with these ranks, found none"
@@ -252,13 +248,15 @@ class Fit:
         return round(first * BUDGET_STEP, 6)
 
 
-def convert(base: Gguf, calibration: Calibration, options: Options, progress: Progress = lambda _: None) -> Result:
-    """Fit, plan, round and calibrate all layers. Raises ConverterError for anything in the input that does not fit."""
+def convert(base: Gguf, calibration: Calibration, options: Options, progress: bool = False) -> Result:
+    """Fit, plan, round and calibrate all layers. progress: bars.
+
+    Raises ConverterError for anything in the input that does not fit.
+    """
     fit = Fit(base, calibration, options, progress)
     notes = [*fit.notes, *_token_notes(fit)]
     kv_bits = options.kv_bits
     if kv_bits is None and fit.settings.codec != "int8":
-        progress(f"budget of {TARGET}'s quality")
         kv_bits = fit.budget_like(TARGET)
         if kv_bits is None:
             kv_bits = FALLBACK_KV_BITS
@@ -270,7 +268,7 @@ def convert(base: Gguf, calibration: Calibration, options: Options, progress: Pr
             what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
             notes.append(f"--kv-bits: {kv_bits:g} by default, the smallest whose {what} is at most {TARGET}'s")
     plan = fit.plan(kv_bits or 0.0)
-    layers, sources = fit.code(plan, progress)
+    layers, sources = fit.code(plan)
     predicted, stock_types = None, None
     if calibration.sensitivity is not None:
         predicted = fit.error(layers)

@@ -32,7 +32,8 @@ ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 
 def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
     """The calibration's bases as `convert` would fit them. Raises ConverterError for what convert would refuse."""
-    return Fit(base, calibration, Options(n_sink=calibration.n_skip, n_recent=n_recent, bpe_context=ROWS_ONLY))
+    options = Options(n_sink=calibration.n_skip, n_recent=n_recent, bpe_context=ROWS_ONLY)
+    return Fit(base, calibration, options, progress=True)
 
 
 def with_corrections(

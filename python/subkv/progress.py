@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 DELAY = 1.0  # seconds before a bar appears: what is quicker leaves the screen alone
 
@@ -26,6 +28,14 @@ def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
         leave=False,
         delay=DELAY,
     )
+
+
+def tracked(what: str, items: Collection[T], unit: str, show: bool = True) -> Iterator[T]:
+    """The items behind a progress bar, which counts those that are done with."""
+    with progress_bar(what, len(items), unit, show) as bar:
+        for item in items:
+            yield item
+            bar.update()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from converter.metadata import CodedLayer
 from converter.pipeline import Fit, Options
 from converter.reference import Reference, attend
 from runtime.scoring import F64, score
-from subkv.progress import progress_bar
+from subkv.progress import tracked
 
 Rows = list[dict[str, Any]]
 Visitor = Callable[[int, F32, F32, F32], None]  # (il, q [n_head, n, d], k, v [n_head_kv, n, d]), llama.cpp's frame
@@ -58,7 +58,7 @@ class Lab:
         """Bases under `options` with some of them changed; fitted once."""
         options = dataclasses.replace(self.options, **changes)
         if options not in self._fits:
-            self._fits[options] = Fit(self.base, self.calibration, options)
+            self._fits[options] = Fit(self.base, self.calibration, options, self.progress)
         return self._fits[options]
 
     def coded(self) -> tuple[Layout, tuple[CodedLayer, ...]]:
@@ -98,15 +98,11 @@ class Lab:
         """Per cache KLD and ln p of the tokens after `first`, exact and coded: three [n − first − 1] arrays."""
         targets = np.array(tokens[first + 1 :], dtype=np.int32)
         exact = self.reference.logits(tokens, first)[:-1]
-        with (
-            ThreadPoolExecutor(self.n_threads) as pool,
-            progress_bar(f"{len(tokens)} tokens", len(caches), "cache", self.progress) as bar,
-        ):
-            for cache in caches:
+        with ThreadPoolExecutor(self.n_threads) as pool:
+            for cache in tracked(f"{len(tokens)} tokens", caches, "cache", self.progress):
                 assert cache.coder is not None
                 logits = self.reference.coded_logits(tokens, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
                 scores = score(logits, targets, exact, pool, self.n_threads)
-                bar.update()
                 yield np.concatenate(scores.kld), np.concatenate(scores.nll_base), np.concatenate(scores.nll)
 
     def visit(self, tokens: Sequence[int], visitor: Visitor) -> None:

@@ -111,6 +111,12 @@ def test_stock_library_is_stock() -> None:
     assert b"subkv" not in stock.read_bytes()
 
 
+def test_llama_cpps_converter_is_installed_with_its_licence() -> None:
+    folder = _lib.lib_dir() / "llama.cpp"
+    assert {path.name for path in folder.iterdir()} == {"LICENSE", "convert_hf_to_gguf.py", "conversion", "gguf-py"}
+    assert (folder / "conversion" / "base.py").is_file() and (folder / "gguf-py" / "gguf" / "constants.py").is_file()
+
+
 def test_no_links_and_no_versions() -> None:
     """A wheel stores a link as a second copy, and llama_cpp opens the plain name."""
     names = sorted(p.name for p in _lib.lib_dir().iterdir() if p.is_file())

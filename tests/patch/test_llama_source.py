@@ -15,13 +15,22 @@ FILES = {
     "CMakeLists.txt": b"project(x)\n",
     "LICENSE": b"MIT\n",
     "cmake/a.cmake": b"set(a 1)\n",
+    "conversion/base.py": b"x = 1\n",
+    "convert_hf_to_gguf.py": b"import conversion\n",
     "ggml/src/g.c": b"int g;\n",
     "include/llama.h": b"int h;\n",
     "src/llama.cpp": b"one\ntwo\nthree\n",
     "src/other.cpp": b"int other;\n",
     "vendor/hash/h.c": b"int v;\n",
 }
-UNWANTED = {"README.md": b"no\n", "tools/t.cpp": b"no\n", "vendor/cpp-httplib/x.h": b"no\n", "srcs/x": b"no\n"}
+UNWANTED = {
+    "README.md": b"no\n",
+    "conversion/__pycache__/base.pyc": b"no\n",
+    "gguf-py/tests/t.py": b"no\n",
+    "srcs/x": b"no\n",
+    "tools/t.cpp": b"no\n",
+    "vendor/cpp-httplib/x.h": b"no\n",
+}
 PATCH = b"--- a/src/llama.cpp\n+++ b/src/llama.cpp\n@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n"
 PATCHED = b"one\nTWO\nthree\n"
 

@@ -1,0 +1,99 @@
+"""Progress bars: only on a terminal, only for what takes long; loading can be stopped."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converter.session import NativeSession
+from runtime.engine import Model
+from subkv import progress
+from subkv.llama import Llama
+
+Models = Callable[..., Path]
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """stderr as a terminal on which bars appear at once; no fixture, since pytest sets stderr again after the setup."""
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    return stderr
+
+
+def test_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with progress.progress_bar("counting", 3000, "tok") as bar:
+        bar.update(1500)
+        bar.refresh()
+    assert "counting:  50%" in terminal.getvalue() and "1.50k/3.00k [" in terminal.getvalue()
+    assert "<" in terminal.getvalue()  # elapsed<left
+    assert terminal.getvalue().split("\r")[-2].strip() == ""  # it leaves no line behind
+
+
+def test_no_bar_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with progress.progress_bar("hidden", 10, "step", show=False) as bar:
+        bar.update(10)
+    monkeypatch.setattr(progress, "DELAY", 60.0)
+    with progress.progress_bar("quick", 10, "step") as bar:
+        bar.update(10)
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    with progress.progress_bar("piped", 10, "step") as bar:
+        bar.update(10)
+        assert bar.disable
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+OPEN: dict[str, Callable[[Path], Any]] = {
+    "engine": lambda path: Model(str(path)),
+    "calibrate": lambda path: NativeSession(path, 64, 1, 4),
+    "Llama": lambda path: Llama(path, n_ctx=64, verbose=False, progress=True),
+}
+
+
+@pytest.mark.parametrize("way", OPEN)
+def test_loading_shows_and_can_be_stopped(way: str, tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    path = tiny_model("llama")
+    OPEN[way](path).close()
+    assert f"loading {path.name}:   0%" in terminal.getvalue()
+
+    moved: list[int] = []
+    bar = progress.progress_bar
+
+    def stopped(*arguments: Any) -> Any:
+        made = bar(*arguments)
+
+        def update(n: int) -> None:
+            moved.append(n)
+            raise KeyboardInterrupt
+
+        made.update = update
+        return made
+
+    monkeypatch.setattr(progress, "progress_bar", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        OPEN[way](path)
+    assert len(moved) == 1  # llama.cpp stopped at once
+
+
+def test_the_class_is_silent_unless_asked(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with Llama(tiny_model("llama"), n_ctx=64, verbose=False):
+        pass
+    assert terminal.getvalue() == ""
