@@ -78,20 +78,21 @@ def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, co
 
     copy: a copy of the last GGUF will be written into the folder, too.
     """
-    # a mixture of types is named by its most frequent one; embeddings and some layers get more
-    sizes = {f"as {outtype}": OUTTYPES[outtype] * n_weights}
+    made = last = (f"as {outtype}", OUTTYPES[outtype] * n_weights)
+    moments = []
     if kind is not None:
+        # a mixture of types is named by its most frequent one; embeddings and some layers get more
         bits = int(re.findall(r"\d", kind)[0]) + 2
-        sizes[f"as {kind} about"] = bits / 8 * n_weights
-    at_once = list(sizes.items())
-    if copy and (kind is None or 2 * at_once[-1][1] > sum(sizes.values())):
-        at_once = [at_once[-1], ("with bases", at_once[-1][1])]
+        last = (f"as {kind}", bits / 8 * n_weights)
+        moments.append([made, last])
+    moments.append([last, ("with bases", last[1])] if copy else [last])
+    at_once = max(moments, key=lambda files: sum(size for _, size in files))
     needed = sum(size for _, size in at_once)
     free = shutil.disk_usage(folder).free
     if free < needed:
         terms = " + ".join(f"{size / MIB:.0f} MiB {what}" for what, size in at_once)
         raise ConverterError(
-            f"-o: expected {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.1f} million weights "
+            f"-o: expected about {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.1f} million weights "
             f"({terms}), found {free / MIB:.0f} MiB"
         )
 

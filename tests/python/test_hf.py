@@ -229,7 +229,7 @@ def test_disk_space_is_told_with_the_arithmetic(folder: Path, monkeypatch: pytes
     ):
         with pytest.raises(ConverterError) as error:
             hf.check_space(folder, n, outtype, kind, copy)
-        expected = f"-o: expected {terms}, found 3 MiB".replace("DIR", str(folder))
+        expected = f"-o: expected about {terms}, found 3 MiB".replace("DIR", str(folder))
         assert str(error.value) == expected
 
 
