@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
+from runtime.terminal import Completer, Interrupts, open_input
 
 if TYPE_CHECKING:
     from runtime.conversation import Conversation, Turn
@@ -25,53 +26,28 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 HELP = """\
-/exit          leave (also Ctrl-D)
+/exit, /bye    leave (also Ctrl-D)
 /regen         answer the last message again
-/clear         forget the conversation
+/clear         forget the conversation and what was read
 /read FILE     put a text file in front of the next message
 /save FILE     write the conversation and its cells
 /load FILE     go on with a saved conversation
 /stats         sizes of the KV cache
 /help          this list
-A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; on an empty line, twice, the program."""
+A line that ends with \\ goes on in the next one, and so it does with Alt-Enter in the editor (extra `chat`); a pasted
+text is one message. Ctrl-C stops an answer; instead of a message it drops what was typed, twice in a row it leaves.
+A full context ends the answer. A message that does not fit is refused and changes nothing: /clear makes room."""
 
-
-class Interrupts:
-    """Ctrl-C while the model works: the first asks the answer to stop, a second one raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def stop(self) -> bool:
-        return self.seen
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        self.seen = False
-
-        def handler(_number: int, _frame: Any) -> None:
-            if self.seen:
-                raise KeyboardInterrupt
-            self.seen = True
-
-        try:
-            previous = signal.signal(signal.SIGINT, handler)
-        except ValueError:  # not the main thread: nobody can press Ctrl-C for us
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
+LEAVE = ("/exit", "/bye")
+WITH_FILE = ("/read", "/save", "/load")
 
 
 class Chat:
-    """Reads lines, runs commands, prints answers."""
+    """Reads messages, runs commands, prints answers."""
 
-    def __init__(self, conversation: Conversation, n_predict: int, tty: bool) -> None:
+    def __init__(self, conversation: Conversation, n_predict: int) -> None:
         self.conversation = conversation
         self.n_predict = n_predict
-        self.tty = tty
         self.read_text = ""
         self.interrupts = Interrupts()
         self.commands: dict[str, Callable[[str], None]] = {
@@ -84,50 +60,42 @@ class Chat:
             "/help": lambda _: options.note(HELP),
         }
 
-    def line(self) -> str | None:
-        """The next message, joined over trailing backslashes; None at the end of the input."""
-        parts: list[str] = []
-        while True:
-            try:
-                text = input("> " if not parts else "… ") if self.tty else sys.stdin.readline()
-            except EOFError:
-                text = ""
-                if self.tty:
-                    click.echo()
-                    return None
-            if not self.tty and not text:
-                return "\n".join(parts) if parts else None
-            text = text.rstrip("\n")
-            if text.endswith("\\"):
-                parts.append(text[:-1])
-                continue
-            return "\n".join([*parts, text])
-
-    def loop(self) -> None:
-        """Until /exit or the end of the input."""
+    def loop(self, simple: bool) -> None:
+        """Until /exit or the end of the input; simple: as in open_input."""
+        source = open_input(Completer([*self.commands, *LEAVE], WITH_FILE), simple)
+        if source.interactive:
+            options.note("/help lists the commands")
         stopping = False
         while True:
             try:
-                text = self.line()
+                text = source.read()
             except KeyboardInterrupt:
-                click.echo()
+                options.note("")
                 if stopping:
                     return
                 stopping = True
                 options.note("Ctrl-C again or /exit leaves")
                 continue
             stopping = False
-            if text is None:
+            if text is None or command_of(text)[0] in LEAVE:
                 return
-            name, _, rest = text.strip().partition(" ")
-            if name == "/exit":
-                return
-            if name in self.commands:
-                self.guarded(self.commands[name], rest.strip())
-            elif name.startswith("/") and name[1:].isalpha() and "\n" not in text:
-                options.note(f"{name}: unknown command; /help lists them")
-            elif text.strip():
+            try:
+                self.act(text)
+            except KeyboardInterrupt:  # the second one, or one during a command
+                options.note("stopped")
+            if source.interactive:
+                options.note("")
+
+    def act(self, text: str) -> None:
+        """Do what one message or command asks for."""
+        name, argument = command_of(text)
+        if name is None:
+            if text.strip():
                 self.guarded(self.say, text)
+        elif name in self.commands:
+            self.guarded(self.commands[name], argument)
+        else:
+            options.note(f"{name}: unknown command; /help lists them")
 
     def guarded(self, action: Callable[[str], None], argument: str) -> bool:
         """Run one command; what goes wrong is said and the chat goes on. Returns whether it went well."""
@@ -176,8 +144,6 @@ class Chat:
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
             f"KV: {stats.bytes_kv / MIB:.1f} MiB (f16: {stats.bytes_f16 / MIB:.1f}) ]"
         )
-        if self.tty:
-            options.note("")
 
     def clear(self, _: str) -> None:
         self.conversation.clear()
@@ -196,8 +162,16 @@ class Chat:
             raise SubkvError(
                 "/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else"
             ) from error
-        self.read_text = f"{self.read_text}\n\n{text}" if self.read_text else text
-        options.note(f"{path}: {len(text)} characters go in front of the next message")
+        text = f"{self.read_text}\n\n{text}" if self.read_text else text
+        n_tokens, room = self.conversation.count(text), self.conversation.room
+        if n_tokens >= room:
+            raise SubkvError(
+                "/read",
+                f"expected less than the {max(room, 0)} tokens left in a context of {self.conversation.llm.n_ctx()}, "
+                f"found {n_tokens} to go in front of the next message; /clear starts over, a larger -c gives more room",
+            )
+        self.read_text = text
+        options.note(f"{path}: {n_tokens} tokens go in front of the next message (room: {room})")
 
     def save(self, name: str) -> None:
         path = named_file("/save", name)
@@ -245,6 +219,12 @@ class Chat:
         options.note("\n".join(f"{name:<18} {value}" for name, value in rows))
 
 
+def command_of(text: str) -> tuple[str | None, str]:
+    """Command and argument of a line; None for a message: several lines, or a word that a path could begin with."""
+    name, _, argument = text.strip().partition(" ")
+    return (name if re.fullmatch(r"/[a-z]+", name) and "\n" not in text.strip() else None), argument.strip()
+
+
 def named_file(command: str, name: str) -> Path:
     from subkv.cache import SubkvError
 
@@ -257,6 +237,7 @@ def named_file(command: str, name: str) -> Path:
 @options.model_option(required=False, text="model file (GGUF); default: the demo model")
 @click.option("-p", "--prompt", default=None, metavar="TEXT", help="first message")
 @click.option("-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)")
+@click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages")
 @click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message")
 @options.context_option(4096)
 @click.option(
@@ -325,15 +306,11 @@ def main(**given: Any) -> None:
 
         options.note(cache_line(llm.kv_stats()))
         sampling = Sampling(given["temp"], given["top_k"], given["top_p"], given["min_p"], given["repeat_penalty"])
-        chat = Chat(Conversation(llm, given["system"], sampling, given["seed"]), given["n_predict"], stdin_tty)
-        if stdin_tty and not given["single_turn"]:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  line editing for input()
-            options.note("/help lists the commands")
+        chat = Chat(Conversation(llm, given["system"], sampling, given["seed"]), given["n_predict"])
         if prompt is not None and not chat.guarded(chat.say, prompt) and given["single_turn"]:
             raise click.exceptions.Exit(1)
         if not given["single_turn"]:
-            chat.loop()
+            chat.loop(given["simple_io"])
 
 
 @contextlib.contextmanager

