@@ -18,6 +18,7 @@ COMMANDS = {
     "experiments": ("runtime.experiments.cli", "main", "run the papers' experiments, answer their falsifiers"),
     "plot": ("runtime.plots", "main", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "main", "show the layout a file carries"),
+    "cmake-dir": ("runtime.cmake_dir", "main", "where CMake finds the libraries and headers for C and C++"),
 }
 
 

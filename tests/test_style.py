@@ -13,7 +13,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 NUMPY = tuple(int(part) for part in version("numpy").split(".")[:2])
-CPP = sorted(p for d in ("runtime/native", "kernels", "tests") for e in ("*.h", "*.cpp") for p in (REPO / d).rglob(e))
+CPP_FOLDERS = ("examples", "runtime/native", "kernels", "tests")
+CPP = sorted(p for d in CPP_FOLDERS for e in ("*.h", "*.c", "*.cpp") for p in (REPO / d).rglob(e))
 
 
 def tool(name: str) -> str:
@@ -53,5 +54,6 @@ def test_cpp() -> None:
 
 def test_size() -> None:
     """A file past about 500 lines is two files."""
-    files = [*CPP, *(p for d in ("converter", "runtime", "python", "cmake", "tests") for p in (REPO / d).rglob("*.py"))]
+    folders = ("converter", "runtime", "python", "cmake", "examples", "tests")
+    files = [*CPP, *(p for d in folders for p in (REPO / d).rglob("*.py"))]
     assert {str(p.relative_to(REPO)): n for p in files if (n := len(p.read_bytes().splitlines())) > 520} == {}

@@ -1,0 +1,32 @@
+"""`subkv cmake-dir`: where find_package(subkv CONFIG) finds the package for C and C++ that the wheel carries.
+
+cmake -S . -B build -Dsubkv_DIR="$(subkv cmake-dir)"
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import subkv
+from runtime import options
+
+
+@options.command()
+def main() -> None:
+    """Print the folder of the CMake package `subkv`: libraries and headers for C and C++ programs."""
+    # more than one folder in an editable install: the checkout and what was built
+    folders = [Path(folder) / "cmake" for folder in subkv.__path__]
+    for folder in folders:
+        if (folder / "subkvConfig.cmake").is_file():
+            click.echo(folder.resolve())
+            return
+    raise options.ProgramError(
+        f"subkv: expected subkvConfig.cmake in {' or '.join(map(str, folders))}, found none; "
+        "install the package with pip install ."
+    )
+
+
+if __name__ == "__main__":
+    main()
