@@ -1,0 +1,127 @@
+"""The programs in examples/, run as their first lines say."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from subkv import _lib
+from subkv.cache import C
+from subkv.llama import Llama
+
+Models = Callable[..., Path]
+REPO = Path(__file__).resolve().parents[2]
+EXAMPLES = REPO / "examples"
+
+
+def run(*command: Any) -> subprocess.CompletedProcess[bytes]:
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, timeout=300, check=False, env=environment
+    )
+
+
+def example(name: str, *arguments: Any) -> subprocess.CompletedProcess[bytes]:
+    return run(sys.executable, EXAMPLES / name, *arguments)
+
+
+def test_embed(coded_model: Models) -> None:
+    done = example("embed.py", coded_model(), "Hello")
+    assert done.returncode == 0, done.stderr
+    with Llama(coded_model(), n_ctx=2048, verbose=False) as llm:
+        stats = llm.kv_stats()
+        answer = llm.create_chat_completion([{"role": "user", "content": "Hello"}], max_tokens=100, temperature=0.0)
+    text = answer["choices"][0]["message"]["content"]
+    line = f"KV cache: {stats.bytes_kv} bytes, {stats.bpe:.2f} bits per element; f16: {stats.bytes_f16} bytes"
+    assert done.stdout.decode("utf-8") == f"{text}\n{line}\n"
+
+
+def test_summarise(coded_model: Models, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("The sea is blue. " * 10)
+    done = example("summarise.py", coded_model(), tmp_path / "text", "--max-tokens", 4)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rb"\d+ tokens in [\d.]+ MiB of KV cache, [\d.]+ bits per element, f16: ", done.stderr)
+    (tmp_path / "text").write_text("The sea is blue. " * 10000)
+    done = example("summarise.py", coded_model(), tmp_path / "text")
+    assert done.returncode == 1
+    assert re.fullmatch(rb"\S+text: expected at most \d+ tokens, .*, found \d+\n", done.stderr)
+
+
+def test_serve_and_call(coded_model: Models) -> None:
+    for module in ("runtime.serve", "openai", "fastapi", "uvicorn"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"server: {module} is not installed")
+    done = example("serve_and_call.py", coded_model(), "Hello")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C example, built with the CMake package of the installed wheel or of the build tree in SUBKV_LIB_PATH."""
+    for tool in ("cmake", "cc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"C example: {tool} is not installed")
+    folder = tmp_path_factory.mktemp("c")
+    if os.environ.get(_lib.SUBKV_LIB_PATH):
+        build = _lib.lib_dir().parent
+        if not (build / "package" / "subkvConfig.cmake").is_file():
+            pytest.skip(f"C example: {_lib.SUBKV_LIB_PATH} is not in a build tree that can be installed")
+        moved = folder / "moved"
+        done = run("cmake", "--install", build, "--prefix", folder / "prefix")
+        assert done.returncode == 0, done.stderr
+        (folder / "prefix").rename(moved)  # it must not matter where it lies
+        where = f"-DCMAKE_PREFIX_PATH={moved}"
+    else:
+        done = run(sys.executable, "-m", "runtime.cmake_dir")
+        assert done.returncode == 0, done.stderr
+        where = f"-Dsubkv_DIR={done.stdout.decode().strip()}"
+    flags = "-DCMAKE_C_FLAGS=-Wall -Wextra -Wpedantic -Werror"
+    for command in (
+        ["cmake", "-S", EXAMPLES / "c", "-B", folder / "build", where, flags],
+        ["cmake", "--build", folder / "build"],
+    ):
+        done = run(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "build" / "generate"
+
+
+def test_c_program_says_what_python_says(generate: Path, coded_model: Models) -> None:
+    prompt = "the cat and the hat"
+    done = run(generate, coded_model(), prompt)
+    assert done.returncode == 0, done.stderr
+    with Llama(coded_model(), n_ctx=2048, n_batch=2048, verbose=False) as llm:
+        stats = llm.kv_stats()
+        tokens: list[int] = []
+        for token in llm.generate(llm.tokenize(prompt.encode(), special=True), temp=0.0):
+            if C.llama_vocab_is_eog(llm._model.vocab, token) or len(tokens) == 20:
+                break
+            tokens.append(token)
+        text = llm.detokenize(tokens)
+    line = (
+        f"KV cache: {stats.bytes_kv} bytes (f16: {stats.bytes_f16}), {stats.bpe:.2f} bits per element, "
+        f"kernel {stats.kernel}"
+    )
+    assert done.stdout == text + b"\n" + line.encode() + b"\n"
+
+
+def test_c_program_refuses(generate: Path, coded_model: Models, tiny_model: Models) -> None:
+    for arguments, message in (
+        ([], b"usage: generate MODEL.subkv.gguf PROMPT"),
+        ([tiny_model(), "Hello"], b"subkv.version: expected"),
+        ([coded_model(), "word " * 5000], b"the prompt is empty or longer than the context"),
+    ):
+        done = run(generate, *arguments)
+        assert done.returncode == 1
+        assert done.stdout == b""
+        assert done.stderr.startswith(message)
