@@ -125,6 +125,8 @@ class Chat:
         self.print_answer(self.conversation.regenerate(self.n_predict, self.interrupts.stop, turn), turn)
 
     def print_answer(self, pieces: Iterator[str], turn: Turn) -> None:
+        from runtime.conversation import MORE_ROOM
+
         with self.interrupts.watch():
             for piece in pieces:
                 sys.stdout.write(piece)
@@ -135,10 +137,7 @@ class Chat:
         if turn.stopped == "interrupt":
             options.note("stopped")
         elif turn.stopped == "full":
-            options.note(
-                f"-c: the context of {conversation.llm.n_ctx()} tokens is full; /clear starts over, "
-                "a larger -c gives more room"
-            )
+            options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; {MORE_ROOM}")
         stats = conversation.llm.kv_stats()
         options.note(
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
@@ -163,15 +162,10 @@ class Chat:
                 "/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else"
             ) from error
         text = f"{self.read_text}\n\n{text}" if self.read_text else text
-        n_tokens, room = self.conversation.count(text), self.conversation.room
-        if n_tokens >= room:
-            raise SubkvError(
-                "/read",
-                f"expected less than the {max(room, 0)} tokens left in a context of {self.conversation.llm.n_ctx()}, "
-                f"found {n_tokens} to go in front of the next message; /clear starts over, a larger -c gives more room",
-            )
+        n_tokens = self.conversation.count(text)
+        self.conversation.check_room("/read", "what was read", n_tokens)
         self.read_text = text
-        options.note(f"{path}: {n_tokens} tokens go in front of the next message (room: {room})")
+        options.note(f"{path}: {n_tokens} tokens go in front of the next message (room: {self.conversation.room})")
 
     def save(self, name: str) -> None:
         path = named_file("/save", name)

@@ -29,6 +29,7 @@ Message = dict[str, str]
 
 MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text
 STATE_VERSION = 1
+MORE_ROOM = "/clear starts over, a larger -c gives more room"
 
 
 class ContextFullError(SubkvError):
@@ -124,6 +125,15 @@ class Conversation:
     def room(self) -> int:
         return self.llm.n_ctx() - len(self.tokens)
 
+    def check_room(self, key: str, what: str, n_tokens: int) -> None:
+        """Raises ContextFullError when so many tokens leave no room for an answer; key and what: what to call them."""
+        if n_tokens >= self.room:
+            raise ContextFullError(
+                key,
+                f"{what} needs {n_tokens} of the {max(self.room, 0)} tokens left in a context of {self.llm.n_ctx()}; "
+                f"{MORE_ROOM}",
+            )
+
     def _prompt_tokens(self, text: str) -> list[int]:
         """Tokens to append so that the model answers `text`."""
         user: Message = {"role": "user", "content": text}
@@ -158,12 +168,7 @@ class Conversation:
         stop() is asked between batches and tokens. Raises ContextFullError or TemplateError before anything changes.
         """
         new = self._prompt_tokens(text)
-        if len(new) >= self.room:
-            raise ContextFullError(
-                "-c",
-                f"the message needs {len(new)} of the {max(self.room, 0)} tokens left in a context of "
-                f"{self.llm.n_ctx()}; /clear starts over, a larger -c gives more room",
-            )
+        self.check_room("-c", "the message", len(new))
         tokens, messages, answer_start = self.tokens[:], self.messages[:], self.answer_start
         self.tokens += new
         self.answer_start = len(self.tokens)

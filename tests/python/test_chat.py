@@ -255,6 +255,19 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
     assert other.stdout == ""
 
 
+def test_a_full_context_ends_the_answer_and_refuses_what_does_not_fit(
+    program: Program, coded_model: Models, tmp_path: Path
+) -> None:
+    (tmp_path / "long").write_text("many words " * 100)
+    lines = [f"/read {tmp_path / 'long'}", "Hello " * 39, "and more " * 10, "/clear", "Hello"]
+    done = program("runtime.chat", "-m", coded_model(), "-c", 256, "--temp", 0, "-n", 200, stdin="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^/read: what was read needs \d+ of the 256 tokens left in a context of 256; ", done.stderr, re.M)
+    assert "-c: the context of 256 tokens is full; /clear starts over" in done.stderr
+    assert "-c: the message needs " in done.stderr
+    assert len(BRACKET.findall(done.stderr)) == 2  # the first and the one after /clear
+
+
 def test_environment_variables(program: Program, tiny_model: Models) -> None:
     env = {"LLAMA_ARG_MODEL": str(tiny_model("llama")), "LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CTX_SIZE": "256"}
     done = program("runtime.chat", "-st", "-p", "Hi", "-n", 2, **env)
