@@ -1,69 +1,59 @@
 // Writes 20 tokens after a prompt, greedily, on a compressed cache: generate MODEL.subkv.gguf PROMPT
 #include <llama.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <subkv.h>
 
-#define N_CTX     2048
-#define N_PREDICT 20
+enum { N_CTX = 2048, N_PREDICT = 20 };
+
+static void require(bool holds, const char * reason) {
+    if (!holds) {
+        fprintf(stderr, "%s\n", reason);
+        exit(1);
+    }
+}
 
 static void print_errors(enum ggml_log_level level, const char * text, void * user) {
     (void) user;
-    if (level == GGML_LOG_LEVEL_ERROR) {
-        fputs(text, stderr);
-    }
-}
-
-static int fail(const char * reason) {
-    fprintf(stderr, "%s\n", reason);
-    return 1;
+    fputs(level == GGML_LOG_LEVEL_ERROR ? text : "", stderr);
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 3) {
-        return fail("usage: generate MODEL.subkv.gguf PROMPT");
-    }
+    require(argc == 3, "usage: generate MODEL.subkv.gguf PROMPT");
     llama_log_set(print_errors, NULL);
     struct llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
-    if (!model) {
-        return fail("the model cannot be loaded");
-    }
-    subkv_layout * layout = subkv_layout_load(argv[1]); // or a sidecar with the bases of this model
-    if (!layout || !subkv_attach(layout, NULL)) {
-        return fail(subkv_last_error());
-    }
+    require(model != NULL, "the model cannot be loaded");
+
+    subkv_layout * layout   = subkv_layout_load(argv[1]); // or a sidecar with the bases of this model
+    const bool     attached = layout != NULL && subkv_attach(layout, NULL);
+    require(attached, subkv_last_error());
     struct llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = N_CTX;
-    struct llama_context * ctx    = llama_init_from_model(model, params); // takes the layout attached by this thread
+    struct llama_context * ctx    = llama_init_from_model(model, params); // takes what this thread has attached
+    subkv_stats            stats  = { 0 };
+    const bool             coded  = ctx != NULL && subkv_get_stats(ctx, &stats);
+    require(coded, subkv_last_error());
     subkv_attach(NULL, NULL);
-    subkv_stats stats;
-    if (!ctx || !subkv_get_stats(ctx, &stats)) {
-        return fail(subkv_last_error());
-    }
 
     const struct llama_vocab * vocab = llama_model_get_vocab(model);
     llama_token                tokens[N_CTX];
     int32_t n = llama_tokenize(vocab, argv[2], (int32_t) strlen(argv[2]), tokens, N_CTX - N_PREDICT, true, true);
-    if (n <= 0) {
-        return fail("the prompt is empty or longer than the context");
-    }
+    require(n > 0, "the prompt is empty or longer than the context");
     struct llama_sampler * greedy = llama_sampler_init_greedy();
-    for (int i = 0; i < N_PREDICT; i++) {
-        if (llama_decode(ctx, llama_batch_get_one(tokens, n)) != 0) {
-            return fail("llama_decode failed");
-        }
+    for (int i = 0; i < N_PREDICT; i++, n = 1) {
+        require(llama_decode(ctx, llama_batch_get_one(tokens, n)) == 0, "llama_decode failed");
         tokens[0] = llama_sampler_sample(greedy, ctx, -1);
-        n         = 1;
         if (llama_vocab_is_eog(vocab, tokens[0])) {
             break;
         }
-        char    piece[256];
-        int32_t length = llama_token_to_piece(vocab, tokens[0], piece, sizeof(piece), 0, false);
+        char          piece[256];
+        const int32_t length = llama_token_to_piece(vocab, tokens[0], piece, sizeof(piece), 0, false);
         fwrite(piece, 1, length > 0 ? (size_t) length : 0, stdout);
     }
-    double kv = (double) (stats.bytes_codes + stats.bytes_window + stats.bytes_stock);
-    printf("\nKV cache: %.0f bytes (f16: %.0f), %.2f bits per element, kernel %s\n", kv, (double) stats.bytes_f16,
-           stats.bpe, subkv_kernel_name());
+    const uint64_t bytes = stats.bytes_codes + stats.bytes_window + stats.bytes_stock + stats.bytes_adapt;
+    printf("\nKV cache: %llu bytes (f16: %llu), %.2f bits per element, kernel %s\n", (unsigned long long) bytes,
+           (unsigned long long) stats.bytes_f16, stats.bpe, subkv_kernel_name());
 
     llama_sampler_free(greedy);
     llama_free(ctx);
