@@ -34,8 +34,8 @@ HELP = """\
 /load FILE     go on with a saved conversation
 /stats         sizes of the KV cache
 /help          this list
-A line that ends with \\ goes on in the next one, and so it does with Alt-Enter in the editor (extra `chat`); a pasted
-text is one message. Ctrl-C stops an answer; instead of a message it drops what was typed, twice in a row it leaves.
+A line that ends with \\ goes on in the next one, as one does that ends with Alt-Enter in the editor (extra `chat`).
+A pasted text is one message. Ctrl-C stops an answer; at the prompt it drops what was typed, twice in a row it leaves.
 A full context ends the answer. A message that does not fit is refused and changes nothing: /clear makes room."""
 
 LEAVE = ("/exit", "/bye")

@@ -149,6 +149,17 @@ def test_a_history_that_cannot_be_written_is_said(
     assert capsys.readouterr().err.startswith("XDG_STATE_HOME: messages are not remembered, cannot write ")
 
 
+def test_no_editor_without_its_library_or_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal.has_editor()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal.has_editor()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setitem(sys.modules, "prompt_toolkit.utils", None)
+    assert not terminal.has_editor()
+
+
 def test_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
