@@ -38,8 +38,9 @@ def main() -> None:
     try:
         wait_until_ready(server, url)
         client = OpenAI(base_url=f"{url}/v1", api_key="not needed")
-        messages = [{"role": "user", "content": question}]
-        answer = client.chat.completions.create(model="any", messages=messages, max_tokens=100, stream=True)
+        answer = client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": question}], max_tokens=100, stream=True
+        )
         for chunk in answer:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()

@@ -28,8 +28,10 @@ def main() -> None:
         sys.exit(f"{given.text}: expected at most {trained} tokens, what the model was trained with, found {needed}")
 
     with subkv.Llama(given.model, n_ctx=needed, verbose=False) as llm:
-        messages = [{"role": "user", "content": message}]
-        for piece in llm.create_chat_completion(messages, stream=True, max_tokens=given.max_tokens, temperature=0.0):
+        answer = llm.create_chat_completion(
+            [{"role": "user", "content": message}], stream=True, max_tokens=given.max_tokens, temperature=0.0
+        )
+        for piece in answer:
             print(piece["choices"][0]["delta"].get("content", ""), end="", flush=True)
         stats = llm.kv_stats()
         print(
