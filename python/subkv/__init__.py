@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from subkv.llama import Llama
+    from subkv.prompt_cache import PromptCache
 
-__all__ = ["Llama", "__version__"]
+__all__ = ["Llama", "PromptCache", "__version__"]
 __version__ = "0.1.0"
 
 
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from subkv.llama import Llama
 
         return Llama
+    if name == "PromptCache":
+        from subkv.prompt_cache import PromptCache
+
+        return PromptCache
     raise AttributeError(f"module 'subkv' has no attribute {name!r}")

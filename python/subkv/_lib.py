@@ -209,6 +209,16 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
     return handle
 
 
+def _survive_forks(folder: Path) -> None:
+    """Let a forked child compute: OpenMP believes that its threads are still there, and waits for them forever.
+
+    So they are given back before every fork; the next computation, here or in the child, starts new ones.
+    """
+    pause = getattr(ctypes.CDLL(str(folder / f"libggml-cpu{SUFFIX}")), "omp_pause_resource_all", None)
+    if pause is not None:  # built with OpenMP
+        os.register_at_fork(before=lambda: pause(1))  # omp_pause_soft
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """libsubkv with every function of subkv.h declared; llama_cpp is bound to the same libllama.
@@ -227,6 +237,7 @@ def load() -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
+    _survive_forks(folder)
     return lib
 
 

@@ -7,24 +7,16 @@ import ctypes
 import dataclasses
 import json
 import os
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from subkv import _lib
 from subkv import adapt as adaptive
+from subkv.native import C, LogLines, captured_log, internals, last_error, last_log_error, llama_cpp, native
 from subkv.split import COUNT, NUMBER, split_files
 
-_lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
-
-import llama_cpp  # noqa: E402
-from llama_cpp import _internals as internals  # noqa: E402
-from llama_cpp import _logger  # noqa: E402
-from llama_cpp import llama_cpp as C  # noqa: E402
-
-__all__ = [  # llama_cpp, bound as above, is taken from here by the programs
+__all__ = [  # what subkv.native binds is taken from here by the programs
     "AUTO",
     "C",
     "CACHE_TYPES",
@@ -52,10 +44,6 @@ __all__ = [  # llama_cpp, bound as above, is taken from here by the programs
 ]
 
 MIB = 1024 * 1024
-
-# enum ggml_log_level; llama_cpp's own table is of an older version
-LOG_ERROR = 4
-LOG_CONT = 5
 
 # name -> (ggml type, bits per element); the cache types of llama.cpp's -ctk
 STOCK_TYPES: dict[str, tuple[int, float]] = {
@@ -100,16 +88,6 @@ class StateError(SubkvError, RuntimeError):
 #
 
 
-def last_error() -> str:
-    """The reason of this thread's latest libsubkv failure, "" when there is none."""
-    return _lib.last_error()
-
-
-def native() -> ctypes.CDLL:
-    """libsubkv."""
-    return _lib.load()
-
-
 def layout_present(path: Path, key: str) -> bool:
     """Whether a GGUF carries subkv.* keys. Raises CacheError when it cannot be read."""
     present: int = native().subkv_layout_present(os.fsencode(path))
@@ -130,46 +108,10 @@ def layout_json(path: Path, key: str) -> str:
 
 
 #
-# llama.cpp's log
-#
-
-LogLines = list[tuple[int, str]]
-
-
-@contextlib.contextmanager
-def captured_log(forward: bool) -> Iterator[LogLines]:
-    """Collect (level, line) of everything llama.cpp logs inside the block; `forward` also prints it to stderr."""
-    lines: LogLines = []
-
-    def collect(level: int, text: bytes, _user: Any) -> None:
-        line = text.decode("utf-8", "replace")
-        if forward:
-            print(line, end="", file=sys.stderr, flush=True)
-        if level == LOG_CONT and lines:
-            lines[-1] = (lines[-1][0], lines[-1][1] + line.rstrip("\n"))
-        else:
-            lines.append((level, line.rstrip("\n")))
-
-    callback = C.llama_log_callback(collect)
-    C.llama_log_set(callback, ctypes.c_void_p(0))
-    try:
-        yield lines
-    finally:
-        C.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
-
-
-def last_log_error(lines: LogLines) -> str:
-    """The most specific error sentence in a captured log, without the name of the C function; "" when there is none."""
-    errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
-    named = [line for line in errors if "error loading model" in line]
-    line = (named or errors or [""])[0]  # the first is the cause, later ones tell who gave up
-    line = re.sub(r"^\w+: ", "", line)
-    return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
-
-
-#
 # model files
 #
+
+GGUF_TYPE_UINT32 = 4
 
 
 class _GgufInit(ctypes.Structure):
@@ -184,6 +126,27 @@ _TYPE_U16 = 2  # GGUF_TYPE_UINT16
 def _gguf(name: str, result: Any, *arguments: Any) -> Any:
     address = ctypes.cast(getattr(C._lib, name), ctypes.c_void_p).value
     return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
+
+
+def gguf_numbers(path: Path, *names: str) -> dict[str, int]:
+    """Integers among the metadata keys `{architecture}.{name}` of a GGUF; others are left out."""
+    void, i64, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+    found: dict[str, int] = {}
+    with captured_log(forward=False):
+        handle = _gguf("gguf_init_from_file", void, text, _GgufInit)(os.fsencode(path), _GgufInit(True, None))
+    if not handle:
+        return found
+    try:
+        find, kind = _gguf("gguf_find_key", i64, void, text), _gguf("gguf_get_kv_type", ctypes.c_int, void, i64)
+        arch = find(handle, b"general.architecture")
+        begin = _gguf("gguf_get_val_str", text, void, i64)(handle, arch) if arch >= 0 else b""
+        for name in names:
+            key = find(handle, begin + b"." + name.encode())
+            if key >= 0 and kind(handle, key) == GGUF_TYPE_UINT32:
+                found[name] = _gguf("gguf_get_val_u32", ctypes.c_uint32, void, i64)(handle, key)
+    finally:
+        _gguf("gguf_free", None, void)(handle)
+    return found
 
 
 def check_model_file(path: str | os.PathLike[str], key: str, weights: bool = True) -> Path:

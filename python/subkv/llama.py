@@ -11,16 +11,17 @@ failures carry the native reason, and a state without logits_all does not copy u
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from subkv import states
 from subkv.cache import (
     C,
     CacheChoice,
@@ -34,18 +35,32 @@ from subkv.cache import (
     creation_error,
     flash_attention,
     internals,
-    last_error,
-    last_log_error,
     llama_cpp,
 )
+from subkv.memory import require_memory
 from subkv.progress import loading
+from subkv.prompt_cache import PromptCache
 from subkv.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
 
+N_ROLLBACK = 32  # what libsubkv keeps by default
+
+
 class _Context(internals.LlamaContext):
-    """A context that refuses what its cache cannot do instead of aborting the process at the next decode."""
+    """A context that refuses what its cache cannot do instead of aborting or hanging the process."""
+
+    process: int  # that created it
+
+    def decode(self, batch: Any) -> None:
+        if os.getpid() != self.process:
+            raise CacheError(
+                "",
+                f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
+                "and devices do not survive a fork; create another Llama there",
+            )
+        super().decode(batch)
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
         if not C.llama_memory_can_shift(self.memory):
@@ -64,10 +79,15 @@ class Llama(llama_cpp.Llama):
         ("f16", "q8_0", "q4_0", …) for K and V. type_k and type_v set the two apart and take names or ggml's numbers.
     bases: a converted GGUF or a sidecar made for this model; default: the model file itself.
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
-        so that a tail of that many tokens can be removed without evaluating anything again; default 32.
+        so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
+        draft_model predicts.
     adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (subkv.adapt.Adapt has the fields).
     flash_attn: "auto", "on"/True, "off"/False.
     progress: a bar on stderr, if that is a terminal, while the model is loaded.
+    prompt_cache: states of earlier prompts on disk, a folder or a PromptCache; the same as set_cache(PromptCache(…)).
+
+    With embedding=True a coded cache holds one text at a time, as every sequence costs an exact window; ordinary ones
+    take as many as fit the batch.
 
     Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
     keyword arguments.
@@ -87,6 +107,7 @@ class Llama(llama_cpp.Llama):
         type_k: str | int | None = None,
         type_v: str | int | None = None,
         progress: bool = False,
+        prompt_cache: str | os.PathLike[str] | PromptCache | None = None,
         **kwargs: Any,
     ) -> None:
         known = inspect.signature(llama_cpp.Llama.__init__).parameters
@@ -95,8 +116,9 @@ class Llama(llama_cpp.Llama):
             raise TypeError(f"Llama: unknown keyword argument{'s' if len(unknown) > 1 else ''}: {', '.join(unknown)}")
         path = check_model_file(model_path, "model_path")
         choice = choose_cache(path, kv_cache, None if bases is None else Path(bases), type_k, type_v)
+        self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
-        self._given = {
+        self._given: dict[str, Any] = {
             "kv_cache": choice.name if choice.coded else "f16",
             "bases": None if bases is None else os.fspath(bases),
             "n_sink": n_sink,
@@ -105,21 +127,35 @@ class Llama(llama_cpp.Llama):
             "adapt": adapt,
             "flash_attn": flash_attn,
             "progress": progress,
+            "prompt_cache": prompt_cache,
         }
-        verbose = bool(kwargs.get("verbose", True))
-        with captured_log(forward=verbose) as log, attached(choice, n_sink, n_recent, n_rollback, adapt):
+        if choice.coded:
+            n_rollback = _rollback(n_rollback, kwargs.get("draft_model"))
+        window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
+        arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
+        require_memory(path, choice, self._expected_params(arguments), window, arguments["n_gpu_layers"])
+        cache = (
+            prompt_cache if prompt_cache is None or isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
+        )
+        verbose = bool(arguments["verbose"])
+        with captured_log(forward=verbose) as log, attached(choice, **window):
             try:
                 with loading(path, progress) as self._progress_callback:
                     super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 raise creation_error(error, choice, log) from error
         self._ctx.__class__ = _Context
-        self._choice = choice
+        self._ctx.process = os.getpid()
+        self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
         self._kv_log = [line for _, line in log if line.startswith("llama_kv_cache")]
+        self._identity: dict[str, Any] | None = None
+        stats = self.kv_stats()
+        self.set_cache(cache)
         if verbose:
-            print(cache_line(self.kv_stats()), file=sys.stderr)
+            print(cache_line(stats), file=sys.stderr)
 
-    scores: Any  # [n_ctx or n_batch, n_vocab] f32 of the parent
+    scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
+    n_tokens: int  # evaluated, and held by the context
 
     @property
     def model_params(self) -> Any:
@@ -133,14 +169,33 @@ class Llama(llama_cpp.Llama):
 
     @property
     def context_params(self) -> Any:
-        """The context's parameters. The parent knows flash attention only on or off: each read puts the choice in."""
+        """The context's parameters; each read puts in what the parent cannot be told.
+
+        It knows flash attention only on or off, and asks for up to 256 sequences for embeddings.
+        """
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
+        if params.embeddings and self._choice.coded:
+            params.n_seq_max = 1
         return params
 
     @context_params.setter
     def context_params(self, params: Any) -> None:
         self._context_params = params
+
+    def _expected_params(self, arguments: dict[str, Any]) -> Any:
+        """What context_params will be, as far as memory depends on it."""
+        self.context_params = params = C.llama_context_default_params()
+        params.n_ctx = arguments["n_ctx"]
+        params.n_batch = min(arguments["n_ctx"] or arguments["n_batch"], arguments["n_batch"])
+        params.n_ubatch = min(params.n_batch, arguments["n_ubatch"])
+        params.type_k, params.type_v = self._choice.type_k, self._choice.type_v
+        params.embeddings = arguments["embedding"]
+        if params.embeddings:
+            params.n_seq_max, params.kv_unified = min(params.n_batch, C.llama_max_parallel_sequences()), True
+        if arguments["swa_full"] is not None:
+            params.swa_full = arguments["swa_full"]
+        return self.context_params
 
     @property
     def cache_choice(self) -> CacheChoice:
@@ -159,70 +214,82 @@ class Llama(llama_cpp.Llama):
         """What a saved state is bound to: SHA-256 over layout and bases; None for an ordinary cache."""
         return self.kv_stats().fingerprint
 
+    def identity(self) -> dict[str, Any]:
+        """What a saved state is bound to (subkv.states.identity), made once."""
+        if self._identity is None:
+            self._identity = states.identity(self)
+        return self._identity
+
+    @property
+    def n_removable(self) -> int | None:
+        """How many cells at the end of a context can always be removed; None: any number."""
+        if self._is_recurrent or self._is_hybrid:
+            return 0
+        return self.kv_stats().n_rollback if self._choice.coded else None
+
+    def set_cache(self, cache: Any) -> None:
+        """Look prompts up in a cache of llama_cpp or a PromptCache, and store states there; None: no longer."""
+        super().set_cache(cache.attached(self) if isinstance(cache, PromptCache) else cache)
+
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after the current position (`n_tokens`).
+        """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints on the way.
 
         Cells beyond that position are removed first. Where the cache cannot remove them (the tail is longer than the
         exact rows kept for it), everything before it is evaluated again, so the result is the same either way.
         """
-        if not self._drop_tail():
-            tokens = [*self.input_ids[: self.n_tokens].tolist(), *tokens]
-            self.reset()
-            self._ctx.kv_cache_clear()
+        tokens = list(tokens)
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
             )
-        super().eval(tokens)
-
-    def _drop_tail(self) -> bool:
-        return self._ctx.memory is None or self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
-
-    def save_state(self) -> llama_cpp.LlamaState:
-        """A copy of the context for load_state, bound to the cache type and to the layout's fingerprint."""
-        scores = self.scores
-        if not self._logits_all:
-            self.scores = scores[:0]  # logits are only kept with logits_all; without it they are megabytes of nothing
-        try:
-            state = super().save_state()
-        finally:
-            self.scores = scores
-        state.cache = self._cache_identity()
-        return state
-
-    def _cache_identity(self) -> dict[str, str | None]:
-        stats = self.kv_stats()
-        return {"type_k": stats.type_k, "type_v": stats.type_v, "fingerprint": stats.fingerprint}
-
-    def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Restore what save_state returned.
-
-        Raises StateError with the reason when the state belongs to another layout, cache type, model or context size.
-        The context is then unchanged or empty, never half restored.
-        """
-        if state.n_tokens > self._n_ctx:
-            raise StateError("state", f"expected at most {self._n_ctx} tokens, found {state.n_tokens}")
-        own = self._cache_identity()
-        saved = getattr(state, "cache", own)  # absent in states of the parent class: the native check has the last word
-        for key, expected in own.items():
-            if saved.get(key) != expected:
-                raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
-        data = (ctypes.c_uint8 * len(state.llama_state)).from_buffer_copy(state.llama_state)
-        with captured_log(forward=self.verbose) as log:
-            done = C.llama_state_set_data(self._ctx.ctx, data, len(state.llama_state))
-        if done != len(state.llama_state):
-            reason = last_log_error(log) or last_error() or f"read {done} of {len(state.llama_state)} bytes"
+        if not self._drop_tail():
+            held = self._input_ids.tolist()
             self.reset()
             self._ctx.kv_cache_clear()
-            raise StateError("state", reason)
-        self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
-        self.n_tokens = state.n_tokens
-        self._requires_eval = True
-        self._seed = state.seed
-        if self._logits_all:
-            rows = min(state.n_tokens, state.scores.shape[0])
-            self.scores[:rows] = state.scores[:rows]
-            self.scores[rows:] = np.float32(0)
+            self._evaluate(held)
+        if isinstance(self.cache, PromptCache):
+            everything = [*self._input_ids.tolist(), *tokens]
+            for end in self.cache.checkpoints(self.n_tokens, everything):
+                self._evaluate(everything[self.n_tokens : end])
+                self.cache[everything[:end]] = self.save_state()
+            tokens = everything[self.n_tokens :]
+        self._evaluate(tokens)
+
+    def _drop_tail(self) -> bool:
+        """Remove the cells beyond n_tokens; False where they stay or where cells before it are missing.
+
+        They are missing when an interrupt came between a removal and what was to follow.
+        """
+        if self._ctx.memory is None:
+            return True
+        last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
+        return last + 1 >= self.n_tokens and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+
+    def _evaluate(self, tokens: Sequence[int]) -> None:
+        """The parent's eval, but logits that only sampling needs (a draft's) are not copied."""
+        logits_all = self._logits_all or self.draft_model is not None
+        for i in range(0, len(tokens), self.n_batch):
+            batch = tokens[i : i + self.n_batch]
+            begin, end = self.n_tokens, self.n_tokens + len(batch)
+            self._batch.set_batch(batch=batch, n_past=begin, logits_all=logits_all)
+            self._ctx.decode(self._batch)
+            self.input_ids[begin:end] = batch
+            if self._logits_all:
+                self.scores[begin:end] = np.ctypeslib.as_array(self._ctx.get_logits(), (len(batch), self._n_vocab))
+            self.n_tokens = end
+            self._requires_eval = False
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
+        return states.save(self, self._logits_all)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Restore what save_state returned, here or in another context of the same model, cache and parameters.
+
+        Raises StateError with the reason when it belongs to another one, or has more tokens than fit. The context is
+        then unchanged or empty, never half restored.
+        """
+        states.load(self, state, self._logits_all)
 
     def close(self) -> None:
         """Free context and model now. Safe to call twice and on an object whose construction failed."""
@@ -245,3 +312,17 @@ class Llama(llama_cpp.Llama):
         if self._choice.coded:
             del state["type_k"], state["type_v"]
         return state
+
+
+def _rollback(asked: int | None, draft_model: Any) -> int | None:
+    """n_rollback for a draft model: rejected tails are as long as what it predicts."""
+    n_draft = getattr(draft_model, "num_pred_tokens", 0)
+    if asked is None:
+        return n_draft if n_draft > N_ROLLBACK else None
+    if n_draft > asked:
+        warnings.warn(
+            f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {asked}; rejected "
+            "drafts may then evaluate the whole context again",
+            stacklevel=3,
+        )
+    return asked

@@ -163,7 +163,7 @@ def test_a_state_of_another_cache_is_refused(tiny_model: Models, coded_model: Mo
         llm.eval(prompt(40))
         state = llm.save_state()
     if not named:
-        del state.cache  # as saved by the parent class: libllama itself has to notice
+        del state.identity  # as saved by the parent class: libllama itself has to notice
     other = coded_model("--codec", "int8", "--n-recent", "16", "--basis-k", "pca")
     with opened(other) as llm:
         with pytest.raises(StateError, match=r"state: .*fingerprint"):
