@@ -31,6 +31,7 @@ from subkv.cache import (
     last_error,
     last_log_error,
 )
+from subkv.memory import require_memory
 from subkv.progress import loading
 from subkv.stats import KVStats, context_stats
 
@@ -42,6 +43,7 @@ class Model:
 
     def __init__(self, path: str, n_gpu_layers: int = 0, key: str = "-m") -> None:
         self.path = check_model_file(path, key)
+        self.n_gpu_layers = n_gpu_layers
         C.llama_backend_init()
         params = C.llama_model_default_params()
         params.n_gpu_layers = 0x7FFFFFFF if n_gpu_layers < 0 else n_gpu_layers
@@ -86,7 +88,10 @@ class Model:
         adapt: str | None = None,
         n_seq_max: int = 1,
     ) -> Context:
-        """A context with the given cache; sequences share its cells. Raises CacheError with the native reason."""
+        """A context with the given cache; sequences share its cells.
+
+        Raises CacheError with the native reason, or with the arithmetic when it would not fit in memory.
+        """
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
         static = choice.adapting(adapt) in (None, adaptive.NONE)  # else every sequence needs cells of its own
@@ -97,7 +102,9 @@ class Model:
         params.flash_attn_type = flash_attention(flash_attn, choice)
         params.type_k, params.type_v = choice.type_k, choice.type_v
         params.no_perf = True
-        with captured_log(forward=False) as log, attached(choice, n_sink, n_recent, n_rollback, adapt):
+        window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
+        require_memory(self.path, choice, params, window, self.n_gpu_layers)
+        with captured_log(forward=False) as log, attached(choice, **window):
             handle = C.llama_init_from_model(self.handle, params)
             if not handle:
                 raise creation_error(ValueError("context"), choice, log)

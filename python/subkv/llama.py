@@ -35,6 +35,7 @@ from subkv.cache import (
     creation_error,
     flash_attention,
     internals,
+    last_log_error,
     llama_cpp,
 )
 from subkv.memory import require_memory
@@ -87,7 +88,7 @@ class Llama(llama_cpp.Llama):
     prompt_cache: states of earlier prompts on disk, a folder or a PromptCache; the same as set_cache(PromptCache(…)).
 
     With embedding=True a coded cache holds one text at a time, as every sequence costs an exact window; ordinary ones
-    take as many as fit the batch.
+    take as many as fit the batch where embeddings are pooled.
 
     Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
     keyword arguments.
@@ -144,6 +145,8 @@ class Llama(llama_cpp.Llama):
                     super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
             except (ValueError, RuntimeError) as error:
                 raise creation_error(error, choice, log) from error
+            if self.lora_path and not self._lora_adapter:  # the parent goes on without
+                raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         self._ctx.__class__ = _Context
         self._ctx.process = os.getpid()
         self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
@@ -171,11 +174,13 @@ class Llama(llama_cpp.Llama):
     def context_params(self) -> Any:
         """The context's parameters; each read puts in what the parent cannot be told.
 
-        It knows flash attention only on or off, and asks for up to 256 sequences for embeddings.
+        It knows flash attention only on or off, asks for up to 256 sequences for embeddings, and reads those that are
+        not pooled from the wrong place when a batch has more than one text.
         """
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
-        if params.embeddings and self._choice.coded:
+        unpooled = "_ctx" in self.__dict__ and self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
+        if params.embeddings and (self._choice.coded or unpooled):
             params.n_seq_max = 1
         return params
 

@@ -1,0 +1,302 @@
+"""subkv.Llama does what llama_cpp.Llama does, on the same cache in the same words."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from gguf import GGUFWriter
+from opening import N_CTX, last_logits, opened, prompt
+
+from subkv.cache import SubkvError, llama_cpp
+from subkv.llama import Llama
+
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # isort: skip  (subkv has to bind llama_cpp first)
+
+Models = Callable[..., Path]
+
+TEXT = "the cat and the dog and the cat and"
+MESSAGES = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello there"}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"hot": {"type": "boolean"}}}},
+}
+SCHEMA = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
+
+
+def grammar() -> llama_cpp.LlamaGrammar:
+    return llama_cpp.LlamaGrammar.from_string('root ::= ("yes" | "no") " " [a-c]+', verbose=False)
+
+
+def json_answer(llm: llama_cpp.Llama) -> Any:
+    form = {"type": "json_object", "schema": SCHEMA}
+    return llm.create_chat_completion(MESSAGES, response_format=form, **GREEDY)
+
+
+CALLS: dict[str, Callable[[llama_cpp.Llama], Any]] = {
+    "completion": lambda llm: llm(TEXT, **GREEDY),
+    "stop": lambda llm: llm(TEXT, stop=["e"], **GREEDY),
+    "echo": lambda llm: llm(TEXT, echo=True, **GREEDY),
+    "logprobs": lambda llm: llm(TEXT, logprobs=3, **GREEDY),
+    "sampled": lambda llm: llm(TEXT, seed=3, temperature=1.0, max_tokens=12, repeat_penalty=1.1),
+    "bias": lambda llm: llm(TEXT, logit_bias={70: 5.0}, **GREEDY),
+    "stream": lambda llm: list(llm(TEXT, stream=True, **GREEDY)),
+    "grammar": lambda llm: llm(TEXT, grammar=grammar(), **GREEDY),
+    "chat": lambda llm: llm.create_chat_completion(MESSAGES, **GREEDY),
+    "chat stream": lambda llm: list(llm.create_chat_completion(MESSAGES, stream=True, **GREEDY)),
+    "json": json_answer,
+    "tool": lambda llm: llm.create_chat_completion(
+        MESSAGES, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "weather"}}, **GREEDY
+    ),
+    "tools": lambda llm: llm.create_chat_completion(MESSAGES, tools=[TOOL], tool_choice="auto", **GREEDY),
+}
+
+
+def plain(answer: Any) -> Any:
+    """An answer without what differs from call to call: identifiers and the time."""
+    if isinstance(answer, dict):
+        return {key: plain(value) for key, value in answer.items() if key not in ("id", "created")}
+    return [plain(item) for item in answer] if isinstance(answer, list) else answer
+
+
+@pytest.mark.parametrize("format", [None, "chatml", "chatml-function-calling"])
+def test_same_answers_as_the_parent(tiny_model: Models, format: str | None) -> None:
+    options = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "chat_format": format}
+    path = tiny_model("llama")
+    parent = llama_cpp.Llama(str(path), flash_attn=True, verbose=False, **options)
+    with opened(path, flash_attn=True, **options) as ours:
+        for name, call in CALLS.items():
+            assert plain(call(ours)) == plain(call(parent)), name
+    parent.close()
+
+
+def test_every_call_works_on_coded_cells(coded_model: Models) -> None:
+    with opened(coded_model(), n_ctx=512, logits_all=True) as llm:
+        answers = {name: call(llm) for name, call in CALLS.items()}
+    streamed = "".join(piece["choices"][0]["text"] for piece in answers["stream"])
+    assert streamed == answers["completion"]["choices"][0]["text"] != ""
+    assert answers["grammar"]["choices"][0]["text"].split(" ")[0] in ("yes", "no")
+    assert answers["json"]["choices"][0]["message"]["content"].startswith("{")
+    assert answers["tool"]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    logprobs = answers["logprobs"]["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 16
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+
+
+@pytest.mark.parametrize("pooling", [llama_cpp.LLAMA_POOLING_TYPE_NONE, llama_cpp.LLAMA_POOLING_TYPE_MEAN])
+def test_embeddings(tiny_model: Models, coded_model: Models, pooling: int) -> None:
+    texts = ["hello there", "the cat and the dog " * 20, "on"]
+    options = {"n_ctx": 512, "embedding": True, "pooling_type": pooling}
+    parent = llama_cpp.Llama(str(tiny_model("llama")), flash_attn=True, verbose=False, n_threads=1, **options)
+    expected = [parent.embed(text, normalize=True) for text in texts]  # several at once: unpooled ones are mixed up
+    parent.close()
+    with opened(tiny_model("llama"), n_threads=1, flash_attn=True, **options) as ours:
+        for vector, wanted in zip(ours.embed(texts, normalize=True), expected, strict=True):
+            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+    with opened(coded_model(), **options) as coded:
+        got = coded.embed(texts, normalize=True)
+        assert coded.kv_stats().bpe < 24  # one exact window, not one for each of 256 sequences
+        assert coded.create_embedding(texts)["usage"]["prompt_tokens"] > len(texts)
+    for vector, wanted in zip(got, expected, strict=True):
+        np.testing.assert_allclose(vector, wanted, atol=0.15)  # coded past 16 tokens, at 8 bits
+
+
+def test_embeddings_have_to_be_asked_for(coded_model: Models) -> None:
+    with opened(coded_model()) as llm, pytest.raises(RuntimeError, match="embedding=True"):
+        llm.embed("hello")
+
+
+@pytest.mark.parametrize("n_draft", [4, 40])
+def test_a_draft_model_changes_speed_only(coded_model: Models, n_draft: int) -> None:
+    """Rejected drafts leave no trace: every token is the best one, within rounding, for what precedes it."""
+    tokens = prompt(20) * 5
+    with opened(coded_model(), draft_model=LlamaPromptLookupDecoding(num_pred_tokens=n_draft)) as llm:
+        decoded: list[int] = []
+        decode = llm._ctx.decode
+        llm._ctx.decode = lambda batch: (decoded.append(batch.n_tokens()), decode(batch))
+        drafted = [token for token, _ in zip(llm.generate(tokens, temp=0.0), range(80), strict=False)]
+        assert llm.kv_stats().n_rollback == max(n_draft, 32)
+    assert max(decoded[1:]) > 1  # drafts were tried
+    assert sum(decoded) <= len(tokens) + (1 + n_draft) * len(decoded)  # and nothing was evaluated again
+    with opened(coded_model()) as llm:
+        logits = last_logits(llm, tokens)
+        for token in drafted:
+            assert logits[token] >= logits.max() - 0.05 * np.abs(logits).max()
+            logits = last_logits(llm, [token])
+
+
+def test_a_draft_longer_than_the_rollback(coded_model: Models) -> None:
+    tokens = prompt(20) * 5
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=12)
+    with pytest.warns(UserWarning, match="n_rollback: expected at least the 12 tokens .* found 2; rejected"):
+        slow = Llama(coded_model(), n_ctx=N_CTX, n_batch=32, n_rollback=2, draft_model=draft, verbose=False)
+    with slow, opened(coded_model(), draft_model=draft, n_batch=32) as fast:
+        first, second = (
+            [token for token, _ in zip(llm.generate(tokens, temp=0.0), range(30), strict=False)] for llm in (slow, fast)
+        )
+    assert first == second
+
+
+def test_a_draft_model_keeps_no_logits(coded_model: Models) -> None:
+    with opened(coded_model(), draft_model=LlamaPromptLookupDecoding(), n_batch=32) as llm:
+        llm.eval(prompt(100))  # more than the parent has rows for
+        assert llm.save_state().scores.size == 0
+        with pytest.raises(ValueError, match="logits_all=False"):
+            llm(TEXT, logprobs=1)
+
+
+def write_lora(path: Path) -> Path:
+    """An adapter of rank 2 for the first layer's queries of the tiny llama."""
+    d_in, d_out = tiny.DIMS["n_embd"], tiny.DIMS["n_head"] * tiny.DIMS["head_size"]
+    rng = np.random.default_rng(0)
+    writer = GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 2.0)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", rng.standard_normal((2, d_in)).astype(np.float32))
+    writer.add_tensor("blk.0.attn_q.weight.lora_b", rng.standard_normal((d_out, 2)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_lora(tiny_model: Models, coded_model: Models, tmp_path: Path) -> None:
+    lora = {"lora_path": str(write_lora(tmp_path / "lora.gguf")), "lora_scale": 0.5}
+    parent = llama_cpp.Llama(str(tiny_model("llama")), flash_attn=True, verbose=False, n_threads=1, **lora)
+    expected = parent(TEXT, **GREEDY)
+    parent.close()
+    with opened(tiny_model("llama"), flash_attn=True, n_threads=1, **lora) as ours:
+        assert plain(ours(TEXT, **GREEDY)) == plain(expected)
+    with opened(coded_model(), **lora) as adapted, opened(coded_model()) as base:
+        assert np.abs(last_logits(adapted, prompt(40)) - last_logits(base, prompt(40))).max() > 0.1
+        with pytest.raises(SubkvError, match="state: lora: expected None"):
+            base.load_state(adapted.save_state())
+    with pytest.raises(SubkvError, match="lora_path: "):
+        Llama(coded_model(), lora_path=str(tmp_path / "missing.gguf"), verbose=False)
+
+
+def test_pickling_keeps_every_argument(coded_model: Models) -> None:
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=5)
+    with opened(coded_model(), n_recent=24, draft_model=draft, seed=5, n_batch=64) as llm:
+        data = pickle.dumps(llm)
+        text = llm(TEXT, **GREEDY)["choices"]
+    with pickle.loads(data) as copy:
+        assert copy.kv_stats().n_recent == 24
+        assert (copy.n_ctx(), copy.n_batch, copy._seed, copy._logits_all) == (N_CTX, 64, 5, False)
+        assert copy.draft_model.num_pred_tokens == 5
+        assert copy(TEXT, **GREEDY)["choices"] == text
+
+
+def test_from_pretrained(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = coded_model()
+
+    class Files:
+        def ls(self, repo: str, recursive: bool) -> list[str]:
+            return [f"{repo}/{path.name}", f"{repo}/other.bin"]
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.HfFileSystem = Files  # type: ignore[attr-defined]
+    hub.hf_hub_download = lambda **_: str(path)  # type: ignore[attr-defined]
+    utils = types.ModuleType("huggingface_hub.utils")
+    utils.validate_repo_id = lambda _: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+    with Llama.from_pretrained("someone/tiny", "*.gguf", n_ctx=64, verbose=False) as llm:
+        assert isinstance(llm, Llama)
+        assert llm.kv_stats().type_k == "subkv"
+
+
+def test_reset_forgets(coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        expected = last_logits(llm, prompt(70))
+        llm.reset()
+        assert llm.n_tokens == 0
+        np.testing.assert_array_equal(last_logits(llm, prompt(70)), expected)
+
+
+@pytest.mark.parametrize("coded", [True, False])
+def test_the_ram_cache_of_llama_cpp(tiny_model: Models, coded_model: Models, coded: bool) -> None:
+    texts = [TEXT, TEXT + " a bird", "something else", TEXT]
+    with opened(coded_model() if coded else tiny_model("llama")) as llm:
+        expected = []
+        for text in texts:
+            llm.reset()
+            expected.append(llm(text, **GREEDY)["choices"])
+        llm.set_cache(llama_cpp.LlamaRAMCache())
+        for _ in range(2):
+            assert [llm(text, **GREEDY)["choices"] for text in texts] == expected
+
+
+def test_sizes_of_a_coded_cache(coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        stats = llm.kv_stats()
+        n_elements = tiny.DIMS["n_layer"] * 2 * tiny.DIMS["n_head_kv"] * tiny.DIMS["head_size"]
+        assert stats.n_cells == N_CTX
+        assert stats.bytes_f16 == 2 * n_elements * N_CTX
+        assert stats.bytes_codes == stats.bytes_per_token * N_CTX
+        # one ring slot more than the window and the rollback would let nobody ask for a row that was overwritten
+        assert stats.bytes_window >= 2 * n_elements * (stats.n_sink + stats.n_recent + stats.n_rollback - 1)
+        assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window
+        assert stats.bpe == pytest.approx(8 * stats.bytes_kv / (n_elements * N_CTX))
+        assert (stats.n_chunks, stats.bytes_adapt) == (0, 0)
+        assert stats.n_layer_coded == tiny.DIMS["n_layer"]
+        assert llm.fingerprint() == stats.fingerprint
+
+
+def test_chunks_are_counted(coded_model: Models) -> None:
+    with opened(coded_model(), n_recent=64, n_rollback=8, n_ctx=512, adapt="v,warm=32,length=64,gain=100") as llm:
+        assert llm.kv_stats().n_chunks == 0
+        llm.eval(prompt(400))
+        stats = llm.kv_stats()
+        assert stats.n_chunks == sum(side.n_chunks for side in llm.adapt_stats()) > 0
+        assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window + stats.bytes_adapt
+
+
+def test_a_state_costs_its_cells_and_the_window(coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        stats, sizes = llm.kv_stats(), []
+        for n in (40, 200):
+            llm.reset()
+            llm.eval(prompt(n))
+            state = llm.save_state()
+            sizes.append(len(state.llama_state))
+            assert len(state.input_ids) == n
+            assert stats.bytes_window <= len(state.llama_state) - n * stats.bytes_per_token - stats.bytes_window + 2e6
+        per_cell = (sizes[1] - sizes[0]) / 160
+        assert stats.bytes_per_token <= per_cell <= stats.bytes_per_token + 24
+
+
+def test_a_state_of_another_model_is_refused(tiny_model: Models, coded_model: Models) -> None:
+    """The same shape, vocabulary and bases: only the weights tell them apart."""
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(40))
+        state = llm.save_state()
+        identity = llm.identity()
+    with opened(tiny_model("llama"), bases=coded_model()) as same:
+        assert same.identity() == identity
+        same.load_state(state)
+    other = tiny_model("llama", seed=7)
+    with opened(other, bases=coded_model()) as llm:
+        assert {key for key, value in llm.identity().items() if value != identity[key]} == {"model"}
+        with pytest.raises(SubkvError, match="state: model: expected"):
+            llm.load_state(state)
+
+
+def test_a_state_of_other_parameters_is_refused(coded_model: Models) -> None:
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(40))
+        state = llm.save_state()
+    with opened(coded_model(), rope_freq_base=5000.0) as llm:
+        with pytest.raises(SubkvError, match=r"state: rope_freq_base: expected 5000\.0, found 0"):
+            llm.load_state(state)
+        assert llm.n_tokens == 0
