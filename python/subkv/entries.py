@@ -46,7 +46,7 @@ class EntryError(ValueError):
     """A damaged entry."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
     """identity: 32 bytes; tokens [n] i32; state: what llama_state_set_data takes."""
 
@@ -129,7 +129,7 @@ class Folder:
             if tokens is not None:
                 known[name] = tokens
         self._known = known
-        return known
+        return dict(known)
 
     def _read_head(self, name: str, identity: bytes) -> Tokens | None:
         try:

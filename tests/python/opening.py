@@ -31,4 +31,4 @@ def last_logits(llm: Llama, tokens: list[int]) -> npt.NDArray[np.float32]:
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
-    return [10 + (7 * i + i * i + 13 * seed * i) % 200 for i in range(n)]
+    return [10 + (7 * i + i * i + 13 * seed * (i + 1)) % 200 for i in range(n)]

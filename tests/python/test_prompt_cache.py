@@ -1,0 +1,366 @@
+"""The prompt cache on disk: what is found, what is stored, and what goes wrong around it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opening import prompt
+
+from subkv import PromptCache
+from subkv.cache import CacheError
+from subkv.entries import TEMPORARY, Entry, EntryError, Folder, decode, decode_head, encode
+from subkv.llama import Llama
+from subkv.prompt_cache import common_prefix
+
+Models = Callable[..., Path]
+
+N_CTX = 1024
+DOCUMENT = prompt(560)
+QUESTIONS = [prompt(30, seed) for seed in (1, 2, 3)]
+
+
+def answer(llm: Llama, tokens: list[int], n: int = 8) -> tuple[Any, int]:
+    """Tokens' answer, and how many tokens were evaluated before its first."""
+    evaluated, sampled = [0], []
+    decode_batch, sample = llm._ctx.decode, llm.sample
+    llm._ctx.decode = lambda batch: (evaluated.append(evaluated[-1] + batch.n_tokens()), decode_batch(batch))
+    llm.sample = lambda **options: (sampled.append(evaluated[-1]), sample(**options))[1]
+    try:
+        out = llm.create_completion(tokens, max_tokens=n, temperature=0.0)
+    finally:
+        del llm._ctx.decode, llm.sample
+    return out["choices"][0]["text"], sampled[0]
+
+
+def own_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.prompt"))
+
+
+@pytest.fixture
+def cached(coded_model: Models, tmp_path: Path) -> Iterator[Callable[..., Llama]]:
+    """A context with the cache in tmp_path / "cache"; each call is a restart."""
+    made: list[Llama] = []
+
+    def make(path: Path | None = None, **options: Any) -> Llama:
+        options = {"n_ctx": N_CTX, "n_threads": 2, "n_threads_batch": 2, "verbose": False} | options
+        made.append(Llama(path or coded_model(), **{"prompt_cache": tmp_path / "cache"} | options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+#
+# what it saves
+#
+
+
+def test_questions_about_a_document(cached: Callable[..., Llama]) -> None:
+    first, second, third = (DOCUMENT + question for question in QUESTIONS)
+    text, n_cold = answer(cached(), first)
+    assert n_cold == len(first)
+    again, n_same = answer(cached(), first)
+    assert (again, n_same) == (text, 1)  # the state after the answer: its tail is short enough to be removed
+    _, n_second = answer(cached(), second)
+    assert n_second == len(second) - 512
+    _, n_third = answer(cached(), third)
+    assert n_third == len(third) - 512  # 48 tokens more are not worth a file
+
+
+def test_where_prompts_part_is_remembered(cached: Callable[..., Llama]) -> None:
+    shared = prompt(700)
+    ends = [prompt(200, seed) for seed in (1, 2, 3)]
+    counts = [answer(cached(), shared + end)[1] for end in ends]
+    assert counts == [900, 900 - 512, 200]
+
+
+def test_a_context_that_goes_on_uses_it_too(cached: Callable[..., Llama]) -> None:
+    """Its own cells share more with the prompt than the entry does, but their tail cannot be removed."""
+    llm = cached()
+    counts = [answer(llm, DOCUMENT + question, n=40)[1] for question in QUESTIONS]
+    assert counts == [590, 590 - 512, 590 - 512]
+
+
+def test_a_conversation_continues_after_a_restart(cached: Callable[..., Llama]) -> None:
+    llm = cached()
+    llm.create_completion(prompt(100), max_tokens=8, temperature=0.0)
+    held = llm._input_ids.tolist()
+    text, n_evaluated = answer(cached(), held + prompt(20, 5))
+    assert n_evaluated == 20
+    expected, _ = answer(cached(prompt_cache=None), held + prompt(20, 5))
+    assert text == expected
+
+
+def test_ordinary_cells_need_no_checkpoints(cached: Callable[..., Llama], tiny_model: Models, tmp_path: Path) -> None:
+    """Any tail can be removed, so one entry serves all that begin like it; a longer one replaces it."""
+    path = tiny_model("llama")
+    first, second, _ = (DOCUMENT + question for question in QUESTIONS)
+    answer(cached(path), first)
+    assert len(own_files(tmp_path / "cache")) == 1
+    llm = cached(path)
+    _, n_second = answer(llm, second)
+    assert n_second == 30
+    assert len(own_files(tmp_path / "cache")) == 2
+    answer(llm, llm._input_ids.tolist() + prompt(10, 4))
+    assert len(own_files(tmp_path / "cache")) == 2
+
+
+def test_streams_store_as_well(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    for _ in cached().create_completion(prompt(60), max_tokens=4, stream=True):
+        pass
+    assert len(own_files(tmp_path / "cache")) == 1
+
+
+def test_entries_serve_their_own_kind_only(
+    cached: Callable[..., Llama], tiny_model: Models, coded_model: Models
+) -> None:
+    tokens = prompt(100)
+    cached().create_completion(tokens, max_tokens=4, temperature=0.0)
+    others: list[tuple[Path | None, dict[str, Any]]] = [
+        (tiny_model("llama", seed=7), {"bases": coded_model()}),  # weights
+        (coded_model("--codec", "int8", "--n-recent", "16", "--basis-k", "pca"), {}),  # layout
+        (None, {"kv_cache": "q8_0"}),
+        (None, {"n_recent": 24}),
+        (None, {"rope_freq_base": 5000.0}),
+    ]
+    for path, options in others:
+        assert tokens not in cached(path, **options).cache
+    assert tokens in cached(n_ctx=512, n_batch=64).cache
+
+
+def test_set_cache_after_construction(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    cache = PromptCache(str(tmp_path / "other"), capacity_bytes=1 << 30)
+    llms = [cached(prompt_cache=None) for _ in range(2)]
+    for llm in llms:
+        llm.set_cache(cache)  # one object for two contexts
+    answer(llms[0], DOCUMENT)
+    assert answer(llms[1], DOCUMENT + [5])[1] < 100
+    assert cache.cache_size == sum(path.stat().st_size for path in own_files(tmp_path / "other"))
+    llms[1].set_cache(None)
+    llms[1].reset()
+    assert answer(llms[1], DOCUMENT + [5])[1] == len(DOCUMENT) + 1
+
+
+def test_pickled_with_its_context(cached: Callable[..., Llama]) -> None:
+    llm = cached()
+    answer(llm, DOCUMENT)
+    with pickle.loads(pickle.dumps(llm)) as copy:
+        assert answer(copy, DOCUMENT + [5])[1] < 100
+
+
+def test_refusals(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CacheError, match="prompt_cache: expected a folder, found the file"):
+        PromptCache(tmp_path / "file")
+    with pytest.raises(CacheError, match=r"prompt_cache: expected a subkv\.Llama"):
+        PromptCache(tmp_path)[[1, 2, 3]]
+
+
+#
+# what goes wrong
+#
+
+
+@pytest.mark.parametrize("where", ["head", "tokens", "state", "end", "cut", "empty"])
+def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Path, where: str) -> None:
+    text, _ = answer(cached(), DOCUMENT)
+    for path in own_files(tmp_path / "cache"):
+        data = bytearray(path.read_bytes())
+        at = {"head": 3, "tokens": 100, "state": len(data) // 2, "end": len(data) - 1}
+        if where in at:
+            data[at[where]] ^= 4
+        path.write_bytes(data[: len(data) // 2] if where == "cut" else b"" if where == "empty" else data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again, n_evaluated = answer(cached(), DOCUMENT)
+    assert (again, n_evaluated) == (text, len(DOCUMENT))
+    assert all("removed the damaged entry" in str(warning.message) for warning in caught)
+    for path in own_files(tmp_path / "cache"):  # stored anew
+        assert decode(path.read_bytes()).name() == path.name
+
+
+def test_an_entry_under_another_name_is_not_used(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    answer(cached(), DOCUMENT)
+    paths = own_files(tmp_path / "cache")
+    for path in paths:
+        path.rename(path.with_name(path.name[:25] + path.name[:24:-1][7:] + ".prompt"))
+    for path in own_files(tmp_path / "cache"):
+        assert path not in paths
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
+
+
+def test_files_of_others_are_left_alone(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for name in ("notes.txt", "my.prompt", "a.tmp"):
+        (folder / name).write_text("mine")
+        os.utime(folder / name, (0, 0))
+    answer(cached(prompt_cache=PromptCache(folder, capacity_bytes=1)), DOCUMENT)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.tmp", "my.prompt", "notes.txt"]
+
+
+def test_a_full_disk_is_one_warning(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    llm = cached()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.warns(UserWarning, match="prompt cache .*: cannot write: .*; going on without") as caught:
+            texts = [answer(llm, DOCUMENT + question)[0] for question in QUESTIONS]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(caught) == 1
+    assert list((tmp_path / "cache").iterdir()) == []
+    plain = cached(prompt_cache=None)
+    for question, text in zip(QUESTIONS, texts, strict=True):
+        plain.reset()
+        assert answer(plain, DOCUMENT + question)[0] == text
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    llm = cached(prompt_cache=tmp_path / "file" / "cache")
+    with pytest.warns(UserWarning, match="prompt cache") as caught:
+        answer(llm, DOCUMENT)
+        answer(llm, prompt(300, 4))
+    assert {str(warning.message).split(": ")[1] for warning in caught} <= {"cannot read", "cannot write"}
+    assert len(caught) <= 2
+
+
+def test_a_read_only_folder(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("read-only folder: root may write everywhere")
+    answer(cached(), DOCUMENT)
+    folder = tmp_path / "cache"
+    folder.chmod(0o500)
+    try:
+        with pytest.warns(UserWarning, match="cannot write: Permission denied"):
+            assert answer(cached(), DOCUMENT + QUESTIONS[0])[1] < 100  # it still serves
+    finally:
+        folder.chmod(0o700)
+
+
+def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    entries = [Entry(b"i" * 32, np.array(prompt(10, seed), np.int32), bytes(1000)) for seed in range(4)]
+    size = sum(map(len, encode(entries[0])))
+    for age, entry in enumerate(entries[:3]):
+        folder.write(entry)
+        os.utime(tmp_path / entry.name(), (1000 + age, 1000 + age))
+    assert folder.read(entries[0].name()) is not None  # used now
+    folder.write(entries[3])
+    folder.trim(2 * size)
+    assert set(folder.heads(b"i" * 32)) == {entries[0].name(), entries[3].name()}
+    assert folder.size() == 2 * size
+    assert folder.read(entries[1].name()) is None
+
+
+#
+# the format
+#
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda tokens: np.array(tokens, np.int32))
+
+
+@given(st.binary(min_size=32, max_size=32), TOKENS, st.binary(max_size=200))
+def test_entries_come_back(identity: bytes, tokens: Any, state: bytes) -> None:
+    data = b"".join(encode(Entry(identity, tokens, state)))
+    back = decode(data)
+    assert (back.identity, back.tokens.tolist(), back.state) == (identity, tokens.tolist(), state)
+    found, listed, n_state = decode_head(data)
+    assert (found, listed.tolist(), n_state) == (identity, tokens.tolist(), len(state))
+
+
+@given(TOKENS, st.binary(max_size=200), st.data())
+def test_every_damage_is_noticed(tokens: Any, state: bytes, data: st.DataObject) -> None:
+    good = b"".join(encode(Entry(b"x" * 32, tokens, state)))
+    at = data.draw(st.integers(0, len(good) - 1))
+    flipped = bytearray(good)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    for bad in (bytes(flipped), good[:at], good + b"\0"):
+        with pytest.raises(EntryError):
+            decode(bad)
+
+
+@given(TOKENS, TOKENS)
+def test_common_prefix(a: Any, b: Any) -> None:
+    n = common_prefix(a, b)
+    assert a[:n].tolist() == b[:n].tolist()
+    assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+#
+# several processes
+#
+
+WRITER = """
+import sys
+import numpy as np
+from pathlib import Path
+from subkv.entries import Entry, Folder
+folder, rng = Folder(Path(sys.argv[1])), np.random.default_rng(int(sys.argv[2]))
+identity, n_rounds = b"i" * 32, int(sys.argv[3])
+print("ready", flush=True)
+for _ in range(n_rounds):
+    seed = int(rng.integers(20))  # few: processes write, read and remove the same entries
+    tokens = np.arange(seed, seed + 50, dtype=np.int32)
+    folder.write(Entry(identity, tokens, bytes([seed]) * 300_000))
+    folder.trim(2_000_000)
+    for name, held in folder.heads(identity).items():
+        entry = folder.read(name)
+        assert entry is None or entry.state == bytes([held[0]]) * 300_000
+"""
+
+
+def writer(folder: Path, seed: int, n_rounds: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(seed), str(n_rounds)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_at_once(tmp_path: Path) -> None:
+    processes = [writer(tmp_path, seed, 25) for seed in range(3)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert (process.returncode, errors) == (0, "")
+    assert 0 < Folder(tmp_path).size() <= 2_000_000
+    assert not list(tmp_path.glob(f"*{TEMPORARY}"))
+
+
+def test_kill_while_writing(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for seed in range(6):
+        process = writer(tmp_path, seed, 10_000)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        for path in own_files(tmp_path):
+            assert decode(path.read_bytes()).name() == path.name
+    left = tmp_path / f"{'0' * 24}-{'0' * 32}.prompt.7.00000000{TEMPORARY}"
+    left.write_bytes(b"half an entry")
+    os.utime(left, (0, 0))
+    Folder(tmp_path).trim(1 << 40)
+    assert not left.exists()
