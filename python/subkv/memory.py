@@ -14,29 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from subkv.cache import MIB, C, CacheChoice, CacheError, attached, captured_log, gguf_numbers
-from subkv.stats import KVStats, context_stats
+from subkv.stats import context_stats
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
+N_SIMULATED = 1 << 18  # tokens; llama.cpp's list of cells, 50 bytes each, is made all the same
 
 _COMPUTE_LINE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
-def available_memory() -> int | None:
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that this process may still take, swap included; None where the system does not say.
 
     The least of what the machine has and what every enclosing control group (v2, v1) allows; file pages count as free.
     """
     try:
-        system = _fields(Path("/proc/meminfo").read_text())
+        system = _fields((proc / "meminfo").read_text())
         found = [1024 * (system["MemAvailable"] + system["SwapFree"])]
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        groups = (proc / "self/cgroup").read_text().splitlines()
     except (OSError, KeyError):
         return None
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        root = cgroup / "memory" if controllers else cgroup
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
@@ -69,53 +70,67 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, window: dict[st
     if os.environ.get(FIT, "").lower() in ("off", "0", "false") or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
     free = available_memory()
-    if free is None or _bound(path, params) <= free:
+    numbers = gguf_numbers(path, "block_count", "embedding_length", "context_length")
+    n_ctx = params.n_ctx or numbers.get("context_length", 0)
+    if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
-    stats, compute = _simulate(path, choice, params, window)
-    if stats is None or stats.bytes_kv + compute <= free:
+    needed = _needed(path, choice, params, window, n_ctx)
+    total = sum(needed.values())
+    if total <= free:
         return
-    parts = {
-        "cells": stats.bytes_kv - stats.bytes_window,
-        "exact window": stats.bytes_window,
-        "compute buffers": compute,
-    }
-    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts.items() if size)
-    fits = int((free - stats.bytes_window - compute) / stats.bytes_per_token) if stats.bytes_per_token else 0
+    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in needed.items() if size)
+    rows = total - needed["exact window"]
+    fits = int(n_ctx * (1 - (total - free) / rows)) // 1024 * 1024 if rows else 0
     raise CacheError(
         "n_ctx",
-        f"expected a context that fits in the {free / MIB:.0f} MiB of memory available, found {stats.n_cells} tokens "
-        f"with {choice.name}: {listed} = {(stats.bytes_kv + compute) / MIB:.0f} MiB"
-        + (f"; about {fits // 1024 * 1024} tokens would fit" if fits >= 1024 else ""),
+        f"expected a context that fits in the {free / MIB:.0f} MiB of memory available, found {n_ctx} tokens "
+        f"with {choice.name}: {listed} = {total / MIB:.0f} MiB"
+        + (f"; about {fits} tokens would fit" if fits > 0 else ""),
     )
 
 
-def _bound(path: Path, params: Any) -> int:
+def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
     """More bytes than a context can take: K and V in f32, twice as wide as the model, for every layer and cell."""
-    number = gguf_numbers(path, "block_count", "embedding_length", "context_length")
-    n_ctx = params.n_ctx or number.get("context_length", 0)
-    width = number.get("block_count", 1024) * number.get("embedding_length", 1 << 16)
-    attention = 4 * 128 * params.n_ubatch * n_ctx  # logits of 128 heads
+    width = numbers.get("block_count", 1024) * numbers.get("embedding_length", 1 << 16)
+    attention = 4 * 128 * n_ubatch * n_ctx  # logits of 128 heads
     return n_ctx * width * 16 + attention + 2048 * MIB
 
 
-def _simulate(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any]) -> tuple[KVStats | None, int]:
-    """Sizes of the cache, and of the compute buffers in bytes, of a context that is made without memory.
+def _needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+    """Bytes of a context by what they are for; 0 where it cannot be made: making it in earnest gives the reason.
 
-    None where it cannot be made: making it in earnest gives the reason.
+    Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are continued
+    from two smaller ones: never too much.
     """
+    if n_ctx <= N_SIMULATED:
+        return _simulate(path, choice, params, window, n_ctx)
+    half, whole = (_simulate(path, choice, params, window, n) for n in (N_SIMULATED // 2, N_SIMULATED))
+    ratio = (n_ctx - N_SIMULATED) / (N_SIMULATED // 2)
+    return {name: size + (size - half[name]) * ratio for name, size in whole.items()}
+
+
+def _simulate(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+    """_needed, from a context that llama.cpp makes without memory."""
     C.llama_backend_init()
+    params = type(params).from_buffer_copy(params)
+    params.n_ctx = n_ctx
     model_params = C.llama_model_default_params()
     model_params.no_alloc = True
     model_params.load_mode = C.LLAMA_LOAD_MODE_NONE
-    with captured_log(forward=False) as log, attached(choice, **window):
-        model = C.llama_model_load_from_file(os.fsencode(path), model_params)
-        context = C.llama_init_from_model(model, params) if model else None
+    model = context = None
     try:
+        with captured_log(forward=False) as log, attached(choice, **window):
+            model = C.llama_model_load_from_file(os.fsencode(path), model_params)
+            context = C.llama_init_from_model(model, params) if model else None
         if not context:
-            return None, 0
+            return {"cells": 0.0, "exact window": 0.0, "compute buffers": 0.0}
         stats = context_stats(model, context, choice, [line for _, line in log if line.startswith("llama_kv_cache")])
         sizes = [float(match[1]) for _, line in log if (match := _COMPUTE_LINE.search(line))]
-        return stats, int(sum(sizes) * MIB)
+        return {
+            "cells": float(stats.bytes_kv - stats.bytes_window),
+            "exact window": float(stats.bytes_window),
+            "compute buffers": sum(sizes) * MIB,
+        }
     finally:
         with captured_log(forward=False):
             if context:

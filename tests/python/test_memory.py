@@ -1,0 +1,167 @@
+"""Contexts that do not fit are refused with the arithmetic, and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from opening import opened
+
+from runtime.engine import Model
+from subkv import memory
+from subkv.cache import MIB, C, CacheError, choose_cache
+from subkv.llama import Llama
+
+Models = Callable[..., Path]
+
+HUGE = 1 << 30  # tokens; 512 GiB of f16 for the tiny llama
+REFUSED = re.compile(
+    r"expected a context that fits in the \d+ MiB of memory available, found (\d+) tokens with (\w+): "
+    r"cells (\d+) MiB (?:\+ exact window (\d+) MiB )?\+ compute buffers (\d+) MiB = (\d+) MiB"
+)
+
+
+def test_a_context_larger_than_memory(tiny_model: Models, coded_model: Models) -> None:
+    for path, name in ((tiny_model("llama"), "f16"), (coded_model(), "subkv")):
+        with pytest.raises(CacheError) as error:
+            Llama(path, n_ctx=HUGE, verbose=False)
+        assert error.value.key == "n_ctx"
+        found = REFUSED.match(error.value.reason)
+        assert found is not None, error.value.reason
+        n_tokens, kind, cells, window, compute, total = found.groups(default="0")
+        assert (int(n_tokens), kind) == (HUGE, name)
+        assert abs(int(cells) + int(window) + int(compute) - int(total)) <= 2
+        assert int(cells) > 50_000
+
+
+def test_the_engine_refuses_as_well(coded_model: Models) -> None:
+    path = coded_model()
+    with Model(str(path)) as model, pytest.raises(CacheError, match="n_ctx: expected a context that fits"):
+        model.context(choose_cache(path), n_ctx=HUGE, n_batch=64, n_ubatch=64, n_threads=1)
+
+
+def test_programs_name_the_flag(coded_model: Models, program: Callable[..., Any]) -> None:
+    result = program("runtime.chat", "-m", coded_model(), "-c", HUGE, "-p", "x", "--single-turn")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("-c: expected a context that fits in the ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arch", sorted(tiny.ARCHS))
+def test_what_it_says_is_what_is_allocated(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Of every architecture llama.cpp's simulation and the real context agree."""
+    check_sizes(tiny_model(arch), monkeypatch, 512, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"n_recent": 32}, {"embedding": True}, {"n_ctx": 0}, {"kv_cache": "q8_0"}])
+def test_coded_sizes(coded_model: Models, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    check_sizes(coded_model(), monkeypatch, options.get("n_ctx", 512), options)
+
+
+def check_sizes(path: Path, monkeypatch: pytest.MonkeyPatch, n_ctx: int, options: dict[str, Any]) -> None:
+    """Refused with one byte less than the real context takes, made with as much."""
+    with opened(path, **{"n_ctx": n_ctx} | options) as llm:
+        expected = llm.kv_stats()
+    monkeypatch.setattr(memory, "_bound", lambda *_: 1 << 60)
+    seen: list[dict[str, float]] = []
+    simulate = memory._simulate
+    monkeypatch.setattr(memory, "_simulate", lambda *arguments: seen.append(simulate(*arguments)) or seen[-1])
+    with opened(path, **{"n_ctx": n_ctx} | options):
+        pass
+    (needed,) = seen
+    assert needed["cells"] + needed["exact window"] == expected.bytes_kv
+    assert needed["exact window"] == expected.bytes_window
+    monkeypatch.setattr(memory, "available_memory", lambda: int(sum(needed.values())) - 1)
+    with pytest.raises(CacheError, match="n_ctx: expected a context that fits"):
+        Llama(path, **{"n_ctx": n_ctx, "verbose": False} | options)
+    monkeypatch.setattr(memory, "available_memory", lambda: int(sum(needed.values())) + 1)
+    with opened(path, **{"n_ctx": n_ctx} | options):
+        pass
+
+
+def test_large_contexts_are_continued_from_smaller_ones(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, params = coded_model(), C.llama_context_default_params()
+    exact = memory._needed(path, choose_cache(path), params, {}, 16384)
+    monkeypatch.setattr(memory, "N_SIMULATED", 4096)
+    guess = memory._needed(path, choose_cache(path), params, {}, 16384)
+    assert guess["cells"] == exact["cells"]
+    assert guess["exact window"] == exact["exact window"]
+    assert guess["compute buffers"] <= exact["compute buffers"] + 16384  # the log has two decimals
+
+
+def test_switched_off_and_unknown(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = C.llama_context_default_params()
+    params.n_ctx = HUGE
+    path = coded_model()
+    choice = choose_cache(path)
+    with pytest.raises(CacheError):
+        memory.require_memory(path, choice, params, {})
+    monkeypatch.setenv(memory.FIT, "off")
+    memory.require_memory(path, choice, params, {})
+    monkeypatch.delenv(memory.FIT)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    memory.require_memory(path, choice, params, {})
+
+
+def test_a_bound_that_fits_asks_nobody(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "_simulate", lambda *_: pytest.fail("simulated"))
+    with opened(coded_model()):
+        pass
+
+
+#
+# how much there is
+#
+
+MEMINFO = "MemTotal: 9000 kB\nMemAvailable: 4000 kB\nSwapFree: 100 kB\nHugePages_Total: 0\n"
+LIMITS = {
+    "v2": ("0::/a/b\n", "", ("memory.max", "memory.current"), ""),
+    "v1": (
+        "5:cpu:/a/b\n4:hugetlb,memory:/a/b\n",
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_",
+    ),
+}
+
+
+@pytest.fixture(params=sorted(LIMITS))
+def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., int | None]:
+    """limited({"a": (limit, usage, cached)}): available memory under these control groups."""
+    line, root, names, total = LIMITS[request.param]
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(MEMINFO)
+    (proc / "self/cgroup").write_text(line)
+
+    def available(groups: dict[str, tuple[str, int, int]]) -> int | None:
+        for group, (limit, usage, cached) in groups.items():
+            folder = cgroup / root / group
+            folder.mkdir(parents=True, exist_ok=True)
+            values = (limit, usage, f"{total}inactive_file {cached}\nanon 7")
+            for name, value in zip((*names, "memory.stat"), values, strict=True):
+                (folder / name).write_text(f"{value}\n")
+        return memory.available_memory(proc, cgroup)
+
+    return available
+
+
+def test_available_memory(limited: Callable[..., int | None]) -> None:
+    machine, swap = 4100 * 1024, 100 * 1024
+    assert limited({}) == machine
+    assert limited({"a/b": ("1000000", 400000, 50000)}) == 650000 + swap
+    assert limited({"a": ("900000", 400000, 0)}) == 500000 + swap  # the least counts
+    assert limited({"a": ("100", 900000, 0)}) == 0
+    assert limited({"a": ("99999999999", 1, 0), "a/b": ("max", 1, 0)}) == machine
+
+
+def test_this_machine() -> None:
+    free = memory.available_memory()
+    if free is None:
+        pytest.skip("available memory: this system does not say")
+    assert free > 10 * MIB
