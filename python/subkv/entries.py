@@ -113,6 +113,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Tokens] = {}  # by name; entries never change
+        self._damaged: set[str] = set()  # names not to look at again: a folder may refuse to have them removed
 
     def heads(self, identity: bytes) -> dict[str, Tokens]:
         """Tokens of every entry of one kind of context, by name. Reads the heads of files not seen before.
@@ -120,9 +121,10 @@ class Folder:
         A damaged head removes its file.
         """
         begin = prefix(identity)
-        names = [n for n in os.listdir(self.path) if n.startswith(begin) and n.endswith(SUFFIX) and OWN.fullmatch(n)]
         known = {}
-        for name in names:
+        for name in os.listdir(self.path):
+            if not name.startswith(begin) or not name.endswith(SUFFIX) or name in self._damaged:
+                continue
             tokens = self._known.get(name)
             if tokens is None:
                 tokens = self._read_head(name, identity)
@@ -145,9 +147,13 @@ class Folder:
             if found != identity:
                 raise EntryError("it belongs to another context")
         except EntryError:
-            self.remove(name)
+            self._discard(name)
             return None
         return tokens
+
+    def _discard(self, name: str) -> None:
+        self._damaged.add(name)
+        self.remove(name)
 
     def read(self, name: str) -> Entry | None:
         """An entry, checked as a whole, and marked as used now. None where another process removed it.
@@ -162,7 +168,7 @@ class Folder:
             self._known.pop(name, None)
             return None
         except EntryError:
-            self.remove(name)
+            self._discard(name)
             raise
         self.touch(name)
         return entry
@@ -179,7 +185,7 @@ class Folder:
 
     def write(self, entry: Entry) -> None:
         """Store an entry completely or not at all, also when the process or the machine stops at any moment."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # entries tell what was asked
         name = entry.name()
         temporary = self.path / f"{name}.{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY}"
         try:
@@ -195,6 +201,7 @@ class Folder:
             raise
         self._synchronize()
         self._known[name] = entry.tokens
+        self._damaged.discard(name)
 
     def _synchronize(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY)

@@ -130,10 +130,15 @@ class Llama(llama_cpp.Llama):
             "progress": progress,
             "prompt_cache": prompt_cache,
         }
-        if choice.coded:
-            n_rollback = _rollback(n_rollback, kwargs.get("draft_model"))
-        window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
         arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
+        n_draft = getattr(arguments["draft_model"], "num_pred_tokens", 0)
+        if n_draft >= arguments["n_batch"]:
+            raise SubkvError(
+                "draft_model", f"expected drafts shorter than n_batch, {arguments['n_batch']} tokens, found {n_draft}"
+            )
+        if choice.coded:
+            n_rollback = _rollback(n_rollback, n_draft)
+        window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
         require_memory(path, choice, self._expected_params(arguments), window, arguments["n_gpu_layers"])
         cache = (
             prompt_cache if prompt_cache is None or isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
@@ -151,12 +156,14 @@ class Llama(llama_cpp.Llama):
         self._ctx.process = os.getpid()
         self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
         self._kv_log = [line for _, line in log if line.startswith("llama_kv_cache")]
+        self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
         stats = self.kv_stats()
         self.set_cache(cache)
         if verbose:
             print(cache_line(stats), file=sys.stderr)
 
+    _unpooled = False  # known once there is a context
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     n_tokens: int  # evaluated, and held by the context
 
@@ -179,8 +186,7 @@ class Llama(llama_cpp.Llama):
         """
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
-        unpooled = "_ctx" in self.__dict__ and self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
-        if params.embeddings and (self._choice.coded or unpooled):
+        if params.embeddings and (self._choice.coded or self._unpooled):
             params.n_seq_max = 1
         return params
 
@@ -319,9 +325,8 @@ class Llama(llama_cpp.Llama):
         return state
 
 
-def _rollback(asked: int | None, draft_model: Any) -> int | None:
-    """n_rollback for a draft model: rejected tails are as long as what it predicts."""
-    n_draft = getattr(draft_model, "num_pred_tokens", 0)
+def _rollback(asked: int | None, n_draft: int) -> int | None:
+    """n_rollback for drafts of n_draft tokens: rejected tails are as long."""
     if asked is None:
         return n_draft if n_draft > N_ROLLBACK else None
     if n_draft > asked:

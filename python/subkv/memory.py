@@ -99,8 +99,8 @@ def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
 def _needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
     """Bytes of a context by what they are for; 0 where it cannot be made: making it in earnest gives the reason.
 
-    Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are continued
-    from two smaller ones: never too much.
+    Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are
+    continued from two smaller ones: never too much.
     """
     if n_ctx <= N_SIMULATED:
         return _simulate(path, choice, params, window, n_ctx)

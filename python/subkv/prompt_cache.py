@@ -15,7 +15,6 @@ memory. A hit reads one file and checks its SHA-256.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -61,13 +60,14 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     def attached(self, llm: Llama) -> PromptCache:
         """This cache for one context."""
-        bound = copy.copy(self)
+        bound = PromptCache(self.entries.path, self.capacity_bytes)
+        bound.entries, bound._warned = self.entries, self._warned
         bound._llm = cast("Llama", weakref.proxy(llm))
         bound._identity = hashlib.sha256(json.dumps(llm.identity(), sort_keys=True).encode()).digest()
         return bound
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_llm": None, "_identity": b""}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PromptCache, (self.entries.path, self.capacity_bytes)
 
     def _context(self) -> Llama:
         if self._llm is None:
@@ -127,7 +127,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                 entry = self.entries.read(name)
             except EntryError as error:
                 warnings.warn(
-                    f"prompt cache {self.entries.path}: removed the damaged entry {name}: {error}", stacklevel=2
+                    f"prompt cache {self.entries.path}: dropped the damaged entry {name}: {error}", stacklevel=2
                 )
                 continue
             except OSError as error:

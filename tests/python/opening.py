@@ -17,7 +17,7 @@ N_CTX = 256
 
 @contextlib.contextmanager
 def opened(path: Path, **options: Any) -> Iterator[Llama]:
-    llm = Llama(path, **{"n_ctx": N_CTX, "n_threads": 2, "n_threads_batch": 2, "verbose": False, **options})
+    llm = Llama(path, **{"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "verbose": False, **options})
     try:
         yield llm
     finally:

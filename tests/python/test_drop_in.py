@@ -145,6 +145,11 @@ def test_a_draft_longer_than_the_rollback(coded_model: Models) -> None:
     assert first == second
 
 
+def test_a_draft_longer_than_a_batch_is_refused(coded_model: Models) -> None:
+    with pytest.raises(SubkvError, match="draft_model: expected drafts shorter than n_batch, 8 tokens, found 10"):
+        Llama(coded_model(), n_batch=8, draft_model=LlamaPromptLookupDecoding(), verbose=False)
+
+
 def test_a_draft_model_keeps_no_logits(coded_model: Models) -> None:
     with opened(coded_model(), draft_model=LlamaPromptLookupDecoding(), n_batch=32) as llm:
         llm.eval(prompt(100))  # more than the parent has rows for

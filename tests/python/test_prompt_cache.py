@@ -57,7 +57,7 @@ def cached(coded_model: Models, tmp_path: Path) -> Iterator[Callable[..., Llama]
     made: list[Llama] = []
 
     def make(path: Path | None = None, **options: Any) -> Llama:
-        options = {"n_ctx": N_CTX, "n_threads": 2, "n_threads_batch": 2, "verbose": False} | options
+        options = {"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "verbose": False} | options
         made.append(Llama(path or coded_model(), **{"prompt_cache": tmp_path / "cache"} | options))
         return made[-1]
 
@@ -190,9 +190,26 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
         warnings.simplefilter("always")
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
-    assert all("removed the damaged entry" in str(warning.message) for warning in caught)
+    assert all("dropped the damaged entry" in str(warning.message) for warning in caught)
     for path in own_files(tmp_path / "cache"):  # stored anew
         assert decode(path.read_bytes()).name() == path.name
+
+
+def test_damaged_entries_that_stay_are_not_used(
+    cached: Callable[..., Llama], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder that cannot be written."""
+    answer(cached(), DOCUMENT)
+    for path in own_files(tmp_path / "cache"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    for name in ("unlink", "replace", "utime"):
+        monkeypatch.setattr(os, name, refused)
+    with pytest.warns(UserWarning, match="dropped the damaged entry"):
+        assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
 
 
 def test_an_entry_under_another_name_is_not_used(cached: Callable[..., Llama], tmp_path: Path) -> None:
