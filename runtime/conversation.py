@@ -28,7 +28,7 @@ from subkv.llama import Llama
 Message = dict[str, str]
 
 MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text
-STATE_VERSION = 1
+STATE_VERSION = 2
 MORE_ROOM = "/clear starts over, a larger -c gives more room"
 
 
@@ -265,14 +265,9 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write messages and cells to one file, completely or not at all. Raises StateError."""
         state = self.llm.save_state()
-        stats = self.llm.kv_stats()
         head = {
             "version": STATE_VERSION,
-            "type_k": stats.type_k,
-            "type_v": stats.type_v,
-            "fingerprint": stats.fingerprint,
-            "n_vocab": self.llm.n_vocab(),
-            "model": self.llm.metadata.get("general.name", ""),
+            "identity": self.llm.identity(),
             "n_cells": state.n_tokens,
             "messages": self.messages,
             "tokens": [int(token) for token in self.tokens],
@@ -297,23 +292,18 @@ class Conversation:
                 cells = archive.read("cells")
             tokens, messages = [int(t) for t in head["tokens"]], [dict(m) for m in head["messages"]]
             n_cells, answer_start = int(head["n_cells"]), int(head["answer_start"])
+            version, identity = head["version"], dict(head.get("identity", {}))
         except OSError as error:
             raise StateError("/load", f"cannot read {path}: {error.strerror or error}") from error
         except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
             raise StateError(
                 "/load", f"expected a file written by /save, found something else in {path} ({error})"
             ) from error
-        stats = self.llm.kv_stats()
-        found = {
-            "version": STATE_VERSION,
-            "n_vocab": self.llm.n_vocab(),
-            "type_k": stats.type_k,
-            "type_v": stats.type_v,
-            "fingerprint": stats.fingerprint,
-        }
-        for key, expected in found.items():
-            if head.get(key) != expected:
-                raise StateError("/load", f"{key}: expected {expected}, found {head.get(key)} in {path}")
+        expected = {"version": STATE_VERSION, **self.llm.identity()}
+        found = {"version": version, **identity}
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise StateError("/load", f"{key}: expected {value}, found {found.get(key)} in {path}")
         if not 0 <= n_cells <= len(tokens) <= self.llm.n_ctx() or not 0 <= answer_start <= len(tokens):
             raise StateError("/load", f"expected at most {self.llm.n_ctx()} tokens, found {len(tokens)} in {path}")
         input_ids = np.array(tokens[:n_cells], dtype=np.intc)

@@ -10,7 +10,8 @@ are taken at the last multiples of 512 and of 128 tokens, which usually lie in t
 one that was seen before: from the third question on reading starts where the document ends.
 
 Looking up lists the folder, reads the heads of files not seen before (4 bytes per token), and compares tokens in
-memory. A hit reads one file and checks its SHA-256.
+memory: 0.1 s for 5,000 entries of 3,000 tokens each, and a second the first time in a process. A hit reads one file and
+checks its SHA-256.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
         super().__init__(capacity_bytes)
         path = Path(folder).expanduser()
-        if path.exists() and not path.is_dir():
+        if os.path.exists(path) and not os.path.isdir(path):  # False, not an error, where it cannot be looked at
             raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
         self.entries = Folder(path)
         self._llm: Llama | None = None
         self._identity = b""
+        self._n_removable: int | None = None
         self._warned: set[str] = set()  # shared by all contexts that use this object
 
     def attached(self, llm: Llama) -> PromptCache:
@@ -63,6 +65,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         bound = PromptCache(self.entries.path, self.capacity_bytes)
         bound.entries, bound._warned = self.entries, self._warned
         bound._llm = cast("Llama", weakref.proxy(llm))
+        bound._n_removable = llm.n_removable
         bound._identity = hashlib.sha256(json.dumps(llm.identity(), sort_keys=True).encode()).digest()
         return bound
 
@@ -98,17 +101,16 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def _usable(self, held: Tokens, tokens: Tokens) -> int:
         """How many of the first `tokens` need not be evaluated by a context that holds `held`."""
         same = common_prefix(held, tokens)
-        most = self._context().n_removable
-        return same if most is None or len(held) - same <= most else 0
+        return same if self._n_removable is None or len(held) - same <= self._n_removable else 0
 
-    def _best(self, tokens: Tokens) -> tuple[int, str]:
-        """How many of the first `tokens` the best entry saves, and its name; 0 where there is none."""
+    def _best(self, tokens: Tokens, heads: dict[str, Tokens]) -> tuple[int, str]:
+        """How many of the first `tokens` the best of the entries saves, and its name; 0 where there is none."""
         n_ctx = self._context().n_ctx()
-        found = [(self._usable(held, tokens), name) for name, held in self._heads().items() if len(held) <= n_ctx]
+        found = [(self._usable(held, tokens), name) for name, held in heads.items() if len(held) <= n_ctx]
         return max(found, default=(0, ""))
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        return self._best(_prompt(key))[0] > 0
+        return self._best(_prompt(key), self._heads())[0] > 0
 
     def __getitem__(self, key: Sequence[int]) -> llama_cpp.LlamaState:
         """The state that saves most of a prompt's evaluation.
@@ -120,7 +122,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         tokens = _prompt(key)
         own = self._usable(llm._input_ids, tokens)
         while True:
-            saved, name = self._best(tokens)
+            saved, name = self._best(tokens, self._heads())
             if saved <= own:
                 raise KeyError("no entry saves more than the context holds")
             try:
@@ -167,14 +169,15 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def checkpoints(self, n_held: int, tokens: Sequence[int]) -> list[int]:
         """Where to store a state while a context that holds the first n_held tokens evaluates the others, in order."""
         n = len(tokens)
-        if self._context().n_removable is None or n - n_held < BLOCK:
+        if self._n_removable is None or n - n_held < BLOCK:
             return []
         array = _tokens(tokens)
-        shared = max((common_prefix(held, array) for held in self._heads().values()), default=0)
+        heads = self._heads()
+        shared = max((common_prefix(held, array) for held in heads.values()), default=0)
         taken: list[int] = []
         for end in (shared, n // BLOCK * BLOCK, n // LARGE_BLOCK * LARGE_BLOCK):
             near = any(abs(end - other) < MIN_GAIN for other in taken)
-            ahead = end - max(self._best(array[:end])[0], n_held)
+            ahead = end - max(self._best(array[:end], heads)[0], n_held)
             if BLOCK <= end < n and not near and ahead >= MIN_GAIN:
                 taken.append(end)
         return sorted(taken)

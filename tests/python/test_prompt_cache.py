@@ -208,8 +208,11 @@ def test_damaged_entries_that_stay_are_not_used(
 
     for name in ("unlink", "replace", "utime"):
         monkeypatch.setattr(os, name, refused)
-    with pytest.warns(UserWarning, match="dropped the damaged entry"):
+    with pytest.warns(UserWarning) as caught:
         assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
+    told = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
+    assert told[:-1] == [["dropped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
+    assert told[-1] == ["cannot", "write:", "Operation"]
 
 
 def test_an_entry_under_another_name_is_not_used(cached: Callable[..., Llama], tmp_path: Path) -> None:
