@@ -5,6 +5,7 @@ Nothing happens on import; `subkv.Llama` binds the native libraries.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,14 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["Llama", "PromptCache", "__version__"]
 __version__ = "0.1.0"
 
+_LAZY = {"Llama": "subkv.llama", "PromptCache": "subkv.prompt_cache"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Llama":
-        from subkv.llama import Llama
-
-        return Llama
-    if name == "PromptCache":
-        from subkv.prompt_cache import PromptCache
-
-        return PromptCache
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'subkv' has no attribute {name!r}")

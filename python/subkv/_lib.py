@@ -209,12 +209,12 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
     return handle
 
 
-def _survive_forks(folder: Path) -> None:
+def _survive_forks(lib: ctypes.CDLL) -> None:
     """Let a forked child compute: OpenMP believes that its threads are still there, and waits for them forever.
 
     So they are given back before every fork; the next computation, here or in the child, starts new ones.
     """
-    pause = getattr(ctypes.CDLL(str(folder / f"libggml-cpu{SUFFIX}")), "omp_pause_resource_all", None)
+    pause = getattr(lib, "omp_pause_resource_all", None)  # found in what ggml was linked with
     if pause is not None:  # built with OpenMP
         os.register_at_fork(before=lambda: pause(1))  # omp_pause_soft
 
@@ -237,7 +237,7 @@ def load() -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    _survive_forks(folder)
+    _survive_forks(lib)
     return lib
 
 

@@ -34,10 +34,10 @@ from subkv.cache import (
     choose_cache,
     creation_error,
     flash_attention,
-    internals,
     last_log_error,
     llama_cpp,
 )
+from subkv.context import Context
 from subkv.memory import require_memory
 from subkv.progress import loading
 from subkv.prompt_cache import PromptCache
@@ -45,32 +45,7 @@ from subkv.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_st
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
-
 N_ROLLBACK = 32  # what libsubkv keeps by default
-
-
-class _Context(internals.LlamaContext):
-    """A context that refuses what its cache cannot do instead of aborting or hanging the process."""
-
-    process: int  # that created it
-
-    def decode(self, batch: Any) -> None:
-        if os.getpid() != self.process:
-            raise CacheError(
-                "",
-                f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
-                "and devices do not survive a fork; create another Llama there",
-            )
-        super().decode(batch)
-
-    def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
-        if not C.llama_memory_can_shift(self.memory):
-            raise CacheError(
-                "kv_cache_seq_shift",
-                "expected a cache whose cells can move, found coded cells (their bases live after RoPE); "
-                "evaluate the shifted tokens again or use kv_cache='f16'",
-            )
-        super().kv_cache_seq_shift(seq_id, p0, p1, shift)
 
 
 class Llama(llama_cpp.Llama):
@@ -140,9 +115,8 @@ class Llama(llama_cpp.Llama):
             n_rollback = _rollback(n_rollback, n_draft)
         window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
         require_memory(path, choice, self._expected_params(arguments), window, arguments["n_gpu_layers"])
-        cache = (
-            prompt_cache if prompt_cache is None or isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
-        )
+        if isinstance(prompt_cache, (str, os.PathLike)):
+            prompt_cache = PromptCache(prompt_cache)
         verbose = bool(arguments["verbose"])
         with captured_log(forward=verbose) as log, attached(choice, **window):
             try:
@@ -152,20 +126,24 @@ class Llama(llama_cpp.Llama):
                 raise creation_error(error, choice, log) from error
             if self.lora_path and not self._lora_adapter:  # the parent goes on without
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
-        self._ctx.__class__ = _Context
-        self._ctx.process = os.getpid()
+        Context.adopt(self._ctx)
         self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
         self._kv_log = [line for _, line in log if line.startswith("llama_kv_cache")]
+        if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked
+            self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
+            if self._logits_all:
+                self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
         stats = self.kv_stats()
-        self.set_cache(cache)
+        self.set_cache(prompt_cache)
         if verbose:
             print(cache_line(stats), file=sys.stderr)
 
     _unpooled = False  # known once there is a context
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
-    n_tokens: int  # evaluated, and held by the context
+    input_ids: Any  # of the parent: [n_ctx] i32
+    n_tokens: int  # of the parent: how many of them are evaluated and held by the context
 
     @property
     def model_params(self) -> Any:

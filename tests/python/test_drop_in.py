@@ -221,6 +221,13 @@ def test_from_pretrained(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -
         assert llm.kv_stats().type_k == "subkv"
 
 
+def test_a_context_size_that_is_rounded_up(coded_model: Models) -> None:
+    with opened(coded_model(), n_ctx=300, logits_all=True) as llm, opened(coded_model(), n_ctx=512) as whole:
+        assert (llm.n_ctx(), llm.kv_stats().n_cells) == (512, 512)
+        np.testing.assert_allclose(last_logits(llm, prompt(400)), last_logits(whole, prompt(400)), atol=1e-2)
+        assert llm.scores.shape == (512, llm.n_vocab())
+
+
 def test_reset_forgets(coded_model: Models) -> None:
     with opened(coded_model()) as llm:
         expected = last_logits(llm, prompt(70))

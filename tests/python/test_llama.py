@@ -119,6 +119,11 @@ def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models
         assert plain.kv_stats().type_k == "f16"
 
 
+def test_a_model_without_a_kv_cache_is_refused(tiny_model: Models, coded_model: Models) -> None:
+    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache .* choose f16"):
+        Llama(tiny_model("mamba"), bases=coded_model(), n_ctx=N_CTX, verbose=False)
+
+
 def test_a_state_continues_where_it_was_saved(coded_model: Models) -> None:
     with opened(coded_model()) as llm:
         llm.eval(prompt(80))
