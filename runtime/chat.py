@@ -308,8 +308,8 @@ def main(**given: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_model(given: dict[str, Any]) -> Iterator[Any]:
-    """subkv.Llama for the flags; the demo model when there is no -m."""
+def open_model(given: dict[str, Any], kind: Callable[..., Any] | None = None, **more: Any) -> Iterator[Any]:
+    """subkv.Llama for the flags; the demo model when there is no -m. kind: a subclass; more: for its constructor."""
     cache = options.cache_arguments(given["type_k"], given["type_v"])
     if given["model"]:
         model = Path(given["model"])
@@ -323,7 +323,7 @@ def open_model(given: dict[str, Any]) -> Iterator[Any]:
 
     n_threads = options.threads(given["n_threads"])
     window = {key: given[key] for key in ("n_sink", "n_recent", "n_rollback", "adapt")}
-    llm = Llama(
+    llm = (kind or Llama)(
         os.fspath(model),
         bases=given["bases"],
         n_ctx=given["n_ctx"],
@@ -337,6 +337,7 @@ def open_model(given: dict[str, Any]) -> Iterator[Any]:
         progress=True,
         **window,
         **cache,
+        **more,
     )
     try:
         yield llm

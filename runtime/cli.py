@@ -14,6 +14,7 @@ COMMANDS = {
     "evaluate": ("converter.evaluate", "command", "KL divergence of layouts in float32"),
     "chat": ("runtime.chat", "main", "chat with a model"),
     "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
+    "serve": ("runtime.serve.cli", "main", "answer OpenAI requests over HTTP"),
     "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
     "experiments": ("runtime.experiments.cli", "main", "run the papers' experiments, answer their falsifiers"),
     "plot": ("runtime.plots", "main", "draw saved results: bits against KL divergence"),

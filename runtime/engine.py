@@ -123,6 +123,28 @@ class Model:
         self.close()
 
 
+def decode_batch(
+    handle: Any, batch: Any, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any, coded: bool = False
+) -> None:
+    """llama_decode of tokens at their positions and sequences; `logits` says which of them give logits.
+
+    `batch` has room for them all. coded: the context's cache is, so libsubkv knows why. Raises CacheError.
+    """
+    n = len(tokens)
+    batch.n_tokens = n
+    np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
+    np.ctypeslib.as_array(batch.pos, (n,))[:] = pos
+    np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
+    np.ctypeslib.as_array(batch.logits, (n,))[:] = logits
+    for i, seq in enumerate(seqs):
+        batch.seq_id[i][0] = seq
+    code = C.llama_decode(handle, batch)
+    if code != 0:
+        refused = last_error() if coded else ""
+        why = refused or ("no room in the cache" if code == 1 else f"llama_decode returned {code}")
+        raise CacheError("-c", f"cannot evaluate {n} tokens at position {np.min(pos)}: {why}")
+
+
 class Context:
     """One llama.cpp context; everything concerns sequence 0 unless a method says otherwise."""
 
@@ -149,20 +171,7 @@ class Context:
         self._decode(tokens, pos, range(len(tokens)), True)
 
     def _decode(self, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any) -> None:
-        n = len(tokens)
-        batch = self.batch
-        batch.n_tokens = n
-        np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
-        np.ctypeslib.as_array(batch.pos, (n,))[:] = pos
-        np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
-        np.ctypeslib.as_array(batch.logits, (n,))[:] = logits
-        for i, seq in enumerate(seqs):
-            batch.seq_id[i][0] = seq
-        code = C.llama_decode(self.handle, batch)
-        if code != 0:
-            refused = last_error() if self.choice.coded else ""
-            why = refused or ("no room in the cache" if code == 1 else f"llama_decode returned {code}")
-            raise CacheError("-c", f"cannot evaluate {n} tokens at position {np.min(pos)}: {why}")
+        decode_batch(self.handle, self.batch, tokens, pos, seqs, logits, self.choice.coded)
 
     def logits(self, n_rows: int) -> Logits:
         """Logits of the last decode, [n_rows, n_vocab] f32: a view that the next decode overwrites."""

@@ -1,0 +1,343 @@
+"""The routes: OpenAI's, llama_cpp.server's extras and llama-server's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from runtime.serve import errors, metrics, schema, slots
+from runtime.serve.batching import Engine
+from runtime.serve.completion import RequestLlama
+from runtime.serve.errors import ApiError
+from runtime.serve.guard import Guard, Places
+from runtime.serve.runs import EventStream, Run
+from runtime.serve.task import CancelledError
+from subkv.cache import StateError, SubkvError, llama_cpp
+from subkv.llama import Llama
+
+# isort: split
+from llama_cpp.llama_grammar import LlamaGrammar
+from llama_cpp.server import types
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """n_predict: tokens per answer, negative: the context. n_queue: requests that wait. Bytes and seconds."""
+
+    n_predict: int = -1
+    n_queue: int = 256
+    max_body: int = 8 * 1024 * 1024
+    timeout: float = 600.0
+
+
+SAMPLING = (
+    *("temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presence_penalty", "frequency_penalty"),
+    *("mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"),
+)
+
+
+class Service:
+    """The model behind the routes. save_folder: where slots are saved; None: nowhere."""
+
+    def __init__(self, engine: Engine, name: str, limits: Limits, embeddings: bool, save_folder: Path | None) -> None:
+        self.engine = engine
+        self.llm: Llama = engine.llm
+        self.name = name
+        self.limits = limits
+        self.embeddings = embeddings
+        self.save_folder = save_folder
+        self.created = int(time.time())
+        n_slots = len(engine.slots)
+        self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request")
+        self.places = Places(n_slots, limits.n_queue)
+        self.metrics = metrics.registry(engine, lambda: self.places.n_waiting)
+
+    def run(self, work: Callable[[RequestLlama], Any]) -> Run:
+        """Queue a request. Raises ApiError when the queue is full."""
+        return Run(self.places, self.pool, RequestLlama(self.engine, self.name, self.limits.n_predict), work)
+
+    async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
+        """Run a completion and answer with it, or with its stream."""
+        if self.embeddings:
+            raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
+        run = self.run(work)
+        answer = await run.event(request.receive)
+        if body.stream:  # type: ignore[attr-defined]
+            return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
+        return JSONResponse(answer | {"timings": run.llm.timings()})
+
+    async def on_engine(self, job: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self.engine.call(job))
+
+
+def sampling(llm: Llama, body: Any) -> dict[str, Any]:
+    """A request's fields as arguments of create_completion."""
+    arguments = {name: getattr(body, name) for name in SAMPLING}
+    if body.logit_bias:
+        bias = body.logit_bias
+        if body.logit_bias_type == "tokens":
+            bias = {
+                token: score
+                for text, score in bias.items()
+                for token in llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
+            }
+        n_vocab = llm.n_vocab()
+        if not all(str(token).isdecimal() and int(token) < n_vocab for token in bias):
+            raise ApiError(400, f"logit_bias: expected tokens from 0 to {n_vocab - 1}, found others", "logit_bias")
+        arguments["logit_bias"] = bias
+    if body.min_tokens:
+        arguments["logits_processor"] = llama_cpp.LogitsProcessorList(
+            [llama_cpp.MinTokensLogitsProcessor(body.min_tokens, llm.token_eos())]
+        )
+    return arguments
+
+
+def create_app(service: Service, keys: list[str]) -> FastAPI:
+    """The application; its engine starts and ends with it."""
+    engine, llm = service.engine, service.llm
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.close)
+            await asyncio.to_thread(service.pool.shutdown)
+
+    app = FastAPI(title="subkv", lifespan=lifespan)
+    app.add_middleware(Guard, keys=keys, max_body=service.limits.max_body, timeout=service.limits.timeout)
+
+    #
+    # refusals
+    #
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse(errors.body(error), error.status_code, error.headers)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:] if not isinstance(part, str) or "[" not in part)
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        return await refused(request, ApiError(400, message, where or None))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, StateError):
+            return await refused(request, ApiError(400, str(error), error.key))
+        return await refused(request, ApiError(500, str(error)))
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)  # as proxies log it; nobody reads it
+
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(SubkvError, failed)
+    app.add_exception_handler(CancelledError, gone)
+
+    #
+    # OpenAI
+    #
+
+    @app.get("/v1/models")
+    @app.get("/models", include_in_schema=False)
+    def models() -> Any:
+        meta = {
+            "n_vocab": llm.n_vocab(),
+            "n_ctx": engine.n_ctx,
+            "n_ctx_train": llm._model.n_ctx_train(),
+            "n_embd": llm.n_embd(),
+        }
+        model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "subkv", "meta": meta}
+        return {"object": "list", "data": [model]}
+
+    @app.post("/v1/completions")
+    @app.post("/v1/engines/copilot-codex/completions", include_in_schema=False)
+    async def completions(request: Request, body: schema.CompletionRequest) -> Response:
+        prompt: Any = body.prompt  # OpenAI's lists of one prompt stand for it
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        arguments = sampling(llm, body)
+        grammar = LlamaGrammar.from_string(body.grammar, verbose=False) if body.grammar else None
+
+        def work(made: RequestLlama) -> Any:
+            return made.create_completion(
+                prompt,
+                max_tokens=body.max_tokens,
+                logprobs=body.logprobs,
+                echo=body.echo,
+                grammar=grammar,
+                **arguments,
+            )
+
+        return await service.complete(request, body, work)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: schema.ChatRequest) -> Response:
+        arguments = sampling(llm, body)
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+        def work(made: RequestLlama) -> Any:
+            return made.create_chat_completion(
+                messages=body.messages,
+                functions=body.functions,
+                function_call=body.function_call,
+                tools=body.tools,
+                tool_choice=schema.tool_choice(body),
+                grammar=schema.chat_grammar(body),
+                max_tokens=limit,
+                logprobs=body.logprobs,
+                top_logprobs=body.top_logprobs or 0,
+                **arguments,
+            )
+
+        return await service.complete(request, body, work)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request, body: schema.EmbeddingRequest) -> Any:
+        if not service.embeddings:
+            raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        vectors, n_tokens = await service.run(lambda _: engine.call(lambda: embed(llm, texts)).result()).event(
+            request.receive
+        )
+        coded: list[Any] = vectors
+        if body.encoding_format == "base64":
+            coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in vectors]
+        data = [{"object": "embedding", "embedding": v, "index": i} for i, v in enumerate(coded)]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "data": data, "model": service.name, "usage": usage}
+
+    #
+    # tokens
+    #
+
+    @app.post("/tokenize")
+    def tokenize(body: schema.TokenizeRequest) -> Any:
+        text = body.content.encode("utf-8", "replace")
+        return {"tokens": llm.tokenize(text, add_bos=body.add_special, special=body.parse_special)}
+
+    @app.post("/extras/tokenize")
+    def extras_tokenize(body: types.TokenizeInputRequest) -> Any:
+        return {"tokens": llm.tokenize(body.input.encode("utf-8", "replace"), special=True)}
+
+    @app.post("/extras/tokenize/count")
+    def extras_count(body: types.TokenizeInputRequest) -> Any:
+        return {"count": len(llm.tokenize(body.input.encode("utf-8", "replace"), special=True))}
+
+    def text_of(tokens: list[int]) -> str:
+        n_vocab = llm.n_vocab()
+        if any(not 0 <= token < n_vocab for token in tokens):
+            raise ApiError(400, f"tokens: expected numbers from 0 to {n_vocab - 1}, found others", "tokens")
+        return llm.detokenize(tokens, special=True).decode("utf-8", "replace")
+
+    @app.post("/detokenize")
+    def detokenize(body: schema.DetokenizeRequest) -> Any:
+        return {"content": text_of(body.tokens)}
+
+    @app.post("/extras/detokenize")
+    def extras_detokenize(body: types.DetokenizeInputRequest) -> Any:
+        return {"text": text_of(body.tokens)}
+
+    #
+    # the server
+    #
+
+    @app.get("/health")
+    @app.get("/v1/health", include_in_schema=False)
+    async def health() -> Any:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return PlainTextResponse(metrics.text(service.metrics), media_type=metrics.CONTENT_TYPE)
+
+    def state(slot: slots.Slot) -> dict[str, Any]:
+        task = slot.task
+        now = {
+            "id": slot.id,
+            "n_ctx": engine.n_ctx,
+            "is_processing": task is not None,
+            "n_tokens": len(slot.tokens),
+        }
+        if task is not None:
+            now |= {"n_prompt_tokens": len(task.prompt), "n_decoded": task.n_sampled}
+        return now
+
+    @app.get("/slots")
+    async def list_slots() -> Any:
+        return [state(slot) for slot in engine.slots]
+
+    @app.post("/slots/{id_slot}")
+    async def act(id_slot: int, action: str, body: schema.SlotFile | None = Body(None)) -> Any:  # noqa: B008
+        if not 0 <= id_slot < len(engine.slots):
+            raise ApiError(404, f"expected a slot from 0 to {len(engine.slots) - 1}, found {id_slot}")
+        if action not in ("save", "restore", "erase"):
+            raise ApiError(400, f"action: expected save, restore or erase, found {action!r}", "action")
+        slot = engine.slots[id_slot]
+        if action == "erase":
+            return await service.on_engine(lambda: erased(engine, slot))
+        if service.save_folder is None:
+            raise ApiError(501, "this server keeps no files of slots; start it with --slot-save-path")
+        if body is None:
+            raise ApiError(400, "filename: expected a name, found none", "filename")
+        path = service.save_folder / body.filename
+        return await service.on_engine(lambda: filed(engine, slot, path, action))
+
+    return app
+
+
+def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
+    """Vectors of length 1, and how many tokens they took. Raises ApiError."""
+    if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_NONE:
+        raise ApiError(400, "this model gives no vector for a whole text; start the server with --pooling mean or last")
+    counts = [len(llm.tokenize(text.encode("utf-8", "replace"))) for text in texts]
+    if max(counts) > llm.n_batch or not min(counts):
+        raise ApiError(
+            400, f"input: expected texts of 1 to {llm.n_batch} tokens (-b, -c), found {min(counts)} to {max(counts)}"
+        )
+    vectors = llm.embed(texts, normalize=True, truncate=False)
+    return vectors, sum(counts)
+
+
+def _idle(slot: slots.Slot) -> None:
+    if slot.task is not None:
+        raise ApiError(409, f"slot {slot.id} is at work; try again when it is idle", retry_after=1)
+
+
+def erased(engine: Engine, slot: slots.Slot) -> dict[str, Any]:
+    """On the engine's thread: empty an idle slot."""
+    _idle(slot)
+    n = len(slot.tokens)
+    slots.truncate(llama_cpp.llama_get_memory(engine.llm.ctx), slot, 0)
+    return {"id_slot": slot.id, "n_erased": n}
+
+
+def filed(engine: Engine, slot: slots.Slot, path: Path, action: str) -> dict[str, Any]:
+    """On the engine's thread: save or restore an idle slot; llama-server's answer."""
+    _idle(slot)
+    start = time.perf_counter()
+    answer: dict[str, Any] = {"id_slot": slot.id, "filename": path.name}
+    if action == "save":
+        n_bytes = slots.save(engine.llm, slot, path)
+        answer |= {"n_saved": len(slot.tokens), "n_written": n_bytes}
+    else:
+        n_bytes = slots.restore(engine.llm, slot, path, engine.n_ctx)
+        answer |= {"n_restored": len(slot.tokens), "n_read": n_bytes}
+    return answer | {"timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start)}}

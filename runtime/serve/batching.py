@@ -1,0 +1,256 @@
+"""The engine: one thread that owns the context and evaluates all slots together.
+
+Every step is one llama_decode over one token of each generating slot and pieces of the prompts that are being read;
+then each slot that is due samples. Slots have streams of their own, so what a request gets does not depend on its
+neighbours beyond the rounding of matrix products of another height.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from runtime.engine import Logits, decode_batch
+from runtime.serve.sampling import scored
+from runtime.serve.slots import Slot, choose, truncate
+from runtime.serve.task import Task
+from subkv.cache import C, SubkvError, internals
+from subkv.llama import Llama
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Totals:
+    """What the engine has done since it started; seconds are sums over requests, as in llama-server."""
+
+    n_prompt: int = 0
+    n_cached: int = 0
+    prompt_seconds: float = 0.0
+    n_predicted: int = 0
+    predicted_seconds: float = 0.0
+    n_decode: int = 0
+    n_busy: int = 0  # busy slots, summed over decodes
+    n_tokens_max: int = 0
+
+
+@dataclasses.dataclass
+class Piece:
+    """What one slot gives to a step: tokens after those it holds."""
+
+    slot: Slot
+    task: Task
+    tokens: list[int]
+
+    @property
+    def complete(self) -> bool:
+        """Whether a token can be sampled after it."""
+        return len(self.slot.tokens) + len(self.tokens) >= len(self.task.prompt)
+
+
+class Engine:
+    """Runs tasks on the slots of a model's context. n_slots: sequences of that context."""
+
+    def __init__(self, llm: Llama, n_slots: int) -> None:
+        self.llm = llm
+        self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
+        self.slots = [Slot(i) for i in range(n_slots)]
+        self.totals = Totals()
+        stats = llm.kv_stats()
+        self._n_removable = stats.n_rollback if stats.n_layer_coded and stats.n_recent else None
+        self._coded = llm.cache_choice.coded
+        self._memory = C.llama_get_memory(llm.ctx)
+        self._candidates = internals.LlamaTokenDataArray(n_vocab=llm.n_vocab())
+        self._n_vocab = llm.n_vocab()
+        self._waiting: deque[Task] = deque()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._stopping = False
+        self._n_used = 0
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread. The model stays open."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    #
+    # from other threads
+    #
+
+    def submit(self, task: Task) -> None:
+        """Queue a task for the next free slot. Its prompt is shorter than n_ctx."""
+        task.notify = self._wake.set
+        self._waiting.append(task)
+        self._wake.set()
+
+    def call(self, job: Callable[[], T]) -> Future[T]:
+        """Run something between two steps, on the engine's thread."""
+        future: Future[T] = Future()
+        self._jobs.append((job, future))
+        self._wake.set()
+        return future
+
+    @property
+    def n_busy(self) -> int:
+        return sum(slot.task is not None for slot in self.slots)
+
+    #
+    # the engine's thread
+    #
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                while not self._stopping and self._step():
+                    pass
+            except Exception as error:  # a fault of ours must not leave callers waiting for ever
+                traceback.print_exc(file=sys.stderr)
+                self._fail_all(error)
+        self._fail_all(SubkvError("", "the server is stopping"))
+
+    def _fail_all(self, error: Exception) -> None:
+        for slot in self.slots:
+            if slot.task is not None:
+                self._fail(slot, error)
+        while self._waiting:
+            self._waiting.popleft().end(error)
+        while self._jobs:
+            self._jobs.popleft()[1].set_exception(error)
+
+    def _step(self) -> bool:
+        """Whether there was anything to evaluate."""
+        while self._jobs:
+            job, future = self._jobs.popleft()
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+        for slot in self.slots:
+            if slot.task is not None and slot.task.cancelled:
+                self._release(slot)
+        while self._waiting and self.n_busy < len(self.slots):
+            task = self._waiting.popleft()
+            if not task.cancelled:
+                self._admit(task)
+        pieces = self._pieces()
+        if not pieces:
+            return False
+        self._evaluate(pieces)
+        return True
+
+    def _admit(self, task: Task) -> None:
+        slot = choose(self.slots, task.prompt, self._n_removable)
+        common = Llama.longest_token_prefix(slot.tokens, task.prompt)
+        # the last token is evaluated again if need be: its logits are wanted
+        truncate(self._memory, slot, 0 if task.scores_prompt else min(common, len(task.prompt) - 1))
+        slot.task, task.slot = task, slot
+        task.n_cached = len(slot.tokens)
+        task.started = time.perf_counter()
+
+    def _pieces(self) -> list[Piece]:
+        """What the next step evaluates: a token of every slot that generates, and of the prompts what fits.
+
+        While others generate, prompts get one ubatch per step, so that a long one does not stop their streams.
+        """
+        busy = [(slot, slot.task) for slot in self.slots if slot.task is not None]
+        pieces = [Piece(slot, task, [task.next]) for slot, task in busy if task.next is not None and task.ready]
+        params = self.llm.context_params
+        room = params.n_ubatch if pieces else params.n_batch
+        room = min(room, params.n_batch - len(pieces))
+        for slot, task in sorted(busy, key=lambda pair: pair[1].started):
+            n_held = len(slot.tokens)
+            # every row of a scored prompt has logits, n_vocab floats each
+            n = min(room, params.n_ubatch // 4 or 1) if task.scores_prompt else room
+            if task.next is None and n > 0:
+                pieces.append(Piece(slot, task, task.prompt[n_held : n_held + n]))
+                room -= len(pieces[-1].tokens)
+        return pieces
+
+    def _evaluate(self, pieces: list[Piece]) -> None:
+        tokens = [token for piece in pieces for token in piece.tokens]
+        pos = [len(piece.slot.tokens) + i for piece in pieces for i in range(len(piece.tokens))]
+        seqs = [piece.slot.id for piece in pieces for _ in piece.tokens]
+        logits = np.zeros(len(tokens), dtype=np.int8)
+        start = 0
+        for piece in pieces:
+            end = start + len(piece.tokens)
+            logits[end - 1] = piece.complete
+            if piece.task.scores_prompt and piece.task.next is None:
+                logits[start:end] = 1
+            start = end
+        try:
+            decode_batch(self.llm.ctx, self.llm._batch.batch, tokens, pos, seqs, logits, self._coded)
+        except SubkvError as error:
+            for piece in pieces:
+                self._fail(piece.slot, error)
+            return
+        self.totals.n_decode += 1
+        self.totals.n_busy += self.n_busy
+        start = 0
+        for piece in pieces:
+            self._advance(piece, start)
+            start += len(piece.tokens)
+
+    def _advance(self, piece: Piece, start: int) -> None:
+        """Take in what a step gave one slot, its rows from `start` on; sample when its prompt is read."""
+        slot, task = piece.slot, piece.task
+        complete, reading = piece.complete, task.next is None
+        n_held = len(slot.tokens)
+        slot.tokens += piece.tokens
+        self.totals.n_tokens_max = max(self.totals.n_tokens_max, len(slot.tokens))
+        try:
+            if task.scores_prompt and reading:
+                known = task.prompt[n_held + 1 : n_held + 1 + len(piece.tokens)]
+                task.prompt_scores += [scored(t, self._row(start + i), task.sampler.n_top) for i, t in enumerate(known)]
+            if not complete:
+                return
+            row = self._row(start + len(piece.tokens) - 1)
+            task.give(task.sampler.sample(row, task.tokens, self._candidates))
+        except Exception as error:  # of this request only: its grammar, its processors
+            self._release(slot)
+            task.end(error)
+            return
+        if task.n_sampled >= task.limit or C.llama_vocab_is_eog(self.llm._model.vocab, task.next):
+            self._release(slot)
+            task.end()
+
+    def _row(self, index: int) -> Logits:
+        """Logits of the batch's token at `index`, [n_vocab] f32: a view that the next decode overwrites."""
+        return np.ctypeslib.as_array(C.llama_get_logits_ith(self.llm.ctx, index), (self._n_vocab,))
+
+    def _release(self, slot: Slot) -> None:
+        task = slot.task
+        assert task is not None
+        self._n_used += 1
+        slot.task, slot.used = None, self._n_used
+        self.totals.n_cached += task.n_cached
+        if task.n_sampled:
+            self.totals.n_prompt += len(task.prompt) - task.n_cached
+            self.totals.prompt_seconds += task.prompt_seconds
+            self.totals.n_predicted += task.n_sampled
+            self.totals.predicted_seconds += task.predicted_seconds
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """End a slot's task with an error; what its cells hold is not known any more."""
+        task = slot.task
+        assert task is not None
+        self._release(slot)
+        truncate(self._memory, slot, 0)
+        task.end(error)

@@ -1,0 +1,244 @@
+"""One request: llama_cpp's chat handlers and samplers, with the tokens of the engine.
+
+llama_cpp's own completion loop is not used: it detokenizes the whole answer anew for every token, and its logprobs need
+the logits of every position, [n_ctx, n_vocab] floats for each slot.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from runtime.serve.batching import Engine
+from runtime.serve.errors import ApiError
+from runtime.serve.sampling import Processor, Sampler, Scored
+from runtime.serve.task import Task
+from runtime.serve.text import StopText
+from subkv.cache import C, llama_cpp
+from subkv.llama import Llama
+
+# isort: split
+from llama_cpp.llama_chat_format import get_chat_completion_handler
+
+Chunk = dict[str, Any]
+
+
+class Logprobs:
+    """Tokens as the completions API lists them, with offsets into the text."""
+
+    def __init__(self, llm: Llama, offset: int) -> None:
+        self.llm = llm
+        self.offset = offset
+        self.pending: list[tuple[str, Scored]] = []
+
+    def _text(self, token: int) -> str:
+        return self.llm.detokenize([token], special=True).decode("utf-8", "replace")
+
+    def add(self, found: Scored) -> None:
+        self.pending.append((self._text(found.token), found))
+
+    def take(self) -> dict[str, Any]:
+        """Everything added since the last call."""
+        tops: list[dict[str, float | None]] = []
+        for text, found in self.pending:
+            tops.append({self._text(token): logprob for token, logprob in found.top})
+            tops[-1][text] = found.logprob  # the chosen token is always listed
+        offsets = []
+        for text, _ in self.pending:
+            offsets.append(self.offset)
+            self.offset += len(text)
+        fields = {
+            "tokens": [text for text, _ in self.pending],
+            "text_offset": offsets,
+            "token_logprobs": [found.logprob for _, found in self.pending],
+            "top_logprobs": tops,
+        }
+        self.pending = []
+        return fields
+
+
+class RequestLlama:
+    """What llama_cpp's chat handlers take for a Llama: everything is the model's, completions run on the engine.
+
+    n_predict: most tokens of an answer, negative: what the slot's context holds. name: the model's name in answers.
+    """
+
+    _init_sampler = llama_cpp.Llama._init_sampler
+
+    def __init__(self, engine: Engine, name: str, n_predict: int) -> None:
+        self.llm = engine.llm
+        self.engine = engine
+        self.name = name
+        self.n_predict = n_predict
+        self.tasks: list[Task] = []
+        self.usage: dict[str, int] = {}
+        self.cancelled = False
+        self._seed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.llm, name)
+
+    def cancel(self) -> None:
+        """Nobody waits any more: give the slot back."""
+        self.cancelled = True
+        for task in self.tasks:
+            task.cancel()
+
+    def create_chat_completion(self, **request: Any) -> Any:
+        """The answer or its chunks, by the model's chat handler. Raises ApiError."""
+        llm = self.llm
+        name = llm.chat_format
+        handler = llm.chat_handler or llm._chat_handlers.get(name) or get_chat_completion_handler(name)
+        try:
+            return handler(llama=self, **request)
+        except (ValueError, TypeError, KeyError, jinja2.TemplateError) as error:
+            if self.tasks:
+                raise
+            raise ApiError(400, f"messages: the model's chat template refuses them: {error}", "messages") from error
+
+    def create_completion(
+        self,
+        prompt: str | list[int],
+        *,
+        stream: bool = False,
+        max_tokens: int | None = 16,
+        stop: str | list[str] | None = None,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        temperature: float = 0.8,
+        grammar: Any = None,
+        logit_bias: dict[str, float] | None = None,
+        logits_processor: Sequence[Processor] | None = None,
+        stopping_criteria: Any = None,
+        model: str | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """As llama_cpp.Llama.create_completion: the answer, or with `stream` its chunks. Raises ApiError."""
+        tokens = self._prompt_tokens(prompt)
+        room = self.engine.n_ctx - len(tokens)
+        if room <= 0:
+            raise ApiError(
+                400,
+                f"expected a prompt of fewer than {self.engine.n_ctx} tokens, found {len(tokens)}: a slot holds "
+                f"{self.engine.n_ctx} tokens (-c, divided by -np)",
+                kind="exceed_context_size_error",
+                n_prompt_tokens=len(tokens),
+                n_ctx=self.engine.n_ctx,
+            )
+        asked = [limit for limit in (max_tokens, self.n_predict) if limit is not None and limit >= 0]
+        limit = min([room, *asked])
+        self._check_grammar(grammar)
+        self._seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
+        bias = {int(token): score for token, score in (logit_bias or {}).items()}
+        chain = self._init_sampler(temp=temperature, grammar=grammar, **sampling)
+        sampler = Sampler(chain, bias, logits_processor or (), logprobs)
+        task = Task(tokens, sampler, max(limit, 1), scores_prompt=echo and logprobs is not None)
+        self.tasks.append(task)
+        if self.cancelled:  # between the check here and the engine's there is nobody to cancel it
+            task.cancel()
+        self.engine.submit(task)
+        shown = prompt if isinstance(prompt, str) else self.llm.detokenize(tokens).decode("utf-8", "replace")
+        stops = [stop] if isinstance(stop, str) else stop or []
+        chunks = self._chunks(task, stops, limit, shown if echo else "", stopping_criteria)
+        return chunks if stream else self._whole(chunks)
+
+    def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
+        llm = self.llm
+        if isinstance(prompt, str):
+            tokens: list[int] = llm.tokenize(prompt.encode("utf-8", "replace"), add_bos=True, special=True)
+        else:
+            tokens = prompt
+        n_vocab = llm.n_vocab()
+        wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+        if wrong is not None:
+            raise ApiError(400, f"prompt: expected tokens from 0 to {n_vocab - 1}, found {wrong}", "prompt")
+        if not tokens and llm.token_bos() >= 0:
+            tokens = [llm.token_bos()]
+        if not tokens:
+            raise ApiError(400, "prompt: expected at least one token, found none", "prompt")
+        return tokens
+
+    def _check_grammar(self, grammar: Any) -> None:
+        """llama.cpp's chain of samplers takes a grammar that could not be read as it is, and fails at its first use."""
+        if grammar is None:
+            return
+        text, root = grammar._grammar.encode(), grammar._root.encode()
+        sampler = C.llama_sampler_init_grammar(self.llm._model.vocab, text, root)
+        if not sampler:
+            raise ApiError(400, "grammar: expected GBNF that llama.cpp can read, found something else", "grammar")
+        C.llama_sampler_free(sampler)
+
+    def _chunks(self, task: Task, stops: list[str], limit: int, echo: str, criteria: Any) -> Iterator[Chunk]:
+        """Chunks of text, then an empty one with the reason of the end."""
+        llm = self.llm
+        n_top = task.sampler.n_top
+        logprobs = Logprobs(llm, 0) if n_top is not None else None
+        head = {
+            "id": f"cmpl-{uuid.uuid4()}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.name,
+        }
+
+        def chunk(text: str, reason: str | None = None) -> Chunk:
+            taken = logprobs.take() if logprobs and logprobs.pending else None
+            return head | {"choices": [{"text": text, "index": 0, "logprobs": taken, "finish_reason": reason}]}
+
+        text = StopText(stops)
+        n, reason = 0, "length"
+        try:
+            for found in task:
+                if task.prompt_scores and logprobs and not n:
+                    logprobs.add(Scored(task.prompt[0]))
+                    for score in task.prompt_scores:
+                        logprobs.add(score)
+                if not n and echo:
+                    yield chunk(echo)
+                if limit == 0:
+                    break
+                n += 1
+                if C.llama_vocab_is_eog(llm._model.vocab, found.token):
+                    reason = "stop"
+                    break
+                if logprobs:
+                    logprobs.add(found)
+                shown = text.feed(llm.detokenize([found.token]))
+                if shown:
+                    yield chunk(shown)
+                if text.stopped:
+                    reason = "stop"
+                    break
+                if criteria is not None and criteria(np.array(task.tokens, dtype=np.intc), None):
+                    reason = "stop"
+                    break
+            if rest := text.end():
+                yield chunk(rest)
+            n_prompt = len(task.prompt)
+            self.usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+            yield chunk("", reason)
+        finally:
+            task.cancel()
+
+    def _whole(self, chunks: Iterator[Chunk]) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        texts: list[str] = []
+        logprobs: dict[str, list[Any]] = {}
+        for chunk in chunks:
+            answer = chunk
+            choice = chunk["choices"][0]
+            texts.append(choice["text"])
+            for key, values in (choice["logprobs"] or {}).items():
+                logprobs.setdefault(key, []).extend(values)
+        answer["choices"][0] |= {"text": "".join(texts), "logprobs": logprobs or None}
+        return answer | {"usage": self.usage}
+
+    def timings(self) -> dict[str, float]:
+        """Of the last completion."""
+        return self.tasks[-1].timings()

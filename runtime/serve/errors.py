@@ -1,0 +1,49 @@
+"""Refusals in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+# status -> error type, as llama-server names them
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+
+
+class ApiError(HTTPException):
+    """An answer other than 200: one sentence, the field it concerns, and when to come again (seconds)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        kind: str | None = None,
+        retry_after: int | None = None,
+        **numbers: int,
+    ) -> None:
+        super().__init__(status, message, None if retry_after is None else {"Retry-After": str(retry_after)})
+        self.param = param
+        self.kind = kind
+        self.numbers = numbers
+
+
+def body(error: HTTPException) -> dict[str, Any]:
+    """The JSON answer: {"error": {"message", "type", "param", "code"}} and the error's own numbers."""
+    kind = getattr(error, "kind", None) or TYPES.get(error.status_code, "server_error")
+    fields = {
+        "message": error.detail,
+        "type": kind,
+        "param": getattr(error, "param", None),
+        "code": error.status_code,
+    }
+    return {"error": fields | getattr(error, "numbers", {})}

@@ -1,0 +1,82 @@
+"""One token from one row of logits, by llama.cpp's samplers."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from runtime.engine import Logits
+from subkv.cache import C, SubkvError, internals, llama_cpp
+
+Processor = Callable[[Any, Logits], Logits]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A token, its natural log-probability and those of the most likely ones; without logprobs None and empty."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SamplingError(SubkvError):
+    """No token can follow: a grammar that the vocabulary cannot go on with, or logits that are no numbers."""
+
+
+def scored(token: int, logits: Logits, n_top: int | None) -> Scored:
+    """The token with its log-probability under `logits` [n_vocab]; n_top None: without."""
+    if n_top is None:
+        return Scored(token)
+    logprobs = llama_cpp.Llama.logits_to_logprobs(logits)
+    best = np.argpartition(-logprobs, n_top)[:n_top] if n_top else np.empty(0, np.int64)
+    best = best[np.argsort(-logprobs[best], kind="stable")]
+    return Scored(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+
+
+class Sampler:
+    """The samplers of one request.
+
+    chain: llama.cpp's samplers; it ends with one that selects. bias: token -> what is added to its logit.
+    processors: llama_cpp's logits processors, called with the tokens so far and the logits [n_vocab].
+    """
+
+    def __init__(
+        self,
+        chain: internals.LlamaSampler,
+        bias: dict[int, float] | None = None,
+        processors: Sequence[Processor] = (),
+        n_top: int | None = None,
+    ) -> None:
+        self.chain = chain
+        self.biased = np.array(list(bias or {}), dtype=np.intp)
+        self.bias = np.array(list((bias or {}).values()), dtype=np.float32)
+        self.processors = processors
+        self.n_top = n_top
+
+    def sample(self, logits: Logits, tokens: Sequence[int], candidates: internals.LlamaTokenDataArray) -> Scored:
+        """The token that follows `tokens`, from the model's logits [n_vocab]. Raises SamplingError.
+
+        candidates: room for one row, which this call overwrites.
+        """
+        row = logits
+        if self.processors or len(self.biased):
+            row = logits.copy()
+            row[self.biased] += self.bias
+            for process in self.processors:
+                row = process(np.array(tokens, dtype=np.intc), row)
+        candidates.copy_logits(row)
+        array = candidates.candidates
+        array.selected = -1
+        C.llama_sampler_apply(self.chain.sampler, ctypes.byref(array))
+        chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
+        # llama.cpp ends the process when a grammar is told to accept what it has ruled out
+        if chosen is None or not np.isfinite(chosen.logit):
+            raise SamplingError("", "no token can follow: the grammar rules out all of the vocabulary")
+        token = int(chosen.id)
+        self.chain.accept(token)
+        return scored(token, logits, self.n_top)

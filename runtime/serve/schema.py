@@ -1,0 +1,166 @@
+"""Requests: llama_cpp.server's models, with OpenAI's newer fields and limits that keep a request from doing harm."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from subkv.cache import llama_cpp
+
+# isort: split
+from llama_cpp.llama_grammar import JSON_GBNF, LlamaGrammar
+from llama_cpp.server import types
+
+from runtime.serve.errors import ApiError
+
+N_MESSAGES = 8192
+N_STOPS = 64
+N_LOGPROBS = 100
+N_BIAS = 4096
+N_INPUTS = 2048  # texts of an embeddings request, as OpenAI has it
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Count = Annotated[int, Field(ge=1, le=1)]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Common(BaseModel):
+    """What both kinds of completion share. Numbers are finite: llama.cpp's samplers expect that."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    n: Count | None = Field(1, description="Answers to make; only 1 is supported.")
+    # float32 logits divided by a temperature below 1e-4 may overflow: such a temperature is greedy
+    temperature: Annotated[float, BeforeValidator(lambda t: 0.0 if t == t and 0 <= t < 1e-4 else t)] = Field(
+        0.8, ge=0.0, le=1e4
+    )
+    top_k: int = Field(40, ge=0, lt=2**31)
+    repeat_penalty: float = Field(1.0, gt=1e-3, le=1e3)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    stop: str | Annotated[list[str], Field(max_length=N_STOPS)] | None = None
+    seed: Seed | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=N_BIAS)] | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]
+    """POST /v1/completions: a text or its tokens."""
+
+    prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)] = ""
+    logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
+    suffix: None = Field(None, description="Not supported.")
+    best_of: Count | None = 1
+
+
+class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[misc]
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[llama_cpp.ChatCompletionRequestMessage], Field(min_length=1, max_length=N_MESSAGES)]
+    max_tokens: int | None = Field(None, ge=-1)
+    max_completion_tokens: int | None = Field(None, ge=-1, description="OpenAI's newer name of max_tokens.")
+    top_logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
+    response_format: dict[str, Any] | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def plain_text(cls, messages: Any) -> Any:
+        """Content in parts becomes one text, as long as all parts are text: most templates know nothing else."""
+        if not isinstance(messages, list):
+            return messages
+        return [_joined(message) if isinstance(message, dict) else message for message in messages[: N_MESSAGES + 1]]
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError("expected content that is text, found a part of another kind")
+    return message | {"content": "\n".join(part["text"] for part in parts)}
+
+
+class EmbeddingRequest(types.CreateEmbeddingRequest):  # type: ignore[misc]
+    """POST /v1/embeddings."""
+
+    input: str | Annotated[list[str], Field(min_length=1, max_length=N_INPUTS)]
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class SlotFile(BaseModel):
+    """Body of POST /slots/{id}: a name inside --slot-save-path."""
+
+    filename: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=128)
+
+
+#
+# grammars
+#
+
+
+def _schema_grammar(schema: Any, param: str) -> Any:
+    try:
+        return LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
+    except Exception as error:  # llama_cpp's converter asserts, indexes and recurses without naming its errors
+        raise ApiError(400, f"{param}: this JSON schema cannot become a grammar: {error!r}", param) from error
+
+
+def chat_grammar(request: ChatRequest) -> Any:
+    """The grammar a chat answer must follow, None: any text. Raises ApiError.
+
+    llama_cpp's handlers replace a schema that they cannot read by "any JSON"; here it is an error.
+    """
+    form = request.response_format or {"type": "text"}
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ApiError(
+            400, f"response_format: expected text, json_object or json_schema, found {kind!r}", "response_format"
+        )
+    if kind == "text":
+        return LlamaGrammar.from_string(request.grammar, verbose=False) if request.grammar else None
+    if request.grammar:
+        raise ApiError(400, "grammar: expected none beside response_format, found one", "grammar")
+    inner = form.get("json_schema") if kind == "json_schema" else form
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if schema is None and kind == "json_schema":
+        raise ApiError(400, "response_format: expected json_schema.schema, found none", "response_format")
+    if schema is None:
+        return LlamaGrammar.from_string(JSON_GBNF, verbose=False)
+    return _schema_grammar(schema, "response_format")
+
+
+def tool_choice(request: ChatRequest) -> Any:
+    """The request's choice; "required" with one tool names that tool. Raises ApiError."""
+    tools, choice = request.tools or [], request.tool_choice
+    if choice == "required":
+        if len(tools) != 1:
+            raise ApiError(
+                400, f"tool_choice: expected one tool for 'required', found {len(tools)}; name one", "tool_choice"
+            )
+        choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
+    if isinstance(choice, dict):
+        chosen = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
+        if not chosen:
+            raise ApiError(400, f"tool_choice: expected a tool of the request, found {choice}", "tool_choice")
+        _schema_grammar(chosen[0]["function"].get("parameters"), "tools")
+    return choice

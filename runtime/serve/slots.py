@@ -1,0 +1,122 @@
+"""Slots: what each sequence of the context holds, which one a prompt goes to, and files of them."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime import statefile
+from subkv.cache import C, StateError, captured_log, last_error, last_log_error, llama_cpp
+from subkv.llama import Llama
+
+if TYPE_CHECKING:
+    from runtime.serve.task import Task
+
+
+@dataclasses.dataclass
+class Slot:
+    """One sequence of the context: `tokens` are those that its cells hold, `used` grows with every use."""
+
+    id: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    task: Task | None = None
+    used: int = 0
+
+
+def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None) -> Slot:
+    """The idle slot that serves a prompt best: it keeps most of its cells, or else was not used for longest.
+
+    n_removable: the longest tail that the cache can remove, None: any. A slot that would lose more cells than the
+    prompt finds there is left to the conversation it belongs to.
+    """
+    idle = [slot for slot in slots if slot.task is None]
+
+    def kept(slot: Slot) -> int:
+        n_common = llama_cpp.Llama.longest_token_prefix(slot.tokens, prompt)
+        n_lost = len(slot.tokens) - n_common
+        return 0 if n_lost > n_common or (n_removable is not None and n_lost > n_removable) else n_common
+
+    kept_by = {slot.id: kept(slot) for slot in idle}
+    return max(idle, key=lambda slot: (kept_by[slot.id], -slot.used))
+
+
+#
+# cells
+#
+
+
+def truncate(memory: Any, slot: Slot, n_keep: int) -> None:
+    """Remove the cells from n_keep on; all of them where the cache cannot give up just those."""
+    if not C.llama_memory_seq_rm(memory, slot.id, n_keep, -1):
+        n_keep = 0
+        C.llama_memory_seq_rm(memory, slot.id, -1, -1)
+    del slot.tokens[n_keep:]
+
+
+def _cells(llm: Llama, slot: Slot) -> ctypes.Array[ctypes.c_uint8]:
+    size = C.llama_state_seq_get_size(llm.ctx, slot.id)
+    data = (ctypes.c_uint8 * size)()
+    n = C.llama_state_seq_get_data(llm.ctx, data, size, slot.id)
+    if n != size:
+        raise StateError("slot", f"expected {size} bytes of state, found {n}")
+    return data
+
+
+def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> None:
+    with captured_log(forward=False) as log:
+        n = C.llama_state_seq_set_data(llm.ctx, data, len(data), slot.id)
+    if n != len(data):
+        raise StateError("slot", last_log_error(log) or last_error() or f"read {n} of {len(data)} bytes")
+
+
+#
+# files
+#
+
+
+def identity(llm: Llama) -> dict[str, Any]:
+    """What a slot's file is bound to: model, cache types, layout."""
+    stats = llm.kv_stats()
+    model = "\n".join(f"{key}={value}" for key, value in sorted(llm.metadata.items()) if not key.startswith("subkv."))
+    return {
+        "program": "subkv slot",
+        "version": 1,
+        "model": hashlib.sha256(model.encode()).hexdigest(),
+        "n_params": C.llama_model_n_params(llm.model),
+        "type_k": stats.type_k,
+        "type_v": stats.type_v,
+        "fingerprint": stats.fingerprint,
+    }
+
+
+def save(llm: Llama, slot: Slot, path: Path) -> int:
+    """Write a slot's tokens and cells, completely or not at all; returns the size in bytes. Raises StateError."""
+    head = identity(llm) | {"tokens": slot.tokens}
+    return statefile.write(path, head, bytes(_cells(llm, slot)), "filename")
+
+
+def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
+    """Replace what a slot holds by a file's; returns the file's size in bytes.
+
+    Raises StateError; then the slot is as it was.
+    """
+    head, cells = statefile.read(path, "filename")
+    statefile.check(head, identity(llm), "filename", path)
+    tokens = head.get("tokens")
+    n_vocab = llm.n_vocab()
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
+        raise StateError("filename", f"expected tokens of this model, found others in {path}")
+    if len(tokens) > n_ctx:
+        raise StateError("filename", f"expected at most {n_ctx} tokens, found {len(tokens)} in {path}")
+    before = _cells(llm, slot)
+    try:
+        _set_cells(llm, slot, (ctypes.c_uint8 * len(cells)).from_buffer_copy(cells))
+    except StateError as error:
+        _set_cells(llm, slot, before)
+        raise StateError("filename", f"{error.reason} ({path})") from error
+    slot.tokens = tokens
+    return path.stat().st_size

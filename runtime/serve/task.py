@@ -1,0 +1,107 @@
+"""One generation, between the thread that asked for it and the engine's."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+
+from runtime.serve.sampling import Sampler, Scored
+from runtime.serve.slots import Slot
+
+# Tokens the engine may sample before the caller has taken them: it goes on while a caller is late by a few, and a
+# caller that ends at a stop string has cost no more than these.
+N_AHEAD = 4
+
+
+class CancelledError(Exception):
+    """Nobody waits for this generation any more."""
+
+
+class Task:
+    """A prompt and its tokens as they come: iterate over it in the caller's thread.
+
+    prompt: at least one token. limit: most tokens to sample. scores_prompt: log-probabilities of the prompt's tokens,
+    too, in `prompt_scores` (from the second on); then no cells are reused.
+    """
+
+    def __init__(self, prompt: list[int], sampler: Sampler, limit: int, scores_prompt: bool = False) -> None:
+        self.prompt = prompt
+        self.sampler = sampler
+        self.limit = limit
+        self.scores_prompt = scores_prompt
+        self.prompt_scores: list[Scored] = []
+        self.tokens = list(prompt)  # and the sampled ones
+        self.slot: Slot | None = None
+        self.next: int | None = None  # sampled last, to be evaluated
+        self.n_cached = 0
+        self.n_sampled = 0
+        self.n_taken = 0
+        self.cancelled = False
+        self.started = self.prompt_done = self.last = time.perf_counter()
+        self.notify: Callable[[], None] = lambda: None
+        self._results: queue.SimpleQueue[Scored | Exception | None] = queue.SimpleQueue()
+
+    #
+    # the caller's side
+    #
+
+    def __iter__(self) -> Iterator[Scored]:
+        while (result := self._results.get()) is not None:
+            if isinstance(result, Exception):
+                raise result
+            self.n_taken += 1
+            self.notify()
+            yield result
+
+    def cancel(self) -> None:
+        """Give the slot back now; the iteration raises CancelledError."""
+        self.cancelled = True
+        self._results.put(CancelledError())
+        self.notify()
+
+    def timings(self) -> dict[str, float]:
+        """llama-server's fields; milliseconds."""
+        n_prompt = len(self.prompt) - self.n_cached
+        prompt_ms, predicted_ms = 1e3 * self.prompt_seconds, 1e3 * self.predicted_seconds
+        return {
+            "cache_n": self.n_cached,
+            "prompt_n": n_prompt,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / n_prompt,
+            "prompt_per_second": 1e3 * n_prompt / prompt_ms if prompt_ms else 0.0,
+            "predicted_n": self.n_sampled,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": predicted_ms / self.n_sampled if self.n_sampled else 0.0,
+            "predicted_per_second": 1e3 * self.n_sampled / predicted_ms if predicted_ms else 0.0,
+        }
+
+    #
+    # the engine's side
+    #
+
+    @property
+    def prompt_seconds(self) -> float:
+        return self.prompt_done - self.started
+
+    @property
+    def predicted_seconds(self) -> float:
+        """From the first token on; llama-server counts so, too."""
+        return self.last - self.prompt_done
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next token should be evaluated."""
+        return self.next is not None and self.n_sampled - self.n_taken < N_AHEAD
+
+    def give(self, result: Scored) -> None:
+        self.last = time.perf_counter()
+        if not self.n_sampled:
+            self.prompt_done = self.last
+        self.n_sampled += 1
+        self.next = result.token
+        self.tokens.append(result.token)
+        self._results.put(result)
+
+    def end(self, error: Exception | None = None) -> None:
+        self._results.put(error)
