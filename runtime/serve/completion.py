@@ -38,7 +38,11 @@ class Logprobs:
         self.pending: list[tuple[str, Scored]] = []
 
     def _text(self, token: int) -> str:
-        return self.llm.detokenize([token], special=True).decode("utf-8", "replace")
+        piece: bytes = self.llm.detokenize([token], special=True)
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError:  # OpenAI's notation for a part of a character
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def add(self, found: Scored) -> None:
         self.pending.append((self._text(found.token), found))
@@ -193,6 +197,8 @@ class RequestLlama:
 
         text = StopText(stops)
         n, reason = 0, "length"
+        n_prompt = len(task.prompt)
+        seen = np.array(task.prompt + [0] * task.limit, dtype=np.intc)  # the task's own list is ahead of this loop
         try:
             for found in task:
                 if task.prompt_scores and logprobs and not n:
@@ -203,6 +209,7 @@ class RequestLlama:
                     yield chunk(echo)
                 if limit == 0:
                     break
+                seen[n_prompt + n] = found.token
                 n += 1
                 if C.llama_vocab_is_eog(llm._model.vocab, found.token):
                     reason = "stop"
@@ -215,12 +222,11 @@ class RequestLlama:
                 if text.stopped:
                     reason = "stop"
                     break
-                if criteria is not None and criteria(np.array(task.tokens, dtype=np.intc), None):
+                if criteria is not None and criteria(seen[: n_prompt + n], None):
                     reason = "stop"
                     break
             if rest := text.end():
                 yield chunk(rest)
-            n_prompt = len(task.prompt)
             self.usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
             yield chunk("", reason)
         finally:
