@@ -325,7 +325,7 @@ def erased(engine: Engine, slot: slots.Slot) -> dict[str, Any]:
     """On the engine's thread: empty an idle slot."""
     _idle(slot)
     n = len(slot.tokens)
-    slots.truncate(llama_cpp.llama_get_memory(engine.llm.ctx), slot, 0)
+    engine.empty(slot)
     return {"id_slot": slot.id, "n_erased": n}
 
 

@@ -113,6 +113,10 @@ class Engine:
     # the engine's thread
     #
 
+    def empty(self, slot: Slot) -> None:
+        """Remove a slot's cells."""
+        truncate(self._memory, slot, 0)
+
     def _run(self) -> None:
         while not self._stopping:
             self._wake.wait()
@@ -252,5 +256,5 @@ class Engine:
         task = slot.task
         assert task is not None
         self._release(slot)
-        truncate(self._memory, slot, 0)
+        self.empty(slot)
         task.end(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator
 
 from subkv.cache import llama_cpp
 
@@ -61,7 +61,7 @@ class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[
 class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[misc]
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[llama_cpp.ChatCompletionRequestMessage], Field(min_length=1, max_length=N_MESSAGES)]
+    messages: Annotated[list[llama_cpp.ChatCompletionRequestMessage], Field(min_length=1), FailFast()]
     max_tokens: int | None = Field(None, ge=-1)
     max_completion_tokens: int | None = Field(None, ge=-1, description="OpenAI's newer name of max_tokens.")
     top_logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
@@ -73,7 +73,9 @@ class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[mi
         """Content in parts becomes one text, as long as all parts are text: most templates know nothing else."""
         if not isinstance(messages, list):
             return messages
-        return [_joined(message) if isinstance(message, dict) else message for message in messages[: N_MESSAGES + 1]]
+        if len(messages) > N_MESSAGES:
+            raise ValueError(f"expected at most {N_MESSAGES} messages, found {len(messages)}")
+        return [_joined(message) if isinstance(message, dict) else message for message in messages]
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def running(
     **kwargs: Any,
 ) -> Iterator[Served]:
     import uvicorn
+
     from runtime.serve.model import SlotsLlama
 
     # isort: split
