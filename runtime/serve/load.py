@@ -1,0 +1,132 @@
+"""Load on a server of this machine: requests, errors, latencies and the server's memory, as a table.
+
+python -m runtime.serve.load --url http://127.0.0.1:8080 -r 1000 -j 1000 -n 8 --pid PID
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+import h11
+import numpy as np
+
+from runtime import options
+from runtime.options import ProgramError
+
+RECEIVE = 65536
+TIMEOUT_SECONDS = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """status 0: no whole answer came. Seconds from the first byte sent to the last received."""
+
+    status: int
+    body: bytes
+    seconds: float
+
+
+async def post(host: str, port: int, path: str, body: dict[str, Any]) -> Reply:
+    """One request over a connection of its own."""
+    start = time.perf_counter()
+    data = json.dumps(body).encode()
+    status, received = 0, b""
+    http = h11.Connection(h11.CLIENT)
+    headers = [("Host", host), ("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            request = http.send(h11.Request(method="POST", target=path, headers=[*headers, ("Connection", "close")]))
+            writer.write((request or b"") + (http.send(h11.Data(data)) or b"") + (http.send(h11.EndOfMessage()) or b""))
+            found = 0
+            while not isinstance(event := http.next_event(), h11.EndOfMessage):
+                if event is h11.NEED_DATA:
+                    http.receive_data(await reader.read(RECEIVE))
+                elif isinstance(event, h11.Response):
+                    found = event.status_code
+                elif isinstance(event, h11.Data):
+                    received += bytes(event.data)
+            status = found
+        finally:
+            writer.close()
+    except (OSError, h11.ProtocolError):
+        pass
+    return Reply(status, received, time.perf_counter() - start)
+
+
+async def load(host: str, port: int, path: str, bodies: list[dict[str, Any]], n_parallel: int) -> list[Reply]:
+    """All requests, at most n_parallel at a time; replies in the order of `bodies`."""
+    places = asyncio.Semaphore(n_parallel)
+
+    async def one(body: dict[str, Any]) -> Reply:
+        async with places:
+            return await asyncio.wait_for(post(host, port, path, body), TIMEOUT_SECONDS)
+
+    return await asyncio.gather(*(one(body) for body in bodies))
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process, in MiB. Raises OSError."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def row(replies: list[Reply], seconds: float, memory: tuple[float, float] | None) -> str:
+    """The table: one line of numbers."""
+    answered = [reply for reply in replies if reply.status == 200]
+    counts = Counter(reply.status for reply in replies if reply.status != 200)
+    errors = ", ".join(f"{n} × {status or 'no answer'}" for status, n in sorted(counts.items())) or "0"
+    times = np.array([reply.seconds for reply in answered] or [np.nan])
+    n_tokens = sum(json.loads(reply.body)["usage"]["completion_tokens"] for reply in answered)
+    rss = f"{memory[0]:.0f} → {memory[1]:.0f}" if memory else ""
+    return (
+        "| requests | answered | errors | p50 s | p99 s | requests/s | tokens/s | RSS MiB |\n"
+        "|---:|---:|---:|---:|---:|---:|---:|---:|\n"
+        f"| {len(replies)} | {len(answered)} | {errors} | {np.percentile(times, 50):.2f} | "
+        f"{np.percentile(times, 99):.2f} | {len(answered) / seconds:.1f} | {n_tokens / seconds:.1f} | {rss} |"
+    )
+
+
+@options.command()
+@click.option("--url", default="http://127.0.0.1:8080", help="a server of this machine")
+@click.option("-r", "--requests", "n_requests", type=click.IntRange(1, 10000), default=1000)
+@click.option("-j", "--parallel", "n_parallel", type=click.IntRange(1, 2000), default=1000, help="requests at a time")
+@click.option("-n", "--n-predict", type=click.IntRange(1, 4096), default=8, help="tokens of an answer")
+@click.option("-p", "--prompt", default="Request number {i}: what comes after {i}?", help="{i}: the request's number")
+@click.option("--pid", type=int, default=None, help="the server's process, for its memory")
+def main(url: str, n_requests: int, n_parallel: int, n_predict: int, prompt: str, pid: int | None) -> None:
+    """Send chat requests to a server on the loopback interface and print one line of a table."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise click.UsageError(f"--url: expected an address of this machine, found {url}")
+    bodies = [
+        {"messages": [{"role": "user", "content": prompt.replace("{i}", str(i))}], "max_tokens": n_predict, "seed": i}
+        for i in range(n_requests)
+    ]
+    try:
+        before = resident_mib(pid) if pid else 0.0
+        start = time.perf_counter()
+        replies = asyncio.run(load(host, port, "/v1/chat/completions", bodies, n_parallel))
+        seconds = time.perf_counter() - start
+        memory = (before, resident_mib(pid)) if pid else None
+    except OSError as error:
+        raise ProgramError(f"--pid: cannot read the memory of process {pid}: {error.strerror}") from error
+    click.echo(row(replies, seconds, memory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The program: flags, faults at the start, the end by signals; the demo model; embeddings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import running
+
+REPO = Path(__file__).resolve().parents[3]
+CHAT = {"messages": [{"role": "user", "content": "Say something."}], "temperature": 0}
+
+
+@contextlib.contextmanager
+def started(*arguments: Any) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
+    """A server process on a free port: its address, the process, its lines on stderr so far."""
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime.serve", "--port", "0", "-t", "1", *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"},
+    )
+    assert process.stderr
+    lines: list[str] = []
+    address = ""
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (http://\S+)", line):
+                address = found[1]
+                break
+        assert address, "".join(lines)
+        rest = threading.Thread(target=lambda: lines.extend(process.stderr or []))
+        rest.start()
+        yield address, process, lines
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_streams_under_way(tiny_model: Callable[..., Path], number: int) -> None:
+    model = tiny_model("llama", n_ctx_train=32768)
+    with started("-m", model, "-np", 1, "-c", 32768) as (address, process, lines):
+        body = CHAT | {"stream": True}
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=60) as stream:
+            pieces = stream.iter_text()
+            next(pieces)
+            process.send_signal(number)
+            with contextlib.suppress(httpx.HTTPError):
+                for _ in pieces:
+                    pass
+        assert process.wait(30) == 0
+        assert "Traceback" not in "".join(lines)
+
+
+def test_flags_reach_the_server(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# comment\n\nfrom-a-file\n", "utf-8")
+    flags = ("--api-key", "one,two", "--api-key-file", keys, "-a", "alias", "-np", 2, "-c", 512, "-n", 5)
+    with started("-m", coded_model(), *flags, "--slot-save-path", tmp_path) as (address, process, lines):
+        assert any("KV cache: subkv" in line for line in lines)
+        assert "2 slots of 256 tokens" in lines[-1]
+        for key in ("one", "two", "from-a-file"):
+            with openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0) as client:
+                assert client.models.list().data[0].id == "alias"
+                answer = client.chat.completions.create(model="x", **CHAT)
+                assert answer.usage and answer.usage.completion_tokens == 5
+        metrics = httpx.get(f"{address}/metrics", headers={"X-Api-Key": "one"}).text
+        assert "llamacpp:tokens_predicted_total 15.0" in metrics
+        sizes = {m[1]: float(m[2]) for m in re.finditer(r"^(subkv:\w+) (\S+)$", metrics, re.M)}
+        assert sizes["subkv:kv_bytes"] > 0 and 0 < sizes["subkv:kv_bits_per_element"] < 16
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_faults_at_the_start(program: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases: list[tuple[list[Any], int, str]] = [
+            (["-m", model, "--port", port], 1, f"--port: expected a free port, found {port} in use"),
+            (["-m", tmp_path / "none.gguf", "--port", 0], 1, "-m: expected a GGUF file, found no file"),
+            (["-m", model, "--port", 0, "--bases", model], 1, "--bases"),
+            (["-m", model, "--port", 0, "--slot-save-path", tmp_path / "no"], 1, "--slot-save-path"),
+            (["-m", model, "--port", 0, "--api-key-file", tmp_path / "no"], 1, "--api-key-file"),
+            (["-m", model, "--port", 0, "-b", 1], 2, "-b: expected at least one token for each of 4 slots"),
+            (["-m", model, "--port", 99999], 2, "--port"),
+        ]
+        for arguments, code, sentence in cases:
+            done = program("runtime.serve", *arguments)
+            assert done.returncode == code, done.stderr
+            assert sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_embeddings(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("llama")
+    with running(model, n_slots=1, n_ctx=256, embeddings=True, pooling_type=1, kv_cache="f16") as served:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
+            found = [item.embedding for item in client.embeddings.create(model="x", input=["one", "two", "one"]).data]
+            listed = client.embeddings.create(model="x", input="one", encoding_format="float")
+            with pytest.raises(openai.BadRequestError, match="input: expected texts of 1 to 256 tokens"):
+                client.embeddings.create(model="x", input=["fine", "word " * 1000])
+            with pytest.raises(openai.APIStatusError, match="--embeddings"):
+                client.chat.completions.create(model="x", **CHAT)
+        assert found[0] == pytest.approx(found[2], abs=1e-5) != pytest.approx(found[1], abs=1e-2)
+        assert listed.data[0].embedding == pytest.approx(found[0], abs=1e-4)
+        assert sum(x * x for x in found[0]) == pytest.approx(1, abs=1e-4)
+        assert listed.usage.prompt_tokens > 0
+    with running(model, n_slots=1, n_ctx=256, embeddings=True, kv_cache="f16") as served:
+        answer = served.client.post("/v1/embeddings", json={"input": "x"})
+        assert answer.status_code == 400 and "--pooling" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_the_demo_model_answers(demo_model: Path) -> None:
+    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    with running(demo_model, n_slots=2, n_ctx=1024, n_batch=512, n_ubatch=512, n_threads=2) as served:
+        answer = served.client.post("/v1/chat/completions", json=question | {"temperature": 0, "max_tokens": 16})
+        assert "Paris" in answer.json()["choices"][0]["message"]["content"]

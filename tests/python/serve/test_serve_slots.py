@@ -1,0 +1,109 @@
+"""Slots on disk: a restored conversation goes on as if never interrupted; what does not fit changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Served, running
+
+PROMPT = "It was a dark and stormy night; " * 4
+
+
+def generate(served: Served, prompt: str, n: int = 12) -> dict[str, Any]:
+    answer = served.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": n, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def act(served: Served, action: str, filename: str | None = "night", slot: int = 0) -> Any:
+    body = None if filename is None else {"filename": filename}
+    return served.client.post(f"/slots/{slot}?action={action}", json=body)
+
+
+def held(served: Served) -> list[int]:
+    return [slot["n_tokens"] for slot in served.client.get("/slots").json()]
+
+
+@pytest.mark.parametrize("cache", ["subkv", "f16", "q8_0"])
+def test_saved_and_restored_in_another_server(coded_model: Callable[..., Path], tmp_path: Path, cache: str) -> None:
+    with running(coded_model(), n_slots=1, n_ctx=512, folder=tmp_path, kv_cache=cache) as served:
+        generate(served, PROMPT)
+        saved = act(served, "save").json()
+        assert saved["n_saved"] == held(served)[0]
+        assert saved["n_written"] == (tmp_path / "night").stat().st_size
+        expected = generate(served, PROMPT + "and then", 24)
+    with running(coded_model(), n_slots=2, n_ctx=1024, folder=tmp_path, kv_cache=cache) as served:
+        restored = act(served, "restore", slot=1).json()
+        assert restored["n_restored"] == saved["n_saved"] and restored["id_slot"] == 1
+        assert held(served) == [0, saved["n_saved"]]
+        found = generate(served, PROMPT + "and then", 24)
+        assert found["choices"][0]["text"] == expected["choices"][0]["text"]
+        assert found["timings"]["cache_n"] == expected["timings"]["cache_n"] > 32
+        assert act(served, "erase", None, slot=1).json()["n_erased"] == held(served)[1] or held(served)[1] == 0
+        assert held(served) == [0, 0]
+
+
+def test_files_that_do_not_fit_change_nothing(
+    coded_model: Callable[..., Path], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with running(coded_model(), n_slots=1, n_ctx=512, folder=tmp_path) as served:
+        generate(served, PROMPT)
+        assert act(served, "save").status_code == 200
+    data = (tmp_path / "night").read_bytes()
+    (tmp_path / "half").write_bytes(data[: len(data) // 2])
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "flipped").write_bytes(
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+    )
+    refusals = {"half": "saved state", "empty": "saved state", "flipped": "saved state", "absent": "No such file"}
+    others = [
+        (coded_model("--kv-bits", "8"), 512, {}, {"night": "fingerprint"} | refusals),
+        (coded_model(), 512, {"n_recent": 24}, {"night": "exact window"}),
+        (coded_model(), 512, {"kv_cache": "f16"}, {"night": "type_k"}),
+        (coded_model(), 256, {}, {"night": "at most 256 tokens"}),
+        (tiny_model("llama", seed=5, n_layer=2), 512, {}, {"night": "n_params"}),
+    ]
+    for model, n_ctx, kwargs, reasons in others:
+        with running(model, n_slots=1, n_ctx=n_ctx, folder=tmp_path, **kwargs) as served:
+            generate(served, "what was here before", 8)
+            before = held(served)
+            for name, reason in reasons.items():
+                answer = act(served, "restore", name)
+                assert answer.status_code == 400
+                assert reason in answer.json()["error"]["message"]
+            assert held(served) == before
+            # and its cells are still the right ones
+            again = generate(served, "what was here before", 8)
+            assert act(served, "erase", None).status_code == 200
+            assert generate(served, "what was here before", 8)["choices"] == again["choices"]
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "", ".hidden", "a\0b", "x" * 500, "..", "a b"])
+def test_names_stay_in_the_folder(served: Served, name: str) -> None:
+    for action in ("save", "restore"):
+        answer = act(served, action, name)
+        assert answer.status_code == 400
+        assert "filename" in answer.json()["error"]["message"]
+
+
+def test_a_busy_slot_is_left_alone(served: Served) -> None:
+    with served.client.stream(
+        "POST", "/v1/completions", json={"prompt": "busy", "stream": True, "max_tokens": 400, "temperature": 0}
+    ) as stream:
+        next(stream.iter_lines())
+        busy = [slot["id"] for slot in served.client.get("/slots").json() if slot["is_processing"]]
+        answers = [act(served, "erase", None, slot) for slot in busy]
+        # it may have come to its end in between
+        assert all(answer.status_code == 409 or served.idle(0.1) for answer in answers)
+    assert served.idle()
+
+
+def test_no_folder_no_files(tiny_model: Callable[..., Path]) -> None:
+    with running(tiny_model("llama"), n_slots=1, n_ctx=256) as served:
+        answer = act(served, "save")
+        assert answer.status_code == 501
+        assert "--slot-save-path" in answer.json()["error"]["message"]
