@@ -10,11 +10,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import dataclasses
-import io
-import json
-import os
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from runtime import statefile
 from subkv.cache import C, StateError, SubkvError, llama_cpp
 from subkv.llama import Llama
 
@@ -267,43 +264,25 @@ class Conversation:
         state = self.llm.save_state()
         head = {
             "version": STATE_VERSION,
-            "identity": self.llm.identity(),
+            **self.llm.identity(),
             "n_cells": state.n_tokens,
             "messages": self.messages,
             "tokens": [int(token) for token in self.tokens],
             "answer_start": self.answer_start,
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with zipfile.ZipFile(temporary, "x") as archive:
-                archive.writestr("chat.json", json.dumps(head))
-                archive.writestr("cells", state.llama_state)
-            os.replace(temporary, path)
-        except OSError as error:
-            raise StateError("/save", f"cannot write {path}: {error.strerror or error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        statefile.write(path, head, bytes(state.llama_state), "/save")
 
     def load(self, path: Path) -> None:
         """Replace this conversation by a saved one. Raises StateError; then this one goes on unchanged."""
+        head, cells = statefile.read(path, "/load", "/save")
         try:
-            with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
-                head = json.loads(archive.read("chat.json"))
-                cells = archive.read("cells")
             tokens, messages = [int(t) for t in head["tokens"]], [dict(m) for m in head["messages"]]
             n_cells, answer_start = int(head["n_cells"]), int(head["answer_start"])
-            version, identity = head["version"], dict(head.get("identity", {}))
-        except OSError as error:
-            raise StateError("/load", f"cannot read {path}: {error.strerror or error}") from error
-        except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise StateError(
                 "/load", f"expected a file written by /save, found something else in {path} ({error})"
             ) from error
-        expected = {"version": STATE_VERSION, **self.llm.identity()}
-        found = {"version": version, **identity}
-        for key, value in expected.items():
-            if found.get(key) != value:
-                raise StateError("/load", f"{key}: expected {value}, found {found.get(key)} in {path}")
+        statefile.check(head, {"version": STATE_VERSION} | self.llm.identity(), "/load", path)
         if not 0 <= n_cells <= len(tokens) <= self.llm.n_ctx() or not 0 <= answer_start <= len(tokens):
             raise StateError("/load", f"expected at most {self.llm.n_ctx()} tokens, found {len(tokens)} in {path}")
         input_ids = np.array(tokens[:n_cells], dtype=np.intc)

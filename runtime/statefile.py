@@ -29,8 +29,8 @@ def write(path: Path, head: dict[str, Any], cells: bytes, key: str) -> int:
     return size
 
 
-def read(path: Path, key: str) -> tuple[dict[str, Any], bytes]:
-    """Head and cells of a file that write() made. Raises StateError that starts with `key`."""
+def read(path: Path, key: str, writer: str) -> tuple[dict[str, Any], bytes]:
+    """Head and cells of a file that write() made. Raises StateError that starts with `key` and names the writer."""
     try:
         with zipfile.ZipFile(path) as archive:
             head = json.loads(archive.read(HEAD))
@@ -40,7 +40,9 @@ def read(path: Path, key: str) -> tuple[dict[str, Any], bytes]:
     except OSError as error:
         raise StateError(key, f"cannot read {path}: {error.strerror or error}") from error
     except (zipfile.BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
-        raise StateError(key, f"expected a complete saved state, found something else in {path} ({error})") from error
+        raise StateError(
+            key, f"expected a file written by {writer}, found something else in {path} ({error})"
+        ) from error
     return head, cells
 
 

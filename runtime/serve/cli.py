@@ -163,7 +163,7 @@ def main(**given: Any) -> None:
     cache = {}
     if given["embeddings"]:
         # a text is evaluated once and its cells are never read again: nothing to gain from coefficients
-        cache = {"type_k": given["type_k"] or "f16", "n_ubatch": given["n_batch"]}
+        cache = {"type_k": given["type_k"] or "f16"}
         more |= {"embedding": True, "pooling_type": -1 if given["pooling"] is None else POOLING[given["pooling"]]}
     elif given["pooling"] is not None:
         raise click.UsageError("--pooling: expected --embeddings beside it, found none")

@@ -25,7 +25,9 @@ class SlotsLlama(Llama):
 
     def _context_params_of_slots(self) -> Any:
         params = Llama.context_params.fget(self)  # type: ignore[attr-defined]
-        if not params.embeddings:  # those bring sequences of their own
+        if params.embeddings:  # they bring sequences of their own; llama.cpp wants a text in one ubatch
+            params.n_ubatch = params.n_batch
+        else:
             params.n_seq_max = self._n_slots
             params.kv_unified = False
         return params

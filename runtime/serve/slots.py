@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,24 +77,14 @@ def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> No
 #
 
 
-def identity(llm: Llama) -> dict[str, Any]:
-    """What a slot's file is bound to: model, cache types, layout."""
-    stats = llm.kv_stats()
-    model = "\n".join(f"{key}={value}" for key, value in sorted(llm.metadata.items()) if not key.startswith("subkv."))
-    return {
-        "program": "subkv slot",
-        "version": 1,
-        "model": hashlib.sha256(model.encode()).hexdigest(),
-        "n_params": C.llama_model_n_params(llm.model),
-        "type_k": stats.type_k,
-        "type_v": stats.type_v,
-        "fingerprint": stats.fingerprint,
-    }
+def _identity(llm: Llama) -> dict[str, Any]:
+    """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it."""
+    return {"program": "subkv slot", "version": 1} | llm.identity()
 
 
 def save(llm: Llama, slot: Slot, path: Path) -> int:
     """Write a slot's tokens and cells, completely or not at all; returns the size in bytes. Raises StateError."""
-    head = identity(llm) | {"tokens": slot.tokens}
+    head = _identity(llm) | {"tokens": slot.tokens}
     return statefile.write(path, head, bytes(_cells(llm, slot)), "filename")
 
 
@@ -104,8 +93,8 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
 
     Raises StateError; then the slot is as it was.
     """
-    head, cells = statefile.read(path, "filename")
-    statefile.check(head, identity(llm), "filename", path)
+    head, cells = statefile.read(path, "filename", "action=save")
+    statefile.check(head, _identity(llm), "filename", path)
     tokens = head.get("tokens")
     n_vocab = llm.n_vocab()
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < n_vocab for token in tokens):

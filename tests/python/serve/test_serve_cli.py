@@ -11,13 +11,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 from serving import running
+
+from runtime.serve.cli import main
 
 REPO = Path(__file__).resolve().parents[3]
 CHAT = {"messages": [{"role": "user", "content": "Say something."}], "temperature": 0}
@@ -89,7 +93,7 @@ def test_flags_reach_the_server(coded_model: Callable[..., Path], tmp_path: Path
         assert process.wait(30) == 0
 
 
-def test_faults_at_the_start(program: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_faults_at_the_start(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_model("llama")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -105,9 +109,9 @@ def test_faults_at_the_start(program: Callable[..., Any], tiny_model: Callable[.
             (["-m", model, "--port", 99999], 2, "--port"),
         ]
         for arguments, code, sentence in cases:
-            done = program("runtime.serve", *arguments)
-            assert done.returncode == code, done.stderr
-            assert sentence in done.stderr and "Traceback" not in done.stderr
+            done = CliRunner().invoke(main, list(map(str, arguments)))
+            assert done.exit_code == code, done.output
+            assert sentence in done.output and isinstance(done.exception, SystemExit)
 
 
 def test_embeddings(tiny_model: Callable[..., Path]) -> None:
@@ -130,8 +134,20 @@ def test_embeddings(tiny_model: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_model_answers(demo_model: Path) -> None:
-    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    with running(demo_model, n_slots=2, n_ctx=1024, n_batch=512, n_ubatch=512, n_threads=2) as served:
-        answer = served.client.post("/v1/chat/completions", json=question | {"temperature": 0, "max_tokens": 16})
-        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+def test_the_demo_model_answers_as_the_class_does(demo_model: Path) -> None:
+    from subkv.llama import Llama
+
+    questions = [f"What is the capital of {country}?" for country in ("France", "Spain", "Italy")]
+    bodies = [
+        {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 12} for text in questions
+    ]
+    with Llama(demo_model, n_ctx=512, n_threads=2, n_threads_batch=2, verbose=False) as llm:
+        expected = [llm.create_chat_completion(**body)["choices"][0] for body in bodies]
+    with running(demo_model, n_slots=3, n_ctx=1536, n_threads=2, n_threads_batch=2) as served:
+
+        def ask(body: dict[str, Any]) -> Any:
+            return served.client.post("/v1/chat/completions", json=body).json()["choices"][0]
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(ask, bodies))
+    assert found == expected
