@@ -8,7 +8,6 @@ the gap.
 from __future__ import annotations
 
 import codecs
-import ctypes
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import jinja2
 import numpy as np
 
 from runtime import statefile
+from runtime.engine import token_piece
 from subkv.cache import C, StateError, SubkvError, llama_cpp
 from subkv.llama import Llama
 
@@ -251,9 +251,7 @@ class Conversation:
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token as shown to the user; control tokens show nothing."""
-        buffer = ctypes.create_string_buffer(512)
-        n = C.llama_token_to_piece(self.llm._model.vocab, token, buffer, len(buffer), 0, False)
-        return buffer.raw[: max(n, 0)]
+        return token_piece(self.llm._model.vocab, token)
 
     #
     # files

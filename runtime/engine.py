@@ -123,6 +123,16 @@ class Model:
         self.close()
 
 
+def token_piece(vocab: Any, token: int, special: bool = False) -> bytes:
+    """The bytes of one token; control tokens have none unless `special`."""
+    buffer = ctypes.create_string_buffer(512)
+    n = C.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, special)
+    if n > -len(buffer):
+        return buffer.raw[: max(n, 0)]
+    buffer = ctypes.create_string_buffer(-n)
+    return buffer.raw[: C.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, special)]
+
+
 def decode_batch(
     handle: Any, batch: Any, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any, coded: bool = False
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def read(path: Path, key: str, writer: str) -> tuple[dict[str, Any], bytes]:
             raise ValueError("its head is no object")
     except OSError as error:
         raise StateError(key, f"cannot read {path}: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise StateError(
             key, f"expected a file written by {writer}, found something else in {path} ({error})"
         ) from error

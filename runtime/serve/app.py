@@ -56,7 +56,7 @@ class Service:
 
     def __init__(self, engine: Engine, name: str, limits: Limits, embeddings: bool, save_folder: Path | None) -> None:
         self.engine = engine
-        self.llm: Llama = engine.llm
+        self.llm = engine.llm
         self.name = name
         self.limits = limits
         self.embeddings = embeddings
@@ -245,7 +245,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         n_vocab = llm.n_vocab()
         if any(not 0 <= token < n_vocab for token in tokens):
             raise ApiError(400, f"tokens: expected numbers from 0 to {n_vocab - 1}, found others", "tokens")
-        return llm.detokenize(tokens, special=True).decode("utf-8", "replace")
+        return llm.text(tokens, special=True)
 
     @app.post("/detokenize")
     def detokenize(body: schema.DetokenizeRequest) -> Any:

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.engine import Logits, decode_batch
+from runtime.serve.model import SlotsLlama
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
 from runtime.serve.task import Task
 from subkv.cache import C, SubkvError, internals
-from subkv.llama import Llama
 
 T = TypeVar("T")
 
@@ -58,12 +58,12 @@ class Piece:
 
 
 class Engine:
-    """Runs tasks on the slots of a model's context. n_slots: sequences of that context."""
+    """Runs tasks on the slots of a model's context."""
 
-    def __init__(self, llm: Llama, n_slots: int) -> None:
+    def __init__(self, llm: SlotsLlama) -> None:
         self.llm = llm
         self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
-        self.slots = [Slot(i) for i in range(n_slots)]
+        self.slots = [Slot(i) for i in range(llm.n_slots)]
         self.totals = Totals()
         stats = llm.kv_stats()
         self._n_removable = stats.n_rollback if stats.n_layer_coded and stats.n_recent else None
@@ -161,7 +161,7 @@ class Engine:
 
     def _admit(self, task: Task) -> None:
         slot = choose(self.slots, task.prompt, self._n_removable)
-        common = Llama.longest_token_prefix(slot.tokens, task.prompt)
+        common = SlotsLlama.longest_token_prefix(slot.tokens, task.prompt)
         # the last token is evaluated again if need be: its logits are wanted
         truncate(self._memory, slot, 0 if task.scores_prompt else min(common, len(task.prompt) - 1))
         slot.task, task.slot = task, slot

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import socket
 from pathlib import Path
@@ -19,6 +20,8 @@ from runtime import options
 from runtime.options import ProgramError
 
 N_CTX_SLOT = 4096
+N_CONNECTIONS = 4096
+N_OTHER_FILES = 64
 POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
 GRACE_SECONDS = 5  # for answers under way when the server is told to end
 
@@ -38,7 +41,7 @@ def _keys(given: tuple[str, ...], file: str | None) -> list[str]:
     return keys
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, timeout: float) -> socket.socket:
     """A listening socket, taken before the model is loaded so that a port in use costs no time."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -47,14 +50,26 @@ def _listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: the kernel drops a client that never reads
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
         sock.bind(address)
-        sock.listen(2048)
+        sock.listen(N_CONNECTIONS)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ProgramError(f"--port: expected a free port, found {port} in use on {host}") from error
         raise ProgramError(f"--host: cannot listen on {host} port {port}: {error.strerror}") from error
     return sock
+
+
+def _n_connections() -> int:
+    """How many connections the process may hold, with some of its files left for everything else."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = N_CONNECTIONS + N_OTHER_FILES
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(N_CONNECTIONS, soft - N_OTHER_FILES)
 
 
 def _folder(name: str | None) -> Path | None:
@@ -167,7 +182,7 @@ def main(**given: Any) -> None:
         more |= {"embedding": True, "pooling_type": -1 if given["pooling"] is None else POOLING[given["pooling"]]}
     elif given["pooling"] is not None:
         raise click.UsageError("--pooling: expected --embeddings beside it, found none")
-    sock = _listen(given["host"], given["port"])
+    sock = _listen(given["host"], given["port"], given["timeout"])
     with sock:
         from runtime.serve.model import SlotsLlama
         from subkv.stats import cache_line
@@ -177,7 +192,7 @@ def main(**given: Any) -> None:
             from runtime.serve.batching import Engine
 
             options.note(cache_line(llm.kv_stats()))
-            engine = Engine(llm, n_slots)
+            engine = Engine(llm)
             limits = Limits(given["n_predict"], given["n_queue"], given["max_body"], given["timeout"])
             name = given["alias"] or Path(llm.model_path).name
             service = Service(engine, name, limits, given["embeddings"], folder)
@@ -187,7 +202,8 @@ def main(**given: Any) -> None:
                 access_log=False,
                 ws="none",
                 timeout_graceful_shutdown=GRACE_SECONDS,
-                backlog=2048,
+                backlog=N_CONNECTIONS,
+                limit_concurrency=_n_connections(),
             )
             host, port = sock.getsockname()[:2]
             address = f"[{host}]" if ":" in host else host

@@ -17,11 +17,11 @@ import numpy as np
 
 from runtime.serve.batching import Engine
 from runtime.serve.errors import ApiError
+from runtime.serve.model import SlotsLlama
 from runtime.serve.sampling import Processor, Sampler, Scored
 from runtime.serve.task import Task
 from runtime.serve.text import StopText
 from subkv.cache import C, llama_cpp
-from subkv.llama import Llama
 
 # isort: split
 from llama_cpp.llama_chat_format import get_chat_completion_handler
@@ -32,13 +32,13 @@ Chunk = dict[str, Any]
 class Logprobs:
     """Tokens as the completions API lists them, with offsets into the text."""
 
-    def __init__(self, llm: Llama, offset: int) -> None:
+    def __init__(self, llm: SlotsLlama, offset: int) -> None:
         self.llm = llm
         self.offset = offset
         self.pending: list[tuple[str, Scored]] = []
 
     def _text(self, token: int) -> str:
-        piece: bytes = self.llm.detokenize([token], special=True)
+        piece: bytes = self.llm.piece(token, special=True)
         try:
             return piece.decode("utf-8")
         except UnicodeDecodeError:  # OpenAI's notation for a part of a character
@@ -126,16 +126,8 @@ class RequestLlama:
     ) -> Any:
         """As llama_cpp.Llama.create_completion: the answer, or with `stream` its chunks. Raises ApiError."""
         tokens = self._prompt_tokens(prompt)
+        self._check_room(len(tokens))
         room = self.engine.n_ctx - len(tokens)
-        if room <= 0:
-            raise ApiError(
-                400,
-                f"expected a prompt of fewer than {self.engine.n_ctx} tokens, found {len(tokens)}: a slot holds "
-                f"{self.engine.n_ctx} tokens (-c, divided by -np)",
-                kind="exceed_context_size_error",
-                n_prompt_tokens=len(tokens),
-                n_ctx=self.engine.n_ctx,
-            )
         asked = [limit for limit in (max_tokens, self.n_predict) if limit is not None and limit >= 0]
         limit = min([room, *asked])
         self._check_grammar(grammar)
@@ -148,15 +140,35 @@ class RequestLlama:
         if self.cancelled:  # between the check here and the engine's there is nobody to cancel it
             task.cancel()
         self.engine.submit(task)
-        shown = prompt if isinstance(prompt, str) else self.llm.detokenize(tokens).decode("utf-8", "replace")
+        shown = prompt if isinstance(prompt, str) else self.llm.text(tokens)
         stops = [stop] if isinstance(stop, str) else stop or []
         chunks = self._chunks(task, stops, limit, shown if echo else "", stopping_criteria)
         return chunks if stream else self._whole(chunks)
 
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """The model's tokens. A text that cannot fit is refused first: megabytes take minutes. Raises ApiError."""
+        longest = self.llm.longest_piece
+        if longest is not None:
+            self._check_room(len(text) // longest, "at least ")
+        tokens: list[int] = self.llm.tokenize(text, add_bos=add_bos, special=special)
+        return tokens
+
+    def _check_room(self, n_tokens: int, bound: str = "") -> None:
+        n_ctx = self.engine.n_ctx
+        if n_tokens >= n_ctx:
+            raise ApiError(
+                400,
+                f"prompt: expected fewer than {n_ctx} tokens, found {bound}{n_tokens}; a slot holds {n_ctx} (-c, "
+                "divided by -np)",
+                kind="exceed_context_size_error",
+                n_prompt_tokens=n_tokens,
+                n_ctx=n_ctx,
+            )
+
     def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         llm = self.llm
         if isinstance(prompt, str):
-            tokens: list[int] = llm.tokenize(prompt.encode("utf-8", "replace"), add_bos=True, special=True)
+            tokens = self.tokenize(prompt.encode("utf-8", "replace"), add_bos=True, special=True)
         else:
             tokens = prompt
         n_vocab = llm.n_vocab()
@@ -216,7 +228,7 @@ class RequestLlama:
                     break
                 if logprobs:
                     logprobs.add(found)
-                shown = text.feed(llm.detokenize([found.token]))
+                shown = text.feed(llm.piece(found.token))
                 if shown:
                     yield chunk(shown)
                 if text.stopped:

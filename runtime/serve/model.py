@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
+from runtime.engine import token_piece
+from subkv.cache import C
 from subkv.llama import Llama
 
 
@@ -20,15 +23,30 @@ class SlotsLlama(Llama):
         embedding: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._n_slots = n_slots
+        self.n_slots = n_slots
         super().__init__(model_path, embedding=embedding, pooling_type=pooling_type, **kwargs)
+
+    @functools.cached_property
+    def longest_piece(self) -> int | None:
+        """Most bytes of text that one token stands for; None where the tokenizer may drop text."""
+        if C.llama_vocab_type(self._model.vocab) not in (C.LLAMA_VOCAB_TYPE_SPM, C.LLAMA_VOCAB_TYPE_BPE):
+            return None
+        return max(len(self.piece(token, special=True)) for token in range(self.n_vocab()))
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes of one token; the parent's detokenize() loses tokens of more than 32."""
+        return token_piece(self._model.vocab, token, special)
+
+    def text(self, tokens: list[int], special: bool = False) -> str:
+        """The text of tokens; what is no UTF-8 is replaced."""
+        return b"".join(self.piece(token, special) for token in tokens).decode("utf-8", "replace")
 
     def _context_params_of_slots(self) -> Any:
         params = Llama.context_params.fget(self)  # type: ignore[attr-defined]
         if params.embeddings:  # they bring sequences of their own; llama.cpp wants a text in one ubatch
             params.n_ubatch = params.n_batch
         else:
-            params.n_seq_max = self._n_slots
+            params.n_seq_max = self.n_slots
             params.kv_unified = False
         return params
 

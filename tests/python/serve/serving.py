@@ -64,7 +64,7 @@ def running(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that who does not read is soon noticed
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        service = Service(Engine(llm, n_slots), name, Limits(**(limits or {})), embeddings, folder)
+        service = Service(Engine(llm), name, Limits(**(limits or {})), embeddings, folder)
         config = uvicorn.Config(
             create_app(service, list(keys)), log_level="warning", access_log=False, timeout_graceful_shutdown=2
         )

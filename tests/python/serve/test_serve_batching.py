@@ -27,7 +27,7 @@ PROMPTS = ["one", "two words", "three words here", "a longer prompt " * 12, "the
 def engine(request: pytest.FixtureRequest, coded_model: Callable[..., Path]) -> Iterator[Engine]:
     kind = {"n_batch": 64, "n_ubatch": 32, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
     with SlotsLlama(coded_model(), n_slots=4, n_ctx=1024, kv_cache=request.param, **kind) as llm:
-        made = Engine(llm, 4)
+        made = Engine(llm)
         made.start()
         yield made
         made.close()

@@ -220,6 +220,12 @@ def test_a_prompt_longer_than_the_slot_gives_the_numbers(client: Any) -> None:
     assert str(body["n_prompt_tokens"]) in body["message"]
 
 
+def test_megabytes_are_refused_before_they_are_tokenized(served: Any) -> None:
+    answer = served.client.post("/v1/completions", json={"prompt": "a" * 7_000_000})
+    assert answer.status_code == 400
+    assert "found at least" in answer.json()["error"]["message"]
+
+
 def test_absurd_limits_end_with_the_context(client: Any) -> None:
     answer = client.completions.create(model="any", prompt="on and on", max_tokens=10**12, temperature=0)
     assert answer.usage.total_tokens == 512
