@@ -25,7 +25,7 @@ from runtime.serve.errors import ApiError
 from runtime.serve.guard import Guard, Places
 from runtime.serve.runs import EventStream, Run
 from runtime.serve.task import CancelledError
-from subkv.cache import StateError, SubkvError, llama_cpp
+from subkv.cache import SubkvError, llama_cpp
 from subkv.llama import Llama
 
 # isort: split
@@ -128,8 +128,8 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
     #
 
     async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return JSONResponse(errors.body(error), error.status_code, error.headers)
+        refusal = errors.refusal(error)
+        return JSONResponse(errors.body(refusal), refusal.status_code, refusal.headers)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -138,18 +138,17 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         message = f"{where}: {first['msg']}" if where else first["msg"]
         return await refused(request, ApiError(400, message, where or None))
 
-    async def failed(request: Request, error: Exception) -> Response:
-        if isinstance(error, StateError):
-            return await refused(request, ApiError(400, str(error), error.key))
-        return await refused(request, ApiError(500, str(error)))
-
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # as proxies log it; nobody reads it
 
-    app.add_exception_handler(HTTPException, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(SubkvError, failed)
-    app.add_exception_handler(CancelledError, gone)
+    for kind, handler in {
+        HTTPException: refused,
+        RequestValidationError: invalid,
+        SubkvError: refused,
+        CancelledError: gone,
+        Exception: refused,  # ours: uvicorn prints the traceback, too
+    }.items():
+        app.add_exception_handler(kind, handler)
 
     #
     # OpenAI
@@ -191,7 +190,6 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: schema.ChatRequest) -> Response:
         arguments = sampling(llm, body)
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
         def work(made: RequestLlama) -> Any:
             return made.create_chat_completion(
@@ -201,7 +199,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
                 tools=body.tools,
                 tool_choice=schema.tool_choice(body),
                 grammar=schema.chat_grammar(body),
-                max_tokens=limit,
+                max_tokens=body.max_tokens,
                 logprobs=body.logprobs,
                 top_logprobs=body.top_logprobs or 0,
                 **arguments,
@@ -214,6 +212,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         if not service.embeddings:
             raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
         texts = [body.input] if isinstance(body.input, str) else body.input
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
         vectors, n_tokens = await service.run(lambda _: engine.call(lambda: embed(llm, texts)).result()).event(
             request.receive
         )
@@ -307,7 +306,7 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
     """Vectors of length 1, and how many tokens they took. Raises ApiError."""
     if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_NONE:
         raise ApiError(400, "this model gives no vector for a whole text; start the server with --pooling mean or last")
-    counts = [len(llm.tokenize(text.encode("utf-8", "replace"))) for text in texts]
+    counts = [len(llm.tokenize(text.encode())) for text in texts]
     if max(counts) > llm.n_batch or not min(counts):
         raise ApiError(
             400, f"input: expected texts of 1 to {llm.n_batch} tokens (-b, -c), found {min(counts)} to {max(counts)}"

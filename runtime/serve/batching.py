@@ -7,19 +7,21 @@ neighbours beyond the rounding of matrix products of another height.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 
 from runtime.engine import Logits, decode_batch
+from runtime.serve.errors import ApiError
 from runtime.serve.model import SlotsLlama
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
@@ -27,6 +29,8 @@ from runtime.serve.task import Task
 from subkv.cache import C, SubkvError, internals
 
 T = TypeVar("T")
+
+STOPPING = ApiError(503, "the server is stopping", retry_after=10)
 
 
 @dataclasses.dataclass
@@ -75,16 +79,22 @@ class Engine:
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._stopping = False
         self._n_used = 0
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Cancel what runs and end the thread. The model stays open."""
-        self._stopping = True
+    def stop(self) -> None:
+        """End what runs, take nothing more."""
+        with self._lock:
+            self._stopping = True
         self._wake.set()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread. The model stays open."""
+        self.stop()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -95,15 +105,24 @@ class Engine:
     def submit(self, task: Task) -> None:
         """Queue a task for the next free slot. Its prompt is shorter than n_ctx."""
         task.notify = self._wake.set
-        self._waiting.append(task)
-        self._wake.set()
+        with self._open():
+            self._waiting.append(task)
 
     def call(self, job: Callable[[], T]) -> Future[T]:
         """Run something between two steps, on the engine's thread."""
         future: Future[T] = Future()
-        self._jobs.append((job, future))
-        self._wake.set()
+        with self._open():
+            self._jobs.append((job, future))
         return future
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Something is queued here; the thread, which has not ended, will see it. Raises ApiError."""
+        with self._lock:
+            if self._stopping:
+                raise STOPPING
+            yield
+        self._wake.set()
 
     @property
     def n_busy(self) -> int:
@@ -127,7 +146,7 @@ class Engine:
             except Exception as error:  # a fault of ours must not leave callers waiting for ever
                 traceback.print_exc(file=sys.stderr)
                 self._fail_all(error)
-        self._fail_all(SubkvError("", "the server is stopping"))
+        self._fail_all(STOPPING)
 
     def _fail_all(self, error: Exception) -> None:
         for slot in self.slots:
@@ -142,6 +161,8 @@ class Engine:
         """Whether there was anything to evaluate."""
         while self._jobs:
             job, future = self._jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(job())
             except Exception as error:

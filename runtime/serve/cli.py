@@ -23,7 +23,6 @@ N_CTX_SLOT = 4096
 N_CONNECTIONS = 4096
 N_OTHER_FILES = 64
 POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
-GRACE_SECONDS = 5  # for answers under way when the server is told to end
 
 
 def _keys(given: tuple[str, ...], file: str | None) -> list[str]:
@@ -185,12 +184,18 @@ def main(**given: Any) -> None:
     sock = _listen(given["host"], given["port"], given["timeout"])
     with sock:
         from runtime.serve.model import SlotsLlama
+        from subkv.cache import llama_cpp
         from subkv.stats import cache_line
 
         with open_model(given | {"n_ctx": n_ctx} | cache, SlotsLlama, **more) as llm:
             from runtime.serve.app import Limits, Service, create_app
             from runtime.serve.batching import Engine
+            from runtime.serve.server import GRACE_SECONDS, Server
 
+            if not given["embeddings"] and not llama_cpp.llama_get_memory(llm.ctx):
+                raise ProgramError(
+                    "-m: expected a model that generates text, found one that only encodes; use --embeddings"
+                )
             options.note(cache_line(llm.kv_stats()))
             engine = Engine(llm)
             limits = Limits(given["n_predict"], given["n_queue"], given["max_body"], given["timeout"])
@@ -201,7 +206,7 @@ def main(**given: Any) -> None:
                 log_level="warning",
                 access_log=False,
                 ws="none",
-                timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_graceful_shutdown=2 * GRACE_SECONDS,
                 backlog=N_CONNECTIONS,
                 limit_concurrency=_n_connections(),
             )
@@ -212,7 +217,7 @@ def main(**given: Any) -> None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
             try:
-                uvicorn.Server(config).run(sockets=[sock])
+                Server(config, engine).run(sockets=[sock])
             finally:
                 engine.close()
 

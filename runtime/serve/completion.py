@@ -142,7 +142,8 @@ class RequestLlama:
         self.engine.submit(task)
         shown = prompt if isinstance(prompt, str) else self.llm.text(tokens)
         stops = [stop] if isinstance(stop, str) else stop or []
-        chunks = self._chunks(task, stops, limit, shown if echo else "", stopping_criteria)
+        texts = (shown, "") if echo else ("", shown)
+        chunks = self._chunks(task, stops, limit, *texts, stopping_criteria)
         return chunks if stream else self._whole(chunks)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
@@ -191,11 +192,13 @@ class RequestLlama:
             raise ApiError(400, "grammar: expected GBNF that llama.cpp can read, found something else", "grammar")
         C.llama_sampler_free(sampler)
 
-    def _chunks(self, task: Task, stops: list[str], limit: int, echo: str, criteria: Any) -> Iterator[Chunk]:
-        """Chunks of text, then an empty one with the reason of the end."""
+    def _chunks(
+        self, task: Task, stops: list[str], limit: int, echo: str, before: str, criteria: Any
+    ) -> Iterator[Chunk]:
+        """Chunks of text, then an empty one with the reason of the end. The text begins with `echo`, after `before`."""
         llm = self.llm
         n_top = task.sampler.n_top
-        logprobs = Logprobs(llm, 0) if n_top is not None else None
+        logprobs = Logprobs(llm, len(before)) if n_top is not None else None
         head = {
             "id": f"cmpl-{uuid.uuid4()}",
             "object": "text_completion",
@@ -221,11 +224,11 @@ class RequestLlama:
                     yield chunk(echo)
                 if limit == 0:
                     break
-                seen[n_prompt + n] = found.token
-                n += 1
                 if C.llama_vocab_is_eog(llm._model.vocab, found.token):
                     reason = "stop"
                     break
+                seen[n_prompt + n] = found.token
+                n += 1
                 if logprobs:
                     logprobs.add(found)
                 shown = text.feed(llm.piece(found.token))

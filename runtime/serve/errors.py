@@ -6,6 +6,9 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from runtime.serve.sampling import SamplingError
+from subkv.cache import StateError
+
 # status -> error type, as llama-server names them
 TYPES = {
     400: "invalid_request_error",
@@ -35,6 +38,15 @@ class ApiError(HTTPException):
         self.param = param
         self.kind = kind
         self.numbers = numbers
+
+
+def refusal(error: Exception) -> HTTPException:
+    """The answer to what went wrong: the client's fault, or ours."""
+    if isinstance(error, HTTPException):
+        return error
+    if isinstance(error, (StateError, SamplingError)):
+        return ApiError(400, str(error), error.key or None)
+    return ApiError(500, str(error) or type(error).__name__)
 
 
 def body(error: HTTPException) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -147,5 +146,4 @@ class EventStream(StreamingResponse):
                 yield line(chunk | {"choices": [], "usage": run.llm.usage})
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status is sent already
-            refusal = error if isinstance(error, HTTPException) else errors.ApiError(500, str(error))
-            yield line(errors.body(refusal))
+            yield line(errors.body(errors.refusal(error)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator
 
 from subkv.cache import llama_cpp
 
@@ -21,6 +21,8 @@ N_LOGPROBS = 100
 N_BIAS = 4096
 N_INPUTS = 2048  # texts of an embeddings request, as OpenAI has it
 
+# OpenAI's two names and llama.cpp's
+MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Count = Annotated[int, Field(ge=1, le=1)]
 
@@ -52,6 +54,7 @@ class Common(BaseModel):
 class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]
     """POST /v1/completions: a text or its tokens."""
 
+    max_tokens: int | None = Field(16, ge=-1, validation_alias=MAX_TOKENS)
     prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)] = ""
     logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
     suffix: None = Field(None, description="Not supported.")
@@ -62,8 +65,7 @@ class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[mi
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[llama_cpp.ChatCompletionRequestMessage], Field(min_length=1), FailFast()]
-    max_tokens: int | None = Field(None, ge=-1)
-    max_completion_tokens: int | None = Field(None, ge=-1, description="OpenAI's newer name of max_tokens.")
+    max_tokens: int | None = Field(None, ge=-1, validation_alias=MAX_TOKENS)
     top_logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
     response_format: dict[str, Any] | None = None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import running
 
 openai = pytest.importorskip("openai", reason="serve: the extra test is not installed")
 
@@ -170,6 +172,20 @@ def test_tool_call(client: Any, choice: Any, stream: bool) -> None:
         text = call.function.arguments
         assert answer.choices[0].finish_reason == "tool_calls"
     assert isinstance(json.loads(text)["kilos"], bool)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_by_a_chat_format_of_llama_cpp(coded_model: Callable[..., Path], stream: bool) -> None:
+    parameters = {"type": "object", "properties": {"kilos": {"type": "boolean"}}, "required": ["kilos"]}
+    tools = [{"type": "function", "function": {"name": "weigh", "parameters": parameters}}]
+    with running(coded_model(), n_slots=2, n_ctx=2048, chat_format="chatml-function-calling") as served:
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": "auto", "max_tokens": 60, "stream": stream}
+        for seed in range(4):
+            answer = served.client.post("/v1/chat/completions", json=body | {"seed": seed})
+            assert answer.status_code == 200
+            assert '"error"' not in answer.text
+            assert '"finish_reason"' in answer.text
+        assert served.idle()
 
 
 def test_logit_bias_and_min_tokens(client: Any, served: Any) -> None:
