@@ -19,7 +19,7 @@ Bands = tuple[tuple[int, int], ...]  # (coefficients, bits) per band, in order
 SCALE_ONE = 160
 CANDIDATES_BELOW = 10  # scale codes tried below the smallest that clips nothing, kernels/ref/rows.h
 HALF_MAX = 65504.0
-_PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # low bits first
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # low bits first
 
 _OCTAVE = np.array([1.0, 1.0905077, 1.1892071, 1.2968396, 1.4142135, 1.5422108, 1.6817929, 1.8340081], dtype=np.float32)
 
@@ -114,7 +114,7 @@ def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) 
             rows[:, offset : offset + 2 * n] = halves.view(np.uint8).reshape(len(c), 2 * n)
             continue
         u = _codes(x, (scale * r).astype(np.float32)[:, None], bits).astype(np.uint8)
-        for width in _PLANES[bits]:
+        for width in PLANES[bits]:
             size, per_byte = n * width // 8, 8 // width
             parts = (u & ((1 << width) - 1)).reshape(len(c), per_byte, size)
             shifts = (width * np.arange(per_byte, dtype=np.uint8))[None, :, None]
@@ -138,7 +138,7 @@ def decode(rows: U8, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]
             continue
         u = np.zeros((len(rows), n), dtype=np.uint8)
         low = 0
-        for width in _PLANES[bits]:
+        for width in PLANES[bits]:
             size, per_byte = n * width // 8, 8 // width
             shifts = (width * np.arange(per_byte, dtype=np.uint8))[None, :, None]
             parts = (rows[:, None, offset : offset + size] >> shifts) & ((1 << width) - 1)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -33,6 +33,21 @@ _SETTERS = {"u32": "gguf_set_val_u32", "u64": "gguf_set_val_u64", "f32": "gguf_s
 
 Value = tuple[str, int | float | str]  # type name of _SETTERS, value
 SHA256_KEY = "subkv.base.sha256"
+
+
+class Base(Protocol):
+    """What planning reads of a model; names are GGUF's. A Gguf, or whatever can answer for one."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def keys(self) -> list[str]: ...
+
+    def get(self, key: str) -> Any: ...
+
+    def has_tensor(self, name: str) -> bool: ...
+
+    def tensor(self, name: str, why: str) -> NDArray[np.float32]: ...
 
 
 class Gguf:

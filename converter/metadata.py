@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from converter import native
 from converter.basis import StoredBasis
 from converter.calib_io import Calibration, LayerShape
 from converter.errors import ConverterError
 from converter.gamma import STORED_NAMES
-from converter.gguf_io import Value
+from converter.gguf_io import Gguf, Value
 from converter.layout import Account
 
 VERSION = 2
@@ -117,6 +118,41 @@ def keys(
     for layer in layers:
         values[f"subkv.blk.{layer.shape.il}.basis"] = ("str", base64.b64encode(basis_block(layer)).decode("ascii"))
     return values
+
+
+def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:
+    """Bands and bases of every coded layer of a converted model or sidecar: basis_block read back.
+
+    Raises ConverterError as read() does; what libsubkv accepts needs no further checks.
+    """
+    described = read(path)
+    with Gguf("bases", path) as file:
+        return {
+            layer["il"]: _heads(layer, base64.b64decode(file.get(f"subkv.blk.{layer['il']}.basis")))
+            for layer in described["layers"]
+        }
+
+
+def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
+    at = 0
+
+    def take(dtype: str, *shape: int) -> NDArray[Any]:
+        nonlocal at
+        values = np.frombuffer(block, dtype, int(np.prod(shape)), at).reshape(shape)
+        at += values.nbytes
+        return values
+
+    def stored(head: dict[str, Any], d: int, key: bool) -> StoredBasis:
+        ratio = take("<f4", len(head["bands"]))
+        mean = take("<f2", d) if key else np.zeros(d, dtype=np.float16)
+        encode, decode = take("<f2", head["rank"], d), take("<f2", head["rank"], d)
+        return StoredBasis(tuple((b["n"], b["bits"]) for b in head["bands"]), encode, decode, ratio, mean)
+
+    heads = []
+    for k, v in zip(layer["k"], layer["v"], strict=True):
+        gamma = float(take("<f4", 1)[0])
+        heads.append(CodedHead(stored(k, layer["d_k"], True), stored(v, layer["d_v"], False), gamma))
+    return tuple(heads)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from converter.basis import F64, FullBasis, fit_metric, fit_pca
 from converter.calib_io import Calibration, LayerShape, LayerStats
 from converter.errors import ConverterError
-from converter.gguf_io import Gguf
+from converter.gguf_io import Base
 
 # Share of the structural metric in the measured one. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
 # Sherlock: with sensitivities of 16k tokens 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and 0.1, 0.0029 at 0.3; of
@@ -69,7 +69,7 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
     )
 
 
-def output_metrics(base: Gguf, shape: LayerShape) -> F64:
+def output_metrics(base: Base, shape: LayerShape) -> F64:
     """Σ over the group's heads of W_o,hᵀ W_o,h, per KV head: [n_head_kv, d_v, d_v].
 
     W_o is blk.N.attn_output.weight, [n_embd, n_head·d_v]; query head h reads columns h·d_v … (h+1)·d_v.
@@ -90,7 +90,7 @@ def output_metrics(base: Gguf, shape: LayerShape) -> F64:
     return metrics
 
 
-def value_metrics(base: Gguf, shape: LayerShape, basis_v: str) -> F64:
+def value_metrics(base: Base, shape: LayerShape, basis_v: str) -> F64:
     """The structural metric of values, [n_head_kv, d_v, d_v]; for basis_v pca the identity, and no weight is read."""
     if basis_v == "pca":
         return np.broadcast_to(np.eye(shape.d_v), (shape.n_head_kv, shape.d_v, shape.d_v)).copy()

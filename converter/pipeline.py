@@ -16,7 +16,7 @@ from converter.calib_io import PREFIX, Calibration, LayerShape, LayerStats
 from converter.codec import Bands
 from converter.errors import ConverterError
 from converter.gamma import gamma_of
-from converter.gguf_io import Gguf
+from converter.gguf_io import Base
 from converter.layout import Account, Head, Overhead
 from converter.metadata import CodedHead, CodedLayer, Settings
 from converter.metrics import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
@@ -83,7 +83,7 @@ class _Fitted:
     k2: F64
 
 
-def check_model(base: Gguf, calibration: Calibration) -> None:
+def check_model(base: Base, calibration: Calibration) -> None:
     """Refuse a calibration made for another model, or a model that is already converted."""
     if any(key.startswith("subkv.") for key in base.keys()):  # noqa: SIM118 (not a dict)
         raise ConverterError(f"subkv.version: expected a base model without subkv keys, found them in {base.path}")
@@ -99,7 +99,7 @@ def check_model(base: Gguf, calibration: Calibration) -> None:
         _check_shape(base, str(arch), layer.shape)
 
 
-def _check_shape(base: Gguf, arch: str, shape: LayerShape) -> None:
+def _check_shape(base: Base, arch: str, shape: LayerShape) -> None:
     def per_layer(key: str) -> Any:
         value = base.get(f"{arch}.{key}")
         return value[shape.il] if isinstance(value, list) and shape.il < len(value) else value
@@ -123,7 +123,7 @@ def _check_shape(base: Gguf, arch: str, shape: LayerShape) -> None:
             )
 
 
-def default_context(base: Gguf) -> int:
+def default_context(base: Base) -> int:
     """Context at which bits per element are stated unless --bpe-context says otherwise."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     return min(int(trained), CALIBRATED_CONTEXT) if trained else CALIBRATED_CONTEXT
@@ -135,7 +135,7 @@ class Fit:
     Raises ConverterError for anything in the input that does not fit.
     """
 
-    def __init__(self, base: Gguf, calibration: Calibration, options: Options, progress: bool = False) -> None:
+    def __init__(self, base: Base, calibration: Calibration, options: Options, progress: bool = False) -> None:
         check_model(base, calibration)
         self.progress = progress
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
@@ -248,7 +248,7 @@ class Fit:
         return round(first * BUDGET_STEP, 6)
 
 
-def convert(base: Gguf, calibration: Calibration, options: Options, progress: bool = False) -> Result:
+def convert(base: Base, calibration: Calibration, options: Options, progress: bool = False) -> Result:
     """Fit, plan, round and calibrate all layers. progress: bars.
 
     Raises ConverterError for anything in the input that does not fit.

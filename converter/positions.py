@@ -16,13 +16,36 @@ from numpy.typing import NDArray
 
 from converter.basis import F64
 from converter.calib_io import F16, Calibration, LayerStats
-from converter.gguf_io import Gguf
+from converter.errors import ConverterError
+from converter.gguf_io import Base
 
 C128 = NDArray[np.complex128]
 
 # Architectures by where llama.cpp puts a rotary pair: neighbours, or half of the rotated dimensions apart.
 NEIGHBOURS = ("llama",)
 HALVES = ("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2")
+# More of the latter, and some without rotation, whose keys transformers orders as llama.cpp does.
+SAME_ORDER = (*HALVES, "gemma2", "gemma3", "gpt-oss", "gpt2", "olmo2", "phi3", "qwen2moe", "qwen3moe")
+
+
+def halves_of_neighbours(d: int) -> NDArray[np.int64]:
+    """[d] index into a key whose rotary pairs are half a head apart for every coordinate of one that has neighbours."""
+    return np.arange(d).reshape(2, d // 2).T.ravel()
+
+
+def transformers_order(flag: str, arch: str, d: int) -> NDArray[np.int64]:
+    """[d] index into a key of transformers for every coordinate of llama.cpp's.
+
+    Raises ConverterError, starting with `flag`, for an architecture whose orders are not known here.
+    """
+    if arch in NEIGHBOURS:
+        return halves_of_neighbours(d)
+    if arch in SAME_ORDER:
+        return np.arange(d)
+    raise ConverterError(
+        f"{flag}: expected an architecture whose keys transformers orders in a known way "
+        f"({', '.join(sorted(NEIGHBOURS + SAME_ORDER))}), found {arch}"
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,7 @@ def _mean_phase(omega: F64, span: float) -> C128:
     return np.where(small, 1.0, (np.exp(1j * safe) - 1.0) / (1j * safe))
 
 
-def rotation(base: Gguf, d: int) -> Rotation | None:
+def rotation(base: Base, d: int) -> Rotation | None:
     """How the model turns keys of size d; None where it does not, or in a way that is not understood here."""
     arch = base.get("general.architecture")
     if arch not in NEIGHBOURS + HALVES or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
@@ -81,7 +104,7 @@ def rotation(base: Gguf, d: int) -> Rotation | None:
     return Rotation(unitary, omega)
 
 
-def spread(base: Gguf, calibration: Calibration) -> tuple[Calibration, str | None]:
+def spread(base: Base, calibration: Calibration) -> tuple[Calibration, str | None]:
     """The calibration over all trained positions, and a note where that could not be done but may be missed."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     shortest = min(calibration.n_ctx, calibration.sensitivity.n_ctx if calibration.sensitivity else calibration.n_ctx)

@@ -20,6 +20,7 @@ from converter.calib_io import Calibration
 from converter.calibrate import read_text
 from converter.errors import ConverterError, need_packages
 from converter.gguf_io import Gguf
+from converter.positions import halves_of_neighbours
 
 F32 = NDArray[np.float32]
 Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> what attention sees of them
@@ -228,8 +229,7 @@ class Reference:
 
         with self.hooked(hook):
             self.logits(tokens, len(tokens) - 1)
-        half = self.d // 2
-        orders = [np.arange(self.d), np.stack([np.arange(half), half + np.arange(half)], 1).ravel()]
+        orders = [np.arange(self.d), halves_of_neighbours(self.d)]
         fits = []
         for order in orders:
             pairs = ((_uneven(a[:, order][:, :, order]), _uneven(b)) for a, b in zip(seen, moments, strict=True))

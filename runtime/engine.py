@@ -62,12 +62,12 @@ class Model:
         C.llama_model_desc(self.handle, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
-    def tokenize(self, text: bytes) -> npt.NDArray[np.int32]:
-        """Tokens of a text with the model's own special tokens around it; markup in the text stays text."""
+    def tokenize(self, text: bytes, special: bool = True, markup: bool = False) -> npt.NDArray[np.int32]:
+        """Tokens of a text. special: with the model's own special tokens around it; markup: read those in the text."""
         room = max(len(text) + 2, 8)
         out = np.empty(room, dtype=np.int32)
         n = C.llama_tokenize(
-            self.vocab, text, len(text), out.ctypes.data_as(ctypes.POINTER(C.llama_token)), room, True, False
+            self.vocab, text, len(text), out.ctypes.data_as(ctypes.POINTER(C.llama_token)), room, special, markup
         )
         if n < 0:
             raise ModelFileError("-f", f"the text cannot be tokenized ({n})")

@@ -1,6 +1,6 @@
 """subkv: llama.cpp whose KV cache holds coefficients.
 
-Nothing happens on import; `subkv.Llama` binds the native libraries.
+Nothing happens on import; `subkv.Llama` binds the native libraries, `subkv.SubspaceCache` needs the extra `torch`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from subkv.llama import Llama
     from subkv.prompt_cache import PromptCache
+    from subkv.subspace import SubspaceCache
 
-__all__ = ["Llama", "PromptCache", "__version__"]
+__all__ = ["Llama", "PromptCache", "SubspaceCache", "__version__"]
 __version__ = "0.1.0"
 
-_LAZY = {"Llama": "subkv.llama", "PromptCache": "subkv.prompt_cache"}
+_LAZY = {"Llama": "subkv.llama", "PromptCache": "subkv.prompt_cache", "SubspaceCache": "subkv.subspace"}
 
 
 def __getattr__(name: str) -> Any:

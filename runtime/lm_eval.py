@@ -1,0 +1,205 @@
+"""lm-evaluation-harness on a model of this runtime, with any KV cache. Extra `eval`.
+
+    python -m runtime.lm_eval run --model subkv --model_args model=M.gguf,cache=subkv:bases.gguf --tasks hellaswag
+
+The command line is lm_eval's own (`lm_eval run --help`); importing this module adds the model `subkv` to it.
+Requests that begin alike are evaluated one after the other and share the cells of what they have in common.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from runtime.engine import Logits, Model, parse_cache
+from runtime.options import default_threads
+from runtime.scoring import log_softmax
+from subkv.cache import C, CacheError
+from subkv.stats import cache_line
+
+N_ROLLBACK = 256  # exact rows kept so that another continuation of a long prompt needs only itself evaluated
+MAX_NEW = 256  # tokens of an answer where a task does not say
+
+
+@register_model("subkv")
+class SubkvLM(TemplateLM):  # type: ignore[misc]
+    """A GGUF under one cache type.
+
+    model: the file. cache: as -ctk of the programs: auto, f16, q8_0, subkv, subkv:FILE. n_ctx: tokens of a request with
+    its answer, at most, longer ones lose their beginning; default: the trained context, at most 4096. threads: of the
+    processor, default all. batch_size, max_batch_size: lm_eval's, of no use here, where one request runs at a time.
+    Raises SubkvError for what cannot be loaded, and CacheError for what cannot be asked of it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        cache: str = "auto",
+        n_ctx: int | None = None,
+        threads: int | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        super().__init__()
+        choice = parse_cache(cache, Path(model), None, "cache")
+        self._model = Model(model, key="model")
+        self._n_ctx = n_ctx or min(4096, self._model.n_ctx_train)
+        self._context = self._model.context(
+            choice,
+            n_ctx=self._n_ctx,
+            n_batch=512,
+            n_ubatch=512,
+            n_threads=threads or default_threads(),
+            n_rollback=N_ROLLBACK if choice.coded else None,
+        )
+        self._held: list[int] = []  # tokens whose cells the context has
+        self._path = model
+        print(cache_line(self._context.stats))
+
+    #
+    # tokens
+    #
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(C.llama_vocab_eos(self._model.vocab))
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context is conditioned on."""
+        return self._model.bos if self._model.bos >= 0 else self.eot_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Tokens of a text; markup in it is read, as chat templates need. add_special_tokens None: as the model's."""
+        special = self._model.add_bos if add_special_tokens is None else add_special_tokens
+        return self._model.tokenize(string.encode("utf-8", "replace"), special, markup=True).tolist()
+
+    def _piece(self, token: int) -> bytes:
+        buffer = ctypes.create_string_buffer(512)
+        n = C.llama_token_to_piece(self._model.vocab, token, buffer, len(buffer), 0, True)
+        return buffer.raw[: max(n, 0)]
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._path
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The model's own template. Raises CacheError where it has none."""
+        text = C.llama_model_chat_template(self._model.handle, None)
+        if not text:
+            raise CacheError("tokenizer.chat_template", "expected a chat template in the model's metadata, found none")
+        return text.decode("utf-8", "replace")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt of a chat. Raises CacheError as chat_template()."""
+        bos, eos = (self._piece(t).decode("utf-8", "replace") for t in (self._model.bos, self.eot_token_id))
+        formatter = Jinja2ChatFormatter(
+            template=self.chat_template() or "",
+            eos_token=eos,
+            bos_token=bos,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return str(formatter(messages=chat_history).prompt)  # type: ignore[arg-type]
+
+    #
+    # evaluation
+    #
+
+    def _logits(self, tokens: Sequence[int], first: int) -> Logits:
+        """Logits [len(tokens) − first, n_vocab] of the positions from `first` on; leaves the cells of all tokens."""
+        same = next((i for i, (a, b) in enumerate(zip(self._held, tokens, strict=False)) if a != b), len(self._held))
+        keep = min(same, first, len(tokens))
+        try:
+            self._context.drop_tail(keep)
+        except CacheError:  # more than N_ROLLBACK tokens would have to go
+            self._context.clear()
+            keep = 0
+        self._held = []
+        rows = []
+        for low in range(keep, len(tokens), self._context.n_batch):
+            piece = tokens[low : low + self._context.n_batch]
+            n_rows = self._context.decode(piece, low, first - low)
+            rows.append(self._context.logits(n_rows).copy() if n_rows > 0 else self._context.logits(0))
+        self._held = list(tokens)
+        return np.concatenate(rows)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(ln p of the continuation, whether it is the greedy one) of (texts, context tokens, continuation tokens)."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: requests[i][1] + requests[i][2])
+        for i in tqdm(order, desc="loglikelihood", disable=disable_tqdm):
+            texts, context, continuation = requests[i]
+            if len(continuation) > self._n_ctx:
+                raise CacheError("n_ctx", f"expected at least {len(continuation)}, found {self._n_ctx}")
+            tokens = (context + continuation)[-self._n_ctx - 1 : -1]
+            logits = self._logits(tokens, len(tokens) - len(continuation))
+            steps = np.arange(len(continuation))
+            found[i] = (
+                float(log_softmax(logits)[steps, continuation].sum()),
+                bool((logits.argmax(-1) == continuation).all()),
+            )
+            self.cache_hook.add_partial("loglikelihood", texts, found[i])
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """ln p of whole texts, in windows of n_ctx tokens that do not overlap but for the token before each."""
+        found = []
+        for (text,) in tqdm([request.args for request in requests], desc="rolling", disable=disable_tqdm):
+            tokens = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._n_ctx, 1)
+            pairs = [(("", text), *make_disjoint_window(window)) for window in windows]
+            found.append(sum(nll for nll, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers up to a stop text, the end of generation, or the task's length."""
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        found = [""] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: prompts[i])
+        for i in tqdm(order, desc="generate", disable=disable_tqdm):
+            how = normalize_gen_kwargs(requests[i].args[1], MAX_NEW)
+            if how["do_sample"]:
+                raise CacheError("gen_kwargs", "expected greedy generation (do_sample=False), found sampling")
+            n_new = how["max_gen_toks"]
+            if not 0 < n_new < self._n_ctx:
+                raise CacheError("n_ctx", f"expected more than the {n_new} tokens of an answer, found {self._n_ctx}")
+            found[i] = self._generate(prompts[i][n_new - self._n_ctx :], n_new, [s for s in how["until"] if s])
+            self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
+        return found
+
+    def _generate(self, prompt: list[int], n_new: int, stops: list[str]) -> str:
+        tokens, answer = list(prompt), b""
+        for _ in range(n_new):
+            token = int(self._logits(tokens, len(tokens) - 1)[0].argmax())
+            if C.llama_vocab_is_eog(self._model.vocab, token):
+                break
+            tokens.append(token)
+            answer += self._piece(token)
+            if any(stop.encode() in answer for stop in stops):
+                break
+        text = answer.decode("utf-8", "replace")
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def main() -> None:
+    """Entry point of `python -m runtime.lm_eval`."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
