@@ -9,12 +9,12 @@ Requests that begin alike are evaluated one after the other and share the cells 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -24,10 +24,11 @@ from tqdm import tqdm
 from runtime.engine import Logits, Model, parse_cache
 from runtime.options import default_threads
 from runtime.scoring import log_softmax
-from subkv.cache import C, CacheError
+from subkv.cache import C, CacheError, SubkvError
 from subkv.stats import cache_line
 
-N_ROLLBACK = 256  # exact rows kept so that another continuation of a long prompt needs only itself evaluated
+N_ROLLBACK = 64  # exact rows kept so that another continuation of a long prompt needs only itself evaluated
+LM_EVALS = ("batch_size", "max_batch_size", "device")  # arguments that every model of lm_eval is given
 MAX_NEW = 256  # tokens of an answer where a task does not say
 
 
@@ -37,22 +38,25 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
 
     model: the file. cache: as -ctk of the programs: auto, f16, q8_0, subkv, subkv:FILE. n_ctx: tokens of a request with
     its answer, at most, longer ones lose their beginning; default: the trained context, at most 4096. threads: of the
-    processor, default all. batch_size, max_batch_size: lm_eval's, of no use here, where one request runs at a time.
+    processor, default all. LM_EVALS are of no use here, where one request runs at a time.
     Raises SubkvError for what cannot be loaded, and CacheError for what cannot be asked of it.
     """
 
     def __init__(
-        self,
-        model: str,
-        cache: str = "auto",
-        n_ctx: int | None = None,
-        threads: int | None = None,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
+        self, model: str = "", cache: str = "auto", n_ctx: int | None = None, threads: int | None = None, **others: Any
     ) -> None:
         super().__init__()
-        choice = parse_cache(cache, Path(model), None, "cache")
-        self._model = Model(model, key="model")
+        unknown = [f"{name}={value}" for name, value in others.items() if name not in LM_EVALS]
+        if unknown or not model:
+            raise CacheError(
+                "--model_args",
+                f"expected model=FILE and cache, n_ctx or threads, found {', '.join(unknown) or 'no model'}",
+            )
+        for name, number in (("n_ctx", n_ctx), ("threads", threads)):
+            if number is not None and not (isinstance(number, int) and number > 0):
+                raise CacheError(f"--model_args {name}", f"expected a positive number, found {number}")
+        choice = parse_cache(cache, Path(model), None, "--model_args cache")
+        self._model = Model(model, key="--model_args model")
         self._n_ctx = n_ctx or min(4096, self._model.n_ctx_train)
         self._context = self._model.context(
             choice,
@@ -102,6 +106,8 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt of a chat. Raises CacheError as chat_template()."""
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
         bos, eos = (self._piece(t).decode("utf-8", "replace") for t in (self._model.bos, self.eot_token_id))
         formatter = Jinja2ChatFormatter(
             template=self.chat_template() or "",
@@ -142,7 +148,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         for i in tqdm(order, desc="loglikelihood", disable=disable_tqdm):
             texts, context, continuation = requests[i]
             if len(continuation) > self._n_ctx:
-                raise CacheError("n_ctx", f"expected at least {len(continuation)}, found {self._n_ctx}")
+                raise CacheError("--model_args n_ctx", f"expected at least {len(continuation)}, found {self._n_ctx}")
             tokens = (context + continuation)[-self._n_ctx - 1 : -1]
             logits = self._logits(tokens, len(tokens) - len(continuation))
             steps = np.arange(len(continuation))
@@ -175,7 +181,9 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
                 raise CacheError("gen_kwargs", "expected greedy generation (do_sample=False), found sampling")
             n_new = how["max_gen_toks"]
             if not 0 < n_new < self._n_ctx:
-                raise CacheError("n_ctx", f"expected more than the {n_new} tokens of an answer, found {self._n_ctx}")
+                raise CacheError(
+                    "--model_args n_ctx", f"expected more than the {n_new} tokens of an answer, found {self._n_ctx}"
+                )
             found[i] = self._generate(prompts[i][n_new - self._n_ctx :], n_new, [s for s in how["until"] if s])
             self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
         return found
@@ -198,7 +206,10 @@ def main() -> None:
     """Entry point of `python -m runtime.lm_eval`."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SubkvError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,8 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def n_bytes(self, kind: str) -> int:
         """Bytes allocated of a kind: rows, sink or recent."""
-        return sum(self._tensors[f"{kind}_{side}"].nbytes for side in "kv") if self.is_initialized else 0
+        held = [self._tensors[f"{kind}_{side}"] for side in "kv"] if self.is_initialized else []
+        return sum(x.untyped_storage().nbytes() for x in held)
 
     @property
     def n_allocated(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from converter.errors import ConverterError
 from converter.layout import DEFAULT_N_RECENT, DEFAULT_N_SINK
 from converter.metadata import CodedHead
 from converter.pipeline import Options, convert
-from converter.positions import transformers_order
+from converter.positions import SAME_ORDER, transformers_order
 from subkv.cache import CacheError
 from subkv.torch_codec import RowCodec
 
@@ -68,8 +68,17 @@ def load(
         n_sink, n_recent = options.n_sink, options.n_recent
     if n_layer != config.num_hidden_layers:
         raise CacheError(KEY, f"expected {config.num_hidden_layers} layers as in the model, found {n_layer}")
+    _check_kind(arch, config.model_type)
     layers = {il: _codecs(arch, of_layer) for il, of_layer in heads.items()}
     return Bases(layers, n_sink, n_recent, fingerprint, config)
+
+
+def _check_kind(arch: str, model_type: str) -> None:
+    """Refuse bases of another architecture, as far as the two naming schemes tell."""
+    known = {name.replace("-", "") for name in SAME_ORDER} - {"phi2"}  # transformers' phi
+    ours, theirs = arch.replace("-", ""), model_type.replace("_", "").removesuffix("text")
+    if ours != theirs and (ours in known or theirs in known):
+        raise CacheError(KEY, f"expected bases of a {model_type} model, found those of {arch}")
 
 
 def _codecs(arch: str, heads: tuple[CodedHead, ...]) -> tuple[RowCodec, RowCodec]:

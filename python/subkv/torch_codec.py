@@ -74,16 +74,15 @@ class RowCodec:
         )
         self._scale_byte, self._head_of_byte = torch.tensor(scale_byte), torch.tensor(head_of_byte)
         self._scales = torch.from_numpy(codec.scale_table())
+        self._on = {self.mean.device: self}  # copies by device
 
     def to(self, device: torch.device) -> RowCodec:
-        """The same on a device; itself if it is there."""
-        if self.mean.device == device:
-            return self
-        moved = object.__new__(RowCodec)
-        moved.__dict__.update(
-            {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.__dict__.items()},
-        )
-        return moved
+        """The same on a device, where there is one copy of it."""
+        if device not in self._on:
+            moved = self._on[device] = object.__new__(RowCodec)
+            for name, value in vars(self).items():
+                setattr(moved, name, value.to(device) if isinstance(value, Tensor) else value)
+        return self._on[device]
 
     def __deepcopy__(self, memo: Any) -> RowCodec:
         return self
