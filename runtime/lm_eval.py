@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,8 +54,8 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         for name, number in (("n_ctx", n_ctx), ("threads", threads)):
             if number is not None and not (isinstance(number, int) and number > 0):
                 raise CacheError(f"--model_args {name}", f"expected a positive number, found {number}")
-        choice = parse_cache(cache, Path(model), None, "--model_args cache")
         self._model = Model(model, key="--model_args model")
+        choice = parse_cache(cache, self._model.path, None, "--model_args cache")
         self._n_ctx = n_ctx or min(4096, self._model.n_ctx_train)
         self._context = self._model.context(
             choice,
