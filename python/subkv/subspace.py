@@ -81,7 +81,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             raise CacheError(
                 "SubspaceCache",
                 f"expected the attention function {NAME!r} after every update, found none in layer {self.il}; "
-                f"SubspaceCache.from_file sets it, model.set_attn_implementation must not change it",
+                f"SubspaceCache.from_file sets it; reset() the cache after a forward call that was interrupted",
             )
         n = key_states.shape[2]
         for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
@@ -281,7 +281,8 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         in_coded = sum(batch * n * e for (batch, n), e in zip(sizes, elements, strict=True))
         rows = sum(layer.n_bytes("rows") for layer in coded)
         window = sum(layer.n_bytes("sink") + layer.n_bytes("recent") for layer in coded)
-        ordinary = [x for layer in self.layers for x in (layer.keys, layer.values) if isinstance(x, Tensor)]
+        held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
+        ordinary = [x for x in held if isinstance(x, Tensor)]
         stock = sum(x.nbytes for x in ordinary)
         return KVStats(
             type_k=CODED,
@@ -323,8 +324,8 @@ def _attention(module: Any, q: Tensor, k: Any, v: Tensor, mask: Tensor | None, *
     layer: SubspaceLayer | None = getattr(k, "subkv_layer", None)
     if layer is None and softcap is None and sinks is None:
         return sdpa_attention_forward(module, q, k, v, mask, **rest)
-    for name in ("position_bias", "dropout"):
-        if rest.get(name):
+    for name, absent in (("position_bias", None), ("dropout", 0.0)):
+        if rest.get(name, absent) is not None and rest.get(name) != absent:
             raise CacheError("model", f"expected attention without {name}, found it in {type(module).__name__}")
     how = Logits(q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap, sinks)
     if mask is not None:
@@ -335,6 +336,6 @@ def _attention(module: Any, q: Tensor, k: Any, v: Tensor, mask: Tensor | None, *
         mask = mask[:, 0]
     if layer is None:
         return attend_exact(q, k, v, mask, how), None
-    if mask is not None and bool(mask.triu(layer.n_cells - q.shape[2] + 1).any()):
+    if mask is not None and q.shape[2] > 1 and bool(mask.triu(layer.n_cells - q.shape[2] + 1).any()):
         raise CacheError("attention_mask", "expected causal attention, found queries that see later tokens")
     return layer.attend(q, mask, how), None

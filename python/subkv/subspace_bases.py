@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def load(
             n_recent=DEFAULT_N_RECENT if n_recent is None else n_recent,
         )
         result = convert(ModelFacts(model, calibration.arch), calibration, options)
+        for note in result.notes:
+            logging.getLogger(__name__).warning(note)
         heads = {layer.shape.il: layer.heads for layer in result.layers}
         arch, fingerprint, n_layer = calibration.arch, None, calibration.block_count
         n_sink, n_recent = options.n_sink, options.n_recent

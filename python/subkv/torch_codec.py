@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from converter import codec
@@ -28,7 +29,7 @@ class RowCodec:
     mean: [n_head_kv, d] float32, what keys are coded less of. All in the order of the model's vectors.
     """
 
-    def __init__(self, heads: Sequence[StoredBasis], order: np.ndarray[Any, Any], gamma: Sequence[float]) -> None:
+    def __init__(self, heads: Sequence[StoredBasis], order: NDArray[np.int64], gamma: Sequence[float]) -> None:
         back = np.argsort(order)
         n_head, self.d = len(heads), len(order)
         self.rank = max(codec.rank(head.bands) for head in heads)

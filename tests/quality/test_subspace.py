@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pydoc_data.topics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from converter.errors import ConverterError  # noqa: E402
 from converter.gguf_io import Gguf  # noqa: E402
 from converter.pipeline import Fit, Options  # noqa: E402
 from runtime.engine import Model, parse_cache  # noqa: E402
+from runtime.scoring import log_softmax  # noqa: E402
 from subkv import SubspaceCache  # noqa: E402
 from subkv.cache import CacheError  # noqa: E402
 
@@ -307,3 +309,40 @@ def test_import_needs_no_torch_and_changes_nothing() -> None:
         "subkv.SubspaceCache; assert set(transformers.AttentionInterface._global_mapping) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.quality
+def test_the_demo_model_is_the_engines(demo_model: Path, tmp_path: Path) -> None:
+    """Within twice the noise floor: what the engine's quantized activations change without any codec.
+
+    The layout is planned twice, by `convert` for the engine and from the calibration alone for transformers.
+    """
+    calibration = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.calib.safetensors"
+    sidecar, n = tmp_path / "bases.gguf", 256
+    convert_file(demo_model, calibration, sidecar, Options(kv_bits=4.25), sidecar=True)
+    theirs = {}
+    with Model(str(demo_model)) as m:
+        tokens = m.tokenize("\n".join(pydoc_data.topics.topics.values())[:4000].encode())[:n].tolist()
+        for name in ("f16", f"subkv:{sidecar}"):
+            context = m.context(
+                parse_cache(name, demo_model, None), n_ctx=n, n_batch=n, n_ubatch=n, n_threads=2, flash_attn="off"
+            )
+            theirs[name[:5]] = context.logits(context.decode(tokens, 0, n // 2)).copy()
+            context.close()
+    model = load(demo_model, "llama")
+    ids = torch.tensor([tokens])
+    exact = logits(model, None, ids)[0, n // 2 :].numpy()
+    cache = SubspaceCache.from_file(calibration, model, kv_bits=4.25)
+    ours = logits(model, cache, ids)[0, n // 2 :].numpy()
+
+    def kld(base: Any, other: Any) -> float:
+        p, q = log_softmax(base), log_softmax(other)
+        return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+    floor = kld(theirs["f16"], exact)
+    assert 1e-5 < kld(exact, ours) < 0.002
+    assert kld(theirs["subkv"], ours) < 2.0 * floor
+    dynamic = transformers.DynamicCache(config=model.config)
+    logits(model, dynamic, ids)
+    held = sum(x.nbytes for layer in dynamic.layers for x in (layer.keys, layer.values))
+    assert cache.kv_stats().bytes_codes < 0.17 * held  # rows of 4 to 5 bits; the window is float32 as the model
