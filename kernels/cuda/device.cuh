@@ -1,0 +1,141 @@
+// device.cuh: what every kernel file needs: launches, warp sums, halves, asynchronous copies.
+//
+// Kernels take their shared memory from one dynamic block (Carve), and use only what tests/kernels/emulated declares:
+// tests run them on the CPU that way.
+#pragma once
+
+#include "ops.h"
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+namespace subkv::cuda {
+
+constexpr int WARP    = 32;
+constexpr int THREADS = 128; // of every block
+constexpr int WARPS   = THREADS / WARP;
+
+extern __shared__ __align__(16) unsigned char block_memory[];
+
+// Hands out parts of the block's shared memory, each aligned to 16 bytes. On the host, with base 0: counts them.
+struct Carve {
+    unsigned char * base;
+    size_t          used = 0;
+
+    template <typename T> __host__ __device__ T * take(size_t n) {
+        T * part = reinterpret_cast<T *>(base + used);
+        used += (n * sizeof(T) + 15) / 16 * 16;
+        return part;
+    }
+};
+
+// The largest dynamic shared memory of a block on the current device.
+inline size_t most_shared() {
+    int device = 0, bytes = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+        return 48u << 10;
+    }
+    return (size_t) bytes;
+}
+
+template <typename Args>
+const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * stream, const Args & args) {
+    if (shared > 48u << 10) {
+        const auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) shared);
+        if (e != cudaSuccess) {
+            return cudaGetErrorString(e);
+        }
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim            = grid;
+    config.blockDim           = dim3(THREADS);
+    config.dynamicSmemBytes   = shared;
+    config.stream             = (cudaStream_t) stream;
+    const auto e              = cudaLaunchKernelEx(&config, kernel, args);
+    return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+}
+
+constexpr unsigned ALL = 0xffffffffu;
+
+__device__ inline float warp_sum(float x) {
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        x += __shfl_xor_sync(ALL, x, step);
+    }
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
+    }
+    return x;
+}
+
+// The largest of all threads' x, in all of them. room: [WARPS] floats that nobody else uses until the next barrier.
+__device__ inline float block_max(float x, float * room) {
+    x = warp_max(x);
+    if (threadIdx.x % WARP == 0) {
+        room[threadIdx.x / WARP] = x;
+    }
+    __syncthreads();
+    x = room[0];
+    for (int i = 1; i < WARPS; ++i) {
+        x = fmaxf(x, room[i]);
+    }
+    __syncthreads();
+    return x;
+}
+
+__device__ inline float from_half(uint16_t h) {
+    return __half2float(__ushort_as_half(h));
+}
+
+__device__ inline uint16_t to_half(float x) {
+    return __half_as_ushort(__float2half_rn(x));
+}
+
+// The scale of a row: 2^((code - 160)/8) rounded to f32, 0 for code 0.
+__device__ inline float row_scale(uint32_t code) {
+    constexpr float eighth[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
+                                  1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f };
+    if (code == 0) {
+        return 0.0f;
+    }
+    return __uint_as_float((code / 8 + 107) << 23) * eighth[code % 8]; // 160/8 = 20 = 127 - 107
+}
+
+// Copies n <= 4 bytes from a 4-byte aligned address into a word of shared memory, the rest becomes 0; asynchronous where
+// the device can. copies_done() waits for all but the last `pending` groups that copies_commit() closed.
+__device__ inline void copy_word(uint32_t * to, const uint8_t * from, int n) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const auto at = (uint32_t) __cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(n) : "memory");
+#else
+    uint32_t word = 0;
+    if (n == 4) {
+        word = *reinterpret_cast<const uint32_t *>(from);
+    } else {
+        for (int i = 0; i < n; ++i) {
+            word |= (uint32_t) from[i] << (8 * i);
+        }
+    }
+    *to = word;
+#endif
+}
+
+__device__ inline void copies_commit() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int pending> __device__ inline void copies_done() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+#endif
+}
+
+} // namespace subkv::cuda

@@ -1,0 +1,109 @@
+// ops.h: the ops of a coded layer on a CUDA device. Host side: no CUDA header is needed to call them.
+//
+// Every pointer inside these structures is to device memory; the structures themselves are passed by value. Launches
+// neither allocate nor synchronise, so that they can be captured into a CUDA graph. A stream is a cudaStream_t. Functions
+// return nullptr, or what went wrong.
+//
+// Numbers: rows are those of kernels/ref, byte for byte for the same coefficients. attend rounds projected queries (times
+// band ratios) to ROUNDING of a query row's largest in the decode kernel; the tile kernel rounds queries, coefficients and
+// weights to halves, relative to the largest of a query row, tile, and 1. Everything else is f32.
+#pragma once
+
+#include "subkv/ops.h"
+
+#include <cstdint>
+
+namespace subkv::cuda {
+
+constexpr float ROUNDING     = 1.0f / 16256.0f; // two signed bytes: 127 * 128
+constexpr int   DECODE_GROUP = 8;               // query rows up to which the decode kernel is used
+
+// One coded layer.
+struct Layer {
+    const HeadCodec *        k;        // [n_head_kv], their matrices on the device
+    const HeadCodec *        v;        // [n_head_kv]
+    const int64_t *          k_offset; // [n_head_kv] byte where the head's row starts in the cell's row
+    const int64_t *          v_offset;
+    const float *            gamma; // [n_head_kv]
+    const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
+    const float *            slope; // [n_head] of the mask; ones without ALiBi
+    unsigned long long *     n_bad; // rows with coefficients that are not finite are counted here
+    int32_t                  n_head_kv, n_group, d_k, d_v;
+    int32_t                  width_k, width_v;         // largest ranks
+    int32_t                  row_bytes_k, row_bytes_v; // largest rows of a head
+    float                    scale, softcap;           // softcap 0: none
+};
+
+// k, v [n_tok] rows of heads -> coded rows at `cells`, and both rounded to half precision in `fresh`
+// [n_tok][n_head_kv * (d_k + d_v)], K first; a row that is not finite becomes the mean or zero there.
+struct Encode {
+    Layer           layer;
+    const float *   k;
+    const float *   v;
+    int64_t         k_head, k_token, v_head, v_token; // strides, in floats
+    uint8_t *       k_rows;                           // of the first cell
+    uint8_t *       v_rows;
+    int64_t         k_stride, v_stride; // bytes from one cell to the next
+    const int64_t * cells;              // [n_tok]
+    uint16_t *      fresh;
+    int64_t         n_tok;
+};
+
+// Query row (t, g) of KV head h and split i: ((i * n_head_kv + h) * n_tokens + t) * n_group + g, as in runtime/native's
+// AttendShape. Tokens of stream s: [s * n_tps, (s + 1) * n_tps). A cell's bias is the mask's value, -INFINITY where its
+// position is exact (first n_sink, last n_recent) for the token.
+struct Attend {
+    Layer           layer;
+    const float *   q;
+    int64_t         q_head, q_token; // strides, in floats
+    const uint8_t * k_rows;          // 4-byte aligned, as are the strides of streams
+    const uint8_t * v_rows;
+    int64_t         k_stride, v_stride; // bytes from one cell to the next
+    int64_t         k_stream, v_stream; // bytes from one stream to the next
+    const void *    mask;               // [n_tokens][n_kv]
+    bool            mask_half;
+    const int32_t * cell_pos; // [n_stream][n_kv]
+    const int32_t * tokens;   // [n_tokens][4]: position, stream, cell, first window slot
+    int32_t         n_sink, n_recent;
+    int64_t         n_kv, n_stream, n_tps;
+    int64_t         split, n_split; // cells per split
+    float *         m;              // [n_split * n_head_kv * n_tokens * n_group]
+    float *         z;
+    float *         acc;   // the same rows of width_v floats
+    float *         qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
+    float *         shift; // scratch [n_head_kv][n_tokens * n_group]
+};
+
+// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh ones), sinks, normalises.
+struct Combine {
+    Attend           a; // m, z, acc as attend left them
+    const uint16_t * fresh;
+    const uint16_t * window;       // [n_slots] rows like fresh's; nullptr: no exact window
+    const int32_t *  slots;        // [3][slot_stride]: position, cell, token to store
+    int64_t          slot_stride;  // n_slots, or 1 without a window
+    int32_t          slots_of_seq; // of one sequence, 0: no exact window
+    const float *    sinks;        // [n_head] or nullptr
+    float *          out;          // [n_tokens][out_stride], query head h at h * d_v
+    int64_t          out_stride;
+};
+
+// fresh rows -> the window's slots that name a token of this ubatch
+struct Store {
+    uint16_t *       window;
+    const uint16_t * fresh;
+    const int32_t *  token; // [n_slots], -1: none
+    int64_t          n_slots;
+    int64_t          width; // halves of a row
+};
+
+const char * encode(const Encode & args, void * stream);
+const char * attend(const Attend & args, void * stream);
+const char * combine(const Combine & args, void * stream);
+const char * store_window(const Store & args, void * stream);
+
+// attend with a kernel of choice, for tests and measurements: projected queries as project_queries leaves them.
+const char * project_queries(const Attend & args, void * stream);
+const char * attend_decode(const Attend & args, void * stream); // n_tps = 1, n_group <= DECODE_GROUP
+const char * attend_tiles(const Attend & args, void * stream);
+
+} // namespace subkv::cuda

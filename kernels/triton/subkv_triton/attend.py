@@ -1,0 +1,283 @@
+"""attend: partial softmax sums over coded cells, for splits of the cells (split-K) that combine merges.
+
+    logit(t, g, c) = cap(qt[t, g] . k(c) + shift[t, g]) + slope[g] * bias[t, c];  bias = -inf leaves the cell out
+
+One program handles a block of query rows of one KV head and one split; every read of a code serves all rows of the
+block, at decode all G query heads. Codes less their zero point are exact halves: tensor cores multiply them with
+queries times band ratios, and with weights times row scales, both rounded to halves relative to the largest of a query
+row or tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from subkv_triton.codecs import CODED, HALF, HIGH, HIGH_MASK, HIGH_SHIFT, KIND, LOW, LOW_MASK, LOW_SHIFT, UP, Codecs
+from subkv_triton.encode import scales
+
+BLOCK_CELLS = 32
+_LOW, _LOW_SHIFT, _LOW_MASK, _HIGH, _HIGH_SHIFT, _HIGH_MASK, _UP, _KIND, _CODED, _HALF = (
+    tl.constexpr(i) for i in (LOW, LOW_SHIFT, LOW_MASK, HIGH, HIGH_SHIFT, HIGH_MASK, UP, KIND, CODED, HALF)
+)
+
+
+@dataclass
+class Partial:
+    """Softmax state of S splits: largest logit, sum of exp(logit - m), the same sum times value coefficients."""
+
+    m: torch.Tensor
+    """F32 [S, n_stream, n_tok, H, G], -inf where nothing is seen."""
+    z: torch.Tensor
+    """F32 [S, n_stream, n_tok, H, G]"""
+    acc: torch.Tensor
+    """F32 [S, n_stream, n_tok, H, G, R of V]"""
+
+
+@triton.jit
+def _codes(rows, seen, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros):
+    """rows: pointers [C] to a head's rows -> codes less zero point, f16 [C, R]; stored halves, f16 [C, R]."""
+    low_mask = tl.load(table + _LOW_MASK * R + j)
+    high_mask = tl.load(table + _HIGH_MASK * R + j)
+    kind = tl.load(table + _KIND * R + j)
+    low = tl.load(
+        rows[:, None] + tl.load(table + _LOW * R + j)[None, :],
+        mask=seen[:, None] & (low_mask > 0)[None, :],
+        other=0,
+    ).to(tl.int32)
+    high = tl.load(
+        rows[:, None] + tl.load(table + _HIGH * R + j)[None, :],
+        mask=seen[:, None] & (high_mask > 0)[None, :],
+        other=0,
+    ).to(tl.int32)
+    u = (low >> tl.load(table + _LOW_SHIFT * R + j)[None, :]) & low_mask[None, :]
+    h = (high >> tl.load(table + _HIGH_SHIFT * R + j)[None, :]) & high_mask[None, :]
+    u = u | (h << tl.load(table + _UP * R + j)[None, :])
+    centred = tl.where((kind == _CODED)[None, :], u.to(tl.float32) - zeros[None, :], 0.0).to(tl.float16)
+    if ANY_HALF:
+        stored = u.to(tl.int16).to(tl.float16, bitcast=True)
+        stored = tl.where((kind == _HALF)[None, :], stored, 0.0)
+    else:
+        stored = centred  # nobody looks
+    return centred, stored
+
+
+@triton.jit
+def _attend(
+    qt_ptr,
+    shift_ptr,
+    bias_ptr,
+    slope_ptr,
+    k_rows_ptr,
+    v_rows_ptr,
+    scales_ptr,
+    k_offsets,
+    k_table,
+    k_ratios,
+    k_zeros,
+    v_offsets,
+    v_table,
+    v_ratios,
+    v_zeros,
+    m_ptr,
+    z_ptr,
+    acc_ptr,
+    n_tok,
+    n_cells,
+    split,
+    n_split,
+    k_stride,
+    v_stride,
+    k_stream,
+    v_stream,
+    softcap,
+    G: tl.constexpr,
+    RK: tl.constexpr,
+    RV: tl.constexpr,
+    K_HALF: tl.constexpr,
+    V_HALF: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+):
+    # heads first: programs that share sectors of the rows run together
+    head, n_head = tl.program_id(0), tl.num_programs(0)
+    part = tl.program_id(1) % n_split
+    block = tl.program_id(1) // n_split
+    stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+
+    row = block * M + tl.arange(0, M)
+    live = row < n_tok * G
+    token, group = row // G, row % G
+    at = ((stream * n_tok + token) * n_head + head) * G + group  # query row in [n_stream, n_tok, H, G]
+    jk, jv = tl.arange(0, RK), tl.arange(0, RV)
+
+    k_zero = tl.load(k_zeros + head * RK + jk)
+    v_zero = tl.load(v_zeros + head * RV + jv)
+    q = tl.load(qt_ptr + at[:, None] * RK + jk[None, :], mask=live[:, None], other=0.0)
+    kinds = tl.load(k_table + (head * 8 + _KIND) * RK + jk)
+    q_coded = tl.where((kinds == _CODED)[None, :], q * tl.load(k_ratios + head * RK + jk)[None, :], 0.0)
+    top = tl.maximum(tl.max(tl.abs(q_coded), axis=1), 1e-30)
+    q_coded = (q_coded / top[:, None]).to(tl.float16)
+    if K_HALF:
+        q_half = tl.where((kinds == _HALF)[None, :], q, 0.0)
+        top_half = tl.maximum(tl.max(tl.abs(q_half), axis=1), 1e-30)
+        q_half = (q_half / top_half[:, None]).to(tl.float16)
+    if HAS_SHIFT:
+        shift = tl.load(shift_ptr + at, mask=live, other=0.0)
+    slope = tl.load(slope_ptr + head * G + group)
+
+    m = tl.full((M,), float("-inf"), tl.float32)
+    z = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, RV), tl.float32)
+    acc_half = tl.zeros((M, RV), tl.float32)
+    k_head = k_rows_ptr + stream * k_stream + tl.load(k_offsets + head)
+    v_head = v_rows_ptr + stream * v_stream + tl.load(v_offsets + head)
+    end = tl.minimum(n_cells, (part + 1) * split)
+    for first in range(part * split, end, C):
+        cell = first + tl.arange(0, C)
+        bias = tl.load(
+            bias_ptr + (stream * n_tok + token)[:, None] * n_cells + cell[None, :],
+            mask=live[:, None] & (cell < end)[None, :],
+            other=float("-inf"),
+        )
+        # what nobody sees can hold anything, and is not read
+        seen = tl.max(bias, axis=0) > float("-inf")
+        if tl.max(seen.to(tl.int32), axis=0) > 0:
+            k_row = k_head + cell.to(tl.int64) * k_stride
+            s = tl.load(scales_ptr + tl.load(k_row, mask=seen, other=0).to(tl.int32))
+            codes, halves = _codes(k_row, seen, k_table + head * 8 * RK, jk, RK, K_HALF, k_zero)
+            logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
+            if K_HALF:
+                dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
+                logit += tl.where((s > 0)[None, :], dot, 0.0)
+            if HAS_SHIFT:
+                logit += shift[:, None]
+            if HAS_CAP:
+                logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
+            logit = tl.where(bias > float("-inf"), logit + slope[:, None] * bias, float("-inf"))
+
+            m_new = tl.maximum(m, tl.max(logit, axis=1))
+            base = tl.where(m_new > float("-inf"), m_new, 0.0)
+            p = tl.exp(logit - base[:, None])
+            keep = tl.exp(m - base)
+            z = z * keep + tl.sum(p, axis=1)
+            m = m_new
+
+            v_row = v_head + cell.to(tl.int64) * v_stride
+            s = tl.load(scales_ptr + tl.load(v_row, mask=seen, other=0).to(tl.int32))
+            codes, halves = _codes(v_row, seen, v_table + head * 8 * RV, jv, RV, V_HALF, v_zero)
+            largest = tl.maximum(tl.max(s, axis=0), 1e-30)
+            weight = (p * (s / largest)[None, :]).to(tl.float16)
+            acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
+            if V_HALF:
+                weight = tl.where((s > 0)[None, :], p, 0.0).to(tl.float16)
+                acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
+
+    out = part.to(tl.int64) * n_stream * n_tok * n_head * G + at
+    acc = acc * tl.load(v_ratios + head * RV + jv)[None, :] + acc_half
+    tl.store(m_ptr + out, m, mask=live)
+    tl.store(z_ptr + out, z, mask=live)
+    tl.store(acc_ptr + out[:, None] * RV + jv[None, :], acc, mask=live[:, None])
+
+
+def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """q [n_stream, n_tok, H, G, d] -> qt F32 [n_stream, n_tok, H, G, R]: scale[h] * D q, scale with gamma, [H]."""
+    return torch.einsum("hrd,bthgd->bthgr", k.decode.float() * scale[:, None, None].float(), q.float()).contiguous()
+
+
+def default_splits(n_programs: int, n_cells: int, device: torch.device) -> int:
+    """Splits that give every multiprocessor some programs, of at least 256 cells each."""
+    wanted = 1
+    if device.type == "cuda":
+        wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, n_programs)
+    return max(1, min(wanted, 64, triton.cdiv(n_cells, 256)))
+
+
+def attend(
+    k: Codecs,
+    v: Codecs,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    qt: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    shift: torch.Tensor | None = None,
+    slope: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    n_split: int | None = None,
+) -> Partial:
+    """Attention of n_tok tokens of every stream over its coded cells.
+
+    k_rows, v_rows U8 [n_stream, n_cells, >= row_bytes], bytes next to each other; qt F32 [n_stream, n_tok, H, G,
+    R of K], projected queries with gamma and softmax scale in; bias F32 [n_stream, n_tok, n_cells]; shift F32
+    [n_stream, n_tok, H, G], what a query has in common with all cells (None: 0); slope F32 [H, G] (None: 1); softcap 0:
+    none; n_split: splits of the cells (None: as suits the device). Contiguous tensors of one device. Raises ValueError
+    where the shapes disagree.
+    """
+    n_stream, n_tok, n_head, group, width = qt.shape
+    n_cells = bias.shape[2]
+    if width != k.width or n_head != k.n_head or n_head != v.n_head:
+        raise ValueError(
+            f"qt: {k.n_head} KV heads of {k.width} coefficients expected, {n_head} of {width} found (V has {v.n_head})"
+        )
+    if k_rows.shape[1] < n_cells or v_rows.shape[1] < n_cells or bias.shape[:2] != qt.shape[:2]:
+        raise ValueError(
+            f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {min(k_rows.shape[1], v_rows.shape[1])} cells "
+            f"expected, {tuple(bias.shape)} found"
+        )
+    block = 16 if n_tok * group <= 16 else 64
+    n_blocks = triton.cdiv(n_tok * group, block)
+    if n_split is None:
+        n_split = default_splits(n_head * n_blocks * n_stream, n_cells, qt.device)
+    split = triton.cdiv(triton.cdiv(n_cells, n_split), BLOCK_CELLS) * BLOCK_CELLS
+    shape = (n_split, n_stream, n_tok, n_head, group)
+    m, z = (torch.empty(shape, dtype=torch.float32, device=qt.device) for _ in range(2))
+    acc = torch.empty((*shape, v.width), dtype=torch.float32, device=qt.device)
+    if slope is None:
+        slope = torch.ones((n_head, group), dtype=torch.float32, device=qt.device)
+    if n_stream * n_tok == 0:
+        return Partial(m, z, acc)
+    _attend[(n_head, n_split * n_blocks, n_stream)](
+        qt,
+        qt if shift is None else shift,
+        bias,
+        slope,
+        k_rows,
+        v_rows,
+        scales(qt.device),
+        k.offsets,
+        k.coefficients,
+        k.ratios,
+        k.zeros,
+        v.offsets,
+        v.coefficients,
+        v.ratios,
+        v.zeros,
+        m,
+        z,
+        acc,
+        n_tok,
+        n_cells,
+        split,
+        n_split,
+        k_rows.stride(1),
+        v_rows.stride(1),
+        k_rows.stride(0),
+        v_rows.stride(0),
+        softcap,
+        G=group,
+        RK=k.width,
+        RV=v.width,
+        K_HALF=k.any_half,
+        V_HALF=v.any_half,
+        HAS_SHIFT=shift is not None,
+        HAS_CAP=softcap > 0,
+        M=block,
+        C=BLOCK_CELLS,
+    )
+    return Partial(m, z, acc)

@@ -1,0 +1,185 @@
+"""combine: merge the splits of attend, multiply by D_v, add exactly attended keys and attention sinks, normalise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from subkv_triton.attend import Partial
+from subkv_triton.codecs import MIN_WIDTH, Codecs
+
+BLOCK_ROWS = 16
+BLOCK_KEYS = 32
+
+
+@dataclass
+class Exact:
+    """Keys and values in half precision, seen beside the coded cells. No column of bias may be open in both."""
+
+    k: torch.Tensor
+    """F16 [n_stream, n_keys, H, d of K]"""
+    v: torch.Tensor
+    """F16 [n_stream, n_keys, H, d of V]"""
+    q: torch.Tensor
+    """F32 [n_stream, n_tok, H, G, d of K], softmax scale in, no gamma."""
+    bias: torch.Tensor
+    """F32 [n_stream, n_tok, n_keys]"""
+
+
+@triton.jit
+def _dot(x, y):
+    """x f32 [M, K] times y f16 [K, N] on tensor cores, to about 22 bits: x as the sum of two halves."""
+    top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)[:, None]
+    x = x / top
+    high = x.to(tl.float16)
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    return (tl.dot(high, y) + tl.dot(low, y)) * top
+
+
+@triton.jit
+def _combine(
+    m_ptr,
+    z_ptr,
+    acc_ptr,
+    decode_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    slope_ptr,
+    sinks_ptr,
+    out_ptr,
+    n_tok,
+    n_split,
+    n_keys,
+    softcap,
+    d_k,
+    d_v,
+    G: tl.constexpr,
+    RV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+):
+    head, n_head = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(1)
+    stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    row = block * M + tl.arange(0, M)
+    live = row < n_tok * G
+    token, group = row // G, row % G
+    at = ((stream * n_tok + token) * n_head + head) * G + group
+    jr, jk, jv = tl.arange(0, RV), tl.arange(0, DK), tl.arange(0, DV)
+    n_rows = n_stream * n_tok * n_head * G
+
+    m = tl.full((M,), float("-inf"), tl.float32)
+    z = tl.zeros((M,), tl.float32)
+    e = tl.zeros((M, RV), tl.float32)
+    for i in range(n_split):
+        part = i * n_rows + at
+        m_part = tl.load(m_ptr + part, mask=live, other=float("-inf"))
+        m_new = tl.maximum(m, m_part)
+        base = tl.where(m_new > float("-inf"), m_new, 0.0)
+        keep, share = tl.exp(m - base), tl.exp(m_part - base)
+        z = z * keep + share * tl.load(z_ptr + part, mask=live, other=0.0)
+        coefficients = tl.load(acc_ptr + part[:, None] * RV + jr[None, :], mask=live[:, None], other=0.0)
+        e = e * keep[:, None] + share[:, None] * coefficients
+        m = m_new
+    o = _dot(
+        e, tl.load(decode_ptr + (head * RV + jr)[:, None] * d_v + jv[None, :], mask=(jv < d_v)[None, :], other=0.0)
+    )
+
+    slope = tl.load(slope_ptr + head * G + group)
+    q = tl.load(q_ptr + at[:, None] * d_k + jk[None, :], mask=live[:, None] & (jk < d_k)[None, :], other=0.0)
+    for first in range(0, n_keys, C):
+        key = first + tl.arange(0, C)
+        bias = tl.load(
+            bias_ptr + (stream * n_tok + token)[:, None] * n_keys + key[None, :],
+            mask=live[:, None] & (key < n_keys)[None, :],
+            other=float("-inf"),
+        )
+        seen = tl.max(bias, axis=0) > float("-inf")
+        at_key = (stream * n_keys + key) * n_head + head
+        k = tl.load(k_ptr + at_key[:, None] * d_k + jk[None, :], mask=seen[:, None] & (jk < d_k)[None, :], other=0.0)
+        logit = _dot(q, tl.trans(k))
+        if HAS_CAP:
+            logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
+        logit = tl.where(bias > float("-inf"), logit + slope[:, None] * bias, float("-inf"))
+        m_new = tl.maximum(m, tl.max(logit, axis=1))
+        base = tl.where(m_new > float("-inf"), m_new, 0.0)
+        p = tl.exp(logit - base[:, None])
+        keep = tl.exp(m - base)
+        z = z * keep + tl.sum(p, axis=1)
+        v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=seen[:, None] & (jv < d_v)[None, :], other=0.0)
+        o = o * keep[:, None] + _dot(p, v)
+        m = m_new
+
+    w = tl.where(z > 0, 1.0, 0.0)
+    if HAS_SINKS:  # a logit without a value
+        sink = tl.load(sinks_ptr + head * G + group)
+        top = tl.maximum(m, sink)
+        w = tl.exp(m - top)
+        z = z * w + tl.exp(sink - top)
+    w = tl.where(z > 0, w / tl.where(z > 0, z, 1.0), 0.0)
+    tl.store(out_ptr + at[:, None] * d_v + jv[None, :], w[:, None] * o, mask=live[:, None] & (jv < d_v)[None, :])
+
+
+def combine(
+    v: Codecs,
+    partial: Partial,
+    exact: Exact | None = None,
+    *,
+    slope: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention output F32 [n_stream, n_tok, H, G, d of V]; zeros for a token that sees nothing.
+
+    slope F32 [H, G] and softcap: of the exact keys, as attend's; sinks F32 [H, G]: a logit without a value.
+    """
+    n_split, n_stream, n_tok, n_head, group = partial.m.shape
+    device = partial.m.device
+    out = torch.empty((n_stream, n_tok, n_head, group, v.d), dtype=torch.float32, device=device)
+    if out.numel() == 0:
+        return out
+    if exact is None:
+        nothing = torch.zeros(1, device=device)
+        exact = Exact(nothing.half(), nothing.half(), nothing, nothing)
+        n_keys = d_k = 0
+    else:
+        n_keys, d_k = exact.k.shape[1], exact.k.shape[3]
+    if slope is None:
+        slope = torch.ones((n_head, group), dtype=torch.float32, device=device)
+    _combine[(n_head, triton.cdiv(n_tok * group, BLOCK_ROWS), n_stream)](
+        partial.m,
+        partial.z,
+        partial.acc,
+        v.decode,
+        exact.q,
+        exact.k,
+        exact.v,
+        exact.bias,
+        slope,
+        slope if sinks is None else sinks,
+        out,
+        n_tok,
+        n_split,
+        n_keys,
+        softcap,
+        d_k,
+        v.d,
+        G=group,
+        RV=v.width,
+        DK=triton.next_power_of_2(max(MIN_WIDTH, d_k)),
+        DV=triton.next_power_of_2(max(MIN_WIDTH, v.d)),
+        HAS_CAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
+        M=BLOCK_ROWS,
+        C=BLOCK_KEYS,
+    )
+    return out

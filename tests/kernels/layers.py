@@ -1,0 +1,86 @@
+"""Layers of several KV heads whose bands differ, as in planned layouts: a cell's row holds those of all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import layouts
+import numpy as np
+import ops as o
+
+WIDE = layouts.MIXED[4]  # every width of codes
+LAYERS: dict[str, tuple[Sequence[o.Layout], Sequence[o.Layout]]] = {
+    "planned": ([layouts.MIXED[0], layouts.MIXED[2], WIDE], [layouts.MIXED[1], WIDE, ((8, 2),)]),
+    "one_head": ([((64, 8),)], [((64, 4),)]),
+    **{f"{b}_bits": ([((24, b),), ((8, b), (16, 4))], [((16, 3), (24, b)), ((8, b),)]) for b in layouts.BITS},
+    "large": ([layouts.MIXED[8]], [((128, 4),)]),
+}
+"""Bands of every head's keys and values, by name."""
+
+
+@dataclass
+class Side:
+    """K or V of a layer: a codec per head, and where its row begins."""
+
+    heads: list[o.Head]
+    d: int
+
+    @classmethod
+    def make(
+        cls, bands: Sequence[o.Layout], d: int, seed: int, orthonormal: bool = False, centred: bool = False
+    ) -> Side:
+        rng = np.random.default_rng(seed)
+        means = [rng.standard_normal(sum(n for n, _ in b)).astype(np.float32) if centred else None for b in bands]
+        return cls([o.make_head(b, d, rng, orthonormal, mean) for b, mean in zip(bands, means, strict=True)], d)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(head.row_bytes for head in self.heads)
+
+    def parts(self) -> list[slice]:
+        """The bytes of every head in a cell's row."""
+        ends = np.cumsum([head.row_bytes for head in self.heads])
+        return [slice(int(end) - head.row_bytes, int(end)) for end, head in zip(ends, self.heads, strict=True)]
+
+    def random_rows(self, n: int, rng: np.random.Generator, extra: int) -> o.U8:
+        """U8 [n][row_bytes + extra]"""
+        rows = rng.integers(0, 256, (n, self.row_bytes + extra), np.uint8)
+        for head, part in zip(self.heads, self.parts(), strict=True):
+            rows[:, part] = o.random_rows(head, n, rng)
+        return rows
+
+
+def head_size(bands: Sequence[o.Layout]) -> int:
+    return layouts.head_size(max(bands, key=lambda b: sum(n for n, _ in b)))
+
+
+def encode_with(table: o.Ops, side: Side, x: o.F32, cells: list[int], n_cells: int, extra: int) -> tuple[o.U8, int]:
+    """x [n][H][d] encoded head by head -> rows [n_cells][row_bytes + extra], 0xAA where not written; bad rows."""
+    rows = np.full((n_cells, side.row_bytes + extra), 0xAA, np.uint8)
+    index = np.array(cells, np.int64)
+    bad = 0
+    for h, (head, part) in enumerate(zip(side.heads, side.parts(), strict=True)):
+        bad += int(
+            table.encode_rows(
+                head.ref(),
+                o.ptr(x) + 4 * h * side.d,
+                x.shape[1] * side.d,
+                len(cells),
+                o.ptr(index),
+                o.ptr(rows) + part.start,
+                rows.shape[1],
+            )
+        )
+    return rows, bad
+
+
+def inputs_to_encode(n: int, n_head: int, d: int, rng: np.random.Generator) -> o.F32:
+    """Rows of all magnitudes: tiny, huge, zero, not finite."""
+    x = (rng.standard_normal((n, n_head, d)) * 10.0 ** rng.uniform(-7, 6, (n, n_head, 1))).astype(np.float32)
+    x[0, 0] = np.float32(1e30)
+    x[1, 0] = 0
+    x[2, :, 1:] = 0
+    x[3, 0, 0] = np.nan
+    x[4, 0, -1] = np.inf
+    return x
