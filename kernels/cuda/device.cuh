@@ -60,6 +60,10 @@ const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * strea
 
 constexpr unsigned ALL = 0xffffffffu;
 
+__device__ inline int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
 __device__ inline float warp_sum(float x) {
     for (int step = WARP / 2; step > 0; step /= 2) {
         x += __shfl_xor_sync(ALL, x, step);
@@ -97,14 +101,12 @@ __device__ inline uint16_t to_half(float x) {
     return __half_as_ushort(__float2half_rn(x));
 }
 
+static __constant__ float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
+                                         1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f }; // 2^(i/8)
+
 // The scale of a row: 2^((code - 160)/8) rounded to f32, 0 for code 0.
 __device__ inline float row_scale(uint32_t code) {
-    constexpr float eighth[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
-                                  1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f };
-    if (code == 0) {
-        return 0.0f;
-    }
-    return __uint_as_float((code / 8 + 107) << 23) * eighth[code % 8]; // 160/8 = 20 = 127 - 107
+    return code == 0 ? 0.0f : __uint_as_float((code / 8 + 107) << 23) * EIGHTHS[code % 8]; // 107 = 127 - 160/8
 }
 
 // Copies n <= 4 bytes from a 4-byte aligned address into a word of shared memory, the rest becomes 0; asynchronous where

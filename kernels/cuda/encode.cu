@@ -106,9 +106,9 @@ __global__ void encode_kernel(Encode a) {
     const bool        value = blockIdx.z == 1;
     const HeadCodec & codec = (value ? l.v : l.k)[h];
     const float *     x     = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
-    uint8_t * row = value ? a.v_rows + a.cells[token] * a.v_stride + l.v_offset[h] :
-                            a.k_rows + a.cells[token] * a.k_stride + l.k_offset[h];
-    const int lane = (int) threadIdx.x % WARP;
+    uint8_t *         row   = value ? a.v_rows + a.cells[token] * a.v_stride + l.v_offset[h] :
+                                      a.k_rows + a.cells[token] * a.k_stride + l.k_offset[h];
+    const int         lane  = (int) threadIdx.x % WARP;
 
     Carve   shared{ block_memory };
     float * xs   = shared.take<float>(MAX_HEAD_SIZE);

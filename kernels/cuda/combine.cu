@@ -1,0 +1,171 @@
+// combine.cu: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
+// ubatch) and attention sinks, normalise. One block per query head and token.
+#include "rows.cuh"
+
+namespace subkv::cuda {
+
+namespace {
+
+constexpr int KEYS = 128; // exact keys whose weights are in shared memory at a time
+
+// Exact key number i of a stream's token: first the window slots of its sequence, then the ubatch's own tokens.
+struct Key {
+    const uint16_t * row; // nullptr: not seen
+    int32_t          cell;
+};
+
+__device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
+    const Attend &   a     = b.a;
+    const Layer &    l     = a.layer;
+    const int64_t    width = (int64_t) l.n_head_kv * (l.d_k + l.d_v);
+    const int32_t    query = a.tokens[4 * token];
+    int32_t          pos, cell;
+    const uint16_t * row;
+    if (i < b.slots_of_seq) {
+        const int64_t slot = a.tokens[4 * token + 3] + i;
+        pos                = b.slots[slot];
+        cell               = b.slots[b.slot_stride + slot];
+        row                = b.window + slot * width;
+    } else {
+        const int64_t other = token / a.n_tps * a.n_tps + i - b.slots_of_seq;
+        pos                 = a.tokens[4 * other];
+        cell                = a.tokens[4 * other + 2];
+        row                 = b.fresh + other * width;
+    }
+    return { pos >= 0 && cell >= 0 && is_exact(a, pos, query) ? row : nullptr, cell };
+}
+
+// The state becomes that with keys whose largest logit is `top`: what the old sums are to be multiplied with.
+__device__ float move_top(float & m, float top) {
+    const float larger = fmaxf(m, top);
+    const float keep   = m == -INFINITY ? 0.0f : expf(m - larger);
+    m                  = larger;
+    return keep;
+}
+
+__global__ void combine_kernel(Combine b) {
+    const Attend &    a      = b.a;
+    const Layer &     l      = a.layer;
+    const int         hq     = (int) blockIdx.x;
+    const int         h      = hq / l.n_group;
+    const int64_t     token  = blockIdx.y;
+    const int64_t     all    = a.n_stream * a.n_tps * l.n_group;
+    const int64_t     row    = h * all + token * l.n_group + hq % l.n_group; // of split 0
+    const int64_t     stride = l.n_head_kv * all;                            // from one split to the next
+    const HeadCodec & codec  = l.v[h];
+    const int         me     = (int) threadIdx.x;
+    const int         lane   = me % WARP;
+
+    Carve   shared{ block_memory };
+    float * coef  = shared.take<float>(MAX_HEAD_SIZE);
+    float * q     = shared.take<float>(MAX_HEAD_SIZE);
+    float * logit = shared.take<float>(KEYS);
+    Key *   keys  = shared.take<Key>(KEYS);
+    float * room  = shared.take<float>(WARPS);
+
+    float m = -INFINITY, z = 0.0f;
+    for (int64_t i = 0; i < a.n_split; ++i) {
+        m = fmaxf(m, a.m[row + i * stride]);
+    }
+    for (int64_t i = 0; m != -INFINITY && i < a.n_split; ++i) {
+        z += expf(a.m[row + i * stride] - m) * a.z[row + i * stride];
+    }
+    for (int c = me; c < codec.rank; c += THREADS) {
+        float sum = 0.0f;
+        for (int64_t i = 0; m != -INFINITY && i < a.n_split; ++i) {
+            const int64_t part = row + i * stride;
+            sum += expf(a.m[part] - m) * a.acc[part * l.width_v + c];
+        }
+        coef[c] = sum;
+    }
+    for (int j = me; j < l.d_k; j += THREADS) {
+        q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
+    }
+    __syncthreads();
+    float o[MAX_HEAD_SIZE / THREADS] = {}; // this thread's part of the output: me, me + THREADS
+    for (int x = 0; x < MAX_HEAD_SIZE / THREADS; ++x) {
+        for (int i = 0; me + x * THREADS < l.d_v && i < codec.rank; ++i) {
+            o[x] = fmaf(coef[i], from_half(codec.decode[i * l.d_v + me + x * THREADS]), o[x]);
+        }
+    }
+
+    const int64_t n_keys = b.slots_of_seq > 0 ? b.slots_of_seq + a.n_tps : 0;
+    for (int64_t first = 0; first < n_keys; first += KEYS) {
+        const int n   = (int) least(KEYS, n_keys - first);
+        bool      any = false;
+        for (int i = me; i < n; i += THREADS) {
+            keys[i]  = exact_key(b, token, first + i);
+            logit[i] = keys[i].row == nullptr ? -INFINITY : mask_value(a, token, keys[i].cell);
+            any      = any || logit[i] != -INFINITY;
+        }
+        if (__syncthreads_or(any) == 0) {
+            continue;
+        }
+        float top = -INFINITY;
+        for (int i = me / WARP; i < n; i += WARPS) {
+            const float bias = logit[i];
+            if (bias == -INFINITY) {
+                continue;
+            }
+            float dot = 0.0f;
+            for (int j = lane; j < l.d_k; j += WARP) {
+                dot = fmaf(q[j], from_half(keys[i].row[h * l.d_k + j]), dot);
+            }
+            dot = capped(warp_sum(dot), l.softcap) + l.slope[hq] * bias;
+            if (lane == 0) {
+                logit[i] = dot;
+            }
+            top = fmaxf(top, dot);
+        }
+        top              = block_max(top, room);
+        const float keep = move_top(m, top);
+        z *= keep;
+        for (int x = 0; x < MAX_HEAD_SIZE / THREADS; ++x) {
+            o[x] *= keep;
+        }
+        for (int i = 0; i < n; ++i) {
+            if (logit[i] == -INFINITY) {
+                continue;
+            }
+            const float      p     = expf(logit[i] - m);
+            const uint16_t * value = keys[i].row + (int64_t) l.n_head_kv * l.d_k + h * l.d_v;
+            z += p;
+            for (int x = 0; x < MAX_HEAD_SIZE / THREADS; ++x) {
+                if (me + x * THREADS < l.d_v) {
+                    o[x] = fmaf(p, from_half(value[me + x * THREADS]), o[x]);
+                }
+            }
+        }
+        __syncthreads();
+    }
+
+    float w = 1.0f;
+    if (b.sinks != nullptr) { // a logit without a value
+        w = move_top(m, b.sinks[hq]);
+        z = z * w + expf(b.sinks[hq] - m);
+    }
+    w = z > 0.0f ? w / z : 0.0f; // a token that may see nothing gets zeros
+    for (int x = 0; x < MAX_HEAD_SIZE / THREADS; ++x) {
+        if (me + x * THREADS < l.d_v) {
+            b.out[token * b.out_stride + hq * l.d_v + me + x * THREADS] = w * o[x];
+        }
+    }
+}
+
+} // namespace
+
+const char * combine(const Combine & args, void * stream) {
+    const int64_t n_tok = args.a.n_stream * args.a.n_tps;
+    if (n_tok == 0) {
+        return nullptr;
+    }
+    Carve shared{ nullptr };
+    shared.take<float>(2 * MAX_HEAD_SIZE);
+    shared.take<float>(KEYS);
+    shared.take<Key>(KEYS);
+    shared.take<float>(WARPS);
+    const auto n_head = (unsigned) (args.a.layer.n_head_kv * args.a.layer.n_group);
+    return launch(combine_kernel, dim3(n_head, (unsigned) n_tok), shared.used, stream, args);
+}
+
+} // namespace subkv::cuda

@@ -1,0 +1,39 @@
+// cuda_capi.cpp: C names of the CUDA ops and of the reference, for ctypes (cuda_ops.py).
+#include "../../kernels/cuda/ops.h"
+
+using namespace subkv;
+
+extern "C" {
+
+const Ops * test_ref() {
+    return &ops_ref();
+}
+
+const char * test_encode(const cuda::Encode * args, void * stream) {
+    return cuda::encode(*args, stream);
+}
+
+const char * test_project_queries(const cuda::Attend * args, void * stream) {
+    return cuda::project_queries(*args, stream);
+}
+
+const char * test_attend(const cuda::Attend * args, void * stream) {
+    return cuda::attend(*args, stream);
+}
+
+const char * test_attend_decode(const cuda::Attend * args, void * stream) {
+    return cuda::attend_decode(*args, stream);
+}
+
+const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
+    return cuda::attend_tiles(*args, stream);
+}
+
+const char * test_combine(const cuda::Combine * args, void * stream) {
+    return cuda::combine(*args, stream);
+}
+
+const char * test_store_window(const cuda::Store * args, void * stream) {
+    return cuda::store_window(*args, stream);
+}
+}

@@ -1,0 +1,201 @@
+"""The CUDA ops through ctypes: kernels/cuda compiled by nvcc for this machine's GPU, or for the CPU (emulated/)."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import layers
+import numpy as np
+import numpy.typing as npt
+import ops as o
+
+ROOT = Path(__file__).resolve().parents[2]
+DECODE_GROUP = 8
+_P, _I32, _I64, _F32 = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_float
+
+
+def _fields(**types: Any) -> list[tuple[str, Any]]:
+    """Fields by type: _fields(a=_P, ...); a name may hold several, separated by two underscores."""
+    return [(name, type_) for names, type_ in types.items() for name in names.split("__")]
+
+
+class Layer(ct.Structure):
+    _fields_ = [
+        *_fields(k__v__k_offset__v_offset__gamma__mean__slope__n_bad=_P),
+        *_fields(n_head_kv__n_group__d_k__d_v__width_k__width_v__row_bytes_k__row_bytes_v=_I32),
+        *_fields(scale__softcap=_F32),
+    ]
+
+
+class Encode(ct.Structure):
+    _fields_ = [
+        ("layer", Layer),
+        *_fields(k__v=_P, k_head__k_token__v_head__v_token=_I64, k_rows__v_rows=_P, k_stride__v_stride=_I64),
+        *_fields(cells__fresh=_P, n_tok=_I64),
+    ]
+
+
+class Attend(ct.Structure):
+    _fields_ = [
+        ("layer", Layer),
+        *_fields(q=_P, q_head__q_token=_I64, k_rows__v_rows=_P, k_stride__v_stride__k_stream__v_stream=_I64),
+        *_fields(mask=_P, mask_half=ct.c_bool, cell_pos__tokens=_P, n_sink__n_recent=_I32),
+        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift=_P),
+    ]
+
+
+class Combine(ct.Structure):
+    _fields_ = [
+        ("a", Attend),
+        *_fields(fresh__window__slots=_P, slot_stride=_I64, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64),
+    ]
+
+
+class Store(ct.Structure):
+    _fields_ = _fields(window__fresh__token=_P, n_slots__width=_I64)
+
+
+class Memory(Protocol):
+    """Where a library's pointers point to."""
+
+    def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
+        """Copies an array there -> its address, and a function that reads it back. Kept until the Memory is."""
+
+
+class HostMemory:
+    def __init__(self) -> None:
+        self.kept: list[npt.NDArray[Any]] = []
+
+    def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
+        copy = np.array(array, order="C")
+        self.kept.append(copy)
+        return o.ptr(copy), lambda: copy
+
+
+class DeviceMemory:
+    """Of the current CUDA device, through PyTorch."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
+        import torch
+
+        array = np.ascontiguousarray(array)
+        bytes_ = torch.from_numpy(array.reshape(-1).view(np.uint8).copy()).cuda()
+        self.kept.append(bytes_)
+        return int(bytes_.data_ptr()), lambda: bytes_.cpu().numpy().view(array.dtype).reshape(array.shape)
+
+
+class Library:
+    """kernels/cuda, built for `memory`'s kind."""
+
+    def __init__(self, path: Path, memory: Callable[[], Memory]) -> None:
+        self.lib = ct.CDLL(str(path))
+        self.memory = memory
+        self.lib.test_ref.restype = ct.c_void_p
+
+    def ref(self) -> o.Ops:
+        return o.Ops.from_address(self.lib.test_ref())
+
+    def run(self, name: str, args: ct.Structure) -> None:
+        """Launches on the default stream; later copies from the device wait for it."""
+        function = self.lib[f"test_{name}"]
+        function.restype, function.argtypes = ct.c_char_p, [ct.c_void_p, ct.c_void_p]
+        if error := function(ct.addressof(args), None):
+            raise RuntimeError(f"{name}: {error.decode()}")
+
+
+SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
+REF = [ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows")]
+INCLUDE = f"-I{ROOT}/kernels/include"
+
+
+def build_emulated(folder: Path) -> Library:
+    """Compiled for the CPU by c++; needs no CUDA."""
+    emulated = ROOT / "tests/kernels/emulated"
+    flags = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    jobs = []
+    for source in [*SOURCES, *REF, emulated / "emulated.cpp"]:
+        command = ["c++", *flags, f"-I{emulated}", INCLUDE, "-x", "c++", "-c", str(source), "-o", f"{source.name}.o"]
+        jobs.append(subprocess.Popen(command, cwd=folder))
+        if len(jobs) % (os.cpu_count() or 1) == 0:
+            assert [job.wait() for job in jobs] == [0] * len(jobs)
+    assert [job.wait() for job in jobs] == [0] * len(jobs)
+    objects = [str(path) for path in folder.glob("*.o")]
+    subprocess.run(["c++", "-shared", *objects, "-o", "libemulated.so"], cwd=folder, check=True)
+    return Library(folder / "libemulated.so", HostMemory)
+
+
+def nvcc() -> str | None:
+    """CUDA's compiler: CUDACXX, on the PATH, or where the toolkit is usually installed."""
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return os.environ.get("CUDACXX") or shutil.which("nvcc") or (str(usual) if usual.exists() else None)
+
+
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings", INCLUDE]
+
+
+def build_native(folder: Path, compiler: str, arch: str = "native") -> Library:
+    """Compiled by nvcc for this machine's GPU. Raises subprocess.CalledProcessError."""
+    command = [compiler, *NVCC_FLAGS, f"-arch={arch}", "-shared", "-o", "libnative.so", *map(str, [*SOURCES, *REF])]
+    subprocess.run(command, cwd=folder, check=True)
+    return Library(folder / "libnative.so", DeviceMemory)
+
+
+class Heads:
+    """A layer of a test in a library's memory."""
+
+    def __init__(self, memory: Memory, k: layers.Side, v: layers.Side, n_group: int, means: bool = False) -> None:
+        rng = np.random.default_rng(len(k.heads))
+        n_head = len(k.heads)
+        self.memory, self.k, self.v, self.n_group = memory, k, v, n_group
+        self.gamma = rng.uniform(0.5, 1.5, n_head).astype(np.float32)
+        self.slope = rng.uniform(0, 1.5, n_head * n_group).astype(np.float32)
+        self.mean = [rng.standard_normal(k.d).astype(np.float16) if means else None for _ in range(n_head)]
+        n_bad, self.n_bad = memory.put(np.zeros(1, np.uint64))
+        self.layer = Layer(
+            k=self._codecs(k),
+            v=self._codecs(v),
+            k_offset=memory.put(np.array([part.start for part in k.parts()], np.int64))[0],
+            v_offset=memory.put(np.array([part.start for part in v.parts()], np.int64))[0],
+            gamma=memory.put(self.gamma)[0],
+            mean=memory.put(np.array([0 if m is None else memory.put(m)[0] for m in self.mean], np.uint64))[0],
+            slope=memory.put(self.slope)[0],
+            n_bad=n_bad,
+            n_head_kv=n_head,
+            n_group=n_group,
+            d_k=k.d,
+            d_v=v.d,
+            width_k=max(head.rank for head in k.heads),
+            width_v=max(head.rank for head in v.heads),
+            row_bytes_k=max(head.row_bytes for head in k.heads),
+            row_bytes_v=max(head.row_bytes for head in v.heads),
+            scale=1.0,
+            softcap=0.0,
+        )
+
+    def _codecs(self, side: layers.Side) -> int:
+        """The codecs with addresses of that memory."""
+        copies = []
+        for head in side.heads:
+            codec = o.HeadCodec.from_buffer_copy(head.codec)
+            codec.encode = codec.decode = self.memory.put(head.encode)[0]
+            codec.offset = None if head.subtracted is None else self.memory.put(head.subtracted)[0]
+            copies.append(np.frombuffer(bytes(codec), np.uint8))
+        return self.memory.put(np.concatenate(copies))[0]
+
+
+def exact_positions(cell_pos: npt.NDArray[np.int32], pos: int, n_sink: int, n_recent: int) -> npt.NDArray[np.bool_]:
+    """Which of the cells the token at `pos` attends to exactly."""
+    return (cell_pos < n_sink) | ((cell_pos <= pos) & (cell_pos > pos - n_recent))
+
+
+def concatenated(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(np.concatenate(parts))

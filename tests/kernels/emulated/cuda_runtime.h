@@ -1,0 +1,158 @@
+// cuda_runtime.h: as much of CUDA as kernels/cuda uses, for a CPU. The threads of a block are fibers that change places
+// at barriers only, so that what a kernel computes is the same in every run. Device memory is memory.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ const
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+
+struct dim3 {
+    unsigned x, y, z;
+
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace emulated {
+
+extern dim3 thread_index, block_index;
+
+void     run_block(unsigned n_threads, void (*body)(void *), void * data);
+void     block_barrier();
+void     warp_barrier();
+bool     block_any(bool mine);
+bool     block_all(bool mine);
+uint32_t from_lane(uint32_t mine, unsigned lane);
+
+} // namespace emulated
+
+#define threadIdx emulated::thread_index
+#define blockIdx  emulated::block_index
+
+enum cudaError_t { cudaSuccess };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+using cudaStream_t = void *;
+
+struct cudaLaunchConfig_t {
+    dim3         gridDim, blockDim;
+    size_t       dynamicSmemBytes;
+    cudaStream_t stream;
+};
+
+cudaError_t cudaGetDevice(int * device);
+cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attr, int device);
+
+inline const char * cudaGetErrorString(cudaError_t) {
+    return "emulated error";
+}
+
+template <typename Kernel> cudaError_t cudaFuncSetAttribute(Kernel *, cudaFuncAttribute, int) {
+    return cudaSuccess;
+}
+
+template <typename Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)(Args), const Args & args) {
+    struct Call {
+        void (*kernel)(Args);
+        const Args & args;
+    } call{ kernel, args };
+
+    const dim3 grid = config->gridDim;
+    for (unsigned z = 0; z < grid.z; ++z) {
+        for (unsigned y = 0; y < grid.y; ++y) {
+            for (unsigned x = 0; x < grid.x; ++x) {
+                emulated::block_index = dim3(x, y, z);
+                emulated::run_block(
+                    config->blockDim.x, [](void * c) { ((Call *) c)->kernel(((Call *) c)->args); }, &call);
+            }
+        }
+    }
+    return cudaSuccess;
+}
+
+using std::isfinite;
+
+inline int max(int a, int b) {
+    return a > b ? a : b;
+}
+
+inline int min(int a, int b) {
+    return a < b ? a : b;
+}
+
+inline void __syncthreads() {
+    emulated::block_barrier();
+}
+
+inline void __syncwarp() {
+    emulated::warp_barrier();
+}
+
+inline int __syncthreads_and(int mine) {
+    return emulated::block_all(mine != 0);
+}
+
+inline int __syncthreads_or(int mine) {
+    return emulated::block_any(mine != 0);
+}
+
+inline float __uint_as_float(uint32_t u) {
+    float x;
+    std::memcpy(&x, &u, sizeof(x));
+    return x;
+}
+
+inline uint32_t __float_as_uint(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, sizeof(u));
+    return u;
+}
+
+inline float __shfl_xor_sync(uint32_t, float x, int mask) {
+    const unsigned lane = threadIdx.x % 32 ^ (unsigned) mask;
+    return __uint_as_float(emulated::from_lane(__float_as_uint(x), lane));
+}
+
+inline unsigned long long atomicAdd(unsigned long long * sum, unsigned long long x) {
+    *sum += x;
+    return *sum - x;
+}
+
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+
+inline float __fsub_rn(float a, float b) {
+    return a - b;
+}
+
+inline float __fdiv_rn(float a, float b) {
+    return a / b;
+}
+
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
+    return (uint32_t) (((uint64_t) high << 32 | low) >> (shift & 31));
+}
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+    const uint64_t both = (uint64_t) y << 32 | x;
+    uint32_t       out  = 0;
+    for (unsigned i = 0; i < 4; ++i) {
+        out |= (uint32_t) (both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    }
+    return out;
+}
+
+inline int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 4; ++i) {
+        sum += (int8_t) (a >> 8 * i) * (int8_t) (b >> 8 * i);
+    }
+    return sum;
+}

@@ -1,0 +1,177 @@
+// emulated.cpp: the fibers behind cuda_runtime.h, and shared memory.
+#include "cuda_runtime.h"
+
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+namespace subkv::cuda {
+
+constexpr size_t SHARED = 99u << 10; // of a block, as on sm_86 to sm_120
+alignas(16) unsigned char block_memory[SHARED];
+
+} // namespace subkv::cuda
+
+namespace emulated {
+
+dim3 thread_index, block_index;
+
+namespace {
+
+constexpr size_t STACK = 256u << 10; // fragments are whole matrices
+
+// Threads that wait for each other: a block or a warp.
+struct Barrier {
+    unsigned n = 0, arrived = 0;
+    uint64_t round = 0;
+    bool     any = false, all = true; // of the votes so far
+    bool     last_any = false, last_all = true;
+};
+
+struct Fiber {
+    ucontext_t              context;
+    std::unique_ptr<char[]> stack{ new char[STACK] };
+    bool                    done = false;
+};
+
+std::vector<Fiber>    fibers;
+std::vector<Barrier>  warps;
+std::vector<uint32_t> exchange; // by thread
+Barrier               block;
+ucontext_t            scheduler;
+void (*body)(void *);
+void * body_data;
+
+void release(Barrier & b) {
+    b.last_any = b.any;
+    b.last_all = b.all;
+    b.any      = false;
+    b.all      = true;
+    b.arrived  = 0;
+    ++b.round;
+}
+
+void wait(Barrier & b, bool vote) {
+    b.any                = b.any || vote;
+    b.all                = b.all && vote;
+    const uint64_t round = b.round;
+    if (++b.arrived == b.n) {
+        release(b);
+        return;
+    }
+    const unsigned me = thread_index.x;
+    while (b.round == round) {
+        swapcontext(&fibers[me].context, &scheduler);
+    }
+}
+
+// A thread that has ended is waited for by nobody.
+void leave(Barrier & b) {
+    if (--b.n > 0 && b.arrived == b.n) {
+        release(b);
+    }
+}
+
+void start() {
+    body(body_data);
+    const unsigned me = thread_index.x;
+    fibers[me].done   = true;
+    leave(block);
+    leave(warps[me / 32]);
+    swapcontext(&fibers[me].context, &scheduler);
+}
+
+} // namespace
+
+void run_block(unsigned n_threads, void (*f)(void *), void * data) {
+    body      = f;
+    body_data = data;
+    if (fibers.size() != n_threads) {
+        fibers = std::vector<Fiber>(n_threads);
+    }
+    block   = Barrier{};
+    block.n = n_threads;
+    warps.assign((n_threads + 31) / 32, Barrier{});
+    exchange.assign(n_threads, 0);
+    // what a kernel reads before it writes shows
+    std::memset(subkv::cuda::block_memory, 0xFF, sizeof(subkv::cuda::block_memory));
+    for (unsigned i = 0; i < n_threads; ++i) {
+        ++warps[i / 32].n;
+        fibers[i].done = false;
+        getcontext(&fibers[i].context);
+        fibers[i].context.uc_stack.ss_sp   = fibers[i].stack.get();
+        fibers[i].context.uc_stack.ss_size = STACK;
+        fibers[i].context.uc_link          = nullptr;
+        makecontext(&fibers[i].context, start, 0);
+    }
+    // A pass runs every thread up to a barrier that others have not reached.
+    unsigned left    = n_threads;
+    int      without = 0; // passes in which no barrier opened and no thread ended
+    while (left > 0) {
+        const uint64_t before = block.round;
+        uint64_t       opened = 0;
+        for (const auto & w : warps) {
+            opened += w.round;
+        }
+        const unsigned left_before = left;
+        for (unsigned i = 0; i < n_threads; ++i) {
+            if (fibers[i].done) {
+                continue;
+            }
+            thread_index.x = i;
+            swapcontext(&scheduler, &fibers[i].context);
+            left -= fibers[i].done ? 1 : 0;
+        }
+        uint64_t after = 0;
+        for (const auto & w : warps) {
+            after += w.round;
+        }
+        without = block.round == before && after == opened && left == left_before ? without + 1 : 0;
+        if (without > 1) {
+            std::fprintf(stderr, "emulated block (%u, %u, %u): its threads wait at different barriers\n", block_index.x,
+                         block_index.y, block_index.z);
+            std::abort();
+        }
+    }
+}
+
+void block_barrier() {
+    wait(block, false);
+}
+
+bool block_any(bool mine) {
+    wait(block, mine);
+    return block.last_any;
+}
+
+bool block_all(bool mine) {
+    wait(block, mine);
+    return block.last_all;
+}
+
+void warp_barrier() {
+    wait(warps[thread_index.x / 32], false);
+}
+
+uint32_t from_lane(uint32_t mine, unsigned lane) {
+    exchange[thread_index.x] = mine;
+    warp_barrier();
+    const uint32_t theirs = exchange[thread_index.x / 32 * 32 + lane];
+    warp_barrier();
+    return theirs;
+}
+
+} // namespace emulated
+
+cudaError_t cudaGetDevice(int * device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr, int) {
+    *value = (int) subkv::cuda::SHARED;
+    return cudaSuccess;
+}

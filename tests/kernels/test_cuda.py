@@ -1,0 +1,361 @@
+"""The CUDA ops against the reference: compiled for the CPU always, and for the GPU where there are one and nvcc.
+
+Tolerances are those that kernels/cuda/ops.h states: queries rounded to ROUNDING of a row's largest in the decode kernel;
+queries, coefficients and weights rounded to halves in the tile kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda_ops as c
+import layers
+import numpy as np
+import numpy.typing as npt
+import ops as o
+import pytest
+
+ROUNDING = 1 / 16256
+HALF_ERROR = 2.0**-10
+LAYERS = pytest.mark.parametrize("name", layers.LAYERS)
+
+
+def has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+@pytest.fixture(scope="module", params=["emulated", "native"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> c.Library:
+    folder = tmp_path_factory.mktemp("cuda")
+    if request.param == "emulated":
+        return c.build_emulated(folder)
+    compiler = c.nvcc()
+    if compiler is None or not has_gpu():
+        pytest.skip(f"no {'nvcc' if compiler is None else 'GPU that PyTorch sees'}: the kernels run on the CPU only")
+    return c.build_native(folder, compiler)
+
+
+@LAYERS
+@pytest.mark.parametrize("orthonormal", [True, False])
+def test_encode(library: c.Library, name: str, orthonormal: bool) -> None:
+    """The bytes of the reference; where coefficients are sums, in another order, nearly all."""
+    bands = layers.LAYERS[name]
+    d = max(map(layers.head_size, bands))
+    sides = [layers.Side.make(b, d, 1 + i, orthonormal, not orthonormal and i == 0) for i, b in enumerate(bands)]
+    rng = np.random.default_rng(3)
+    n_head, n = len(bands[0]), 9
+    x = [layers.inputs_to_encode(n, n_head, d, rng) for _ in sides]
+    cells = [int(i) for i in rng.permutation(12)[:n]]
+    want = [layers.encode_with(library.ref(), side, a, cells, 12, 3) for side, a in zip(sides, x, strict=True)]
+
+    memory = library.memory()
+    heads = c.Heads(memory, *sides, n_group=1, means=not orthonormal)
+    rows = [memory.put(np.full_like(w, 0xAA)) for w, _ in want]
+    fresh_at, fresh = memory.put(np.zeros((n, n_head * 2 * d), np.uint16))
+    args = c.Encode(
+        layer=heads.layer,
+        k=memory.put(x[0])[0],
+        v=memory.put(x[1])[0],
+        k_head=d,
+        k_token=n_head * d,
+        v_head=d,
+        v_token=n_head * d,
+        k_rows=rows[0][0],
+        v_rows=rows[1][0],
+        k_stride=want[0][0].shape[1],
+        v_stride=want[1][0].shape[1],
+        cells=memory.put(np.array(cells, np.int64))[0],
+        fresh=fresh_at,
+        n_tok=n,
+    )
+    library.run("encode", args)
+    assert int(heads.n_bad()[0]) == want[0][1] + want[1][1]
+    for side, (_, read), (expected, _) in zip(sides, rows, want, strict=True):
+        got = read()
+        if orthonormal:
+            assert np.array_equal(got, expected)
+            continue
+        for head, part in zip(side.heads, side.parts(), strict=True):
+            a, b = (o.dequantize(head, r[cells][:, part]) for r in (got, expected))
+            assert np.mean(a == b) > 0.98
+            assert np.all(np.abs(a - b).max(axis=1) <= 0.3 * np.abs(b).max(axis=1))
+    halves = fresh().view(np.float16).reshape(n, 2, n_head, d)
+    for i, a in enumerate(x):
+        with np.errstate(over="ignore"):
+            expected_halves = a.astype(np.float16)
+        for t, h in np.argwhere(~np.isfinite(a).all(axis=2)):
+            mean = heads.mean[h] if i == 0 else None
+            expected_halves[t, h] = 0 if mean is None else mean
+        assert np.array_equal(halves[:, i], expected_halves)
+
+
+@dataclass
+class Shape:
+    n_stream: int = 1
+    n_tps: int = 1
+    group: int = 3
+    n_kv: int = 70
+    n_split: int = 2
+    softcap: float = 0.0
+    means: bool = False
+    mask_half: bool = False
+
+
+SHAPES = [
+    Shape(),
+    Shape(n_kv=1, group=1, n_split=1),
+    Shape(n_stream=2, group=8, n_kv=150, means=True),
+    Shape(n_kv=300, n_split=1, softcap=30.0, mask_half=True),
+    Shape(group=4, n_kv=64, n_split=4),
+    Shape(group=9),
+    Shape(n_tps=7, n_kv=65),
+    Shape(n_stream=2, n_tps=11, group=2, n_kv=129, n_split=3, softcap=5.0, means=True),
+    Shape(n_tps=40, group=2, n_kv=100, n_split=1, mask_half=True),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attend_shapes(library: c.Library, shape: Shape) -> None:
+    check_attend(library, "planned", shape)
+
+
+@LAYERS
+@pytest.mark.parametrize("shape", [Shape(group=2, n_kv=45), Shape(n_tps=3, group=2, n_kv=45)], ids=["decode", "tiles"])
+def test_attend_layouts(library: c.Library, name: str, shape: Shape) -> None:
+    check_attend(library, name, shape)
+
+
+N_SINK, N_RECENT = 2, 6
+
+
+class Call:
+    """Inputs of attend for a shape: the newest cells and the first ones are exact, some are hidden."""
+
+    def __init__(self, library: c.Library, name: str, shape: Shape) -> None:
+        bands = layers.LAYERS[name]
+        d = max(map(layers.head_size, bands))
+        self.rng = rng = np.random.default_rng(shape.n_kv)
+        self.shape = s = shape
+        self.sides = [layers.Side.make(b, d, 5 + i) for i, b in enumerate(bands)]
+        self.memory = memory = library.memory()
+        self.heads = c.Heads(memory, self.sides[0], self.sides[1], s.group, s.means)
+        self.n_head, self.n_tok = len(bands[0]), s.n_stream * s.n_tps
+        self.rows = [np.stack([side.random_rows(s.n_kv, rng, 3) for _ in range(s.n_stream)]) for side in self.sides]
+        self.q = rng.standard_normal((self.n_tok, self.n_head * s.group, d)).astype(np.float32)
+        self.cell_pos = np.stack([rng.permutation(s.n_kv) for _ in range(s.n_stream)]).astype(np.int32)
+        self.pos = np.tile(np.arange(s.n_kv - s.n_tps, s.n_kv), s.n_stream)
+        mask = rng.uniform(-2, 0, (self.n_tok, s.n_kv)).astype(np.float16)
+        mask[rng.random(mask.shape) < 0.2] = -np.inf
+        mask[self.cell_pos.repeat(s.n_tps, axis=0) > self.pos[:, None]] = -np.inf
+        mask[:, s.n_kv // 2] = -np.inf
+        for rows in self.rows:
+            rows[:, s.n_kv // 2] = 255  # never seen, whatever the bytes
+        self.mask = mask
+        self.tokens = np.zeros((self.n_tok, 4), np.int32)
+        self.tokens[:, 0] = self.pos
+        self.heads.layer.scale = np.float32(4 / np.sqrt(d) / 3)
+        self.heads.layer.softcap = s.softcap
+        split = -(-s.n_kv // s.n_split)
+        n_rows = self.n_head * self.n_tok * s.group
+        partial = s.n_split * n_rows
+        layer = self.heads.layer
+        m, self.m = memory.put(np.full(partial, np.nan, np.float32))
+        z, self.z = memory.put(np.full(partial, np.nan, np.float32))
+        acc, self.acc = memory.put(np.full((partial, layer.width_v), np.nan, np.float32))
+        self.args = c.Attend(
+            layer=layer,
+            q=memory.put(self.q)[0],
+            q_head=d,
+            q_token=self.n_head * s.group * d,
+            k_rows=memory.put(self.rows[0])[0],
+            v_rows=memory.put(self.rows[1])[0],
+            k_stride=self.rows[0].shape[2],
+            v_stride=self.rows[1].shape[2],
+            k_stream=self.rows[0][0].size,
+            v_stream=self.rows[1][0].size,
+            mask=memory.put(mask if s.mask_half else mask.astype(np.float32))[0],
+            mask_half=s.mask_half,
+            cell_pos=memory.put(self.cell_pos)[0],
+            tokens=memory.put(self.tokens)[0],
+            n_sink=N_SINK,
+            n_recent=N_RECENT,
+            n_kv=s.n_kv,
+            n_stream=s.n_stream,
+            n_tps=s.n_tps,
+            split=split,
+            n_split=s.n_split,
+            m=m,
+            z=z,
+            acc=acc,
+            qt=memory.put(np.zeros((n_rows, layer.width_k), np.float32))[0],
+            shift=memory.put(np.zeros(n_rows, np.float32))[0],
+        )
+
+    def coded_bias(self, stream: int) -> o.F32:
+        """[n_tps][n_kv]"""
+        s = self.shape
+        bias = self.mask[stream * s.n_tps : (stream + 1) * s.n_tps].astype(np.float32)
+        for t in range(s.n_tps):
+            pos = int(self.pos[stream * s.n_tps + t])
+            bias[t, c.exact_positions(self.cell_pos[stream], pos, N_SINK, N_RECENT)] = -np.inf
+        return bias
+
+    def queries(self, stream: int, h: int) -> tuple[o.F32, o.F32 | None]:
+        """Projected queries [n_tps * G][rank] and shifts of a KV head."""
+        s, head = self.shape, self.sides[0].heads[h]
+        q = self.q[stream * s.n_tps : (stream + 1) * s.n_tps, h * s.group : (h + 1) * s.group].reshape(-1, head.codec.d)
+        scale = float(self.heads.layer.scale)
+        qt = scale * float(self.heads.gamma[h]) * (q.astype(np.float64) @ head.encode.astype(np.float64).T)
+        mean = self.heads.mean[h]
+        shift = None if mean is None else (scale * (q.astype(np.float64) @ mean.astype(np.float64))).astype(np.float32)
+        return qt.astype(np.float32), shift
+
+    def slopes(self, h: int) -> o.F32:
+        return self.heads.slope[h * self.shape.group : (h + 1) * self.shape.group]
+
+    def vectors(self, value: bool, stream: int, h: int) -> o.F64:
+        """Coefficients of a head's cells, zeros where nobody sees them."""
+        side = self.sides[value]
+        rows = self.rows[value][stream].copy()
+        rows[self.shape.n_kv // 2] = 0
+        return o.dequantize(side.heads[h], rows[:, side.parts()[h]])
+
+    def merged(self, stream: int, h: int, m: o.F64) -> tuple[o.F64, o.F64, o.F64]:
+        """Largest m over the splits, z and acc relative to the given m, of a head's query rows."""
+        s = self.shape
+        shape = (s.n_split, self.n_head, s.n_stream, s.n_tps * s.group)
+        part_m = self.m().reshape(shape)[:, h, stream].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            weight = np.where(np.isneginf(part_m), 0, np.exp(part_m - np.where(np.isfinite(m), m, 0)))
+        z = (weight * self.z().reshape(shape)[:, h, stream]).sum(axis=0)
+        rank = self.sides[1].heads[h].rank
+        acc = self.acc().reshape(*shape, -1)[:, h, stream, :, :rank]
+        return part_m.max(axis=0), z, (weight[..., None] * acc).sum(axis=0)
+
+
+def check_attend(library: c.Library, name: str, shape: Shape) -> None:
+    call = Call(library, name, shape)
+    library.run("attend", call.args)
+    decode = shape.n_tps == 1 and shape.group <= c.DECODE_GROUP
+    for stream in range(shape.n_stream):
+        bias = call.coded_bias(stream)
+        for h in range(call.n_head):
+            keys, values = (call.vectors(value, stream, h) for value in (False, True))
+            q, shift = call.queries(stream, h)
+            m, z, acc, size, weight_v, weights = o.attention(
+                q, keys, values, bias, call.slopes(h), shape.softcap, shift
+            )
+            live = np.isfinite(m)
+            tolerance = 32 * o.EPS * (size + 1)
+            extra = np.zeros_like(acc)
+            seen = np.abs(keys[np.isfinite(bias).any(axis=0)])
+            if decode:
+                ratio = np.where(coded_coefficients(layers.LAYERS[name][0][h]), 1.0, 0)
+                step = ROUNDING * np.abs(q * call.sides[0].heads[h].coefficient_ratio * ratio).max(axis=1)
+                units = (seen * ratio / call.sides[0].heads[h].coefficient_ratio).sum(axis=1).max(initial=0)
+                tolerance += 0.51 * step * units
+            else:
+                tolerance += 1.5 * HALF_ERROR * size
+                extra = 1e-6 * weight_v.max(initial=0) + HALF_ERROR * weight_v
+            got_m, got_z, got_acc = call.merged(stream, h, m)
+            assert np.array_equal(np.isfinite(got_m), live)
+            assert np.all(np.abs(got_m[live] - m[live]) <= tolerance[live])
+            relative = np.expm1(2 * tolerance[live]) + 32 * o.EPS + (0 if decode else HALF_ERROR)
+            assert np.all(np.abs(got_z[live] - z[live]) <= relative * z[live])
+            bound = relative[:, None] * (weight_v[live] + 1e-30) + extra[live] + o.EPS * weight_v[live].max(initial=0)
+            assert np.all(np.abs(got_acc[live] - acc[live]) <= bound)
+
+
+def coded_coefficients(layout: o.Layout) -> npt.NDArray[np.bool_]:
+    return np.repeat([bits != 16 for _, bits in layout], [n for n, _ in layout])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[7], Shape(n_tps=3, group=2, n_kv=200, means=True)], ids=str)
+def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
+    """Coded cells, window rows and the ubatch's own keys are one softmax, in double over the same numbers."""
+    call = Call(library, "planned", shape)
+    s, rng, memory = shape, call.rng, call.memory
+    d, n_head, n_slots = call.sides[0].d, call.n_head, 20
+    width = n_head * 2 * d
+    window = rng.standard_normal((s.n_stream * n_slots, width)).astype(np.float16)
+    fresh = rng.standard_normal((call.n_tok, width)).astype(np.float16)
+    slots = np.full((3, len(window)), -1, np.int32)
+    exact: list[dict[int, npt.NDArray[np.float16]]] = []  # of every stream: row by position
+    for stream in range(s.n_stream):
+        cells = np.argsort(call.cell_pos[stream])
+        own = call.pos[stream * s.n_tps : (stream + 1) * s.n_tps]
+        rows = {}
+        stored = [*range(N_SINK), *range(max(N_SINK, own[0] - N_RECENT - 2), own[0])]
+        for slot, pos in enumerate(p for p in stored if p < own[0]):
+            at = stream * n_slots + slot
+            slots[0, at], slots[1, at] = pos, cells[pos]
+            rows[pos] = window[at]
+        for t, pos in enumerate(own):
+            token = stream * s.n_tps + t
+            call.tokens[token, 1:] = stream, cells[pos], stream * n_slots
+            rows[int(pos)] = fresh[token]
+        exact.append(rows)
+    call.args.tokens = memory.put(call.tokens)[0]
+    sink = rng.standard_normal(n_head * s.group).astype(np.float32)
+    out_at, out = memory.put(np.zeros((call.n_tok, n_head * s.group * d + 5), np.float32))
+    library.run("attend", call.args)
+    library.run(
+        "combine",
+        c.Combine(
+            a=call.args,
+            fresh=memory.put(fresh)[0],
+            window=memory.put(window)[0],
+            slots=memory.put(slots)[0],
+            slot_stride=len(window),
+            slots_of_seq=n_slots,
+            sinks=memory.put(sink)[0] if sinks else None,
+            out=out_at,
+            out_stride=n_head * s.group * d + 5,
+        ),
+    )
+    got = out()
+    assert not got[:, -5:].any()
+    for stream in range(s.n_stream):
+        for h in range(n_head):
+            m, z, acc = call.merged(stream, h, np.zeros(s.n_tps * s.group))
+            coded = acc @ call.sides[1].heads[h].encode.astype(np.float64)
+            for t in range(s.n_tps):
+                token = stream * s.n_tps + t
+                pos = int(call.pos[token])
+                keys = [p for p in exact[stream] if c.exact_positions(np.array([p]), pos, N_SINK, N_RECENT)[0]]
+                for g in range(s.group):
+                    hq, row = h * s.group + g, t * s.group + g
+                    total, vector = z[row], coded[row].copy()
+                    for p in keys:
+                        cell = int(np.flatnonzero(call.cell_pos[stream] == p)[0])
+                        k = exact[stream][p][h * d : (h + 1) * d].astype(np.float64)
+                        dot = float(call.heads.layer.scale) * float(call.q[token, hq].astype(np.float64) @ k)
+                        if s.softcap:
+                            dot = s.softcap * np.tanh(dot / s.softcap)
+                        weight = np.exp(dot + float(call.heads.slope[hq]) * float(call.mask[token, cell]))
+                        total += weight
+                        vector += weight * exact[stream][p][(n_head + h) * d : (n_head + h + 1) * d].astype(np.float64)
+                    total += np.exp(sink[hq]) if sinks else 0
+                    want = vector / total if total > 0 else 0 * vector
+                    scale = max(1.0, float(np.abs(want).max()))
+                    assert np.abs(got[token, hq * d : (hq + 1) * d] - want).max() <= 2e-4 * scale
+
+
+def test_a_window_stores_what_its_slots_name(library: c.Library) -> None:
+    rng = np.random.default_rng(0)
+    memory = library.memory()
+    window, fresh = (rng.integers(0, 2**16, shape).astype(np.uint16) for shape in ((5, 300), (3, 300)))
+    token = np.array([-1, 2, -1, 0, 2], np.int32)
+    at, read = memory.put(window)
+    args: Any = c.Store(
+        window=at, fresh=memory.put(fresh)[0], token=memory.put(token)[0], n_slots=len(window), width=300
+    )
+    library.run("store_window", args)
+    want = np.where((token >= 0)[:, None], fresh[token], window)
+    assert np.array_equal(read(), want)
