@@ -63,6 +63,7 @@ class Stats(ctypes.Structure):
         ("bytes_adapt", ctypes.c_uint64),
         ("n_chunks", ctypes.c_uint64),
         ("n_layer_coded", ctypes.c_uint32),
+        ("n_layer_device", ctypes.c_uint32),
         ("n_cells", ctypes.c_uint32),
         ("n_stream", ctypes.c_uint32),
         ("n_sink", _i32),

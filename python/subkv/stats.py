@@ -90,13 +90,15 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> 
             "encoder-only); choose f16",
         )
     fingerprint = native().subkv_context_fingerprint(ctx)
-    kernel = native().subkv_kernel_name()
+    name = native().subkv_kernel_name()
+    kernels = [name.decode() if name else "none"] if raw.n_layer_device < raw.n_layer_coded else []
+    kernels += ["cuda"] if raw.n_layer_device else []
     same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
         bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_adapt + raw.bytes_stock,
-        kernel=kernel.decode() if kernel else "none",
+        kernel=" and ".join(kernels),
         fingerprint=fingerprint.decode() if fingerprint else None,
         **{name: getattr(raw, name) for name in same},
     )

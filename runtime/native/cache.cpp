@@ -54,8 +54,18 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
         if ((size_t) layer.il >= nodes_.size()) {
             nodes_.resize((size_t) layer.il + 1);
         }
-        nodes_[(size_t) layer.il].reset(new LayerNodes{
-            codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_, layer.n_head });
+        auto & nodes = nodes_[(size_t) layer.il];
+        nodes.reset(new LayerNodes{ codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_,
+                                    layer.n_head });
+        if (has_device_kernels(layer.buft)) {
+            if (adaptive_) {
+                throw std::runtime_error(
+                    text("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
+                         "(-ngl 0, or offload_kqv off), or use static bases",
+                         layer.il, ggml_backend_buft_name(layer.buft)));
+            }
+            nodes->device = make_device_layer(*nodes, layer.buft);
+        }
         elements_per_token_ += (size_t) layer.n_head_kv * (size_t) (layer.d_k + layer.d_v);
     }
     window_.allocate(coded, desc.no_alloc);
@@ -101,7 +111,7 @@ void Cache::check(const CacheDesc & desc) const {
                 text("model: layer %d shares one KV head between %d / %d query heads, at most %d supported", layer.il,
                      layer.n_head, layer.n_head_kv, MAX_GROUP));
         }
-        if (!ggml_backend_buft_is_host(layer.buft)) {
+        if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
             throw std::runtime_error(
                 text("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
                      "build; keep it on the CPU (-ngl 0, or offload_kqv off)",
@@ -347,6 +357,8 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     for (const auto & node : nodes_) {
         if (node) {
             out.n_layer_coded++;
+            out.n_layer_device += node->device ? 1 : 0;
+            out.n_zero_rows += node->device ? node->device->n_zero_rows() : 0;
             out.bytes_per_token += row_bytes(node->codec->il, false) + row_bytes(node->codec->il, true);
         }
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "adaptive.h"
+#include "device.h"
 #include "hook.h"
 #include "layout.h"
 #include "subkv.h"
@@ -25,6 +26,8 @@ struct LayerNodes {
     float                   scale          = 0.0f; // set when the graph is built, constant per model
     float                   softcap        = 0.0f;
     float                   max_alibi_bias = 0.0f;
+
+    std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
 };
 
 // Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].

@@ -22,21 +22,24 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     s.n_tps     = s.n_tokens / s.n_stream;
     s.n_head_kv = layer.codec->n_head_kv;
     s.n_group   = layer.n_head / s.n_head_kv;
+    s.width     = 8;
+    for (const auto & head : layer.codec->v) {
+        s.width = std::max<int64_t>(s.width, head.rank);
+    }
     // about 128 query rows per block keep a tile of dequantized coefficients busy
     s.block    = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     // decode: up to 64 splits so that every thread gets work; prefill has enough blocks
     // every split ends with turning the sums of its chunks back, which is not worth it for a few cells
-    const int64_t few  = layer.adaptive ? 8 : s.n_tps == 1 ? 64 : 16;
-    const int64_t most = std::max<int64_t>(1, few / s.n_blocks);
-    const int64_t want = std::min(most, (s.n_kv + 255) / 256);
-    s.split            = ((s.n_kv + want - 1) / want + 63) / 64 * 64;
-    s.n_split          = (s.n_kv + s.split - 1) / s.split;
-    s.n_rows           = s.n_split * s.n_head_kv * s.n_tokens * s.n_group;
-    s.width            = 8;
-    for (const auto & head : layer.codec->v) {
-        s.width = std::max<int64_t>(s.width, head.rank);
-    }
+    const int64_t few = layer.adaptive ? 8 : s.n_tps == 1 ? 64 : 16;
+    // a GPU wants some hundred blocks, of one head each
+    const int64_t units = layer.device ? s.n_blocks * s.n_head_kv : s.n_blocks;
+    const int64_t most  = std::max<int64_t>(1, (layer.device ? 1024 : few) / units);
+    const int64_t want  = std::min(most, (s.n_kv + 255) / 256);
+    s.split             = ((s.n_kv + want - 1) / want + 63) / 64 * 64;
+    s.n_split           = (s.n_kv + s.split - 1) / s.split;
+    s.n_rows            = s.n_split * s.n_head_kv * s.n_tokens * s.n_group;
+    s.n_partial         = s.n_rows * (2 + s.width) + (layer.device ? layer.device->scratch(s.n_rows / s.n_split) : 0);
     return s;
 }
 
@@ -148,14 +151,26 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     layer.softcap        = b.softcap;
     layer.max_alibi_bias = b.max_alibi_bias;
 
-    ggml_context * ctx    = b.ctx;
-    const auto     custom = [&](ggml_type type, int64_t ne0, int64_t ne1, std::vector<ggml_tensor *> args,
-                                ggml_custom_op_t fun, const char * name) {
+    ggml_context * ctx = b.ctx;
+    // of a GPU's layer: the same node, sources and shape, computed by its backend
+    const auto run = [&](ggml_custom_op_t & fun, NodeKind kind) -> void * {
+        if (!layer.device) {
+            return &layer;
+        }
+        fun = device_op;
+        return layer.device->userdata(kind);
+    };
+    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, std::vector<ggml_tensor *> args,
+                            ggml_custom_op_t fun, NodeKind kind, const char * name) {
+        void *        data = run(fun, kind);
         ggml_tensor * t =
-            ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args.data(), (int) args.size(), fun, GGML_N_TASKS_MAX, &layer);
+            ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args.data(), (int) args.size(), fun, GGML_N_TASKS_MAX, data);
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
         return t;
     };
+    if (layer.device) {
+        layer.device->prepare();
+    }
     ggml_tensor *     q     = as_f32(ctx, b.q);
     ggml_tensor *     k     = as_f32(ctx, b.k);
     ggml_tensor *     v     = as_f32(ctx, b.v);
@@ -164,17 +179,17 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     const int64_t     width = (int64_t) codec.n_head_kv * (codec.d_k + codec.d_v);
 
     ggml_tensor * fresh   = custom(GGML_TYPE_F16, width, s.n_tokens, { k, v, b.k_cache, b.v_cache, b.k_idxs, b.v_idxs },
-                                   encode_op, "encode");
+                                   encode_op, NodeKind::ENCODE, "encode");
     ggml_tensor * window  = layer.window->rows(b.il);
     ggml_tensor * written = fresh; // rows are where attend reads them once this is there
-    if (layer.adaptive) {
+    if (layer.adaptive) {          // never a GPU's
         written = custom(GGML_TYPE_F32, 1, 1,
                          { fresh, window, b.inputs->slots, b.inputs->tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view },
-                         adapt_op, "adapt");
+                         adapt_op, NodeKind::ENCODE, "adapt");
     }
-    ggml_tensor * partial =
-        custom(GGML_TYPE_F32, s.n_rows * (2 + s.width), 1,
-               { q, written, b.k_view, b.v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens }, attend_op, "attend");
+    ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1,
+                                   { q, written, b.k_view, b.v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens },
+                                   attend_op, NodeKind::ATTEND, "attend");
 
     std::vector<ggml_tensor *> args = {
         partial, q, fresh, window ? window : fresh, b.mask, b.inputs->tokens, b.inputs->slots, b.k_view
@@ -182,13 +197,15 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (b.sinks) {
         args.push_back(b.sinks);
     }
-    ggml_tensor * out =
-        custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, args, combine_op, "combine");
+    ggml_tensor * out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, args, combine_op,
+                               NodeKind::COMBINE, "combine");
     ggml_build_forward_expand(b.gf, out);
 
     if (window) {
-        ggml_tensor * edge[] = { fresh, b.inputs->slots, out };
-        ggml_tensor * store  = ggml_custom_inplace(ctx, window, edge, 3, store_window_op, GGML_N_TASKS_MAX, &layer);
+        ggml_tensor *    edge[] = { fresh, b.inputs->slots, out };
+        ggml_custom_op_t fun    = store_window_op;
+        void *           data   = run(fun, NodeKind::STORE_WINDOW);
+        ggml_tensor *    store  = ggml_custom_inplace(ctx, window, edge, 3, fun, GGML_N_TASKS_MAX, data);
         ggml_format_name(store, "subkv_store_window-%d", b.il);
         ggml_build_forward_expand(b.gf, store);
     }

@@ -20,6 +20,7 @@ struct AttendShape {
     int64_t split, n_split;  // cells per split, splits
     int64_t n_rows;          // partial rows
     int64_t width;           // floats per partial row of value coefficients
+    int64_t n_partial;       // floats of attend's result: m, z, rows, and what a GPU needs besides
 
     // row of (split, head, token): n_group rows follow each other
     int64_t row(int64_t s, int64_t h, int64_t t) const { return ((s * n_head_kv + h) * n_tokens + t) * n_group; }

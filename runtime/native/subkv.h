@@ -93,7 +93,8 @@ typedef struct subkv_stats {
     uint64_t bytes_adapt;     // adaptive bases and sketches as held now
     uint64_t n_chunks;        // adaptive bases alive, all heads
     uint32_t n_layer_coded;
-    uint32_t n_cells; // cells per stream
+    uint32_t n_layer_device; // of these, on a GPU
+    uint32_t n_cells;        // cells per stream
     uint32_t n_stream;
     int32_t  n_sink;
     int32_t  n_recent;

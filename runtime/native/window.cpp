@@ -3,7 +3,6 @@
 #include "error.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <set>
 #include <stdexcept>
@@ -111,6 +110,7 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
     if (src == dst) {
         return true;
     }
+    std::vector<uint8_t> row;
     for (int32_t i = 0; i < n_slot_; ++i) {
         const size_t  from = (size_t) (first_slot(src) + i);
         const size_t  to   = (size_t) (first_slot(dst) + i);
@@ -124,7 +124,9 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
         pos_[to] = pos;
         for (ggml_tensor * t : tensor_) {
             if (t) {
-                std::memcpy((char *) t->data + to * t->nb[1], (const char *) t->data + from * t->nb[1], t->nb[1]);
+                row.resize(t->nb[1]);
+                ggml_backend_tensor_get(t, row.data(), from * t->nb[1], row.size());
+                ggml_backend_tensor_set(t, row.data(), to * t->nb[1], row.size());
             }
         }
     }

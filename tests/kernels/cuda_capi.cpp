@@ -1,13 +1,9 @@
-// cuda_capi.cpp: C names of the CUDA ops and of the reference, for ctypes (cuda_ops.py).
+// cuda_capi.cpp: C names of the CUDA ops, for ctypes (cuda_ops.py).
 #include "../../kernels/cuda/ops.h"
 
 using namespace subkv;
 
 extern "C" {
-
-const Ops * test_ref() {
-    return &ops_ref();
-}
 
 const char * test_encode(const cuda::Encode * args, void * stream) {
     return cuda::encode(*args, stream);

@@ -99,21 +99,25 @@ class Library:
     def __init__(self, path: Path, memory: Callable[[], Memory]) -> None:
         self.lib = ct.CDLL(str(path))
         self.memory = memory
-        self.lib.test_ref.restype = ct.c_void_p
+        self.lib.subkv_ops_table.restype = ct.c_void_p
 
     def ref(self) -> o.Ops:
-        return o.Ops.from_address(self.lib.test_ref())
+        """The scalar definition, which is compiled into the same library."""
+        return o.Ops.from_address(self.lib.subkv_ops_table(0))
 
-    def run(self, name: str, args: ct.Structure) -> None:
-        """Launches on the default stream; later copies from the device wait for it."""
+    def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
+        """Launches, by default on the stream that later copies from the device wait for."""
         function = self.lib[f"test_{name}"]
         function.restype, function.argtypes = ct.c_char_p, [ct.c_void_p, ct.c_void_p]
-        if error := function(ct.addressof(args), None):
+        if error := function(ct.addressof(args), stream):
             raise RuntimeError(f"{name}: {error.decode()}")
 
 
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
-REF = [ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows")]
+REF = [
+    *(ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows")),
+    ROOT / "tests/kernels/ref_capi.cpp",
+]
 INCLUDE = f"-I{ROOT}/kernels/include"
 
 
@@ -131,6 +135,13 @@ def build_emulated(folder: Path) -> Library:
     objects = [str(path) for path in folder.glob("*.o")]
     subprocess.run(["c++", "-shared", *objects, "-o", "libemulated.so"], cwd=folder, check=True)
     return Library(folder / "libemulated.so", HostMemory)
+
+
+def build_ref(folder: Path) -> Path:
+    """The reference alone, as ops.py takes it from SUBKV_TEST_LIB."""
+    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", INCLUDE, *map(str, REF), "-o", "libref.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "libref.so"
 
 
 def nvcc() -> str | None:

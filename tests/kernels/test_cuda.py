@@ -1,7 +1,7 @@
 """The CUDA ops against the reference: compiled for the CPU always, and for the GPU where there are one and nvcc.
 
-Tolerances are those that kernels/cuda/ops.h states: queries rounded to ROUNDING of a row's largest in the decode kernel;
-queries, coefficients and weights rounded to halves in the tile kernel.
+Tolerances are those that kernels/cuda/ops.h states: queries rounded to ROUNDING of a row's largest in the decode
+kernel; queries, coefficients and weights rounded to halves in the tile kernel.
 """
 
 from __future__ import annotations

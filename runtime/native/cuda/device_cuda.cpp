@@ -1,0 +1,326 @@
+// device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. The sources
+// of every node are those of the CPU's (nodes.cpp, node_attend.cpp, node_combine.cpp). Nothing here waits for the device
+// but the upload of the tables.
+#include "../../../kernels/cuda/ops.h"
+#include "../nodes.h"
+#include "backend.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+namespace {
+
+// Arrays one after the other, to be copied to the device at once.
+class Blob {
+public:
+    // The array's offset in the blob.
+    template <typename T> size_t add(const T * data, size_t n) {
+        const size_t at = (bytes_.size() + 15) / 16 * 16;
+        bytes_.resize(at + n * sizeof(T));
+        std::memcpy(bytes_.data() + at, data, n * sizeof(T));
+        return at;
+    }
+
+    template <typename T> size_t add(const std::vector<T> & data) { return add(data.data(), data.size()); }
+
+    void put(size_t at, const void * data, size_t n) { std::memcpy(bytes_.data() + at, data, n); }
+
+    const std::vector<uint8_t> & bytes() const { return bytes_; }
+
+private:
+    std::vector<uint8_t> bytes_;
+};
+
+class CudaLayer;
+
+struct Node {
+    NodeKind          kind;
+    const CudaLayer * layer;
+};
+
+class CudaLayer final : public DeviceLayer {
+public:
+    CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
+
+    void     prepare() override;
+    void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
+    int64_t  scratch(int64_t n_rows) const override { return n_rows * (tables_.width_k + 1); }
+    uint64_t n_zero_rows() const override;
+
+    int          device() const { return device_; }
+    const char * compute(NodeKind kind, ggml_tensor * dst, void * stream) const;
+
+private:
+    cuda::Layer  layer(int64_t width) const;
+    const char * encode(ggml_tensor * dst, void * stream) const;
+    const char * attend(ggml_tensor * dst, void * stream) const;
+    const char * combine(ggml_tensor * dst, void * stream) const;
+    const char * store_window(ggml_tensor * dst, void * stream) const;
+    // m, z, acc and scratch of attend's result
+    void partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t) const;
+
+    const LayerNodes &      layer_;
+    int                     device_;
+    cuda::Layer             tables_ = {};
+    Node                    nodes_[4];
+    float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
+    size_t                  slopes_at_      = 0;
+    size_t                  n_bad_at_       = 0;
+    ggml_context_ptr        ctx_;
+    ggml_backend_buffer_ptr buffer_;
+    ggml_tensor *           memory_ = nullptr; // I8 [bytes]
+};
+
+CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
+    layer_(layer), device_(cuda_device(buft)), nodes_{ { NodeKind::ENCODE, this },
+                                                       { NodeKind::ATTEND, this },
+                                                       { NodeKind::COMBINE, this },
+                                                       { NodeKind::STORE_WINDOW, this } } {
+    const LayerCodec & codec = *layer.codec;
+    Blob               blob;
+
+    // offsets of what pointers will point to, first of all: address 0 stands for "none"
+    const uint64_t nothing = 0;
+    n_bad_at_              = blob.add(&nothing, 1);
+    struct Side {
+        std::vector<HeadCodec> heads;
+        size_t                 at;
+    } sides[2] = { { codec.k, 0 }, { codec.v, 0 } };
+
+    const auto offset_of = [](const void * p) { return (size_t) (uintptr_t) p; };
+    for (Side & side : sides) {
+        for (HeadCodec & head : side.heads) {
+            const size_t n = (size_t) head.rank * (size_t) head.d;
+            head.encode    = (const uint16_t *) (uintptr_t) blob.add(head.encode, n);
+            head.decode    = (const uint16_t *) (uintptr_t) blob.add(head.decode, n);
+            if (head.offset) {
+                head.offset = (const float *) (uintptr_t) blob.add(head.offset, (size_t) head.rank);
+            }
+        }
+        side.at = blob.add(side.heads);
+    }
+    std::vector<uintptr_t> means;
+    for (const auto & centre : codec.centre) {
+        means.push_back(centre.mean.empty() ? 0 : blob.add(centre.mean));
+    }
+    const size_t               means_at = blob.add(means);
+    const std::vector<int64_t> k_offset(codec.k_offset.begin(), codec.k_offset.end());
+    const std::vector<int64_t> v_offset(codec.v_offset.begin(), codec.v_offset.end());
+    const size_t               k_offset_at = blob.add(k_offset);
+    const size_t               v_offset_at = blob.add(v_offset);
+    const size_t               gamma_at    = blob.add(codec.gamma);
+    slopes_at_                             = blob.add(std::vector<float>((size_t) layer.n_head));
+
+    ctx_.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+    memory_ = ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I8, (int64_t) blob.bytes().size());
+    ggml_format_name(memory_, "subkv_bases_l%d", codec.il);
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), buft));
+    if (!buffer_) {
+        throw std::runtime_error("layer " + std::to_string(codec.il) + ": its bases, " +
+                                 std::to_string(blob.bytes().size()) + " bytes, do not fit on " +
+                                 ggml_backend_buft_name(buft));
+    }
+
+    // offsets -> addresses
+    const auto * base    = (const uint8_t *) memory_->data;
+    const auto   address = [&](size_t at) { return base + at; };
+    for (Side & side : sides) {
+        for (HeadCodec & head : side.heads) {
+            head.encode = (const uint16_t *) address(offset_of(head.encode));
+            head.decode = (const uint16_t *) address(offset_of(head.decode));
+            head.offset = head.offset ? (const float *) address(offset_of(head.offset)) : nullptr;
+        }
+        blob.put(side.at, side.heads.data(), side.heads.size() * sizeof(HeadCodec));
+    }
+    for (uintptr_t & mean : means) {
+        mean = mean ? (uintptr_t) address(mean) : 0;
+    }
+    blob.put(means_at, means.data(), means.size() * sizeof(uintptr_t));
+    ggml_backend_tensor_set(memory_, blob.bytes().data(), 0, blob.bytes().size());
+
+    tables_.k         = (const HeadCodec *) address(sides[0].at);
+    tables_.v         = (const HeadCodec *) address(sides[1].at);
+    tables_.k_offset  = (const int64_t *) address(k_offset_at);
+    tables_.v_offset  = (const int64_t *) address(v_offset_at);
+    tables_.gamma     = (const float *) address(gamma_at);
+    tables_.mean      = (const uint16_t * const *) address(means_at);
+    tables_.slope     = (const float *) address(slopes_at_);
+    tables_.n_bad     = (unsigned long long *) address(n_bad_at_);
+    tables_.n_head_kv = codec.n_head_kv;
+    tables_.n_group   = layer.n_head / codec.n_head_kv;
+    tables_.d_k       = codec.d_k;
+    tables_.d_v       = codec.d_v;
+    for (int32_t h = 0; h < codec.n_head_kv; ++h) {
+        const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
+        tables_.width_k     = std::max(tables_.width_k, k.rank);
+        tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
+        tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
+    }
+}
+
+void CudaLayer::prepare() {
+    if (max_alibi_bias_ == layer_.max_alibi_bias) {
+        return;
+    }
+    std::vector<float> slopes((size_t) layer_.n_head);
+    alibi_slopes(layer_, 0, layer_.n_head, slopes.data());
+    ggml_backend_tensor_set(memory_, slopes.data(), slopes_at_, slopes.size() * sizeof(float));
+    max_alibi_bias_ = layer_.max_alibi_bias;
+}
+
+uint64_t CudaLayer::n_zero_rows() const {
+    uint64_t n = 0;
+    ggml_backend_tensor_get(memory_, &n, n_bad_at_, sizeof(n));
+    return n;
+}
+
+cuda::Layer CudaLayer::layer(int64_t width) const {
+    cuda::Layer l = tables_;
+    l.scale       = layer_.scale;
+    l.softcap     = layer_.softcap;
+    l.width_v     = (int32_t) width;
+    return l;
+}
+
+const char * CudaLayer::encode(ggml_tensor * dst, void * stream) const {
+    const ggml_tensor * k = dst->src[0];
+    const ggml_tensor * v = dst->src[1];
+    cuda::Encode        e;
+    e.layer    = layer(0);
+    e.k        = (const float *) k->data;
+    e.v        = (const float *) v->data;
+    e.k_head   = stride_f32(k, 1);
+    e.k_token  = stride_f32(k, 2);
+    e.v_head   = stride_f32(v, 1);
+    e.v_token  = stride_f32(v, 2);
+    e.k_rows   = (uint8_t *) dst->src[2]->data;
+    e.v_rows   = (uint8_t *) dst->src[3]->data;
+    e.k_stride = (int64_t) dst->src[2]->nb[1];
+    e.v_stride = (int64_t) dst->src[3]->nb[1];
+    e.cells    = (const int64_t *) dst->src[4]->data;
+    e.fresh    = (uint16_t *) dst->data;
+    e.n_tok    = k->ne[2];
+    return cuda::encode(e, stream);
+}
+
+void CudaLayer::partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t) const {
+    a.layer    = layer(s.width);
+    a.n_sink   = layer_.window->n_sink();
+    a.n_recent = layer_.window->n_recent();
+    a.n_kv     = s.n_kv;
+    a.n_stream = s.n_stream;
+    a.n_tps    = s.n_tps;
+    a.split    = s.split;
+    a.n_split  = s.n_split;
+    a.m        = (float *) t->data;
+    a.z        = a.m + s.n_rows;
+    a.acc      = a.z + s.n_rows;
+    a.qt       = a.acc + s.n_rows * s.width;
+    a.shift    = a.qt + s.n_rows / s.n_split * tables_.width_k;
+}
+
+const char * CudaLayer::attend(ggml_tensor * dst, void * stream) const {
+    const ggml_tensor * q      = dst->src[0];
+    const ggml_tensor * k_view = dst->src[2];
+    const ggml_tensor * v_view = dst->src[3];
+    cuda::Attend        a      = {};
+    partial(a, attend_shape(layer_, q, k_view), dst);
+    a.q         = (const float *) q->data;
+    a.q_head    = stride_f32(q, 1);
+    a.q_token   = stride_f32(q, 2);
+    a.k_rows    = (const uint8_t *) k_view->data;
+    a.v_rows    = (const uint8_t *) v_view->data;
+    a.k_stride  = (int64_t) k_view->nb[1];
+    a.v_stride  = (int64_t) v_view->nb[1];
+    a.k_stream  = (int64_t) k_view->nb[2];
+    a.v_stream  = (int64_t) v_view->nb[2];
+    a.mask      = dst->src[4]->data;
+    a.mask_half = dst->src[4]->type == GGML_TYPE_F16;
+    a.cell_pos  = (const int32_t *) dst->src[5]->data;
+    a.tokens    = (const int32_t *) dst->src[6]->data;
+    return cuda::attend(a, stream);
+}
+
+const char * CudaLayer::combine(ggml_tensor * dst, void * stream) const {
+    const ggml_tensor * q     = dst->src[1];
+    const ggml_tensor * slots = dst->src[6];
+    cuda::Combine       b     = {};
+    partial(b.a, attend_shape(layer_, q, dst->src[7]), dst->src[0]);
+    b.a.q          = (const float *) q->data;
+    b.a.q_head     = stride_f32(q, 1);
+    b.a.q_token    = stride_f32(q, 2);
+    b.a.mask       = dst->src[4]->data;
+    b.a.mask_half  = dst->src[4]->type == GGML_TYPE_F16;
+    b.a.tokens     = (const int32_t *) dst->src[5]->data;
+    b.fresh        = (const uint16_t *) dst->src[2]->data;
+    b.window       = (const uint16_t *) dst->src[3]->data;
+    b.slots        = (const int32_t *) slots->data;
+    b.slot_stride  = slots->ne[0];
+    b.slots_of_seq = (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq()));
+    b.sinks        = dst->src[8] ? (const float *) dst->src[8]->data : nullptr;
+    b.out          = (float *) dst->data;
+    b.out_stride   = stride_f32(dst, 1);
+    return cuda::combine(b, stream);
+}
+
+const char * CudaLayer::store_window(ggml_tensor * dst, void * stream) const {
+    const ggml_tensor * slots = dst->src[2];
+    cuda::Store         s;
+    s.window  = (uint16_t *) dst->data;
+    s.fresh   = (const uint16_t *) dst->src[1]->data;
+    s.n_slots = slots->ne[0];
+    s.token   = (const int32_t *) slots->data + 2 * s.n_slots;
+    s.width   = dst->ne[0];
+    return cuda::store_window(s, stream);
+}
+
+const char * CudaLayer::compute(NodeKind kind, ggml_tensor * dst, void * stream) const {
+    switch (kind) {
+        case NodeKind::ENCODE: return encode(dst, stream);
+        case NodeKind::ATTEND: return attend(dst, stream);
+        case NodeKind::COMBINE: return combine(dst, stream);
+        case NodeKind::STORE_WINDOW: return store_window(dst, stream);
+    }
+    return "unknown node";
+}
+
+// ggml_custom_op_params, which ggml keeps to itself.
+struct CustomParams {
+    ggml_custom_op_t fun;
+    int              n_tasks;
+    void *           userdata;
+};
+
+// nullptr: another custom node.
+const Node * node_of(const ggml_tensor * t) {
+    CustomParams params;
+    static_assert(sizeof(params) <= sizeof(t->op_params));
+    std::memcpy(&params, t->op_params, sizeof(params));
+    return t->op == GGML_OP_CUSTOM && params.fun == device_op ? (const Node *) params.userdata : nullptr;
+}
+
+} // namespace
+
+bool cuda_supports(const ggml_tensor * node, int device) {
+    const Node * n = node_of(node);
+    return n && n->layer->device() == device;
+}
+
+const char * cuda_compute(ggml_tensor * node, void * stream) {
+    const Node * n = node_of(node);
+    return n ? n->layer->compute(n->kind, node, stream) : "a custom node that is not subkv's";
+}
+
+bool has_device_kernels(ggml_backend_buffer_type_t buft) {
+    return cuda_device(buft) >= 0;
+}
+
+std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) {
+    return std::make_unique<CudaLayer>(layer, buft);
+}
+
+} // namespace subkv

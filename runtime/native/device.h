@@ -1,0 +1,36 @@
+// device.h: coded layers whose cache lives on a GPU: runtime/native/cuda with -DGGML_CUDA=ON, else device_none.cpp.
+#pragma once
+
+#include "hook.h"
+
+#include <cstdint>
+#include <memory>
+
+namespace subkv {
+
+struct LayerNodes;
+
+enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW };
+
+// What the nodes of one layer read besides tensors, in device memory. Addresses are stable.
+class DeviceLayer {
+public:
+    virtual ~DeviceLayer() = default;
+
+    // Called when a graph is built: slopes depend on what LayerNodes knows from then on.
+    virtual void     prepare()                     = 0;
+    virtual void *   userdata(NodeKind kind)       = 0; // of device_op
+    virtual int64_t  scratch(int64_t n_rows) const = 0; // floats that attend needs for n_rows query rows of all heads
+    virtual uint64_t n_zero_rows() const           = 0;
+};
+
+// Whether this build has kernels for caches in that type of buffer.
+bool has_device_kernels(ggml_backend_buffer_type_t buft);
+
+// Throws std::runtime_error when device memory is short.
+std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
+
+// The function of a device layer's nodes, by which its backend knows them.
+void device_op(ggml_tensor * dst, int ith, int nth, void * userdata);
+
+} // namespace subkv
