@@ -1,6 +1,7 @@
 // emulated.cpp: the fibers behind cuda_runtime.h, and shared memory.
 #include "cuda_runtime.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdio>
@@ -31,8 +32,11 @@ struct Barrier {
     bool     last_any = false, last_all = true;
 };
 
+// Contexts begin a thread; from then on it jumps, which needs no system call.
 struct Fiber {
     ucontext_t              context;
+    jmp_buf                 at;
+    bool                    begun = false;
     std::unique_ptr<char[]> stack{ new char[STACK] };
     bool                    done = false;
 };
@@ -41,7 +45,7 @@ std::vector<Fiber>    fibers;
 std::vector<Barrier>  warps;
 std::vector<uint32_t> exchange; // by thread
 Barrier               block;
-ucontext_t            scheduler;
+jmp_buf               scheduler;
 void (*body)(void *);
 void * body_data;
 
@@ -62,9 +66,10 @@ void wait(Barrier & b, bool vote) {
         release(b);
         return;
     }
-    const unsigned me = thread_index.x;
     while (b.round == round) {
-        swapcontext(&fibers[me].context, &scheduler);
+        if (_setjmp(fibers[thread_index.x].at) == 0) {
+            _longjmp(scheduler, 1);
+        }
     }
 }
 
@@ -81,7 +86,18 @@ void start() {
     fibers[me].done   = true;
     leave(block);
     leave(warps[me / 32]);
-    swapcontext(&fibers[me].context, &scheduler);
+    _longjmp(scheduler, 1);
+}
+
+void resume(Fiber & fiber) {
+    if (_setjmp(scheduler) != 0) {
+        return;
+    }
+    if (fiber.begun) {
+        _longjmp(fiber.at, 1);
+    }
+    fiber.begun = true;
+    setcontext(&fiber.context);
 }
 
 } // namespace
@@ -100,7 +116,7 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
     std::memset(subkv::cuda::block_memory, 0xFF, sizeof(subkv::cuda::block_memory));
     for (unsigned i = 0; i < n_threads; ++i) {
         ++warps[i / 32].n;
-        fibers[i].done = false;
+        fibers[i].done = fibers[i].begun = false;
         getcontext(&fibers[i].context);
         fibers[i].context.uc_stack.ss_sp   = fibers[i].stack.get();
         fibers[i].context.uc_stack.ss_size = STACK;
@@ -122,7 +138,7 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
                 continue;
             }
             thread_index.x = i;
-            swapcontext(&scheduler, &fibers[i].context);
+            resume(fibers[i]);
             left -= fibers[i].done ? 1 : 0;
         }
         uint64_t after = 0;

@@ -1,4 +1,4 @@
-// mma.h: matrix products of a warp. Every thread holds and computes all of every matrix, one of them stores it.
+// mma.h: matrix products of a warp. Every thread holds all of every matrix.
 #pragma once
 
 #include "cuda_fp16.h"
@@ -23,33 +23,37 @@ template <typename Use, int M, int N, int K, typename T, typename Order = row_ma
     float                x[num_elements];
 };
 
+// x[i] = element(i): every thread computes its share and gets all.
+template <typename Element> void share(float (&x)[256], Element element) {
+    static float  room[32][256]; // by warp
+    float * const mine = room[threadIdx.x / 32];
+    emulated::warp_barrier();
+    for (unsigned i = threadIdx.x % 32; i < 256; i += 32) {
+        mine[i] = element(i);
+    }
+    emulated::warp_barrier();
+    std::memcpy(x, mine, sizeof(x));
+    emulated::warp_barrier();
+}
+
 template <typename F> void fill_fragment(F & f, float value) {
     for (float & x : f.x) {
         x = value;
     }
 }
 
-template <typename Use> void load_matrix_sync(fragment<Use, 16, 16, 16, __half, row_major> & f, const __half * p,
-                                              unsigned ld) {
-    emulated::warp_barrier();
-    for (unsigned i = 0; i < 256; ++i) {
-        f.x[i] = __half2float(p[i / 16 * ld + i % 16]);
-    }
+template <typename Use>
+void load_matrix_sync(fragment<Use, 16, 16, 16, __half, row_major> & f, const __half * p, unsigned ld) {
+    share(f.x, [&](unsigned i) { return __half2float(p[i / 16 * ld + i % 16]); });
 }
 
-template <typename Use> void load_matrix_sync(fragment<Use, 16, 16, 16, __half, col_major> & f, const __half * p,
-                                              unsigned ld) {
-    emulated::warp_barrier();
-    for (unsigned i = 0; i < 256; ++i) {
-        f.x[i] = __half2float(p[i % 16 * ld + i / 16]);
-    }
+template <typename Use>
+void load_matrix_sync(fragment<Use, 16, 16, 16, __half, col_major> & f, const __half * p, unsigned ld) {
+    share(f.x, [&](unsigned i) { return __half2float(p[i % 16 * ld + i / 16]); });
 }
 
 inline void load_matrix_sync(fragment<accumulator, 16, 16, 16, float> & f, const float * p, unsigned ld, layout_t) {
-    emulated::warp_barrier();
-    for (unsigned i = 0; i < 256; ++i) {
-        f.x[i] = p[i / 16 * ld + i % 16];
-    }
+    share(f.x, [&](unsigned i) { return p[i / 16 * ld + i % 16]; });
 }
 
 inline void store_matrix_sync(float * p, const fragment<accumulator, 16, 16, 16, float> & f, unsigned ld, layout_t) {
@@ -61,16 +65,13 @@ inline void store_matrix_sync(float * p, const fragment<accumulator, 16, 16, 16,
 }
 
 template <typename A, typename B, typename C> void mma_sync(C & d, const A & a, const B & b, const C & c) {
-    emulated::warp_barrier();
-    C sum = c;
-    for (int i = 0; i < 16; ++i) {
-        for (int k = 0; k < 16; ++k) {
-            for (int j = 0; j < 16; ++j) {
-                sum.x[i * 16 + j] += a.x[i * 16 + k] * b.x[k * 16 + j];
-            }
+    share(d.x, [&](unsigned i) {
+        float sum = c.x[i];
+        for (unsigned k = 0; k < 16; ++k) {
+            sum += a.x[i / 16 * 16 + k] * b.x[k * 16 + i % 16];
         }
-    }
-    d = sum;
+        return sum;
+    });
 }
 
 } // namespace nvcuda::wmma
