@@ -56,6 +56,15 @@ class Layout:
     def close(self) -> None:
         native.subkv().subkv_layout_free(self.handle)
 
+    def project(self, il: int, head: int, value: bool, x: F32) -> F32:
+        """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises ConverterError."""
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        out = np.empty_like(x)  # the rank is at most d
+        rank = native.subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
+        if rank < 0:
+            raise ConverterError(_lib.last_error())
+        return out.reshape(-1)[: len(x) * rank].reshape(len(x), rank)
+
     def replay(self, params: Adapt, il: int, head: int, value: bool, x: F32) -> Replayed:
         """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises ConverterError."""
         x = np.ascontiguousarray(x, dtype=np.float32)

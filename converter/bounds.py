@@ -10,11 +10,13 @@ Norms without a name are the largest singular value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
+SLACK = 1.0 + 1e-6  # of a bound, for rounding in what it is held against
 
 
 def norm(a: F64) -> float:
@@ -42,6 +44,30 @@ def softmax(logits: F64) -> F64:
     e = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights: F64 = e / e.sum(axis=-1, keepdims=True)
     return weights
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of m queries. logit [m] ‖l − l̂‖∞, weight [m] ‖a − â‖₁, output [m] ‖o − ô‖; seen [m, d_v]: ô."""
+
+    logit: F64
+    weight: F64
+    output: F64
+    seen: F64
+
+
+def compare(scale: float, q: F64, at: NDArray[np.intp], k: F64, v: F64, k_seen: F64, v_seen: F64) -> Errors:
+    """Attention over what is seen of keys and values, k̂, v̂, against k and v [n, d]; q [m, d] at positions at [m]."""
+    later = np.arange(len(k))[None, :] > at[:, None]
+    exact, coded = scale * q @ k.T, scale * q @ k_seen.T
+    a, a_seen = (softmax(np.where(later, -np.inf, logits)) for logits in (exact, coded))
+    seen = a_seen @ v_seen
+    return Errors(
+        logit=np.where(later, 0.0, np.abs(exact - coded)).max(axis=1),
+        weight=np.abs(a - a_seen).sum(axis=1),
+        output=np.linalg.norm(a @ v - seen, axis=1),
+        seen=seen,
+    )
 
 
 def paper_logit_bound(scale: float, gamma: float, q: float, residual_k: float) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from converter import native
 from converter.errors import ConverterError
-from subkv._lib import Observed
+from subkv._lib import Observed, last_error
 from subkv.progress import loading
 
 PAUSE, ACCUMULATE, SAMPLE = 0, 1, 2  # observer modes of subkv.h
@@ -36,6 +36,60 @@ class ObservedLayer:
     n_key: int
     n_query: int
     n_nonfinite: int
+    coded: int = 0
+    plain: int = 0
+
+
+class Observer:
+    """A subkv_observer; it must outlive the context that it is attached to. All methods raise ConverterError."""
+
+    def __init__(self, n_skip: int) -> None:
+        self._subkv = native.subkv()
+        self._handle = self._subkv.subkv_observer_new(n_skip)
+        if not self._handle:
+            raise _unobservable()
+
+    def attach(self) -> None:
+        """The next context that this thread creates reports to it."""
+        if not self._subkv.subkv_observe(self._handle):
+            raise _unobservable()
+
+    def close(self) -> None:
+        if self._handle:
+            self._subkv.subkv_observer_free(self._handle)
+        self._handle = None
+
+    def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:
+        """What to do with the tokens decoded from now on."""
+        keys = (ctypes.c_int32 * len(key_pos))(*key_pos)
+        queries = (ctypes.c_int32 * len(query_pos))(*query_pos)
+        if not self._subkv.subkv_observer_mode(self._handle, mode, keys, len(keys), queries, len(queries)):
+            raise _unobservable()
+
+    def layers(self) -> list[ObservedLayer]:
+        """Layers that were observed, ascending."""
+        found = []
+        for il in range(self._subkv.subkv_observer_n_layer(self._handle)):
+            raw = Observed()
+            if not self._subkv.subkv_observer_layer(self._handle, il, ctypes.byref(raw)):
+                raise ConverterError(f"-m: layer {il} cannot be read: {last_error()}")
+            if raw.n_head:
+                found.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
+        return found
+
+    def get(self, layer: ObservedLayer, what: str) -> NDArray[np.float64]:
+        """Statistics or samples of a layer, shaped as in subkv.h (subkv_observer_get)."""
+        out = np.zeros(_shape(layer, what), dtype=np.float64)
+        n = self._subkv.subkv_observer_get(
+            self._handle, layer.il, what.encode(), out.ctypes.data_as(ctypes.POINTER(ctypes.c_double)), out.size
+        )
+        if n != out.size:
+            raise ConverterError(f"-m: layer {layer.il} {what}: expected {out.size} values, found {n}: {last_error()}")
+        return out
+
+
+def _unobservable() -> ConverterError:
+    return ConverterError(f"-m: cannot observe this model: {last_error()}")
 
 
 class Session(Protocol):
@@ -69,16 +123,15 @@ class NativeSession:
     """Session on libllama and libsubkv; a context manager. Raises ConverterError when the model cannot be run."""
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
+        self._observer = Observer(n_skip)
         self._llama = native.llama()
-        self._subkv = native.subkv()
         self._model: Any = None
         self._ctx: Any = None
-        self._observer: Any = None
         self._batch: Any = None
         self._quiet = contextlib.ExitStack()  # llama.cpp's log is captured as long as the session is open
         self._log = self._quiet.enter_context(native.captured_log())
         try:
-            self._open(path, n_ctx, n_threads, n_skip)
+            self._open(path, n_ctx, n_threads)
         except BaseException:
             self.close()
             raise
@@ -89,7 +142,7 @@ class NativeSession:
         adds_bos = self._llama.llama_vocab_get_add_bos(self._vocab)
         self.bos = int(self._llama.llama_vocab_bos(self._vocab)) if adds_bos else None
 
-    def _open(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
+    def _open(self, path: Path, n_ctx: int, n_threads: int) -> None:
         llama = self._llama
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
@@ -102,9 +155,7 @@ class NativeSession:
             )
         if llama.llama_model_has_encoder(self._model):
             raise ConverterError(f"-m: {path}: expected a decoder-only model, found one with an encoder")
-        self._observer = self._subkv.subkv_observer_new(n_skip)
-        if not self._observer or not self._subkv.subkv_observe(self._observer):
-            raise ConverterError(f"-m: cannot observe this model: {self._last_error()}")
+        self._observer.attach()
         params = llama.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = min(UBATCH, n_ctx)
@@ -112,7 +163,7 @@ class NativeSession:
         params.n_threads = params.n_threads_batch = n_threads
         self._ctx = llama.llama_init_from_model(self._model, params)
         if not self._ctx:
-            detail = self._last_error()
+            detail = last_error()
             raise ConverterError(f"-m: {path}: cannot run this model{': ' + detail if detail else self._reason()}")
         self._batch = llama.llama_batch_init(UBATCH, 0, 1)
 
@@ -122,11 +173,10 @@ class NativeSession:
             llama.llama_batch_free(self._batch)
         if self._ctx:
             llama.llama_free(self._ctx)
-        if self._observer:
-            self._subkv.subkv_observer_free(self._observer)
+        self._observer.close()
         if self._model:
             llama.llama_model_free(self._model)
-        self._batch = self._ctx = self._observer = self._model = None
+        self._batch = self._ctx = self._model = None
         self._quiet.close()
 
     def __enter__(self) -> NativeSession:
@@ -139,9 +189,6 @@ class NativeSession:
 
     def _reason(self) -> str:
         return f": {self._log[0]}" if self._log else ""
-
-    def _last_error(self) -> str:
-        return str((self._subkv.subkv_last_error() or b"").decode("utf-8", "replace"))
 
     def _meta(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(4096)
@@ -157,10 +204,7 @@ class NativeSession:
         return list(tokens[:n])
 
     def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:
-        keys = (ctypes.c_int32 * len(key_pos))(*key_pos)
-        queries = (ctypes.c_int32 * len(query_pos))(*query_pos)
-        if not self._subkv.subkv_observer_mode(self._observer, mode, keys, len(keys), queries, len(queries)):
-            raise ConverterError(f"-m: cannot observe this model: {self._last_error()}")
+        self._observer.mode(mode, key_pos, query_pos)
 
     def clear(self) -> None:
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._ctx), True)
@@ -180,32 +224,17 @@ class NativeSession:
             raise ConverterError(f"-m: decoding failed with status {status}{self._reason()}")
 
     def layers(self) -> list[ObservedLayer]:
-        found = []
-        for il in range(self._subkv.subkv_observer_n_layer(self._observer)):
-            raw = Observed()
-            if not self._subkv.subkv_observer_layer(self._observer, il, ctypes.byref(raw)):
-                raise ConverterError(f"-m: layer {il} cannot be read: {self._last_error()}")
-            if raw.n_head:
-                found.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
-        return found
+        return self._observer.layers()
 
     def get(self, layer: ObservedLayer, what: str) -> NDArray[np.float64]:
-        out = np.zeros(_shape(layer, what), dtype=np.float64)
-        n = self._subkv.subkv_observer_get(
-            self._observer, layer.il, what.encode(), out.ctypes.data_as(ctypes.POINTER(ctypes.c_double)), out.size
-        )
-        if n != out.size:
-            raise ConverterError(
-                f"-m: layer {layer.il} {what}: expected {out.size} values, found {n}: {self._last_error()}"
-            )
-        return out
+        return self._observer.get(layer, what)
 
 
 def _shape(layer: ObservedLayer, what: str) -> tuple[int, ...]:
     """Shape of subkv_observer_get's answer, subkv.h."""
-    heads, d = layer.n_head_kv, layer.d_v if what[0] == "v" else layer.d_k
+    heads, d = layer.n_head_kv, layer.d_v if what[0] in "vo" else layer.d_k
     if what.endswith("2"):
         return (heads, d, d)
     if what.endswith("1"):
         return (heads, d)
-    return (layer.n_query, layer.n_head, d) if what == "qs" else (layer.n_key, heads, d)
+    return (layer.n_query, layer.n_head, d) if what[0] in "qo" else (layer.n_key, heads, d)

@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
     "serve": ("runtime.serve.cli", "main", "answer OpenAI requests over HTTP"),
     "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
+    "errors": ("runtime.errors", "main", "measure attention's errors against their bounds as a text is read"),
     "experiments": ("runtime.experiments.cli", "main", "run the papers' experiments, answer their falsifiers"),
     "plot": ("runtime.plots", "main", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "main", "show the layout a file carries"),

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from subkv.cache import (
 from subkv.memory import require_memory
 from subkv.progress import loading
 from subkv.stats import KVStats, context_stats
+
+if TYPE_CHECKING:
+    from converter.session import Observer
 
 Logits = npt.NDArray[np.float32]
 
@@ -87,8 +90,9 @@ class Model:
         n_rollback: int | None = None,
         adapt: str | None = None,
         n_seq_max: int = 1,
+        observer: Observer | None = None,
     ) -> Context:
-        """A context with the given cache; sequences share its cells.
+        """A context with the given cache, watched by `observer`; sequences share its cells.
 
         Raises CacheError with the native reason, or with the arithmetic when it would not fit in memory.
         """
@@ -105,6 +109,8 @@ class Model:
         window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
         require_memory(self.path, choice, params, window, self.n_gpu_layers)
         with captured_log(forward=False) as log, attached(choice, **window):
+            if observer is not None:
+                observer.attach()
             handle = C.llama_init_from_model(self.handle, params)
             if not handle:
                 raise creation_error(ValueError("context"), choice, log)

@@ -86,6 +86,8 @@ class Observed(ctypes.Structure):
         ("n_key", _i32),
         ("n_query", _i32),
         ("n_nonfinite", ctypes.c_uint64),
+        ("coded", _i32),
+        ("plain", _i32),
     ]
 
 
@@ -124,9 +126,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_layout_fingerprint": (_str, [_ptr]),
     "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.c_bool, _ptr, _i64]),
+    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr]),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
     "subkv_get_adapt_stats": (ctypes.c_bool, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.POINTER(AdaptStats)]),
+    "subkv_read_rows": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _i32, _i32, _i64, _ptr, _ptr]),
+    "subkv_get_sketch_rows": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _i32, _ptr, _i64]),
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_observer_new": (_ptr, [_i32]),
     "subkv_observer_free": (None, [_ptr]),

@@ -21,7 +21,6 @@ from subkv.progress import progress_bar
 
 LENGTH = 512  # tokens of a chunk with its own projectors
 QUERIES = 32  # positions in the second half of the text
-SLACK = 1.0 + 1e-6  # float32 rows
 # predictor, what it is to predict
 PREDICTED = (
     ("residual_k", "logit_error"),
@@ -49,16 +48,6 @@ def _streamed(x: F32, first: F64, pieces: Sequence[slice], r: int) -> list[F64]:
         sketch.absorb(x[before])
         out.append(sketch.top(r))
     return out
-
-
-def _compare(scale: float, q: F64, at: F64, k: F64, v: F64, k_seen: F64, v_seen: F64) -> tuple[F64, F64]:
-    """‖l − l̂‖∞ and ‖o − ô‖ of every query q [m, d] at position at [m]: two [m]."""
-    later = np.arange(len(k))[None, :] > at[:, None]
-    exact, seen = scale * q @ k.T, scale * q @ k_seen.T
-    error = np.where(later, 0.0, np.abs(exact - seen)).max(axis=1)
-    o = bounds.softmax(np.where(later, -np.inf, exact)) @ v
-    o_seen = bounds.softmax(np.where(later, -np.inf, seen)) @ v_seen
-    return error, np.linalg.norm(o - o_seen, axis=1)
 
 
 def _head(stats: LayerStats, h: int, q: F32, k: F32, v: F32, n_sink: int, r: int) -> Rows:
@@ -93,7 +82,7 @@ def _head(stats: LayerStats, h: int, q: F32, k: F32, v: F32, n_sink: int, r: int
     for mode, (pieces, bases_k, bases_v) in modes.items():
         k_seen, residual_k = _projected(rows_k, pieces, bases_k)
         v_seen, residual_v = _projected(rows_v, pieces, bases_v)
-        logit, output = _compare(shape.scale, queries, position, rows_k, rows_v, k_seen, v_seen)
+        found = bounds.compare(shape.scale, queries, position, rows_k, rows_v, k_seen, v_seen)
         logit_bound = np.array([bounds.logit_bound(shape.scale, 1.0, x, residual_k, 0.0) for x in norm_q])
         output_bound = np.array([bounds.output_bound(x, largest, residual_v) for x in logit_bound])
         lines.append(
@@ -102,27 +91,27 @@ def _head(stats: LayerStats, h: int, q: F32, k: F32, v: F32, n_sink: int, r: int
                 **common,
                 "residual_k": residual_k,
                 "residual_v": residual_v,
-                "logit_error": float(logit.max()),
+                "logit_error": float(found.logit.max()),
                 "logit_bound": float(logit_bound.max()),
-                "output_error": float(output.max()),
+                "output_error": float(found.output.max()),
                 "output_bound": float(output_bound.max()),
                 "queries": len(queries),
-                "logit_violations": int(np.sum(logit > logit_bound * SLACK)),
-                "output_violations": int(np.sum(output > output_bound * SLACK)),
+                "logit_violations": int(np.sum(found.logit > logit_bound * bounds.SLACK)),
+                "output_violations": int(np.sum(found.output > output_bound * bounds.SLACK)),
             }
         )
     # γ = √(r/d), one projector: the paper's bound as printed, and the one that holds
     gamma = sqrt_gamma(r, d)
     seen, residual_k = _projected(rows_k, whole, [static[0]])
     seen[whole[0]] *= gamma
-    logit, _ = _compare(shape.scale, queries, position, rows_k, rows_v, seen, rows_v)
+    logit = bounds.compare(shape.scale, queries, position, rows_k, rows_v, seen, rows_v).logit
     kept = bounds.kept(tail_k, static[0])
     printed = np.array([bounds.paper_logit_bound(shape.scale, gamma, x, residual_k) for x in norm_q])
     true = np.array([bounds.logit_bound(shape.scale, gamma, x, residual_k, kept) for x in norm_q])
     lines[0].update(
         gamma=gamma,
-        gamma_paper_violations=int(np.sum(logit > printed * SLACK)),
-        gamma_violations=int(np.sum(logit > true * SLACK)),
+        gamma_paper_violations=int(np.sum(logit > printed * bounds.SLACK)),
+        gamma_violations=int(np.sum(logit > true * bounds.SLACK)),
     )
     return lines
 

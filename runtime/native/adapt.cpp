@@ -16,6 +16,14 @@ bool refuse(std::string & err, const char * name, const std::string & expected, 
 
 } // namespace
 
+void project_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
+    const int64_t rank = codec.rank;
+    ops().project(codec.encode, rank, codec.d, x, ldx, n, 1.0f, c, rank);
+    for (int64_t i = 0; codec.offset != nullptr && i < n * rank; ++i) {
+        c[i] -= codec.offset[i % rank];
+    }
+}
+
 bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
     const bool oja = p.kind == SketchKind::OJA;
     const auto in  = [&](const char * name, int64_t value, int64_t low, int64_t high) {
@@ -74,6 +82,10 @@ bool Adapter::complete() const {
     return params_.merge == 0 && n_chunks() == params_.max_chunks;
 }
 
+int64_t Adapter::sketch_rows(float * s) const {
+    return sketch_.empty() ? 0 : subkv::sketch_rows(sketch_params(), sketch_.data(), s);
+}
+
 size_t Adapter::bytes_bases() const {
     const auto n = (size_t) codec_.rank;
     return (size_t) n_chunks() * (n * n * sizeof(uint16_t) + (size_t) codec_.n_bands * sizeof(float));
@@ -85,15 +97,10 @@ int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
     const int64_t rank  = codec_.rank;
     int64_t       n_bad = 0;
     space_.resize((size_t) (n * rank));
-    ops_.project(codec_.encode, rank, codec_.d, x, ldx, n, 1.0f, space_.data(), rank);
+    project_rows(codec_, x, ldx, n, space_.data());
     for (int64_t t = 0; t < n; ++t) {
-        float * row    = space_.data() + t * rank;
-        bool    finite = true;
-        for (int64_t i = 0; i < rank; ++i) {
-            row[i] -= codec_.offset != nullptr ? codec_.offset[i] : 0.0f;
-            finite = finite && std::isfinite(row[i]);
-        }
-        if (!finite) {
+        float * row = space_.data() + t * rank;
+        if (!std::all_of(row, row + rank, [](float c) { return std::isfinite(c); })) {
             ++n_bad;
             std::fill(row, row + rank, NAN);
         }
@@ -284,18 +291,6 @@ void Adapter::lift(int32_t slot, const float * e, float * out) const {
     ops_.reconstruct(chunk->rotation.data(), rank, rank, c.data(), out);
     for (int64_t i = 0; i < rank; ++i) {
         out[i] *= keep_[(size_t) i];
-    }
-}
-
-void Adapter::reconstruct(int32_t slot, const uint8_t * rows, int64_t stride, int64_t n, float * x) const {
-    const int64_t      rank  = codec_.rank;
-    const ChunkBasis * chunk = this->chunk(slot);
-    std::vector<float> c((size_t) (n * rank)), space((size_t) rank);
-    ops_.dequantize_rows(chunk != nullptr ? chunk->codec : codec_, rows, stride, n, c.data());
-    std::fill(x, x + n * codec_.d, 0.0f);
-    for (int64_t t = 0; t < n; ++t) {
-        lift(slot, c.data() + t * rank, space.data());
-        ops_.reconstruct(codec_.decode, rank, codec_.d, space.data(), x + t * codec_.d);
     }
 }
 

@@ -90,9 +90,6 @@ public:
     // Codes rows with the chunk in use and learns nothing: what would be stored now.
     int32_t peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride);
 
-    // What attention sees of n consecutive rows of one chunk, x^ [n][d] f32 (for keys before gamma and mean).
-    void reconstruct(int32_t slot, const uint8_t * rows, int64_t stride, int64_t n, float * x) const;
-
     // Attention on a chunk's own coefficients c^, given those of the static basis: qt [n] = D q, as for any row.
     //   q . x^ = query(qt) . c^         out [n] = g * R (keep * qt)
     void query(int32_t slot, const float * qt, float * out) const;
@@ -106,6 +103,7 @@ public:
     const AdaptParams & params() const { return params_; }
     size_t              bytes_bases() const; // of the chunks alive
     size_t              bytes_sketch() const { return sketch_.size() * sizeof(uint64_t); }
+    int64_t             sketch_rows(float * s) const; // subkv::sketch_rows; 0, too, when the sketch is freed
 
     std::vector<uint8_t> save() const;
     // Takes over a saved state of an adapter with the same codec and parameters. false: `err`, and nothing has changed.
@@ -145,6 +143,9 @@ std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & 
 
 // Adds what one adapter can tell; of residuals the largest counts.
 void add_stats(const Adapter & adapter, subkv_adapt_stats & sum);
+
+// c [n][rank] = E x - offset of rows x [n][ldx], f32.
+void project_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
 
 // The C interface's parameters.
 AdaptParams adapt_params(const subkv_adapt_params & params);

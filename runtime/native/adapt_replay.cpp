@@ -1,13 +1,17 @@
 // adapt_replay.cpp: rows by position, blocks at multiples of B, chunk of every row kept up to date through merges.
 #include "adapt_replay.h"
 
+#include "read_rows.h"
+
 #include <algorithm>
 #include <cstring>
 
 namespace subkv {
 
-AdaptReplay::AdaptReplay(const Ops & ops, const HeadCodec & codec, const AdaptParams & params, int64_t n_sink) :
-    ops_(ops), codec_(codec), adapter_(ops, codec, params), n_sink_(n_sink) {}
+AdaptReplay::AdaptReplay(const Ops & ops, const LayerCodec & layer, int32_t head, bool value,
+                         const AdaptParams & params, int64_t n_sink) :
+    ops_(ops), layer_(layer), head_(head), value_(value), codec_((value ? layer.v : layer.k)[(size_t) head]),
+    adapter_(ops, codec_, params), n_sink_(n_sink) {}
 
 static std::vector<int64_t> cells_from(int64_t first, int64_t n) {
     std::vector<int64_t> cells((size_t) n);
@@ -63,13 +67,8 @@ void AdaptReplay::read(float * x, int32_t * chunk_of, float * rho) {
     rows.resize((size_t) (n * row));
     const auto cells = cells_from(held, n_pending);
     slots.resize((size_t) n, adapter_.peek(pending_.data(), d, n_pending, cells.data(), rows.data(), row));
-    for (int64_t first = 0; x != nullptr && first < n;) { // runs of one chunk
-        int64_t last = first + 1;
-        while (last < n && slots[(size_t) last] == slots[(size_t) first]) {
-            ++last;
-        }
-        adapter_.reconstruct(slots[(size_t) first], rows.data() + first * row, row, last - first, x + first * d);
-        first = last;
+    if (x != nullptr) {
+        read_rows(layer_, head_, value_, &adapter_, slots.data(), rows.data(), row, n, x);
     }
     if (chunk_of != nullptr) {
         std::copy(slots.begin(), slots.end(), chunk_of);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "adapt.h"
+#include "layout.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -12,13 +13,16 @@ namespace subkv {
 
 class AdaptReplay {
 public:
-    // Positions from 0 on; those below n_sink are coded with the static basis and kept from the adapter.
-    AdaptReplay(const Ops & ops, const HeadCodec & codec, const AdaptParams & params, int64_t n_sink);
+    // Keys or values of one KV head, positions from 0 on; those below n_sink are coded with the static basis and kept
+    // from the adapter. The layer must outlive the replay.
+    AdaptReplay(const Ops & ops, const LayerCodec & layer, int32_t head, bool value, const AdaptParams & params,
+                int64_t n_sink);
 
     // x [n][d] f32. Blocks are [jB, (j + 1)B), coded when their last position is there.
     void push(const float * x, int64_t n);
 
-    // x [size][d], chunk_of, rho [size] of all rows so far, nullptr: not wanted. Pending ones in the basis in use.
+    // x [size][d] as of read_rows, chunk_of, rho [size] of all rows so far, nullptr: not wanted. Pending ones in the
+    // basis in use.
     void read(float * x, int32_t * chunk_of, float * rho);
 
     int64_t         size() const { return (int64_t) slot_.size() + pending_size(); }
@@ -34,6 +38,9 @@ private:
     void code_pending();
 
     const Ops &          ops_;
+    const LayerCodec &   layer_;
+    int32_t              head_;
+    bool                 value_;
     const HeadCodec &    codec_;
     Adapter              adapter_;
     int64_t              n_sink_;

@@ -44,8 +44,7 @@ void AdaptiveLayer::for_each(uint32_t stream, const std::function<void(AdaptUnit
     }
 }
 
-void Adaptive::check(const AdaptRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
-                     const CacheDesc & desc) {
+void Adaptive::check(const AdaptRequest & request, int32_t n_recent, int32_t n_rollback, const CacheDesc & desc) {
     const AdaptParams & p = request.params;
     std::string         err;
     AdaptParams         tried = p;
@@ -61,16 +60,6 @@ void Adaptive::check(const AdaptRequest & request, const Layout & layout, int32_
     if (desc.n_seq_max > 1 && desc.n_stream == 1) {
         throw std::runtime_error("adapt: expected one sequence, or a cache for each (kv_unified off), found " +
                                  std::to_string(desc.n_seq_max) + " that share their cells");
-    }
-    for (const LayerCodec & layer : layout.layers) {
-        for (const auto * heads : { &layer.k, &layer.v }) {
-            for (const HeadCodec & head : *heads) {
-                tried = p;
-                if (!Adapter::check(tried, head.rank, err)) {
-                    throw std::runtime_error(err + " (layer " + std::to_string(layer.il) + ")");
-                }
-            }
-        }
     }
 }
 

@@ -55,9 +55,8 @@ public:
     // request passed check(). Throws std::runtime_error when a head cannot adapt.
     Adaptive(const Layout & layout, const AdaptRequest & request, uint32_t n_stream);
 
-    // Whether a context of this window and these streams can adapt so. Throws std::runtime_error.
-    static void check(const AdaptRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
-                      const CacheDesc & desc);
+    // Whether a context of this window and these streams can adapt so, whatever its heads. Throws std::runtime_error.
+    static void check(const AdaptRequest & request, int32_t n_recent, int32_t n_rollback, const CacheDesc & desc);
 
     AdaptiveLayer * layer(int32_t il) const;
 

@@ -40,7 +40,7 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
     }
     check(desc);
     if (adapt.any()) {
-        Adaptive::check(adapt, *layout_, window_.n_recent(), window_.n_rollback(), desc);
+        Adaptive::check(adapt, window_.n_recent(), window_.n_rollback(), desc);
         adaptive_ = std::make_unique<Adaptive>(*layout_, adapt, n_stream_);
     }
 
@@ -242,7 +242,11 @@ void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens,
 }
 
 ggml_tensor * Cache::build_attn(const AttnBuild & b) {
-    return build_attn_nodes(*nodes_[(size_t) b.il], b);
+    ggml_tensor * out = build_attn_nodes(*nodes_[(size_t) b.il], b);
+    if (observer_) {
+        build_observe_output_node(*observer_, b, out);
+    }
+    return out;
 }
 
 void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,

@@ -61,8 +61,13 @@ public:
     void state_read_window(StateReader & r, int32_t seq) override;
 
     void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    int32_t          n_seq() const { return window_.n_seq(); }
     const Layout *   layout() const { return layout_.get(); }
     const Adaptive * adaptive() const { return adaptive_.get(); }
+
+    // subkv_read_rows; rows: the K or V tensor of the layer, il coded, head one of its KV heads.
+    int64_t read(const CellReader & cells, const ggml_tensor * rows, int32_t il, int64_t head, bool value, int32_t seq,
+                 int32_t first, int64_t n, float * x, int32_t * chunk_of) const;
 
 private:
     void check(const CacheDesc & desc) const; // throws std::runtime_error when the layout does not fit the model

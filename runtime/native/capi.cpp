@@ -82,8 +82,8 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
 }
 
 extern "C" bool subkv_observe(subkv_observer * obs) {
-    pending = {};
     if (ops_error()) {
+        pending = {};
         set_error("%s", ops_error());
         return false;
     }
@@ -104,6 +104,18 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
     return true;
 }
 
+// The cache of a context that codes this head for this sequence; nullptr: error set.
+static const Cache * coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq) {
+    const Cache *      cache = cache_of(ctx, nullptr, nullptr);
+    const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
+    if (!layer || head_kv < 0 || head_kv >= layer->n_head_kv || seq < 0 || seq >= cache->n_seq()) {
+        set_error("context: a coded head and a sequence expected, layer %d, head %d, sequence %d found", il, head_kv,
+                  seq);
+        return nullptr;
+    }
+    return cache;
+}
+
 extern "C" bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, bool value,
                                       subkv_adapt_stats * out) {
     const Cache *      cache = cache_of(ctx, nullptr, nullptr);
@@ -117,6 +129,49 @@ extern "C" bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t h
     }
     *out = sum;
     return true;
+}
+
+extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
+                                   int32_t first, int64_t n, float * x, int32_t * chunk_of) {
+    const Cache * cache = coding(ctx, il, head_kv, seq);
+    if (!cache) {
+        return -1;
+    }
+    if (first < 0 || n < 0 || n > INT32_MAX - first || !x || !chunk_of) {
+        set_error("context: positions from 0 on and room for their rows expected, %d and %lld more found", first,
+                  (long long) n);
+        return -1;
+    }
+    int64_t coded = -1;
+    llama_subkv_rows(ctx, il, [&](const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v) {
+        coded = cache->read(cells, value ? v : k, il, head_kv, value, seq, first, n, x, chunk_of);
+    });
+    return coded;
+}
+
+extern "C" int64_t subkv_get_sketch_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
+                                         float * s, int64_t n_out) {
+    const Cache * cache = coding(ctx, il, head_kv, seq);
+    if (!cache) {
+        return -1;
+    }
+    // a sequence that adapts has the stream of its number (Adaptive::check)
+    const AdaptUnit * unit =
+        cache->adaptive() ? cache->adaptive()->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
+    if (!unit) {
+        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
+                  value ? "values" : "keys");
+        return -1;
+    }
+    const LayerCodec & layer = *cache->layout()->layer(il);
+    const HeadCodec &  codec = (value ? layer.v : layer.k)[(size_t) head_kv];
+    const int64_t      most  = 2 * (int64_t) unit->adapter.params().rows * codec.rank;
+    if (!s || n_out < most) {
+        set_error("context: room for %lld values of a sketch expected, %lld found", (long long) most,
+                  (long long) (s ? n_out : 0));
+        return -1;
+    }
+    return unit->adapter.sketch_rows(s);
 }
 
 extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {

@@ -1,7 +1,6 @@
 // capi_adapt.cpp: section "adaptive bases" of subkv.h.
 #include "adapt_replay.h"
 #include "error.h"
-#include "ggml.h"
 #include "layout.h"
 
 #include <algorithm>
@@ -12,9 +11,6 @@ using namespace subkv;
 
 struct subkv_adapt {
     std::shared_ptr<const Layout> layout;
-    const LayerCodec *            layer;
-    int32_t                       head_kv;
-    bool                          value;
     AdaptReplay                   replay;
 };
 
@@ -80,28 +76,21 @@ std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt
         return nullptr;
     }
     return std::unique_ptr<subkv_adapt>(
-        new subkv_adapt{ layout->p, layer, head_kv, value, AdaptReplay(ops(), codec, p, layout->p->n_sink) });
+        new subkv_adapt{ layout->p, AdaptReplay(ops(), *layer, head_kv, value, p, layout->p->n_sink) });
 }
 
-int64_t read(subkv_adapt & a, float * xhat, int32_t * chunk_of, float * rho) {
-    a.replay.read(xhat, chunk_of, rho);
-    const auto    h = (size_t) a.head_kv;
-    const int64_t n = a.replay.size(), d = a.value ? a.layer->d_v : a.layer->d_k;
-    if (!a.value && xhat) {
-        const std::vector<uint16_t> & mean = a.layer->centre[h].mean;
-        for (int64_t i = 0; i < n * d; ++i) {
-            xhat[i] = a.layer->gamma[h] * xhat[i] + (mean.empty() ? 0.0f : ggml_fp16_to_fp32(mean[(size_t) (i % d)]));
+// Adapter::query or ::lift of a chunk in use.
+bool with_chunk(const subkv_adapt & a, void (Adapter::*turn)(int32_t, const float *, float *) const, int32_t slot,
+                const float * x, float * out) {
+    return guarded(false, [&] {
+        const Adapter & adapter = a.replay.adapter();
+        if (slot != 0 && adapter.chunk(slot) == nullptr) {
+            set_error("adapt: slot: expected 0 or a chunk in use, found %d", (int) slot);
+            return false;
         }
-    }
-    return n;
-}
-
-bool in_use(const subkv_adapt & a, int32_t slot) {
-    if (slot == 0 || a.replay.adapter().chunk(slot) != nullptr) {
+        (adapter.*turn)(slot, x, out);
         return true;
-    }
-    set_error("adapt: slot: expected 0 or a chunk in use, found %d", (int) slot);
-    return false;
+    });
 }
 
 } // namespace
@@ -125,7 +114,10 @@ bool subkv_adapt_push(subkv_adapt * adapt, const float * x, int64_t n) {
 }
 
 int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho) {
-    return guarded<int64_t>(-1, [&] { return read(*adapt, xhat, chunk_of, rho); });
+    return guarded<int64_t>(-1, [&] {
+        adapt->replay.read(xhat, chunk_of, rho);
+        return adapt->replay.size();
+    });
 }
 
 void subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out) {
@@ -134,23 +126,11 @@ void subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out) {
 }
 
 bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out) {
-    return guarded(false, [&] {
-        const bool found = in_use(*adapt, slot);
-        if (found) {
-            adapt->replay.adapter().query(slot, qt, out);
-        }
-        return found;
-    });
+    return with_chunk(*adapt, &Adapter::query, slot, qt, out);
 }
 
 bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const float * e, float * out) {
-    return guarded(false, [&] {
-        const bool found = in_use(*adapt, slot);
-        if (found) {
-            adapt->replay.adapter().lift(slot, e, out);
-        }
-        return found;
-    });
+    return with_chunk(*adapt, &Adapter::lift, slot, e, out);
 }
 
 int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {
@@ -183,7 +163,7 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
             return false;
         }
         adapt->replay.push(x, n);
-        read(*adapt, xhat, chunk_of, rho);
+        adapt->replay.read(xhat, chunk_of, rho);
         if (stats) {
             *stats = {};
             add_stats(adapt->replay.adapter(), *stats);

@@ -1,4 +1,5 @@
 // capi_layout.cpp: section "layout" of subkv.h.
+#include "adapt.h"
 #include "error.h"
 #include "ggml.h"
 #include "layout.h"
@@ -16,6 +17,25 @@ template <typename T, typename F> static T guarded(T failed, F body) {
         set_error("layout: %s", e.what());
         return failed;
     }
+}
+
+// One head of a coded layer; nullptr: error set, which starts with the function's name.
+static const HeadCodec * coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+                                    bool value) {
+    if (!layout) {
+        set_error("%s: expected a layout, found NULL", function);
+        return nullptr;
+    }
+    const LayerCodec * layer = layout->p->layer(il);
+    if (!layer) {
+        set_error("%s: il: expected a coded layer, found %d", function, (int) il);
+        return nullptr;
+    }
+    if (head_kv < 0 || head_kv >= layer->n_head_kv) {
+        set_error("%s: head_kv: expected 0..%d, found %d", function, layer->n_head_kv - 1, (int) head_kv);
+        return nullptr;
+    }
+    return &(value ? layer->v : layer->k)[(size_t) head_kv];
 }
 
 extern "C" {
@@ -58,28 +78,32 @@ const char * subkv_layout_fingerprint(const subkv_layout * layout) {
 
 int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
                            float * out, int64_t n_out) {
-    if (!layout) {
-        set_error("subkv_layout_basis: expected a layout, found NULL");
+    const HeadCodec * head = coded_head("subkv_layout_basis", layout, il, head_kv, value);
+    if (!head) {
         return -1;
     }
-    const LayerCodec * layer = layout->p->layer(il);
-    if (!layer) {
-        set_error("subkv_layout_basis: il: expected a coded layer, found %d", (int) il);
-        return -1;
-    }
-    if (head_kv < 0 || head_kv >= layer->n_head_kv) {
-        set_error("subkv_layout_basis: head_kv: expected 0..%d, found %d", layer->n_head_kv - 1, (int) head_kv);
-        return -1;
-    }
-    const HeadCodec & head = (value ? layer->v : layer->k)[(size_t) head_kv];
-    const int64_t     n    = (int64_t) head.rank * head.d;
+    const int64_t n = (int64_t) head->rank * head->d;
     if (!out || n_out < n) {
         set_error("subkv_layout_basis: n_out: expected room for %lld values, found %lld", (long long) n,
                   (long long) (out ? n_out : 0));
         return -1;
     }
-    ggml_fp16_to_fp32_row(decode ? head.decode : head.encode, out, n);
+    ggml_fp16_to_fp32_row(decode ? head->decode : head->encode, out, n);
     return n;
+}
+
+int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, const float * x,
+                             int64_t n, float * c) {
+    const HeadCodec * head = coded_head("subkv_layout_project", layout, il, head_kv, value);
+    if (!head) {
+        return -1;
+    }
+    if (ops_error()) {
+        set_error("%s", ops_error());
+        return -1;
+    }
+    project_rows(*head, x, head->d, n, c);
+    return head->rank;
 }
 
 } // extern "C"

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -144,6 +145,9 @@ public:
 // nullptr: an ordinary cache. Throws std::runtime_error with a sentence when a cache was asked for that cannot be made.
 using cache_new_fn = std::shared_ptr<CacheHook> (*)(const CacheDesc & desc);
 
+// Takes one layer's rows, I8 [row_bytes, n_cells, n_stream], and the cells they belong to.
+using rows_fn = std::function<void(const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v)>;
+
 } // namespace subkv
 
 struct llama_context;
@@ -162,3 +166,6 @@ SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
 // The hook of a context's cache (of the full-attention half of an iswa cache), nullptr: none. `bytes_stock` receives
 // the K/V bytes of the context's layers that stay ordinary, `bytes_coded` those of the coded ones.
 SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
+
+// Shows `use` one layer of that cache, when all that the context was asked for is done. false: it holds no coefficients.
+SUBKV_HOOK_API bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use);

@@ -371,6 +371,22 @@ subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory, size_t * bytes_
     return caches[0] ? caches[0]->subkv_hook.get() : nullptr;
 }
 
+bool llama_subkv::rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use) {
+    auto *       iswa = dynamic_cast<llama_kv_cache_iswa *>(memory);
+    const auto * kv   = iswa ? iswa->get_base() : dynamic_cast<llama_kv_cache *>(memory);
+    if (!kv || il < 0 || row_bytes(*kv, (uint32_t) il, false) == 0) {
+        return false;
+    }
+    const auto & layer = kv->layers[kv->map_layer_ids.at(il)];
+    use(reader(*kv), layer.k, layer.v);
+    return true;
+}
+
 subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
     return llama_subkv::hook_of(llama_get_memory(ctx), bytes_stock, bytes_coded);
+}
+
+bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
+    llama_synchronize(ctx);
+    return llama_subkv::rows(llama_get_memory(ctx), il, use);
 }

@@ -43,4 +43,5 @@ struct llama_subkv {
     class graph_input;
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
+    static bool               rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
 };

@@ -63,24 +63,28 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
     return bad;
 }
 
+static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
+    return std::binary_search(positions.begin(), positions.end(), pos);
+}
+
+static void sample_row(std::vector<float> & dst, const ggml_tensor * t, int64_t token) {
+    for (int64_t h = 0; h < t->ne[1]; ++h) {
+        const float * x = row_of(t, h, token);
+        dst.insert(dst.end(), x, x + t->ne[0]);
+    }
+}
+
 static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tensor * k, const ggml_tensor * v,
                    const int32_t * tokens) {
-    const auto & obs  = *layer.owner;
-    const auto   copy = [](std::vector<float> & dst, const ggml_tensor * t, int64_t token) {
-        for (int64_t h = 0; h < t->ne[1]; ++h) {
-            const float * x = row_of(t, h, token);
-            dst.insert(dst.end(), x, x + t->ne[0]);
-        }
-    };
     for (int64_t i = 0; i < q->ne[2]; ++i) {
         const int32_t pos = tokens[4 * i];
-        if (std::binary_search(obs.key_pos.begin(), obs.key_pos.end(), pos)) {
-            copy(layer.k_rows, k, i);
-            copy(layer.v_rows, v, i);
+        if (listed(layer.owner->key_pos, pos)) {
+            sample_row(layer.k_rows, k, i);
+            sample_row(layer.v_rows, v, i);
             layer.shape.n_key++;
         }
-        if (std::binary_search(obs.query_pos.begin(), obs.query_pos.end(), pos)) {
-            copy(layer.q_rows, q, i);
+        if (listed(layer.owner->query_pos, pos)) {
+            sample_row(layer.q_rows, q, i);
             layer.shape.n_query++;
         }
     }
@@ -125,6 +129,29 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     std::lock_guard<std::mutex> lock(layer.mutex);
     layer.shape.n_nonfinite += bad;
     layer.shape.n_tokens += counted;
+}
+
+// dst F32 [1] (unused) | src: output of attention [d_v, n_head, n_tokens], tokens as in Inputs.
+static void observe_output_op(ggml_tensor * dst, int ith, int, void * userdata) {
+    auto &          layer  = *(ObservedLayer *) userdata;
+    const int32_t * tokens = (const int32_t *) dst->src[1]->data;
+    for (int64_t i = 0; ith == 0 && layer.owner->mode == SUBKV_SAMPLE && i < dst->src[0]->ne[2]; ++i) {
+        if (listed(layer.owner->query_pos, tokens[4 * i])) {
+            sample_row(layer.o_rows, dst->src[0], i);
+        }
+    }
+}
+
+void build_observe_output_node(subkv_observer & obs, const AttnBuild & b, ggml_tensor * out) {
+    ObservedLayer & layer = *obs.layers[(size_t) b.il];
+    layer.shape.coded     = 1;
+    layer.shape.plain     = b.softcap == 0.0f && b.max_alibi_bias == 0.0f && b.sinks == nullptr ? 1 : 0;
+    const auto &  s       = layer.shape;
+    ggml_tensor * heads   = ggml_view_3d(b.ctx, out, s.d_v, s.n_head, out->ne[1], s.d_v * out->nb[0], out->nb[1], 0);
+    ggml_tensor * args[]  = { heads, b.inputs->tokens };
+    ggml_tensor * node    = ggml_custom_4d(b.ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 2, observe_output_op, 1, &layer);
+    ggml_format_name(node, "subkv_observe_output-%d", b.il);
+    ggml_build_forward_expand(b.gf, node);
 }
 
 void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
@@ -214,16 +241,19 @@ extern "C" bool subkv_observer_layer(const subkv_observer * obs, int32_t il, sub
 extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
                                       int64_t n_out) {
     if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
-        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs expected, layer %d, %s found", il,
-                  what);
+        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, layer %d, %s found",
+                  il, what);
         return -1;
     }
     const auto & layer = *obs->layers[(size_t) il];
 
     const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
-    const std::vector<float> * rows = what[0] == 'q' ? &layer.q_rows : what[0] == 'k' ? &layer.k_rows : &layer.v_rows;
-    if (!std::strchr("qkv", what[0]) || !std::strchr("12s", what[1])) {
-        set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs expected, %s found", what);
+    const std::vector<float> *          rows    = what[0] == 'q' ? &layer.q_rows :
+                                                  what[0] == 'k' ? &layer.k_rows :
+                                                  what[0] == 'v' ? &layer.v_rows :
+                                                                   &layer.o_rows;
+    if (!std::strchr("qkvo", what[0]) || !std::strchr(what[0] == 'o' ? "s" : "12s", what[1])) {
+        set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what);
         return -1;
     }
     std::vector<double> res;

@@ -21,14 +21,17 @@ struct Moments {
 struct ObservedLayer {
     subkv_observed         shape = {};
     const subkv_observer * owner = nullptr;
-    std::vector<Moments>   q, k, v;                // by KV head; q gathers the heads of its group
-    std::vector<float>     q_rows, k_rows, v_rows; // samples: [n][n_head or n_head_kv][d]
-    std::mutex             mutex;                  // guards the counters of `shape`
+    std::vector<Moments>   q, k, v;                        // by KV head; q gathers the heads of its group
+    std::vector<float>     q_rows, k_rows, v_rows, o_rows; // samples: [n][n_head or n_head_kv][d]
+    std::mutex             mutex;                          // guards the counters of `shape`
 };
 
 // Adds the node that reads q, k, v (as in AttnBuild) of one layer.
 void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
                         ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale);
+
+// The same for what attention over a coded layer gives, `out` [d_v * n_head, n_tokens]; after build_observe_node.
+void build_observe_output_node(subkv_observer & obs, const AttnBuild & b, ggml_tensor * out);
 
 } // namespace subkv
 

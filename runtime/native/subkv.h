@@ -47,6 +47,10 @@ SUBKV_API const char * subkv_layout_fingerprint(const subkv_layout * layout);
 SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
                                      float * out, int64_t n_out);
 
+// c = E x - E mean of one head, what is quantized of its rows: x [n][d] f32, c [n][rank] f32. Returns the rank, or -1.
+SUBKV_API int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value,
+                                       const float * x, int64_t n, float * c);
+
 //
 // context
 //
@@ -110,6 +114,18 @@ typedef struct subkv_adapt_stats subkv_adapt_stats;
 SUBKV_API bool subkv_get_adapt_stats(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value,
                                      subkv_adapt_stats * out);
 
+// What attention sees of the rows that the context holds of positions first .. first + n - 1 of a sequence: x [n][d] f32
+// of one head, gamma and mean of keys included; chunk_of [n]: the row's chunk, 0: the static basis, -1: no row of that
+// position is coded (yet, where bases adapt), x is zero. Inside the exact window attention does not read them. Returns
+// the number of rows that are coded, or -1.
+SUBKV_API int64_t subkv_read_rows(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
+                                  int32_t first, int64_t n, float * x, int32_t * chunk_of);
+
+// S of a head's Frequent Directions sketch of a sequence (as subkv_sketch_rows): s [2l][rank] f32, returns the rows in
+// use; 0: the sketch is of another kind or freed, -1: the head's bases do not adapt, or n_out is too small.
+SUBKV_API int64_t subkv_get_sketch_rows(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value,
+                                        int32_t seq, float * s, int64_t n_out);
+
 // Fingerprint of the context's layout, NULL for an ordinary cache.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
 
@@ -118,14 +134,14 @@ SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
 //
 
 // The next context that this thread creates with llama_init_from_model reports its queries, keys and values to
-// `obs` (ordinary f16 cache). The observer must outlive the context.
+// `obs`: one with an ordinary f16 cache, or what subkv_attach asked for before. The observer must outlive the context.
 SUBKV_API subkv_observer * subkv_observer_new(int32_t n_skip); // positions < n_skip are left out of every statistic
 SUBKV_API void             subkv_observer_free(subkv_observer * obs);
 SUBKV_API bool             subkv_observe(subkv_observer * obs);
 
 // SUBKV_ACCUMULATE adds to the second moments; SUBKV_SAMPLE copies single rows instead (held-out text):
-// k and v rows at the positions in key_pos, q rows at those in query_pos (lists are copied; each call starts a new
-// sample set, appended after the earlier ones). SUBKV_PAUSE records nothing.
+// k and v rows at the positions in key_pos, q rows and, of a coded layer, the output of attention at those in query_pos
+// (lists are copied; each call starts a new sample set, appended after the earlier ones). SUBKV_PAUSE records nothing.
 enum { SUBKV_PAUSE = 0, SUBKV_ACCUMULATE = 1, SUBKV_SAMPLE = 2 };
 SUBKV_API bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                    const int32_t * query_pos, int32_t n_query);
@@ -137,13 +153,16 @@ typedef struct subkv_observed {
     uint64_t n_tokens;       // tokens accumulated
     int32_t  n_key, n_query; // sampled rows so far
     uint64_t n_nonfinite;    // tokens left out because a row held NaN or Inf
+    int32_t  coded;          // 1: by a coefficient cache, which also tells the next one
+    int32_t  plain;          // 1: logits are scale q.k alone, without soft-capping, ALiBi and attention sinks
 } subkv_observed;
 SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs);
 SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);
 
 // Means over tokens as f64. what: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"
 // [n_head_kv][d_k][d_k], "v2" [n_head_kv][d_v][d_v], "q1" [n_head_kv][d_k], "k1" [n_head_kv][d_k], "v1" [n_head_kv][d_v].
-// Samples: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v].
+// Samples: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v], "os"
+// [n_query][n_head][d_v], empty where the cache is an ordinary one.
 // Returns the number of values written, or -1 (unknown name, n_out too small).
 SUBKV_API int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
                                      int64_t n_out);
