@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +87,20 @@ class AdaptiveCoder:
 
     Every call is a text of its own, from an empty cache. Rows are those at the end of the text: what a merge coded anew
     late is seen so by early queries, too, which is the worse for it. sides: coded; adapted: those of them that adapt.
+    tau: of single heads, (il, head), instead of that of `params`.
     """
 
-    def __init__(self, layout: Layout, layers: Sequence[CodedLayer], sides: str, adapted: str, params: Adapt) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        layers: Sequence[CodedLayer],
+        sides: str,
+        adapted: str,
+        params: Adapt,
+        tau: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
         self._layout, self._sides, self._adapted, self._params = layout, sides, adapted, params
+        self._tau = tau or {}
         self._layers = {layer.shape.il: layer for layer in layers}
         self._elements = sum(layer.shape.elements for layer in layers)
         self._seen: list[tuple[int, int, dict[str, int]]] = []  # (rows, bytes of a basis, stats) of every head and text
@@ -111,7 +122,8 @@ class AdaptiveCoder:
             for h, x in enumerate(rows):
                 basis = layer.heads[h].k if side == "k" else layer.heads[h].v
                 if side in self._adapted:
-                    replayed = self._layout.replay(self._params, il, h, side == "v", x)
+                    own = dataclasses.replace(self._params, tau=self._tau.get((il, h), self._params.tau))
+                    replayed = self._layout.replay(own, il, h, side == "v", x)
                     n = sum(n for n, _ in basis.bands)
                     self._seen.append((len(x), 2 * n * n + 4 * len(basis.bands), replayed.stats))
                     heads.append(replayed.seen)

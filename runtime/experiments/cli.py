@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from runtime.experiments.lab import Lab
 
 MIN_TOKENS = 256  # the last quarter of a chunk still has a few blocks of the adaptive coder
-FORMAT = 1  # of results.json; raised when an experiment's results change, so that older ones are not reused
+FORMAT = 2  # of results.json; raised when an experiment's results change, so that older ones are not reused
 PACKAGES = ("subkv", "torch", "transformers", "numpy")
-NAMES = ("ranks", "matched", "sides", "coefficients", "chunks", "domain", "length", "bounds")
+NAMES = ("ranks", "matched", "sides", "coefficients", "chunks", "domain", "rotary", "oja", "length", "bounds")
 
 
 def experiments() -> dict[str, Callable[[Lab], dict[str, Any]]]:
     """The function of every name."""
-    from runtime.experiments import errors, quality, subspaces
+    from runtime.experiments import errors, oja, quality, rotary, subspaces
 
     functions = (
         quality.ranks,
@@ -42,6 +42,8 @@ def experiments() -> dict[str, Callable[[Lab], dict[str, Any]]]:
         quality.coefficients,
         subspaces.chunks,
         quality.domain,
+        rotary.rotary,
+        oja.oja,
         quality.length,
         errors.bound_errors,
     )

@@ -18,6 +18,8 @@ TITLES = {
     "coefficients": "int8 against 16-bit coefficients",
     "chunks": "Chunk length, thresholds, sketches",
     "domain": "Domain shift",
+    "rotary": "Keys behind bases of rotary pairs",
+    "oja": "OjaKV against static bases of the same rank",
     "length": "Quality by position",
     "bounds": "Measured errors against the bounds",
 }
@@ -110,6 +112,39 @@ def _chunks(found: dict[str, Any]) -> str:
     return grid(found["rows"], columns)
 
 
+def _rotary(found: dict[str, Any]) -> str:
+    if not found["rows"]:
+        return str(found["note"])
+    about = (
+        "Static bases are those of the first half of the in-domain text (after RoPE: averaged over all positions), "
+        "adaptive ones those of the text so far."
+    )
+    columns: list[Column] = [
+        ("text", _s("text")),
+        ("basis", lambda row: f"{row['basis']}, {row['space']}"),
+        (f"error with {100 * found['share']:g}% of the coefficients", _n("rank", ".4f")),
+        (f"at {found['bits']:g} bits (Gaussian)", _n("bits", ".5f")),
+    ]
+    return f"{about}\n\n{grid(found['rows'], columns)}"
+
+
+def _oja(found: dict[str, Any]) -> str:
+    errors: list[Column] = [
+        ("text", _s("text")),
+        ("bases", _s("name")),
+        ("rank", _s("r")),
+        ("K, prompt", _n("k_prompt", ".4f")),
+        ("K, after it", _n("k_text", ".4f")),
+        ("V, prompt", _n("v_prompt", ".4f")),
+        ("V, after it", _n("v_text", ".4f")),
+    ]
+    return (
+        f"Squared relative errors, mean over heads:\n\n{grid(found['errors'], errors)}\n\n"
+        f"With {found['r']} of {found['d']} coefficients of K and V, the first and last 32 tokens exact, bases not "
+        f"counted:\n\n{grid(found['rows'], [('text', _s('text')), ('bases', _s('name')), *_quality()])}"
+    )
+
+
 def _length(found: dict[str, Any]) -> str:
     return grid(
         found["rows"],
@@ -152,6 +187,8 @@ SECTIONS = {
     "coefficients": _plain,
     "chunks": _chunks,
     "domain": _domain,
+    "rotary": _rotary,
+    "oja": _oja,
     "length": _length,
     "bounds": _bounds,
 }

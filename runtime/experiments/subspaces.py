@@ -22,6 +22,8 @@ BASE = "v,length=256,warm=256,max_chunks=8"  # what the variants of `chunks` cha
 LENGTHS = (128, 256, 512)
 PERCENTILES = (50, 95)  # of the static residuals on the in-domain text: thresholds
 SMALL = 16  # largest r of the sketches compared
+TRAILING = 256  # tokens of a basis that knows nothing older
+AHEAD = 128  # tokens a basis knows of what it is for
 
 
 def _behind(v: F32, bases: dict[str, Any], start: int) -> dict[str, float]:
@@ -42,19 +44,25 @@ def _bases(v: F32, moment: bounds.F64, r: int) -> dict[str, Any]:
     fixed = bounds.top(moment, r)
     best = bounds.top(v.astype(np.float64).T @ v, r)
 
-    def streamed(kind: str, rows: int) -> Any:
+    def streamed(kind: str, rows: int, ahead: int = 0) -> Any:
         sketch, seen = Sketch(kind, d, rows), [0]
 
         def after(n: int) -> bounds.F64:
-            sketch.absorb(v[seen[0] : n])
-            seen[0] = n
+            sketch.absorb(v[seen[0] : n + ahead])
+            seen[0] = n + ahead
             return sketch.top(r)
 
         return after
 
+    def trailing(n: int) -> bounds.F64:
+        last = v[max(0, n - TRAILING) : n].astype(np.float64)
+        return bounds.top(last.T @ last, r)
+
     return {
         verdicts.STATIC: lambda n: fixed,
         "running covariance": streamed("covariance", r),
+        f"covariance of the last {TRAILING} tokens": trailing,
+        f"running covariance, {AHEAD} tokens ahead": streamed("covariance", r, AHEAD),
         "Frequent Directions, ℓ = 2r": streamed("fd", 2 * r),
         "Frequent Directions, ℓ = r": streamed("fd", r),
         "Oja, η = 0.1": streamed("oja", r),
@@ -90,34 +98,54 @@ def _reconstruction_of(lab: Lab, text: Text, r: int) -> dict[str, float]:
     return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
 
-def _thresholds(lab: Lab) -> dict[int, float]:
-    """Percentiles of the static relative residuals of blocks of values, in-domain text, all heads at once."""
+def _residuals(lab: Lab) -> dict[tuple[int, int], F32]:
+    """(il, head) -> static relative residuals of the blocks of values, in-domain text."""
     where, layers = lab.coded()
-    seen: list[F32] = []
+    seen: dict[tuple[int, int], F32] = {}
     coded = {layer.shape.il: layer for layer in layers}
 
     def visitor(il: int, q: F32, k: F32, v: F32) -> None:
-        if il in coded:
-            seen.extend(where.replay(Adapt(length=0), il, h, True, x).rho for h, x in enumerate(v))
+        for h, x in enumerate(v if il in coded else ()):
+            rho = where.replay(Adapt(length=0), il, h, True, x).rho
+            seen[il, h] = rho[rho > 0.0]
 
     lab.visit(lab.texts[0].chunks[0], visitor)
-    rho = np.concatenate(seen)
-    return {p: min(0.999, float(np.percentile(rho[rho > 0.0], p))) for p in PERCENTILES}
+    return seen
 
 
-def variants(lab: Lab) -> dict[str, str]:
-    """name -> --adapt of the experiment `chunks`."""
+def _percentile(rho: F32, percent: int) -> float:
+    """A threshold: below 1, which would be none."""
+    return min(0.999, float(np.percentile(rho, percent)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A row of `chunks`. spec: as of --adapt; tau: thresholds of single heads instead of one for all."""
+
+    name: str
+    spec: str
+    tau: dict[tuple[int, int], float] | None = None
+
+
+def variants(lab: Lab) -> list[Variant]:
+    """What the experiment `chunks` compares."""
     _, layers = lab.coded()
     r = min(SMALL, *(rank(head.v.bands) for layer in layers for head in layer.heads))
-    out = {"static": f"v,warm={NEVER}"}
-    out.update({f"L = {n}": f"{BASE},length={n}" for n in LENGTHS})
-    for percent, tau in _thresholds(lab).items():
-        out[f"τ = {tau:.3f} ({percent}% of static ρ), no L"] = f"{BASE},length={NEVER},tau={tau:.6f}"
-    out["sketch: covariance"] = f"{BASE},kind=covariance"
+    out = [Variant("static", f"v,warm={NEVER}")]
+    out += [Variant(f"L = {n}", f"{BASE},length={n}") for n in LENGTHS]
+    rho = _residuals(lab)
+    together = np.concatenate(list(rho.values()))
+    for percent in PERCENTILES:
+        tau = _percentile(together, percent)
+        spec = f"{BASE},length={NEVER},tau={tau:.6f}"
+        out.append(Variant(f"τ = {tau:.3f} ({percent}% of static ρ), no L", spec))
+        own = {head: _percentile(found, percent) for head, found in rho.items()}
+        out.append(Variant(f"τ per head ({percent}% of its static ρ), no L", spec, own))
+    out.append(Variant("sketch: covariance", f"{BASE},kind=covariance"))
     for factor in (1, 2, 4):
         name = "r" if factor == 1 else f"{factor}r"
-        out[f"sketch: fd, r = {r}, ℓ = {name}"] = f"{BASE},kind=fd,rank={r},rows={factor * r}"
-    out[f"sketch: oja, r = {r}"] = f"{BASE},kind=oja,rank={r}"
+        out.append(Variant(f"sketch: fd, r = {r}, ℓ = {name}", f"{BASE},kind=fd,rank={r},rows={factor * r}"))
+    out.append(Variant(f"sketch: oja, r = {r}", f"{BASE},kind=oja,rank={r}"))
     return out
 
 
@@ -128,14 +156,14 @@ def chunks(lab: Lab) -> dict[str, Any]:
     return {"rows": rows, "unit": "nats" if lab.calibration.sensitivity else "relative", "base": _described(BASE)}
 
 
-def _chunks_of(lab: Lab, text: Text, specs: dict[str, str]) -> Rows:
+def _chunks_of(lab: Lab, text: Text, specs: list[Variant]) -> Rows:
     """A row per variant."""
     where, layers = lab.coded()
     fit = lab.fit()
     cost = {layer.shape.il: one.cost.v for layer, one in zip(layers, fit.layers, strict=True)}
-    coders = {name: AdaptiveCoder(where, layers, "v", *parse("--adapt", spec)) for name, spec in specs.items()}
-    error: dict[str, list[float]] = {name: [] for name in specs}
-    price = dict.fromkeys(specs, 0.0)
+    coders = {one.name: AdaptiveCoder(where, layers, "v", *parse("--adapt", one.spec), one.tau) for one in specs}
+    error: dict[str, list[float]] = {name: [] for name in coders}
+    price = dict.fromkeys(coders, 0.0)
     with _bar(lab, f"chunks of {text.name}", len(text.chunks)) as bar:
 
         def visitor(il: int, q: F32, k: F32, v: F32) -> None:
@@ -152,15 +180,15 @@ def _chunks_of(lab: Lab, text: Text, specs: dict[str, str]) -> Rows:
     return [
         {
             "text": text.name,
-            "name": name,
-            "adapt": specs[name],
+            "name": one.name,
+            "adapt": one.spec,
             "opened": coder.mean("n_opened"),
             "refused": coder.mean("n_refused"),
             "bits": coder.bits(fit.overhead.context),
-            "error": float(np.mean(error[name])),
-            "cost": price[name] / len(text.chunks),
+            "error": float(np.mean(error[one.name])),
+            "cost": price[one.name] / len(text.chunks),
         }
-        for name, coder in coders.items()
+        for one, coder in zip(specs, coders.values(), strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from runtime import plots
-from runtime.experiments import cli, verdicts
+from runtime.experiments import cli, oja, rotary, verdicts
 from runtime.options import ProgramError
 
 N_RECENT = 16
@@ -96,12 +96,34 @@ def test_numbers_are_sound(results: dict[str, Any]) -> None:
 
 def test_subspaces_follow(results: dict[str, Any]) -> None:
     errors = {(row["text"], row["name"]): row["error"] for row in results["domain"]["reconstruction"]}
+    trailing = "covariance of the last 256 tokens"  # a basis for every part may beat the best one for all
     for name in ("words.txt", "digits.txt"):
-        assert errors[name, "the text's own best"] <= min(e for (text, _), e in errors.items() if text == name) + 1e-9
+        others = [e for (text, basis), e in errors.items() if text == name and basis != trailing]
+        assert errors[name, "the text's own best"] <= min(others) + 1e-9
     chunks = {(row["text"], row["name"]): row for row in results["chunks"]["rows"]}
     assert chunks["digits.txt", "static"]["opened"] == 0.0
     assert chunks["digits.txt", "L = 128"]["opened"] + chunks["digits.txt", "L = 128"]["refused"] > 0.0
     assert chunks["digits.txt", "L = 128"]["error"] <= 1.01 * chunks["digits.txt", "static"]["error"]
+    assert chunks["digits.txt", "τ per head (50% of its static ρ), no L"]["opened"] > 0.0
+    ahead, behind = (errors["digits.txt", f"running covariance{more}"] for more in (", 128 tokens ahead", ""))
+    assert ahead <= behind
+
+
+def test_rotary_pairs_keep_more(results: dict[str, Any]) -> None:
+    rows = {(row["text"], row["basis"], row["space"]): row["rank"] for row in results["rotary"]["rows"]}
+    assert len(rows) == 2 * 2 * 3
+    for text in ("words.txt", "digits.txt"):
+        after, pairs, before = (rows[text, "adaptive", space] for space in (rotary.AFTER, rotary.PAIRS, rotary.BEFORE))
+        assert before < pairs < after < 1.0
+
+
+def test_oja_follows(results: dict[str, Any]) -> None:
+    errors = {(row["text"], row["r"], row["name"]): row for row in results["oja"]["errors"]}
+    for text in ("words.txt", "digits.txt"):
+        for r in (16, 24):
+            static, own = errors[text, r, oja.STATIC], errors[text, r, oja.OWN]
+            assert own["v_text"] < static["v_text"] and own["k_text"] < static["k_text"]
+    assert [row["name"] for row in results["oja"]["rows"]] == 2 * [oja.STATIC, oja.OWN, oja.LATEST]
 
 
 def test_bounds_hold(results: dict[str, Any]) -> None:
