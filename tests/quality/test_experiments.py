@@ -96,9 +96,10 @@ def test_numbers_are_sound(results: dict[str, Any]) -> None:
 
 def test_subspaces_follow(results: dict[str, Any]) -> None:
     errors = {(row["text"], row["name"]): row["error"] for row in results["domain"]["reconstruction"]}
-    trailing = "covariance of the last 256 tokens"  # a basis for every part may beat the best one for all
+    # bases of what is near may beat the best one for all
+    near = ("covariance of the last 256 tokens", "running covariance, 128 tokens ahead")
     for name in ("words.txt", "digits.txt"):
-        others = [e for (text, basis), e in errors.items() if text == name and basis != trailing]
+        others = [e for (text, basis), e in errors.items() if text == name and basis not in near]
         assert errors[name, "the text's own best"] <= min(others) + 1e-9
     chunks = {(row["text"], row["name"]): row for row in results["chunks"]["rows"]}
     assert chunks["digits.txt", "static"]["opened"] == 0.0
