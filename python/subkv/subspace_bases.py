@@ -21,6 +21,7 @@ from converter.positions import SAME_ORDER, transformers_order
 from subkv.cache import CacheError
 from subkv.torch_codec import RowCodec
 
+LOG = logging.getLogger(__name__)
 KEY = "bases"  # the argument that errors are about
 
 
@@ -54,6 +55,8 @@ def load(
             if value is not None:
                 raise CacheError(name, f"expected none with a converted file, which has its layout, found {value}")
         described = metadata.read(Path(path))
+        if described["adapt"]:
+            LOG.warning("subkv.adapt: bases stay as calibrated with transformers, found %s", described["adapt"])
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
         n_layer, n_sink, n_recent = described["block_count"], described["n_sink"], described["n_recent"]
     else:
@@ -65,7 +68,7 @@ def load(
         )
         result = convert(ModelFacts(model, calibration.arch), calibration, options)
         for note in result.notes:
-            logging.getLogger(__name__).warning(note)
+            LOG.warning("%s", note)
         heads = {layer.shape.il: layer.heads for layer in result.layers}
         arch, fingerprint, n_layer = calibration.arch, None, calibration.block_count
         n_sink, n_recent = options.n_sink, options.n_recent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pydoc_data.topics
 import subprocess
 import sys
@@ -273,6 +274,22 @@ def test_planned_as_convert_does(
     planned = SubspaceCache.from_file(calibration("qwen2"), model, kv_bits=14.0, n_recent=N_RECENT)
     assert rms(logits(model, planned) - logits(model, None)) < 0.1
     assert planned.kv_stats().fingerprint is None
+
+
+def test_bases_that_would_follow_the_text_do_not(
+    tiny_model: Callable[..., Path],
+    calibration: Callable[[str], Path],
+    llama: tuple[Any, SubspaceCache],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, cache = llama
+    sidecar = tmp_path / "adapt.gguf"
+    options = dataclasses.replace(OPTIONS, adapt="v")
+    convert_file(tiny_model("llama"), calibration("llama"), sidecar, options, sidecar=True)
+    other = SubspaceCache.from_file(sidecar, model)
+    assert caplog.messages == ["subkv.adapt: bases stay as calibrated with transformers, found v"]
+    assert torch.equal(logits(model, other), logits(model, cache))
 
 
 def test_bad_input_is_named(
