@@ -111,7 +111,7 @@ def layout_json(path: Path, key: str) -> str:
 # model files
 #
 
-GGUF_TYPE_UINT32 = 4
+GGUF_TYPE_UINT32, GGUF_TYPE_STRING = 4, 8
 
 
 class _GgufInit(ctypes.Structure):
@@ -139,7 +139,9 @@ def gguf_numbers(path: Path, *names: str) -> dict[str, int]:
     try:
         find, kind = _gguf("gguf_find_key", i64, void, text), _gguf("gguf_get_kv_type", ctypes.c_int, void, i64)
         arch = find(handle, b"general.architecture")
-        begin = _gguf("gguf_get_val_str", text, void, i64)(handle, arch) if arch >= 0 else b""
+        if arch < 0 or kind(handle, arch) != GGUF_TYPE_STRING:
+            return found
+        begin = _gguf("gguf_get_val_str", text, void, i64)(handle, arch)
         for name in names:
             key = find(handle, begin + b"." + name.encode())
             if key >= 0 and kind(handle, key) == GGUF_TYPE_UINT32:

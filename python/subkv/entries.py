@@ -126,7 +126,7 @@ class Folder:
             if not name.startswith(begin) or not name.endswith(SUFFIX) or name in self._damaged:
                 continue
             tokens = self._known.get(name)
-            if tokens is None:
+            if tokens is None and OWN.fullmatch(name):
                 tokens = self._read_head(name, identity)
             if tokens is not None:
                 known[name] = tokens
@@ -147,18 +147,19 @@ class Folder:
             if found != identity:
                 raise EntryError("it belongs to another context")
         except EntryError:
-            self._discard(name)
+            self.discard(name)
             return None
         return tokens
 
-    def _discard(self, name: str) -> None:
+    def discard(self, name: str) -> None:
+        """Remove a damaged entry, or at least never list it again."""
         self._damaged.add(name)
         self.remove(name)
 
     def read(self, name: str) -> Entry | None:
         """An entry, checked as a whole, and marked as used now. None where another process removed it.
 
-        Raises EntryError for a damaged one, which is removed.
+        Raises EntryError for a damaged one.
         """
         try:
             entry = decode((self.path / name).read_bytes())
@@ -167,9 +168,6 @@ class Folder:
         except FileNotFoundError:
             self._known.pop(name, None)
             return None
-        except EntryError:
-            self._discard(name)
-            raise
         self.touch(name)
         return entry
 

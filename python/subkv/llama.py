@@ -106,6 +106,9 @@ class Llama(llama_cpp.Llama):
             "prompt_cache": prompt_cache,
         }
         arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
+        for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
+            if arguments[key] < least:
+                raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
         n_draft = getattr(arguments["draft_model"], "num_pred_tokens", 0)
         if n_draft >= arguments["n_batch"]:
             raise SubkvError(

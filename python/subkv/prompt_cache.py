@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from subkv.cache import CacheError, llama_cpp
+from subkv.cache import CacheError, StateError, llama_cpp
 from subkv.entries import Entry, EntryError, Folder, Tokens
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     model, cache and parameters stored (subkv.states.identity). A folder that cannot be written is reported once, as a
     warning, and generation goes on; damaged entries are removed with a warning and never used.
 
-    Raises CacheError for a path that is not a folder, and when used without a subkv.Llama.
+    Raises CacheError for a path that is not a folder, when used without a subkv.Llama, and for one with logits_all, whose
+    logits of earlier tokens would be missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
@@ -62,6 +63,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     def attached(self, llm: Llama) -> PromptCache:
         """This cache for one context."""
+        if llm._logits_all:
+            raise CacheError("prompt_cache", "expected logits_all=False (no logits are stored), found True")
         bound = PromptCache(self.entries.path, self.capacity_bytes)
         bound.entries, bound._warned = self.entries, self._warned
         bound._llm = cast("Llama", weakref.proxy(llm))
@@ -113,10 +116,10 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         return self._best(_prompt(key), self._heads())[0] > 0
 
     def __getitem__(self, key: Sequence[int]) -> llama_cpp.LlamaState:
-        """The state that saves most of a prompt's evaluation.
+        """The state that saves most of a prompt's evaluation, which the context now holds.
 
-        Raises KeyError where none saves more than the context's own cells do. A context whose own cells are of less use
-        forgets them: the caller, llama_cpp, takes the longer prefix and does not know that coded tails stay.
+        It is loaded here: llama_cpp, the caller, would keep a longer prefix and does not know that a coded tail behind
+        it stays. Raises KeyError where none saves more than the context's own cells do.
         """
         llm = self._context()
         tokens = _prompt(key)
@@ -127,20 +130,22 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                 raise KeyError("no entry saves more than the context holds")
             try:
                 entry = self.entries.read(name)
-            except EntryError as error:
+                if entry is None:  # another process removed it
+                    continue
+                scores = np.empty((0, llm.n_vocab()), dtype=np.single)
+                state = llama_cpp.LlamaState(
+                    entry.tokens, scores, len(entry.tokens), entry.state, len(entry.state), llm._seed
+                )
+                llm.load_state(state)
+                return state
+            except (EntryError, StateError) as error:
+                self.entries.discard(name)
                 warnings.warn(
                     f"prompt cache {self.entries.path}: dropped the damaged entry {name}: {error}", stacklevel=2
                 )
-                continue
             except OSError as error:
                 self._warn("read", error)
                 raise KeyError("the entry cannot be read") from error
-            if entry is not None:
-                llm.reset()
-                scores = np.empty((0, llm.n_vocab()), dtype=np.single)
-                return llama_cpp.LlamaState(
-                    entry.tokens, scores, len(entry.tokens), entry.state, len(entry.state), llm._seed
-                )
 
     #
     # store

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from subkv import __version__
 from subkv import adapt as adaptive
 from subkv.cache import C, StateError, captured_log, last_error, last_log_error, layout_json, llama_cpp
 
@@ -90,7 +91,7 @@ def identity(llm: Llama) -> dict[str, Any]:
         "long_rope": trained is not None and llm.n_ctx() > int(trained),  # models that rotate long contexts otherwise
         "kv_overrides": None if llm.kv_overrides is None else sorted(map(str, llm.kv_overrides.items())),
         "lora": None if not llm.lora_path else [file_digest(llm.lora_path), llm.lora_scale],
-        "llama_cpp": llama_cpp.__version__,
+        "versions": [__version__, llama_cpp.__version__],
     }
 
 

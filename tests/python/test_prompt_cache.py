@@ -164,7 +164,9 @@ def test_pickled_with_its_context(cached: Callable[..., Llama]) -> None:
         assert answer(copy, DOCUMENT + [5])[1] < 100
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="prompt_cache: expected logits_all=False"):
+        cached(logits_all=True)
     (tmp_path / "file").write_text("x")
     with pytest.raises(CacheError, match="prompt_cache: expected a folder, found the file"):
         PromptCache(tmp_path / "file")
@@ -213,6 +215,18 @@ def test_damaged_entries_that_stay_are_not_used(
     told = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
     assert told[:-1] == [["dropped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
     assert told[-1] == ["cannot", "write:", "Operation"]
+
+
+def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    """Whole and with a good checksum, as another build may have written it."""
+    text, _ = answer(cached(), DOCUMENT)
+    folder = Folder(tmp_path / "cache")
+    for path in own_files(tmp_path / "cache"):
+        entry = decode(path.read_bytes())
+        folder.write(Entry(entry.identity, entry.tokens, entry.state[: len(entry.state) // 2]))
+    with pytest.warns(UserWarning, match="dropped the damaged entry"):
+        again, n_evaluated = answer(cached(), DOCUMENT)
+    assert (again, n_evaluated) == (text, len(DOCUMENT))
 
 
 def test_an_entry_under_another_name_is_not_used(cached: Callable[..., Llama], tmp_path: Path) -> None:
