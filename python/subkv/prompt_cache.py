@@ -46,8 +46,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     model, cache and parameters stored (subkv.states.identity). A folder that cannot be written is reported once, as a
     warning, and generation goes on; damaged entries are removed with a warning and never used.
 
-    Raises CacheError for a path that is not a folder, when used without a subkv.Llama, and for one with logits_all, whose
-    logits of earlier tokens would be missing.
+    Raises CacheError for a path that is not a folder, when used without a subkv.Llama, and for one with logits_all,
+    whose logits of earlier tokens would be missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
