@@ -367,7 +367,7 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
         choice = parse_cache(spec, model.path, bases)
         # a tail of coded cells can only be removed while their exact rows are kept
         window = {key: given[key] for key in ("n_sink", "n_recent", "adapt")} if choice.coded else {}
-        adaptive = choice.coded and choice.adapting(given["adapt"]) not in (None, NONE)
+        adaptive = choice.coded and choice.adapting(given["adapt"]) != NONE
         try:
             context = model.context(
                 choice,

@@ -176,7 +176,7 @@ class Context:
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int, seq: int = 0) -> int:
         """Evaluate at most n_batch tokens at positions pos, pos+1, …; those at index ≥ first_logits give logits.
 
-        Returns how many rows of logits there are. Raises CacheError when llama.cpp cannot decode.
+        Returns how many rows of logits there are. Raises CacheError when there are more, or llama.cpp cannot decode.
         """
         n = len(tokens)
         self._decode(tokens, np.arange(pos, pos + n), [seq] * n, np.arange(n) >= first_logits)
@@ -187,6 +187,8 @@ class Context:
         self._decode(tokens, pos, range(len(tokens)), True)
 
     def _decode(self, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any) -> None:
+        if len(tokens) > self.n_batch:  # llama.cpp would write past the end of the batch
+            raise CacheError("-b", f"expected at most {self.n_batch} tokens at once, found {len(tokens)}")
         decode_batch(self.handle, self.batch, tokens, pos, seqs, logits, self.choice.coded)
 
     def logits(self, n_rows: int) -> Logits:

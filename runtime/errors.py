@@ -279,7 +279,7 @@ def main(
     from runtime import plots
     from runtime.engine import Model
     from subkv import adapt as adaptive
-    from subkv.cache import CODED, MIB, choose_cache, layout_json
+    from subkv.cache import CODED, MIB, choose_cache
     from subkv.stats import cache_line
 
     check_writable("-o", target)
@@ -294,8 +294,7 @@ def main(
             raise options.ProgramError(f"-f: expected at least {n_ctx} tokens, found {len(tokens)} in {file.name}")
         choice = choose_cache(loaded.path, CODED, Path(bases) if bases else None)
         assert choice.layout is not None
-        if adapt is None:
-            adapt = json.loads(layout_json(choice.layout, "--bases"))["adapt"] or adaptive.NONE
+        adapt = choice.adapting(adapt)
         layout = Layout(choice.layout)
         cleanup.callback(layout.close)
         observer = Observer(0)
@@ -316,7 +315,8 @@ def main(
         options.note(f"exact copies of keys and values: {2 * context.stats.bytes_f16 / MIB:.1f} MiB")
         ends = [*range(every, n_ctx, every), n_ctx]
         observer.mode(SAMPLE, range(n_ctx), [end - 1 for end in ends])
-        tracker = Tracker(context, observer, layout, None if adapt == adaptive.NONE else adaptive.parse(adapt))
+        how = adaptive.parse(adapt) if adapt and adapt != adaptive.NONE else None
+        tracker = Tracker(context, observer, layout, how)
         lines: Lines = []
         for start, end in zip([0, *ends], ends, strict=False):
             context.decode(tokens[start:end], start, end - start - 1)

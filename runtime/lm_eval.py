@@ -8,7 +8,6 @@ Requests that begin alike are evaluated one after the other and share the cells 
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from runtime.engine import Logits, Model, parse_cache
+from runtime.engine import Logits, Model, parse_cache, token_piece
 from runtime.options import default_threads
 from runtime.scoring import log_softmax
 from subkv.cache import C, CacheError, SubkvError
@@ -88,9 +87,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         return self._model.tokenize(string.encode("utf-8", "replace"), special, markup=True).tolist()
 
     def _piece(self, token: int) -> bytes:
-        buffer = ctypes.create_string_buffer(512)
-        n = C.llama_token_to_piece(self._model.vocab, token, buffer, len(buffer), 0, True)
-        return buffer.raw[: max(n, 0)]
+        return token_piece(self._model.vocab, token, special=True)
 
     @property
     def tokenizer_name(self) -> str:

@@ -255,8 +255,14 @@ class CacheChoice:
     adapt: str | None = None
 
     def adapting(self, adapt: str | None) -> str | None:
-        """How a context follows the text, asked for `adapt` by itself; None: as the layout's file says."""
-        return adapt if adapt is not None else self.adapt
+        """How a context follows the text that was asked for `adapt`, or else for what the layout's file says.
+
+        None for an ordinary cache that was asked for nothing. Raises CacheError when the file cannot be read.
+        """
+        asked = adapt if adapt is not None else self.adapt
+        if asked is None and self.layout is not None:
+            return json.loads(layout_json(self.layout, ""))["adapt"] or adaptive.NONE
+        return asked
 
     @property
     def coded(self) -> bool:
@@ -358,9 +364,7 @@ def attached(
         raise CacheError("", last_error())
     try:
         params = _lib.CacheParams(*(-1 if given is None else given for given in numbers.values()))
-        if adapt is None:
-            adapt = json.loads(native().subkv_layout_json(layout))["adapt"] or adaptive.NONE
-        if adapt != adaptive.NONE:
+        if adapt is not None and adapt != adaptive.NONE:
             try:
                 sides, how = adaptive.parse(adapt)
             except ValueError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from subkv import __version__
-from subkv import adapt as adaptive
-from subkv.cache import C, StateError, captured_log, last_error, last_log_error, layout_json, llama_cpp
+from subkv.cache import C, StateError, captured_log, last_error, last_log_error, llama_cpp
 
 if TYPE_CHECKING:
     from subkv.llama import Llama
@@ -86,22 +84,13 @@ def identity(llm: Llama) -> dict[str, Any]:
         "n_sink": stats.n_sink,
         "n_recent": stats.n_recent,
         "n_rollback": stats.n_rollback,
-        "adapt": _adaptation(llm),
+        "adapt": llm.cache_choice.adapting(llm._given["adapt"]),
         **{name: getattr(params, name) for name in _PARAMETERS},
         "long_rope": trained is not None and llm.n_ctx() > int(trained),  # models that rotate long contexts otherwise
         "kv_overrides": None if llm.kv_overrides is None else sorted(map(str, llm.kv_overrides.items())),
         "lora": None if not llm.lora_path else [file_digest(llm.lora_path), llm.lora_scale],
         "versions": [__version__, llama_cpp.__version__],
     }
-
-
-def _adaptation(llm: Llama) -> str | None:
-    """How the bases follow the text; None for an ordinary cache."""
-    choice = llm.cache_choice
-    if choice.layout is None:
-        return None
-    asked = choice.adapting(llm._given["adapt"])
-    return asked or json.loads(layout_json(choice.layout, "bases"))["adapt"] or adaptive.NONE
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
