@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 import tiny
 
 REPO = Path(__file__).resolve().parent.parent
+
+# A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without an NVIDIA GPU Triton's kernels are interpreted. Triton reads this once, and others import it (torch does).
 if not Path("/dev/nvidiactl").exists():

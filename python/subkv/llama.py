@@ -138,8 +138,10 @@ class Llama(llama_cpp.Llama):
                 self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
-        stats = self.kv_stats()
         self.set_cache(prompt_cache)
+        if arguments["vocab_only"]:  # there are no cells
+            return
+        stats = self.kv_stats()
         if verbose:
             print(cache_line(stats), file=sys.stderr)
 

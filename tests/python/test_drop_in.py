@@ -228,6 +228,11 @@ def test_a_context_size_that_is_rounded_up(coded_model: Models) -> None:
         assert llm.scores.shape == (512, llm.n_vocab())
 
 
+def test_a_vocabulary_alone(coded_model: Models) -> None:
+    with Llama(coded_model(), vocab_only=True, verbose=False) as llm:
+        assert llm.detokenize(llm.tokenize(b"the cat")) == b"the cat"
+
+
 def test_reset_forgets(coded_model: Models) -> None:
     with opened(coded_model()) as llm:
         expected = last_logits(llm, prompt(70))

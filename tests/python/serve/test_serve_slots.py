@@ -66,10 +66,10 @@ def test_files_that_do_not_fit_change_nothing(
     refusals = dict.fromkeys(("half", "empty", "flipped"), "written by action=save") | {"absent": "No such file"}
     others = [
         (coded_model("--kv-bits", "8"), 512, {}, {"night": "fingerprint"} | refusals),
-        (coded_model(), 512, {"n_recent": 24}, {"night": "exact window"}),
+        (coded_model(), 512, {"n_recent": 24}, {"night": "n_recent: expected 24"}),
         (coded_model(), 512, {"kv_cache": "f16"}, {"night": "type_k"}),
         (coded_model(), 256, {}, {"night": "at most 256 tokens"}),
-        (coded_model(), 1024, {}, {"night": "n_slots"}),
+        (coded_model(), 1024, {}, {"night": "n_seq_max: expected 2"}),
         (tiny_model("llama", seed=5, n_layer=2), 512, {}, {"night": "model: expected"}),
     ]
     for model, n_ctx, kwargs, reasons in others:
