@@ -7,6 +7,7 @@ the logits of every position, [n_ctx, n_vocab] floats for each slot.
 from __future__ import annotations
 
 import random
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ from subkv.cache import C, llama_cpp
 from llama_cpp.llama_chat_format import get_chat_completion_handler
 
 Chunk = dict[str, Any]
+
+N_RULES, N_NESTED = 4096, 256  # of a grammar
+GRAMMAR_TEXT = re.compile(r'"(\\.|[^"\\])*"|\[(\\.|[^\]\\])*\]|#[^\n]*')  # strings, classes, comments
 
 
 class Logprobs:
@@ -183,9 +187,18 @@ class RequestLlama:
         return tokens
 
     def _check_grammar(self, grammar: Any) -> None:
-        """llama.cpp's chain of samplers takes a grammar that could not be read as it is, and fails at its first use."""
+        """llama.cpp's chain of samplers takes a grammar that could not be read as it is, and fails at its first use.
+
+        Its parser and its search for left recursion recurse: what is nested too deeply would end the process.
+        """
         if grammar is None:
             return
+        bare = GRAMMAR_TEXT.sub("", grammar._grammar)
+        steps = np.cumsum([1 if bracket == "(" else -1 for bracket in bare if bracket in "()"])
+        if bare.count("::=") > N_RULES or steps.max(initial=0) > N_NESTED:
+            raise ApiError(
+                400, f"grammar: expected at most {N_RULES} rules and {N_NESTED} nested groups, found more", "grammar"
+            )
         text, root = grammar._grammar.encode(), grammar._root.encode()
         sampler = C.llama_sampler_init_grammar(self.llm._model.vocab, text, root)
         if not sampler:

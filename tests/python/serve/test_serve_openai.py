@@ -214,6 +214,8 @@ def test_logit_bias_and_min_tokens(client: Any, served: Any) -> None:
         ("logprobs", 10**6, 400),
         ("suffix", "end", 400),
         ("grammar", "root ::= [", 400),
+        ("grammar", "root ::= " + "(" * 100000 + '"a"' + ")" * 100000, 400),
+        ("grammar", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(10000)) + 'r10000 ::= "a"', 400),
         ("prompt", [10**9], 400),
         ("prompt", ["two", "prompts"], 400),
         ("prompt", "word " * 2000, 400),
