@@ -45,10 +45,9 @@ class Limits:
     timeout: float = 600.0
 
 
-SAMPLING = (
-    *("temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presence_penalty", "frequency_penalty"),
-    *("mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"),
-)
+# fields of a request that create_completion takes under the same name
+SAMPLING = {"temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presence_penalty", "frequency_penalty"}
+SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"}
 
 
 class Service:

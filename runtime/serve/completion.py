@@ -22,7 +22,7 @@ from runtime.serve.model import SlotsLlama
 from runtime.serve.sampling import Processor, Sampler, Scored
 from runtime.serve.task import Task
 from runtime.serve.text import StopText
-from subkv.cache import C, llama_cpp
+from subkv.cache import C, internals, llama_cpp
 
 # isort: split
 from llama_cpp.llama_chat_format import get_chat_completion_handler
@@ -134,11 +134,11 @@ class RequestLlama:
         room = self.engine.n_ctx - len(tokens)
         asked = [limit for limit in (max_tokens, self.n_predict) if limit is not None and limit >= 0]
         limit = min([room, *asked])
-        self._check_grammar(grammar)
+        rules = self._grammar(grammar)
         self._seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
         bias = {int(token): score for token, score in (logit_bias or {}).items()}
-        chain = self._init_sampler(temp=temperature, grammar=grammar, **sampling)
-        sampler = Sampler(chain, bias, logits_processor or (), logprobs)
+        chain = self._init_sampler(temp=temperature, **sampling)
+        sampler = Sampler(chain, rules, bias, logits_processor or (), logprobs)
         task = Task(tokens, sampler, max(limit, 1), scores_prompt=echo and logprobs is not None)
         self.tasks.append(task)
         if self.cancelled:  # between the check here and the engine's there is nobody to cancel it
@@ -186,13 +186,13 @@ class RequestLlama:
             raise ApiError(400, "prompt: expected at least one token, found none", "prompt")
         return tokens
 
-    def _check_grammar(self, grammar: Any) -> None:
-        """llama.cpp's chain of samplers takes a grammar that could not be read as it is, and fails at its first use.
+    def _grammar(self, grammar: Any) -> internals.LlamaSampler | None:
+        """A LlamaGrammar as a sampler. Raises ApiError.
 
-        Its parser and its search for left recursion recurse: what is nested too deeply would end the process.
+        llama.cpp's parser and its search for left recursion recurse: what is nested too deeply would end the process.
         """
         if grammar is None:
-            return
+            return None
         bare = GRAMMAR_TEXT.sub("", grammar._grammar)
         steps = np.cumsum([1 if bracket == "(" else -1 for bracket in bare if bracket in "()"])
         if bare.count("::=") > N_RULES or steps.max(initial=0) > N_NESTED:
@@ -201,9 +201,11 @@ class RequestLlama:
             )
         text, root = grammar._grammar.encode(), grammar._root.encode()
         sampler = C.llama_sampler_init_grammar(self.llm._model.vocab, text, root)
-        if not sampler:
+        if not sampler:  # a chain would take it as it is, and fail at its first use
             raise ApiError(400, "grammar: expected GBNF that llama.cpp can read, found something else", "grammar")
-        C.llama_sampler_free(sampler)
+        chain = internals.LlamaSampler()
+        C.llama_sampler_chain_add(chain.sampler, sampler)
+        return chain
 
     def _chunks(
         self, task: Task, stops: list[str], limit: int, echo: str, before: str, criteria: Any

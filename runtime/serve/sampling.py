@@ -41,18 +41,21 @@ def scored(token: int, logits: Logits, n_top: int | None) -> Scored:
 class Sampler:
     """The samplers of one request.
 
-    chain: llama.cpp's samplers; it ends with one that selects. bias: token -> what is added to its logit.
-    processors: llama_cpp's logits processors, called with the tokens so far and the logits [n_vocab].
+    chain: llama.cpp's samplers; it ends with one that selects. grammar: a chain of a grammar alone. bias: token ->
+    what is added to its logit. processors: llama_cpp's logits processors, called with the tokens so far and the logits
+    [n_vocab]. n_top: how many likely tokens to score, None: nothing is scored.
     """
 
     def __init__(
         self,
         chain: internals.LlamaSampler,
+        grammar: internals.LlamaSampler | None = None,
         bias: dict[int, float] | None = None,
         processors: Sequence[Processor] = (),
         n_top: int | None = None,
     ) -> None:
         self.chain = chain
+        self.grammar = grammar
         self.biased = np.array(list(bias or {}), dtype=np.intp)
         self.bias = np.array(list((bias or {}).values()), dtype=np.float32)
         self.processors = processors
@@ -69,14 +72,34 @@ class Sampler:
             row[self.biased] += self.bias
             for process in self.processors:
                 row = process(np.array(tokens, dtype=np.intc), row)
+        token = self._choose(row, candidates, None)
+        # a grammar takes milliseconds for all of a vocabulary, microseconds for one token: as in llama.cpp's own
+        # programs the token is chosen freely, and again under the grammar only when that rules it out
+        if self.grammar is not None and (token is None or not self._admits(token)):
+            token = self._choose(row, candidates, self.grammar)
+        # llama.cpp ends the process when a grammar is told to accept what it has ruled out
+        if token is None:
+            raise SamplingError("", "no token can follow: the grammar rules out all of the vocabulary")
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        self.chain.accept(token)
+        return scored(token, logits, self.n_top)
+
+    def _choose(
+        self, row: Logits, candidates: internals.LlamaTokenDataArray, first: internals.LlamaSampler | None
+    ) -> int | None:
+        """The chain's choice after `first`; None when it is none."""
         candidates.copy_logits(row)
         array = candidates.candidates
         array.selected = -1
-        C.llama_sampler_apply(self.chain.sampler, ctypes.byref(array))
+        for chain in [self.chain] if first is None else [first, self.chain]:
+            C.llama_sampler_apply(chain.sampler, ctypes.byref(array))
         chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
-        # llama.cpp ends the process when a grammar is told to accept what it has ruled out
-        if chosen is None or not np.isfinite(chosen.logit):
-            raise SamplingError("", "no token can follow: the grammar rules out all of the vocabulary")
-        token = int(chosen.id)
-        self.chain.accept(token)
-        return scored(token, logits, self.n_top)
+        return int(chosen.id) if chosen is not None and np.isfinite(chosen.logit) else None
+
+    def _admits(self, token: int) -> bool:
+        assert self.grammar is not None
+        alone = C.llama_token_data(id=token, logit=1.0, p=0.0)
+        array = C.llama_token_data_array(data=ctypes.pointer(alone), size=1, selected=-1, sorted=False)
+        C.llama_sampler_apply(self.grammar.sampler, ctypes.byref(array))
+        return bool(np.isfinite(alone.logit))

@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+import httpx
+import uvicorn
 
-pytest.importorskip("fastapi", reason="serve: the extra server is not installed")
-pytest.importorskip("uvicorn", reason="serve: the extra server is not installed")
-httpx = pytest.importorskip("httpx", reason="serve: the extra test is not installed")
+from runtime.serve.model import SlotsLlama
+
+# isort: split
+from runtime.serve.app import Limits, Service, create_app
+from runtime.serve.batching import Engine
+from runtime.serve.server import Server
 
 
 @dataclasses.dataclass
@@ -48,14 +52,6 @@ def running(
     limits: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Iterator[Served]:
-    import uvicorn
-
-    from runtime.serve.model import SlotsLlama
-
-    # isort: split
-    from runtime.serve.app import Limits, Service, create_app
-    from runtime.serve.batching import Engine
-
     kwargs = {"n_batch": 256, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False} | kwargs
     with (
         SlotsLlama(model, n_slots=n_slots, n_ctx=n_ctx, embedding=embeddings, **kwargs) as llm,
@@ -68,7 +64,7 @@ def running(
         config = uvicorn.Config(
             create_app(service, list(keys)), log_level="warning", access_log=False, timeout_graceful_shutdown=2
         )
-        server = uvicorn.Server(config)
+        server = Server(config, service.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:

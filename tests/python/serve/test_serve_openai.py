@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from serving import running
-
-openai = pytest.importorskip("openai", reason="serve: the extra test is not installed")
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
 
