@@ -14,11 +14,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from runtime.serve.model import SlotsLlama
-
-# isort: split
 from runtime.serve.app import Limits, Service, create_app
 from runtime.serve.batching import Engine
+from runtime.serve.model import SlotsLlama
 from runtime.serve.server import Server
 
 

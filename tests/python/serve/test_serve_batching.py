@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.serve.model import SlotsLlama
-
-# isort: split
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
+from runtime.serve.model import SlotsLlama
 from runtime.serve.slots import Slot, choose
 from runtime.serve.task import N_AHEAD, CancelledError
 
