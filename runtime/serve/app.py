@@ -337,5 +337,6 @@ def filed(engine: Engine, slot: slots.Slot, path: Path, action: str) -> dict[str
         answer |= {"n_saved": len(slot.tokens), "n_written": n_bytes}
     else:
         n_bytes = slots.restore(engine.llm, slot, path, engine.n_ctx)
+        engine.touch(slot)
         answer |= {"n_restored": len(slot.tokens), "n_read": n_bytes}
     return answer | {"timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start)}}

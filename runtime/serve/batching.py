@@ -30,7 +30,9 @@ from subkv.cache import C, SubkvError, internals
 
 T = TypeVar("T")
 
-STOPPING = ApiError(503, "the server is stopping", retry_after=10)
+
+def stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", retry_after=10)
 
 
 @dataclasses.dataclass
@@ -120,7 +122,7 @@ class Engine:
         """Something is queued here; the thread, which has not ended, will see it. Raises ApiError."""
         with self._lock:
             if self._stopping:
-                raise STOPPING
+                raise stopping()
             yield
         self._wake.set()
 
@@ -136,6 +138,11 @@ class Engine:
         """Remove a slot's cells."""
         truncate(self._memory, slot, 0)
 
+    def touch(self, slot: Slot) -> None:
+        """It was used last."""
+        self._n_used += 1
+        slot.used = self._n_used
+
     def _run(self) -> None:
         while not self._stopping:
             self._wake.wait()
@@ -146,7 +153,7 @@ class Engine:
             except Exception as error:  # a fault of ours must not leave callers waiting for ever
                 traceback.print_exc(file=sys.stderr)
                 self._fail_all(error)
-        self._fail_all(STOPPING)
+        self._fail_all(stopping())
 
     def _fail_all(self, error: Exception) -> None:
         for slot in self.slots:
@@ -263,8 +270,8 @@ class Engine:
     def _release(self, slot: Slot) -> None:
         task = slot.task
         assert task is not None
-        self._n_used += 1
-        slot.task, slot.used = None, self._n_used
+        slot.task = None
+        self.touch(slot)
         self.totals.n_cached += task.n_cached
         if task.n_sampled:
             self.totals.n_prompt += len(task.prompt) - task.n_cached

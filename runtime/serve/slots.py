@@ -27,7 +27,7 @@ class Slot:
 
 
 def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None) -> Slot:
-    """The idle slot that serves a prompt best: it keeps most of its cells, or else was not used for longest.
+    """The idle slot that serves a prompt best: it keeps most of its cells, or is empty, or was not used for longest.
 
     n_removable: the longest tail that the cache can remove, None: any. A slot that would lose more cells than the
     prompt finds there is left to the conversation it belongs to.
@@ -40,7 +40,7 @@ def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None
         return 0 if n_lost > n_common or (n_removable is not None and n_lost > n_removable) else n_common
 
     kept_by = {slot.id: kept(slot) for slot in idle}
-    return max(idle, key=lambda slot: (kept_by[slot.id], -slot.used))
+    return max(idle, key=lambda slot: (kept_by[slot.id], not slot.tokens, -slot.used))
 
 
 #

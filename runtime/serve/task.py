@@ -70,10 +70,10 @@ class Task:
             "prompt_ms": prompt_ms,
             "prompt_per_token_ms": prompt_ms / n_prompt,
             "prompt_per_second": 1e3 * n_prompt / prompt_ms if prompt_ms else 0.0,
-            "predicted_n": self.n_sampled,
+            "predicted_n": self.n_taken,
             "predicted_ms": predicted_ms,
-            "predicted_per_token_ms": predicted_ms / self.n_sampled if self.n_sampled else 0.0,
-            "predicted_per_second": 1e3 * self.n_sampled / predicted_ms if predicted_ms else 0.0,
+            "predicted_per_token_ms": predicted_ms / self.n_taken if self.n_taken else 0.0,
+            "predicted_per_second": 1e3 * self.n_taken / predicted_ms if predicted_ms else 0.0,
         }
 
     #

@@ -114,12 +114,13 @@ def test_a_long_tail_is_evaluated_again(engine: Engine) -> None:
 
 
 def test_the_slot_that_keeps_most_is_chosen() -> None:
-    slots = [Slot(0, [1, 2, 3, 4], None, 5), Slot(1, [1, 2], None, 9), Slot(2, [], None, 0), Slot(3, [7] * 90, None, 3)]
+    slots = [Slot(0, [1, 2, 3, 4], None, 5), Slot(1, [1, 2], None, 9), Slot(2, [], None, 7), Slot(3, [7] * 90, None, 3)]
     assert choose(slots, [1, 2, 3, 4, 5], None).id == 0
     assert choose(slots, [1, 2, 9], None).id == 0  # half of it is kept
     assert choose(slots, [1, 2, 9], 1).id == 1  # the tail of two cannot be removed
     assert choose(slots, [1, 9, 9], None).id == 1
-    assert choose(slots, [8], None).id == 2  # the one unused for longest
+    assert choose(slots, [8], None).id == 2  # an empty one
+    assert choose([slot for slot in slots if slot.tokens], [8], None).id == 3  # the one unused for longest
     assert choose(slots, [7, 8], None).id == 2  # a short prefix does not take a conversation away
     assert choose(slots, [7] * 60, None).id == 3
 
