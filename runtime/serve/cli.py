@@ -19,6 +19,9 @@ import click
 from runtime import options
 from runtime.options import ProgramError
 
+# Four slots, as llama-server has: a second program, or the requests for titles that chat clients send in between, then
+# do not drive a conversation out of its cells.
+N_SLOTS = 4
 N_CTX_SLOT = 4096
 N_CONNECTIONS = 4096
 N_OTHER_FILES = 64
@@ -95,7 +98,7 @@ def _folder(name: str | None) -> Path | None:
     "--parallel",
     "n_slots",
     type=click.IntRange(1, 64),
-    default=4,
+    default=N_SLOTS,
     envvar="LLAMA_ARG_N_PARALLEL",
     help="slots: requests that generate together, and conversations whose cells are kept",
 )

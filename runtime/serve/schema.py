@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from subkv.cache import llama_cpp
 
@@ -38,9 +47,7 @@ class Common(BaseModel):
 
     n: Count | None = Field(1, description="Answers to make; only 1 is supported.")
     # float32 logits divided by a temperature below 1e-4 may overflow: such a temperature is greedy
-    temperature: Annotated[float, BeforeValidator(lambda t: 0.0 if t == t and 0 <= t < 1e-4 else t)] = Field(
-        0.8, ge=0.0, le=1e4
-    )
+    temperature: Annotated[float, Field(ge=0.0, le=1e4), AfterValidator(lambda t: t if t >= 1e-4 else 0.0)] = 0.8
     top_k: int = Field(40, ge=0, lt=2**31)
     repeat_penalty: float = Field(1.0, gt=1e-3, le=1e3)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
@@ -49,6 +56,12 @@ class Common(BaseModel):
     seed: Seed | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=N_BIAS)] | None = None
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, fields: Any) -> Any:
+        """A null field is one that was not given."""
+        return {key: v for key, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
 class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]

@@ -204,6 +204,7 @@ def test_logit_bias_and_min_tokens(client: Any, served: Any) -> None:
     ("field", "value", "status"),
     [
         ("temperature", -1, 400),
+        ("temperature", "hot", 400),
         ("top_k", 10**12, 400),
         ("n", 2, 400),
         ("seed", 10**30, 400),
@@ -226,6 +227,13 @@ def test_bad_values_are_named(client: Any, field: str, value: Any, status: int) 
     assert raised.value.status_code == status
     assert field in raised.value.body["message"]
     assert raised.value.body["type"] in ("invalid_request_error", "exceed_context_size_error")
+
+
+def test_null_is_not_given(served: Any) -> None:
+    names = ("temperature", "top_p", "max_tokens", "stop", "n", "seed", "presence_penalty", "logprobs", "stream")
+    body = {"prompt": "nothing", "user": None} | dict.fromkeys(names)
+    answer = served.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 16
 
 
 def test_a_prompt_longer_than_the_slot_gives_the_numbers(client: Any) -> None:
