@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server import types
 
 T = TypeVar("T")
+
+UNION_MEMBER = re.compile(r"[\[A-Z]")  # pydantic puts the types of a union's members between the fields' names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +135,9 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:] if not isinstance(part, str) or "[" not in part)
+        # of a union every member says what it misses: the one whose literals fit is the one that was meant
+        first = min(error.errors(), key=lambda found: found["type"] == "literal_error")
+        where = ".".join(str(part) for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
         message = f"{where}: {first['msg']}" if where else first["msg"]
         return await refused(request, ApiError(400, message, where or None))
 

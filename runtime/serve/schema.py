@@ -84,16 +84,31 @@ class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[mi
 
     @field_validator("messages", mode="before")
     @classmethod
-    def plain_text(cls, messages: Any) -> Any:
-        """Content in parts becomes one text, as long as all parts are text: most templates know nothing else."""
+    def plain(cls, messages: Any) -> Any:
+        """Messages as llama_cpp's types and most templates know them; content may only be text."""
         if not isinstance(messages, list):
             return messages
         if len(messages) > N_MESSAGES:
             raise ValueError(f"expected at most {N_MESSAGES} messages, found {len(messages)}")
-        return [_joined(message) if isinstance(message, dict) else message for message in messages]
+        return [_plain(message) if isinstance(message, dict) else message for message in messages]
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def with_parameters(cls, tools: Any) -> Any:
+        """A function that takes nothing may leave out its parameters; llama_cpp's types want them."""
+        if isinstance(tools, list):
+            for function in (tool.get("function") for tool in tools if isinstance(tool, dict)):
+                if isinstance(function, dict):
+                    function.setdefault("parameters", {"type": "object", "properties": {}})
+        return tools
 
 
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """developer is system; no content, as beside tool calls, is an empty text; parts that are texts become one."""
+    if message.get("role") == "developer":
+        message = message | {"role": "system"}
+    if "content" in message and message["content"] is None:
+        message = message | {"content": ""}
     parts = message.get("content")
     if not isinstance(parts, list):
         return message

@@ -55,6 +55,22 @@ def test_parts_of_text_are_one_text(client: Any) -> None:
     assert first.choices[0].message == second.choices[0].message
 
 
+def test_a_conversation_with_tool_calls(client: Any) -> None:
+    call = {"id": "call_0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "noon"},
+    ]
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    answer = client.chat.completions.create(model="any", messages=messages, tools=tools, max_tokens=4)
+    assert answer.usage.completion_tokens <= 4
+    messages[2]["tool_calls"] = "none"
+    with pytest.raises(openai.BadRequestError, match="messages.2.tool_calls"):
+        client.chat.completions.create(model="any", messages=messages)
+
+
 def test_completion_of_text_and_of_tokens(client: Any, served: Any) -> None:
     tokens = served.client.post("/tokenize", json={"content": "one two three", "add_special": True}).json()["tokens"]
     first, second, third = (
