@@ -1,4 +1,4 @@
-# What C and C++ programs need beside the libraries: headers, the CMake package `subkv`, and llama.cpp's licence.
+# What C and C++ programs need beside the libraries: headers and the CMake package `subkv`.
 include(CMakePackageConfigHelpers)
 
 configure_package_config_file(${CMAKE_SOURCE_DIR}/cmake/subkvConfig.cmake.in ${CMAKE_BINARY_DIR}/package/subkvConfig.cmake
@@ -17,5 +17,3 @@ install(FILES ${CMAKE_SOURCE_DIR}/runtime/native/subkv.h ${headers}
     DESTINATION ${SUBKV_INCLUDE_DESTINATION} COMPONENT subkv)
 install(FILES ${CMAKE_BINARY_DIR}/package/subkvConfig.cmake ${CMAKE_BINARY_DIR}/package/subkvConfigVersion.cmake
     DESTINATION ${SUBKV_CMAKE_DESTINATION} COMPONENT subkv)
-install(FILES ${SUBKV_LLAMA_CPP_TREE}/LICENSE
-    DESTINATION ${SUBKV_LICENSE_DESTINATION} RENAME llama.cpp.txt COMPONENT subkv)
