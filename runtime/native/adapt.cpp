@@ -16,9 +16,9 @@ bool refuse(std::string & err, const char * name, const std::string & expected, 
 
 } // namespace
 
-void project_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
+void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
     const int64_t rank = codec.rank;
-    ops().project(codec.encode, rank, codec.d, x, ldx, n, 1.0f, c, rank);
+    ops.project(codec.encode, rank, codec.d, x, ldx, n, 1.0f, c, rank);
     for (int64_t i = 0; codec.offset != nullptr && i < n * rank; ++i) {
         c[i] -= codec.offset[i % rank];
     }
@@ -97,7 +97,7 @@ int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
     const int64_t rank  = codec_.rank;
     int64_t       n_bad = 0;
     space_.resize((size_t) (n * rank));
-    project_rows(codec_, x, ldx, n, space_.data());
+    project_rows(ops_, codec_, x, ldx, n, space_.data());
     for (int64_t t = 0; t < n; ++t) {
         float * row = space_.data() + t * rank;
         if (!std::all_of(row, row + rank, [](float c) { return std::isfinite(c); })) {

@@ -145,7 +145,7 @@ std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & 
 void add_stats(const Adapter & adapter, subkv_adapt_stats & sum);
 
 // c [n][rank] = E x - offset of rows x [n][ldx], f32.
-void project_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
+void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
 
 // The C interface's parameters.
 AdaptParams adapt_params(const subkv_adapt_params & params);

@@ -68,7 +68,7 @@ void AdaptReplay::read(float * x, int32_t * chunk_of, float * rho) {
     const auto cells = cells_from(held, n_pending);
     slots.resize((size_t) n, adapter_.peek(pending_.data(), d, n_pending, cells.data(), rows.data(), row));
     if (x != nullptr) {
-        read_rows(layer_, head_, value_, &adapter_, slots.data(), rows.data(), row, n, x);
+        read_rows(ops_, layer_, head_, value_, &adapter_, slots.data(), rows.data(), row, n, x);
     }
     if (chunk_of != nullptr) {
         std::copy(slots.begin(), slots.end(), chunk_of);

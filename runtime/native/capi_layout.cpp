@@ -102,7 +102,7 @@ int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t he
         set_error("%s", ops_error());
         return -1;
     }
-    project_rows(*head, x, head->d, n, c);
+    project_rows(ops(), *head, x, head->d, n, c);
     return head->rank;
 }
 

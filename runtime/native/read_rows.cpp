@@ -10,12 +10,12 @@ namespace subkv {
 namespace {
 
 // Rows of one chunk, before gamma and mean.
-void read_run(const HeadCodec & codec, const Adapter * adapter, int32_t slot, const uint8_t * rows, int64_t stride,
-              int64_t n, float * x) {
+void read_run(const Ops & ops, const HeadCodec & codec, const Adapter * adapter, int32_t slot, const uint8_t * rows,
+              int64_t stride, int64_t n, float * x) {
     const int64_t      rank  = codec.rank;
     const ChunkBasis * chunk = adapter != nullptr ? adapter->chunk(slot) : nullptr;
     std::vector<float> c((size_t) (n * rank)), lifted((size_t) rank);
-    ops().dequantize_rows(chunk != nullptr ? chunk->codec : codec, rows, stride, n, c.data());
+    ops.dequantize_rows(chunk != nullptr ? chunk->codec : codec, rows, stride, n, c.data());
     std::fill(x, x + n * codec.d, 0.0f);
     for (int64_t t = 0; t < n; ++t) {
         const float * e = c.data() + t * rank;
@@ -23,19 +23,19 @@ void read_run(const HeadCodec & codec, const Adapter * adapter, int32_t slot, co
             adapter->lift(slot, e, lifted.data());
             e = lifted.data();
         }
-        ops().reconstruct(codec.decode, rank, codec.d, e, x + t * codec.d);
+        ops.reconstruct(codec.decode, rank, codec.d, e, x + t * codec.d);
     }
 }
 
 } // namespace
 
-void read_rows(const LayerCodec & layer, int64_t head, bool value, const Adapter * adapter, const int32_t * slot,
-               const uint8_t * rows, int64_t stride, int64_t n, float * x) {
+void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const Adapter * adapter,
+               const int32_t * slot, const uint8_t * rows, int64_t stride, int64_t n, float * x) {
     const auto        h     = (size_t) head;
     const HeadCodec & codec = (value ? layer.v : layer.k)[h];
     for (int64_t first = 0; first < n;) {
         const int64_t last = std::find_if(slot + first, slot + n, [&](int32_t s) { return s != slot[first]; }) - slot;
-        read_run(codec, adapter, slot[first], rows + first * stride, stride, last - first, x + first * codec.d);
+        read_run(ops, codec, adapter, slot[first], rows + first * stride, stride, last - first, x + first * codec.d);
         first = last;
     }
     if (value) {
@@ -74,8 +74,8 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * rows, int32_t 
             slot[i] = chunk;
         }
     }
-    read_rows(*layer.codec, head, value, unit ? &unit->adapter : nullptr, slot.data(), bytes.data(), (int64_t) row,
-              (int64_t) held.size(), seen.data());
+    read_rows(ops(), *layer.codec, head, value, unit ? &unit->adapter : nullptr, slot.data(), bytes.data(),
+              (int64_t) row, (int64_t) held.size(), seen.data());
     std::fill(x, x + n * codec.d, 0.0f);
     std::fill(chunk_of, chunk_of + n, -1);
     for (size_t i = 0; i < held.size(); ++i) {
