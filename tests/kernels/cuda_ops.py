@@ -150,12 +150,21 @@ def nvcc() -> str | None:
     return os.environ.get("CUDACXX") or shutil.which("nvcc") or (str(usual) if usual.exists() else None)
 
 
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings", INCLUDE]
+NVCC_FLAGS = ["-std=c++17", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings", INCLUDE]
 
 
 def build_native(folder: Path, compiler: str, arch: str = "native") -> Library:
     """Compiled by nvcc for this machine's GPU. Raises subprocess.CalledProcessError."""
-    command = [compiler, *NVCC_FLAGS, f"-arch={arch}", "-shared", "-o", "libnative.so", *map(str, [*SOURCES, *REF])]
+    command = [
+        compiler,
+        *NVCC_FLAGS,
+        "-O3",
+        f"-arch={arch}",
+        "-shared",
+        "-o",
+        "libnative.so",
+        *map(str, [*SOURCES, *REF]),
+    ]
     subprocess.run(command, cwd=folder, check=True)
     return Library(folder / "libnative.so", DeviceMemory)
 

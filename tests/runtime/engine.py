@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ import writer  # noqa: E402
 
 Logits = npt.NDArray[np.float32]
 Bands = Sequence[tuple[int, int]]
+
+# GPU kernels for many tokens and for one round differently, the former to halves (measured: up to 8e-3).
+AGREEMENT = 1e-2 if os.environ.get("SUBKV_TEST_HALVES") else 1e-3
 
 LOG: list[str] = []
 
@@ -256,12 +260,12 @@ def distance(a: Logits, b: Logits) -> float:
 def agree(a: Logits, b: Logits) -> bool:
     """Two runs of the coded path that may differ in the order of float sums only.
 
-    Nearly every token's logits then differ by less than 1e-3 of their spread (measured: 1e-6 to 1e-4). Where a
+    Nearly every token's logits then differ by less than AGREEMENT of their spread (measured: 1e-6 to 1e-4). Where a
     coefficient lies on a rounding border its code flips, and the few tokens that attend to it differ by up to its step
     (measured: 1e-2).
     """
     differences = np.abs(a - b).max(1) / a.std()
-    return bool(np.quantile(differences, 0.75) < 1e-3 and differences.max() < 0.05)
+    return bool(np.quantile(differences, 0.75) < AGREEMENT and differences.max() < 0.05)
 
 
 def observed(obs: Any, il: int) -> _lib.Observed:
