@@ -114,7 +114,7 @@ void Cache::check(const CacheDesc & desc) const {
         if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
             throw std::runtime_error(
                 text("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
-                     "build; keep it on the CPU (-ngl 0, or offload_kqv off)",
+                     "build (-DGGML_CUDA=ON has NVIDIA's); keep it on the CPU (-ngl 0, or offload_kqv off)",
                      layer.il, ggml_backend_buft_name(layer.buft)));
         }
     }

@@ -6,7 +6,7 @@ import ctypes as ct
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -215,7 +215,3 @@ class Heads:
 def exact_positions(cell_pos: npt.NDArray[np.int32], pos: int, n_sink: int, n_recent: int) -> npt.NDArray[np.bool_]:
     """Which of the cells the token at `pos` attends to exactly."""
     return (cell_pos < n_sink) | ((cell_pos <= pos) & (cell_pos > pos - n_recent))
-
-
-def concatenated(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(np.concatenate(parts))
