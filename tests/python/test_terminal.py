@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runtime import terminal
+from runtime import statefile, terminal
 from runtime.chat import command_of
 
 pexpect = pytest.importorskip("pexpect")
@@ -62,8 +60,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
 def messages(path: Path) -> list[str]:
     """What the user said in a conversation written by /save."""
-    with zipfile.ZipFile(path) as archive:
-        saved = json.loads(archive.read("chat.json"))["messages"]
+    saved = statefile.read(path, "/load", "/save")[0]["messages"]
     return [message["content"] for message in saved if message["role"] == "user"]
 
 
