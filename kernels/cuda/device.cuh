@@ -17,16 +17,16 @@ constexpr int WARP    = 32;
 constexpr int THREADS = 128; // of every block
 constexpr int WARPS   = THREADS / WARP;
 
-extern __shared__ __align__(16) unsigned char block_memory[];
+extern __shared__ __align__(32) unsigned char block_memory[]; // tensor cores load from multiples of 32 bytes
 
-// Hands out parts of the block's shared memory, each aligned to 16 bytes. On the host, with base 0: counts them.
+// Hands out parts of the block's shared memory, each aligned to 32 bytes. On the host, with base 0: counts them.
 struct Carve {
     unsigned char * base;
     size_t          used = 0;
 
     template <typename T> __host__ __device__ T * take(size_t n) {
         T * part = reinterpret_cast<T *>(base + used);
-        used += (n * sizeof(T) + 15) / 16 * 16;
+        used += (n * sizeof(T) + 31) / 32 * 32;
         return part;
     }
 };

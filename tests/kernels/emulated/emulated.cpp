@@ -12,7 +12,7 @@
 namespace subkv::cuda {
 
 constexpr size_t SHARED = 99u << 10; // of a block, as on sm_86 to sm_120
-alignas(16) unsigned char block_memory[SHARED];
+alignas(32) unsigned char block_memory[SHARED];
 
 } // namespace subkv::cuda
 
@@ -123,9 +123,11 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
         fibers[i].context.uc_link          = nullptr;
         makecontext(&fibers[i].context, start, 0);
     }
-    // A pass runs every thread up to a barrier that others have not reached.
-    unsigned left    = n_threads;
-    int      without = 0; // passes in which no barrier opened and no thread ended
+    // A pass runs every thread up to a barrier that others have not reached; every second one begins with the last
+    // thread, so that a missing barrier shows.
+    unsigned left      = n_threads;
+    bool     backwards = false;
+    int      without   = 0; // passes in which no barrier opened and no thread ended
     while (left > 0) {
         const uint64_t before = block.round;
         uint64_t       opened = 0;
@@ -133,7 +135,9 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
             opened += w.round;
         }
         const unsigned left_before = left;
-        for (unsigned i = 0; i < n_threads; ++i) {
+        backwards                  = !backwards;
+        for (unsigned step = 0; step < n_threads; ++step) {
+            const unsigned i = backwards ? n_threads - 1 - step : step;
             if (fibers[i].done) {
                 continue;
             }

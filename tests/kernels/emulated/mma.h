@@ -4,6 +4,8 @@
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
 
+#include <cstdlib>
+
 namespace nvcuda::wmma {
 
 struct matrix_a {};
@@ -22,6 +24,13 @@ template <typename Use, int M, int N, int K, typename T, typename Order = row_ma
     static constexpr int num_elements = 256;
     float                x[num_elements];
 };
+
+// What load_matrix_sync and store_matrix_sync ask for: addresses that are multiples of 32 bytes, rows of 16.
+template <typename T> void check_address(const T * p, unsigned ld) {
+    if ((uintptr_t) p % 32 != 0 || ld * sizeof(T) % 16 != 0) {
+        std::abort();
+    }
+}
 
 // x[i] = element(i): every thread computes its share and gets all.
 template <typename Element> void share(float (&x)[256], Element element) {
@@ -44,19 +53,23 @@ template <typename F> void fill_fragment(F & f, float value) {
 
 template <typename Use>
 void load_matrix_sync(fragment<Use, 16, 16, 16, __half, row_major> & f, const __half * p, unsigned ld) {
+    check_address(p, ld);
     share(f.x, [&](unsigned i) { return __half2float(p[i / 16 * ld + i % 16]); });
 }
 
 template <typename Use>
 void load_matrix_sync(fragment<Use, 16, 16, 16, __half, col_major> & f, const __half * p, unsigned ld) {
+    check_address(p, ld);
     share(f.x, [&](unsigned i) { return __half2float(p[i % 16 * ld + i / 16]); });
 }
 
 inline void load_matrix_sync(fragment<accumulator, 16, 16, 16, float> & f, const float * p, unsigned ld, layout_t) {
+    check_address(p, ld);
     share(f.x, [&](unsigned i) { return p[i / 16 * ld + i % 16]; });
 }
 
 inline void store_matrix_sync(float * p, const fragment<accumulator, 16, 16, 16, float> & f, unsigned ld, layout_t) {
+    check_address(p, ld);
     emulated::warp_barrier();
     for (unsigned i = threadIdx.x % 32; i < 256; i += 32) {
         p[i / 16 * ld + i % 16] = f.x[i];
