@@ -13,6 +13,7 @@ from subkv_triton.codecs import MIN_WIDTH, Codecs
 
 BLOCK_ROWS = 16
 BLOCK_KEYS = 32
+BLOCK_RANK = 64
 
 
 @dataclass
@@ -64,6 +65,7 @@ def _combine(
     DV: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -74,25 +76,27 @@ def _combine(
     live = row < n_tok * G
     token, group = row // G, row % G
     at = ((stream * n_tok + token) * n_head + head) * G + group
-    jr, jk, jv = tl.arange(0, RV), tl.arange(0, DK), tl.arange(0, DV)
+    jr, jk, jv = tl.arange(0, R), tl.arange(0, DK), tl.arange(0, DV)
     n_rows = n_stream * n_tok * n_head * G
 
     m = tl.full((M,), float("-inf"), tl.float32)
-    z = tl.zeros((M,), tl.float32)
-    e = tl.zeros((M, RV), tl.float32)
     for i in range(n_split):
-        part = i * n_rows + at
-        m_part = tl.load(m_ptr + part, mask=live, other=float("-inf"))
-        m_new = tl.maximum(m, m_part)
-        base = tl.where(m_new > float("-inf"), m_new, 0.0)
-        keep, share = tl.exp(m - base), tl.exp(m_part - base)
-        z = z * keep + share * tl.load(z_ptr + part, mask=live, other=0.0)
-        coefficients = tl.load(acc_ptr + part[:, None] * RV + jr[None, :], mask=live[:, None], other=0.0)
-        e = e * keep[:, None] + share[:, None] * coefficients
-        m = m_new
-    o = _dot(
-        e, tl.load(decode_ptr + (head * RV + jr)[:, None] * d_v + jv[None, :], mask=(jv < d_v)[None, :], other=0.0)
-    )
+        m = tl.maximum(m, tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")))
+    base = tl.where(m > float("-inf"), m, 0.0)
+    z = tl.zeros((M,), tl.float32)
+    for i in range(n_split):
+        share = tl.exp(tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")) - base)
+        z += share * tl.load(z_ptr + i * n_rows + at, mask=live, other=0.0)
+    o = tl.zeros((M, DV), tl.float32)
+    for first in range(0, RV, R):  # all of D_v at once would not fit small devices
+        j = first + jr
+        e = tl.zeros((M, R), tl.float32)
+        for i in range(n_split):
+            part = i * n_rows + at
+            share = tl.exp(tl.load(m_ptr + part, mask=live, other=float("-inf")) - base)
+            e += share[:, None] * tl.load(acc_ptr + part[:, None] * RV + j[None, :], mask=live[:, None], other=0.0)
+        basis = decode_ptr + (head * RV + j)[:, None] * d_v + jv[None, :]
+        o += _dot(e, tl.load(basis, mask=(jv < d_v)[None, :], other=0.0))
 
     slope = tl.load(slope_ptr + head * G + group)
     q = tl.load(q_ptr + at[:, None] * d_k + jk[None, :], mask=live[:, None] & (jk < d_k)[None, :], other=0.0)
@@ -179,6 +183,7 @@ def combine(
         DV=triton.next_power_of_2(max(MIN_WIDTH, v.d)),
         HAS_CAP=softcap > 0,
         HAS_SINKS=sinks is not None,
+        R=min(v.width, BLOCK_RANK),
         M=BLOCK_ROWS,
         C=BLOCK_KEYS,
     )
