@@ -21,5 +21,11 @@ _LAZY = {"Llama": "subkv.llama", "PromptCache": "subkv.prompt_cache", "SubspaceC
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "transformers"):
+                raise
+            reason = f"subkv.{name}: expected package {error.name}, found none: pip install 'subkv[torch]'"
+            raise ModuleNotFoundError(reason, name=error.name) from error
     raise AttributeError(f"module 'subkv' has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tarfile
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,13 @@ import pytest
 import subkv
 
 REPO = Path(__file__).resolve().parents[2]
+
+
+def test_what_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "subkv.subspace", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"SubspaceCache: expected package torch, .*subkv\[torch\]"):
+        _ = subkv.SubspaceCache
 
 
 def test_one_version() -> None:
