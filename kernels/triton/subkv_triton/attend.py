@@ -66,6 +66,22 @@ def _codes(rows, seen, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros)
 
 
 @triton.jit
+def soften(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
+    """A step of the online softmax over C keys: logit, bias [M, C], -inf: not seen; slope, m, z [M].
+
+    -> weights [M, C], what earlier sums shrink by, m, z.
+    """
+    if HAS_CAP:
+        logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
+    logit = tl.where(bias > float("-inf"), logit + slope[:, None] * bias, float("-inf"))
+    m_new = tl.maximum(m, tl.max(logit, axis=1))
+    base = tl.where(m_new > float("-inf"), m_new, 0.0)
+    p = tl.exp(logit - base[:, None])
+    keep = tl.exp(m - base)
+    return p, keep, m_new, z * keep + tl.sum(p, axis=1)
+
+
+@triton.jit
 def _attend(
     qt_ptr,
     shift_ptr,
@@ -157,16 +173,7 @@ def _attend(
                 logit += tl.where((s > 0)[None, :], dot, 0.0)
             if HAS_SHIFT:
                 logit += shift[:, None]
-            if HAS_CAP:
-                logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
-            logit = tl.where(bias > float("-inf"), logit + slope[:, None] * bias, float("-inf"))
-
-            m_new = tl.maximum(m, tl.max(logit, axis=1))
-            base = tl.where(m_new > float("-inf"), m_new, 0.0)
-            p = tl.exp(logit - base[:, None])
-            keep = tl.exp(m - base)
-            z = z * keep + tl.sum(p, axis=1)
-            m = m_new
+            p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + cell.to(tl.int64) * v_stride
             s = tl.load(scales_ptr + tl.load(v_row, mask=seen, other=0).to(tl.int32))

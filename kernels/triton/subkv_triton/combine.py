@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.attend import Partial
+from subkv_triton.attend import Partial, soften
 from subkv_triton.codecs import MIN_WIDTH, Codecs
 
 BLOCK_ROWS = 16
@@ -111,17 +111,9 @@ def _combine(
         at_key = (stream * n_keys + key) * n_head + head
         k = tl.load(k_ptr + at_key[:, None] * d_k + jk[None, :], mask=seen[:, None] & (jk < d_k)[None, :], other=0.0)
         logit = _dot(q, tl.trans(k))
-        if HAS_CAP:
-            logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
-        logit = tl.where(bias > float("-inf"), logit + slope[:, None] * bias, float("-inf"))
-        m_new = tl.maximum(m, tl.max(logit, axis=1))
-        base = tl.where(m_new > float("-inf"), m_new, 0.0)
-        p = tl.exp(logit - base[:, None])
-        keep = tl.exp(m - base)
-        z = z * keep + tl.sum(p, axis=1)
+        p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
         v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=seen[:, None] & (jv < d_v)[None, :], other=0.0)
         o = o * keep[:, None] + _dot(p, v)
-        m = m_new
 
     w = tl.where(z > 0, 1.0, 0.0)
     if HAS_SINKS:  # a logit without a value
