@@ -234,21 +234,10 @@ def named_file(command: str, name: str) -> Path:
 @click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages")
 @click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message")
 @options.context_option(4096)
-@click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "n_predict",
-    type=int,
-    default=-1,
-    envvar="LLAMA_ARG_N_PREDICT",
-    help="most tokens per answer, -1: no limit",
-)
+@options.predict_option("most tokens per answer, -1: no limit")
 @options.cache_options
 @options.window_options
-@click.option(
-    "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
-)
+@options.rollback_option
 @options.flash_option
 @click.option(
     "--temp",

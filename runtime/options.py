@@ -95,10 +95,23 @@ def model_option(required: bool, text: str = "model file (GGUF)") -> Callable[[F
 
 
 def context_option(
-    default: int, text: str = "context size in tokens, 0: what the model was trained with"
+    default: int | None, text: str = "context size in tokens, 0: what the model was trained with"
 ) -> Callable[[F], F]:
     return click.option(
         "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
+    )
+
+
+def predict_option(text: str) -> Callable[[F], F]:
+    return click.option(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "n_predict",
+        type=int,
+        default=-1,
+        envvar="LLAMA_ARG_N_PREDICT",
+        help=text,
     )
 
 
@@ -180,6 +193,9 @@ window_options = stack(
         metavar="SIDES[,NAME=VALUE…]",
         help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
     ),
+)
+rollback_option = click.option(
+    "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
 )
 flash_option = click.option(
     "-fa",

@@ -102,30 +102,13 @@ def _folder(name: str | None) -> Path | None:
     envvar="LLAMA_ARG_N_PARALLEL",
     help="slots: requests that generate together, and conversations whose cells are kept",
 )
-@click.option(
-    "-c",
-    "--ctx-size",
-    "n_ctx",
-    type=click.IntRange(min=0),
-    default=None,
-    envvar="LLAMA_ARG_CTX_SIZE",
-    help=f"context in tokens, divided by the slots, 0: what the model was trained with; default: {N_CTX_SLOT} a slot",
+@options.context_option(
+    None, f"context in tokens, divided by the slots, 0: what the model was trained with; default: {N_CTX_SLOT} a slot"
 )
-@click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "n_predict",
-    type=int,
-    default=-1,
-    envvar="LLAMA_ARG_N_PREDICT",
-    help="most tokens per answer, -1: as many as a slot holds",
-)
+@options.predict_option("most tokens per answer, -1: as many as a slot holds")
 @options.cache_options
 @options.window_options
-@click.option(
-    "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
-)
+@options.rollback_option
 @options.flash_option
 @options.threads_option
 @options.batch_options()
