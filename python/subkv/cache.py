@@ -244,7 +244,8 @@ def _u16(handle: int, key: str, absent: int) -> int:
 class CacheChoice:
     """A KV cache by name. `type_k`, `type_v` are ggml's numbers; `layout` is the file with a coded cache's bases.
 
-    adapt: its bases follow the text, as subkv.adapt.parse reads it.
+    adapt: how its bases follow the text, as subkv.adapt.parse reads it, or "none"; None: as its file says, which is
+    `adapt_default`.
     """
 
     name_k: str
@@ -253,16 +254,11 @@ class CacheChoice:
     type_v: int
     layout: Path | None = None
     adapt: str | None = None
+    adapt_default: str | None = None
 
     def adapting(self, adapt: str | None) -> str | None:
-        """How a context follows the text that was asked for `adapt`, or else for what the layout's file says.
-
-        None for an ordinary cache that was asked for nothing. Raises CacheError when the file cannot be read.
-        """
-        asked = adapt if adapt is not None else self.adapt
-        if asked is None and self.layout is not None:
-            return json.loads(layout_json(self.layout, ""))["adapt"] or adaptive.NONE
-        return asked
+        """How a context follows the text that was asked for `adapt`; None: an ordinary cache, asked for nothing."""
+        return next((how for how in (adapt, self.adapt, self.adapt_default) if how is not None), None)
 
     @property
     def coded(self) -> bool:
@@ -311,7 +307,9 @@ def choose_cache(
         check_model_file(bases, "bases", weights=False)
     source = bases or model
     if layout_present(source, "bases" if bases else "model_path"):
-        return CacheChoice(CODED, CODED, STOCK_TYPES["f16"][0], STOCK_TYPES["f16"][0], source)
+        default = json.loads(layout_json(source, ""))["adapt"] or adaptive.NONE
+        number = STOCK_TYPES["f16"][0]
+        return CacheChoice(CODED, CODED, number, number, source, adapt_default=default)
     if bases is not None:
         raise CacheError("bases", f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}")
     if kv_cache == CODED:
