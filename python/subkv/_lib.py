@@ -91,6 +91,12 @@ class Observed(ctypes.Structure):
     ]
 
 
+class Planted(ctypes.Structure):
+    """subkv_planted."""
+
+    _fields_ = [("n_head_kv", _i32), ("d_k", _i32), ("d_v", _i32), ("n_planted", ctypes.c_uint64)]
+
+
 class SketchParams(ctypes.Structure):
     """subkv_sketch_params."""
 
@@ -140,6 +146,13 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_observer_n_layer": (_i32, [_ptr]),
     "subkv_observer_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Observed)]),
     "subkv_observer_get": (_i64, [_ptr, _i32, _str, ctypes.POINTER(ctypes.c_double), _i64]),
+    "subkv_planter_new": (_ptr, []),
+    "subkv_planter_free": (None, [_ptr]),
+    "subkv_plant": (ctypes.c_bool, [_ptr]),
+    "subkv_planter_n_layer": (_i32, [_ptr]),
+    "subkv_planter_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Planted)]),
+    "subkv_planter_set": (ctypes.c_bool, [_ptr, _i32, _ptr, _i32, _ptr, _ptr]),
+    "subkv_planter_clear": (None, [_ptr]),
     "subkv_ops_count": (_i32, []),
     "subkv_ops_name": (_str, [_i32]),
     "subkv_ops_table": (_ptr, [_i32]),

@@ -29,12 +29,15 @@ static int32_t or_default(int32_t value, int32_t fallback) {
 }
 
 Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-             const AdaptRequest & adapt, subkv_observer * observer) :
-    layout_(std::move(layout)), observer_(observer),
+             const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter) :
+    layout_(std::move(layout)), observer_(observer), planter_(std::move(planter)),
     window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0,
             layout_ ? or_default(params.n_recent, layout_->n_recent) : 0, or_default(params.n_rollback, 32),
             layout_ ? desc.n_seq_max : 0),
     n_cells_(desc.n_cells), n_stream_(desc.n_stream) {
+    for (const auto & layer : desc.layers) {
+        own_.insert(layer.il);
+    }
     if (!layout_) {
         return;
     }
@@ -231,7 +234,7 @@ Inputs Cache::build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, i
 
 void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                        const CellReader & cells) {
-    // inputs that no node reads are not allocated (observer only)
+    // inputs that no node reads are not allocated (no coded layer)
     if (in.cell_pos->data) {
         const int64_t n_kv = in.cell_pos->ne[0];
         for (int64_t s = 0; s < in.cell_pos->ne[1]; ++s) {
@@ -249,9 +252,14 @@ ggml_tensor * Cache::build_attn(const AttnBuild & b) {
     return out;
 }
 
-void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
-                          ggml_tensor * v, const Inputs & in, float scale) {
-    build_observe_node(*observer_, ctx, gf, il, q, k, v, in, scale);
+void Cache::build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
+                            ggml_tensor *& v, const Inputs & in, float scale) {
+    if (planter_) {
+        planter_->build(ctx, il, k, v, in.tokens);
+    }
+    if (observes(il)) {
+        build_observe_node(*observer_, ctx, gf, il, q, k, v, in, scale);
+    }
 }
 
 //

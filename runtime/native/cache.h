@@ -6,12 +6,14 @@
 #include "device.h"
 #include "hook.h"
 #include "layout.h"
+#include "planter.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 #include "window.h"
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <vector>
 
 namespace subkv {
@@ -35,9 +37,9 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 
 class Cache final : public CacheHook {
 public:
-    // layout may be null (observer only); observer may be null
+    // each of layout, observer and planter may be null, not all of them
     Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-          const AdaptRequest & adapt, subkv_observer * observer);
+          const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter);
 
     bool   coded() const override { return layout_ != nullptr; }
     size_t row_bytes(int32_t il, bool value) const override;
@@ -47,13 +49,13 @@ public:
     bool   ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
     void   refuse(const char * what) const override;
 
-    bool          wants(int32_t) const override { return observer_ != nullptr; }
+    bool          wants(int32_t il) const override { return planter_ || observes(il); }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
     void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                              const CellReader & cells) override;
     ggml_tensor * build_attn(const AttnBuild & b) override;
-    void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
-                                ggml_tensor * v, const Inputs & in, float scale) override;
+    void          build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
+                                  ggml_tensor *& v, const Inputs & in, float scale) override;
 
     void state_write_head(StateWriter & w, int32_t seq) const override;
     void state_read_head(StateReader & r, int32_t seq) const override;
@@ -71,9 +73,12 @@ public:
 
 private:
     void check(const CacheDesc & desc) const; // throws std::runtime_error when the layout does not fit the model
+    bool observes(int32_t il) const { return observer_ && own_.count(il) > 0; }
 
     std::shared_ptr<const Layout> layout_;
     subkv_observer *              observer_;
+    std::shared_ptr<Planter>      planter_;
+    std::set<int32_t>             own_; // layers of this cache, not those of a sliding half beside it
     Window                        window_;
     uint32_t                      n_cells_;
     uint32_t                      n_stream_;

@@ -1,8 +1,9 @@
-// capi.cpp: attaching layouts and observers to the next context, and what a context can tell.
+// capi.cpp: attaching layouts, observers and planters to the next context, and what a context can tell.
 #include "cache.h"
 #include "error.h"
 #include "hook.h"
 #include "observer.h"
+#include "planter.h"
 #include "subkv.h"
 
 #include <stdexcept>
@@ -20,18 +21,26 @@ struct Pending {
 
 thread_local Pending pending;
 
+// Apart from the rest: it outlasts dry runs, which come before the context that it is meant for, each with its layout.
+thread_local std::shared_ptr<Planter> planting;
+
 // Runs inside llama_init_from_model, on the thread that called it.
 std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
-    if (desc.sliding || (!pending.layout && !pending.observer)) {
+    if (desc.sliding || (!pending.layout && !pending.observer && !planting)) {
         return nullptr;
     }
     const Pending request = std::move(pending);
     pending               = {};
+    const auto planter    = planting;
+    if (!desc.no_alloc) {
+        planting = nullptr;
+    }
     try {
         if (!request.layout && !desc.unsupported.empty()) {
-            throw std::runtime_error("model " + desc.arch + ": cannot be calibrated because " + desc.unsupported);
+            const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
+            throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + desc.unsupported);
         }
-        return std::make_shared<Cache>(desc, request.layout, request.params, request.adapt, request.observer);
+        return std::make_shared<Cache>(desc, request.layout, request.params, request.adapt, request.observer, planter);
     } catch (const std::exception & e) {
         set_error("%s", e.what());
         throw;
@@ -88,6 +97,17 @@ extern "C" bool subkv_observe(subkv_observer * obs) {
         return false;
     }
     pending.observer = obs;
+    llama_subkv_register(cache_new);
+    return true;
+}
+
+extern "C" bool subkv_plant(subkv_planter * planter) {
+    const bool waits = planting != nullptr;
+    planting         = planter ? planter->p : nullptr;
+    if (!planter && waits) {
+        set_error("planter: a context with a K/V cache expected, none was created");
+        return false;
+    }
     llama_subkv_register(cache_new);
     return true;
 }

@@ -65,7 +65,7 @@ struct TokenDesc {
     int32_t         cell;   // within its stream
 };
 
-// Input tensors of a graph that has coded or observed layers; filled before every run of the graph.
+// Input tensors of a graph that has coded, observed or planted layers; filled before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: position or -1
     ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: position, stream, cell, first window slot of its sequence
@@ -112,7 +112,7 @@ class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
-    // false: rows stay ordinary, the layers are only observed
+    // false: rows stay ordinary, the layers are only observed or planted
     virtual bool coded() const = 0;
     // bytes of a cell's row, 0: this layer stays ordinary
     virtual size_t row_bytes(int32_t il, bool value) const = 0;
@@ -127,13 +127,14 @@ public:
     // A call that this cache cannot carry out; reports the reason.
     virtual void refuse(const char * what) const = 0;
 
-    virtual bool          wants(int32_t il) const = 0; // this layer is observed
+    virtual bool          wants(int32_t il) const = 0; // this layer is observed or planted; of a sliding half, too
     virtual Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) = 0;
     virtual void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                                      const CellReader & cells)                                               = 0;
-    virtual ggml_tensor * build_attn(const AttnBuild & b)                       = 0; // F32 [d_v * n_head, n_tokens]
-    virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
-                               ggml_tensor * v, const Inputs & in, float scale) = 0;
+    virtual ggml_tensor * build_attn(const AttnBuild & b) = 0; // F32 [d_v * n_head, n_tokens]
+    // Called before anything reads k and v (as in AttnBuild); may put tensors in their place that everything reads then.
+    virtual void build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
+                                 ggml_tensor *& v, const Inputs & in, float scale) = 0;
 
     // The head comes before any cell is touched and throws when the state belongs to another layout. seq -1: all.
     virtual void state_write_head(StateWriter & w, int32_t seq) const   = 0;

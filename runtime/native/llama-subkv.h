@@ -33,8 +33,8 @@ struct llama_subkv {
 
     // llm_graph_context::build_attn
     static bool          coded(const llama_kv_cache_context * mctx, int il);
-    static void          observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                                 ggml_tensor * k, ggml_tensor * v, float scale, int il);
+    static void          intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                                   ggml_tensor *& k, ggml_tensor *& v, float scale, int il);
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
                                     ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
