@@ -66,6 +66,10 @@ class Observer:
         if not self._subkv.subkv_observer_mode(self._handle, mode, keys, len(keys), queries, len(queries)):
             raise _unobservable()
 
+    def forget(self) -> None:
+        """Drop all samples and their memory; the statistics stay."""
+        self._subkv.subkv_observer_forget(self._handle)
+
     def layers(self) -> list[ObservedLayer]:
         """Layers that were observed, ascending."""
         found = []

@@ -225,6 +225,18 @@ extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const in
     return true;
 }
 
+extern "C" void subkv_observer_forget(subkv_observer * obs) {
+    for (const auto & layer : obs->layers) {
+        if (layer) {
+            for (auto * rows : { &layer->q_rows, &layer->k_rows, &layer->v_rows, &layer->o_rows }) {
+                std::vector<float>().swap(*rows);
+            }
+            layer->shape.n_key   = 0;
+            layer->shape.n_query = 0;
+        }
+    }
+}
+
 extern "C" int32_t subkv_observer_n_layer(const subkv_observer * obs) {
     return (int32_t) obs->layers.size();
 }

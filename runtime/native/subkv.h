@@ -147,6 +147,9 @@ enum { SUBKV_PAUSE = 0, SUBKV_ACCUMULATE = 1, SUBKV_SAMPLE = 2 };
 SUBKV_API bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                    const int32_t * query_pos, int32_t n_query);
 
+// Between decodes: drops all samples and their memory; statistics stay.
+SUBKV_API void subkv_observer_forget(subkv_observer * obs);
+
 // Shapes of a layer, all zero for a layer that was never observed. Layers are 0 .. subkv_observer_n_layer()-1.
 typedef struct subkv_observed {
     int32_t  n_head, n_head_kv, d_k, d_v;
