@@ -143,6 +143,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_observer_free": (None, [_ptr]),
     "subkv_observe": (ctypes.c_bool, [_ptr]),
     "subkv_observer_mode": (ctypes.c_bool, [_ptr, _i32, _i32_p, _i32, _i32_p, _i32]),
+    "subkv_observer_forget": (None, [_ptr]),
     "subkv_observer_n_layer": (_i32, [_ptr]),
     "subkv_observer_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Observed)]),
     "subkv_observer_get": (_i64, [_ptr, _i32, _str, ctypes.POINTER(ctypes.c_double), _i64]),
