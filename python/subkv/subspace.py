@@ -3,9 +3,10 @@
     cache = subkv.SubspaceCache.from_file("model.subkv.gguf", model)     # or a sidecar, or calib.safetensors
     model.generate(**inputs, past_key_values=cache)
 
-The layout, the bytes of the rows and the exact window are those of the native engine; arithmetic is float32 in torch,
-on the device of the model, and the window has the model's dtype. Layers without bases (sliding windows) keep the
-layer cache that transformers gives them. from_file gives `model` the attention function "subkv"; with any other cache,
+The layout, the bytes of the rows and the exact window are those of the native engine. On a CUDA device the kernels of
+subkv_triton do the work where package triton is installed; elsewhere it is float32 arithmetic of torch, on the device
+of the model. kv_stats().kernel says which. The window has the model's dtype. Layers without bases (sliding windows)
+keep the layer cache that transformers gives them. from_file gives `model` the attention function "subkv"; with any other cache,
 or none, that computes what "sdpa" does. Importing this module changes nothing in transformers or in other models.
 """
 
@@ -24,8 +25,9 @@ from transformers.masking_utils import sdpa_mask
 from subkv.cache import CODED, CacheError
 from subkv.stats import KVStats
 from subkv.subspace_bases import Bases, load
-from subkv.torch_attend import Cells, Logits, attend, attend_exact
+from subkv.torch_attend import Cells, Logits, attend_exact
 from subkv.torch_codec import RowCodec
+from subkv.torch_kernels import Kernels, check, choose
 
 NAME = "subkv"  # of the attention and the mask function in transformers' registries
 STEP = 256  # cells are allocated in steps of this many, as llama.cpp pads them
@@ -39,10 +41,13 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, il: int, codecs: tuple[RowCodec, RowCodec], n_sink: int, n_recent: int) -> None:
+    def __init__(
+        self, il: int, codecs: tuple[RowCodec, RowCodec], n_sink: int, n_recent: int, kernel: str | None = None
+    ) -> None:
         super().__init__()
         self.il, self.n_sink, self.n_recent = il, n_sink, n_recent
-        self._codecs = codecs
+        self._codecs, self._kernel = codecs, kernel
+        self.kernels: Kernels | None = None  # not before there is a device
         self.reset()
 
     def reset(self) -> None:
@@ -56,6 +61,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         """Empty tensors of the shapes, dtype and device of the first keys and values."""
         self._codecs = (self._codecs[0].to(key_states.device), self._codecs[1].to(key_states.device))
         batch, device = len(key_states), key_states.device
+        self.kernels = choose(device, self._kernel)
         for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
             if x.shape[1] != len(codec.mean) or x.shape[-1] != codec.d:
                 raise CacheError(
@@ -84,11 +90,10 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"SubspaceCache.from_file sets it; reset() the cache after a forward call that was interrupted",
             )
         n = key_states.shape[2]
+        assert self.kernels is not None
         for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
-            coefficients = codec.coefficients(x)
-            self._reserve(f"rows_{side}", self.n_cells + n)
-            self._tensors[f"rows_{side}"][:, self.n_cells : self.n_cells + n] = codec.encode(coefficients)
-            self._tensors["zero_rows"] += (~coefficients.isfinite().all(-1)).sum((1, 2))
+            rows = self._reserve(f"rows_{side}", self.n_cells + n)
+            self._tensors["zero_rows"] += self.kernels.encode(codec, x, rows, self.n_cells)
             self._tensors[f"recent_{side}"] = torch.cat([self._tensors[f"recent_{side}"], x], 2)
         self.n_cells += n
         self._attended = False
@@ -96,16 +101,17 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         seen.subkv_layer = self
         return seen, value_states
 
-    def _reserve(self, name: str, n_cells: int) -> None:
+    def _reserve(self, name: str, n_cells: int) -> Tensor:
         rows = self._tensors[name]
         if n_cells > rows.shape[1]:
             grown = rows.new_empty(rows.shape[0], -(-n_cells // STEP) * STEP, rows.shape[2])
             grown[:, : self.n_cells] = rows[:, : self.n_cells]
             self._tensors[name] = grown
+        return self._tensors[name]
 
     def attend(self, q: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
         """Attention of the latest update's queries, arguments and result as of torch_attend.attend."""
-        if self._attended or q.shape[2] > self.n_cells:
+        if self._attended or self.kernels is None or q.shape[2] > self.n_cells:
             raise CacheError(
                 "SubspaceCache", f"expected one attention per update, found another one in layer {self.il}"
             )
@@ -120,7 +126,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             n_cells=self.n_cells,
             n_recent=self.n_recent,
         )
-        out = attend(q, cells, mask, how)
+        out = self.kernels.attend(q, cells, mask, how)
         for name in ("recent_k", "recent_v"):
             if t[name].shape[2] > self.n_recent + N_ROLLBACK:
                 t[name] = t[name][:, :, -(self.n_recent + N_ROLLBACK) :].clone()
@@ -221,11 +227,13 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
     cropped. Raises CacheError, one sentence, for what it cannot do.
     """
 
-    def __init__(self, bases: Bases) -> None:
+    def __init__(self, bases: Bases, *, kernel: str | None = None) -> None:
+        """kernel: "torch" or "triton" instead of what suits the device. Raises CacheError for others."""
+        check(kernel)
         layers = transformers.DynamicCache(config=bases.config).layers
         for il, codecs in bases.layers.items():
             if type(layers[il]) is DynamicLayer:  # others, as sliding windows, stay what they are
-                layers[il] = SubspaceLayer(il, codecs, bases.n_sink, bases.n_recent)
+                layers[il] = SubspaceLayer(il, codecs, bases.n_sink, bases.n_recent, kernel)
         super().__init__(layers=layers)
         self.bases = bases
 
@@ -238,15 +246,16 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         kv_bits: float | None = None,
         n_sink: int | None = None,
         n_recent: int | None = None,
+        kernel: str | None = None,
     ) -> SubspaceCache:
         """An empty cache for `model`, a causal language model of transformers, which is given our attention function.
 
         path: a converted GGUF or a sidecar, or a calibration (calib.safetensors), from which a layout is planned as
-        `convert` does: kv_bits, n_sink and n_recent are its options and only allowed then.
+        `convert` does: kv_bits, n_sink and n_recent are its options and only allowed then. kernel: as SubspaceCache's.
         Raises CacheError or converter.errors.ConverterError for a file or a model that does not fit.
         """
         bases = load(os.fspath(path), model, kv_bits, n_sink, n_recent)
-        cache = cls(bases)
+        cache = cls(bases, kernel=kernel)
         if not cache._coded:
             raise CacheError("model", "expected a layer with ordinary full attention, found none")
         _give_attention(model)
@@ -273,7 +282,10 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
             layer.crop(tokens_to_remove)  # the others first: they refuse alike
 
     def kv_stats(self) -> KVStats:
-        """Sizes in bytes as allocated now, counted as the native engine does; bases are float32 here."""
+        """Sizes in bytes as allocated now, counted as the native engine does; bases are float32 here.
+
+        kernel: torch or triton, both where devices differ; none yet before the first keys.
+        """
         coded = self._coded
         sizes = [layer.n_allocated for layer in coded]
         n_cells = max(n for _, n in sizes)
@@ -292,7 +304,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
             bytes_f16=2 * (in_coded + sum(x.numel() for x in ordinary)),
             bytes_per_token=sum(c.row_bytes for layer in coded for c in layer.codecs),
             bpe=8.0 * (rows + window) / in_coded if in_coded else 0.0,
-            kernel="torch",
+            kernel=" and ".join(sorted({layer.kernels.name for layer in coded if layer.kernels})) or "none yet",
             bytes_codes=rows,
             bytes_window=window,
             bytes_stock=stock,

@@ -85,6 +85,48 @@ def _over_cells(a: Tensor, b: Tensor) -> Tensor:
     return out.unflatten(2, a.shape[2:4])
 
 
+class Sight:
+    """Which cells the queries of the last n cells see, by kind; no cell is of two kinds to a query.
+
+    mask: as of attend(). at: some of the queries. Results are bool, [b or 1, queries, cells].
+    """
+
+    def __init__(self, cells: Cells, mask: Tensor | None, n: int) -> None:
+        self._cells, self._mask, self.first = cells, mask, cells.n_cells - n
+        self._device = cells.start.device
+        self._position = torch.arange(self.first, cells.n_cells, device=self._device)[:, None]
+        self._start = cells.start[:, None, None]
+        self._window = self._start + cells.sink_k.shape[2]  # cells before are sinks or padding
+
+    def _allowed(self, at: slice, low: int, high: int) -> Tensor:
+        if self._mask is not None:
+            return self._mask[:, at, low:high]
+        return torch.arange(low, high, device=self._device)[None, None] <= self._position[at][None]
+
+    def sinks(self, at: slice) -> Tensor:
+        """Of the sinks, in their order."""
+        cell = self._start + torch.arange(self._cells.sink_k.shape[2], device=self._device)
+        seen = cell <= self._position[at]
+        if self._mask is None:
+            return seen
+        mask = self._mask[:, at]
+        return seen & mask.gather(2, cell.clamp(max=self._cells.n_cells - 1).expand(-1, mask.shape[1], -1))
+
+    def coded(self, at: slice, low: int, high: int) -> Tensor:
+        """Of the cells from low up to high, as coded ones."""
+        j = torch.arange(low, high, device=self._device)
+        far = (j <= self._position[at] - self._cells.n_recent) & (j >= self._window)
+        return self._allowed(at, low, high) & far
+
+    def recent(self, at: slice) -> tuple[slice, Tensor]:
+        """Of the recent cells that any of the queries sees; which those are of the cells held exactly."""
+        held = self._cells.n_cells - self._cells.recent_k.shape[2]  # the first that is held exactly
+        near, high = max(held, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
+        j = torch.arange(near, high, device=self._device)
+        close = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
+        return slice(near - held, high - held), self._allowed(at, near, high) & close
+
+
 def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
     """Causal attention of the last n cells' queries.
 
@@ -94,25 +136,13 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
     grouped = q.float().unflatten(1, (n_kv, -1))
     softmax = _Softmax(grouped, cells.sink_v.shape[-1], cells.codec_v.rank, how)
-    position = torch.arange(first, cells.n_cells, device=q.device)[:, None]
-    start = cells.start[:, None, None]
-    window = start + cells.sink_k.shape[2]  # cells before are sinks or padding
-
-    def allowed(at: slice, low: int, high: int) -> Tensor:
-        if mask is not None:
-            return mask[:, at, low:high]
-        return torch.arange(low, high, device=q.device)[None, None] <= position[at][None]
+    sight = Sight(cells, mask, n)
 
     def exact(at: slice, k: Tensor, v: Tensor, seen: Tensor) -> None:
         softmax.add(at, how.scale * _over_cells(grouped[..., at, :], k.float().mT), seen, v.float(), False)
 
-    # sinks
-    cell = start + torch.arange(cells.sink_k.shape[2], device=q.device)
-    seen = cell <= position
-    if mask is not None:
-        seen = seen & mask.gather(2, cell.clamp(max=cells.n_cells - 1).expand(-1, n, -1))
     if cells.sink_k.shape[2]:
-        exact(slice(0, n), cells.sink_k, cells.sink_v, seen)
+        exact(slice(0, n), cells.sink_k, cells.sink_v, sight.sinks(slice(0, n)))
 
     # coded cells: the query is projected once, and a cell dequantized once for all queries
     codec = cells.codec_k
@@ -123,19 +153,13 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
         high = min(low + tile, cells.n_cells - cells.n_recent)
         at = slice(max(0, low + cells.n_recent - first), n)
         c = codec.decode(cells.rows_k[:, low:high])
-        j = torch.arange(low, high, device=q.device)
-        seen = allowed(at, low, high) & (j <= position[at] - cells.n_recent) & (j >= window)
         logits = _over_cells(projected[..., at, :], c.mT) + of_mean[..., at, :]
-        softmax.add(at, logits, seen, cells.codec_v.decode(cells.rows_v[:, low:high]), True)
+        values = cells.codec_v.decode(cells.rows_v[:, low:high])
+        softmax.add(at, logits, sight.coded(at, low, high), values, True)
 
-    # recent cells
-    held = cells.n_cells - cells.recent_k.shape[2]  # the first that is held exactly
     for low in range(0, n if cells.n_recent else 0, QUERIES):
         at = slice(low, min(low + QUERIES, n))
-        near, high = max(held, first + low - cells.n_recent + 1), first + at.stop
-        j = torch.arange(near, high, device=q.device)
-        seen = allowed(at, near, high) & (j > position[at] - cells.n_recent) & (j >= window)
-        here = slice(near - held, high - held)
+        here, seen = sight.recent(at)
         exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], seen)
 
     out = softmax.output(cells.codec_v.decode_basis).to(q.dtype)

@@ -25,13 +25,17 @@ class RowCodec:
 
     heads: bands and bases of every KV head. order: [d] index into the model's vectors for every coordinate of the
     bases. gamma: [n_head_kv], what approximate logits are multiplied with; ones for values.
-    row_bytes: bytes of a cell's row. rank: the largest rank. encode_basis, decode_basis: [n_head_kv, rank, d] float32;
-    mean: [n_head_kv, d] float32, what keys are coded less of. All in the order of the model's vectors.
+    bands: (n, bits, ratio) of every head. row_bytes: bytes of a cell's row. rank: the largest rank. encode_basis,
+    decode_basis: [n_head_kv, rank, d] float32; mean: [n_head_kv, d] float32, what keys are coded less of, offset:
+    [n_head_kv, rank], its coefficients. All in the order of the model's vectors.
     """
 
     def __init__(self, heads: Sequence[StoredBasis], order: NDArray[np.int64], gamma: Sequence[float]) -> None:
         back = np.argsort(order)
         n_head, self.d = len(heads), len(order)
+        self.bands = [
+            [(n, bits, float(rho)) for (n, bits), rho in zip(head.bands, head.ratio, strict=True)] for head in heads
+        ]
         self.rank = max(codec.rank(head.bands) for head in heads)
         shape = (n_head, self.rank)
         bases = np.zeros((2, *shape, self.d), dtype=np.float32)
@@ -70,7 +74,7 @@ class RowCodec:
         self.encode_basis, self.decode_basis = torch.from_numpy(bases[0]), torch.from_numpy(bases[1])
         self.mean = torch.from_numpy(np.stack([head.mean[back] for head in heads]).astype(np.float32))
         self.gamma = torch.tensor(gamma, dtype=torch.float32)
-        self._offset, self._half, self._ratio, self._wide, self._byte, self._shift, self._mask, self._low = (
+        self.offset, self._half, self._ratio, self._wide, self._byte, self._shift, self._mask, self._low = (
             torch.from_numpy(table) for table in (offset, half, ratio, wide, byte, shift, mask, low)
         )
         self._scale_byte, self._head_of_byte = torch.tensor(scale_byte), torch.tensor(head_of_byte)
@@ -91,11 +95,11 @@ class RowCodec:
     @property
     def n_bytes(self) -> int:
         """Bytes of the bases as held here."""
-        return sum(t.nbytes for t in (self.encode_basis, self.decode_basis, self.mean, self._offset))
+        return sum(t.nbytes for t in (self.encode_basis, self.decode_basis, self.mean, self.offset))
 
     def coefficients(self, x: Tensor) -> Tensor:
         """c = E x − E μ of vectors x [batch, n_head_kv, n, d]: [batch, n_head_kv, n, rank] float32."""
-        return x.float() @ self.encode_basis.mT - self._offset[:, None]
+        return x.float() @ self.encode_basis.mT - self.offset[:, None]
 
     def encode(self, c: Tensor) -> Tensor:
         """Coefficients as of coefficients() to rows [batch, n, row_bytes] uint8.

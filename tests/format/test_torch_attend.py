@@ -1,4 +1,6 @@
-"""Attention in torch against softmax written out: exact cells, coded cells, soft caps, learned sinks, padding."""
+"""Attention in torch and through Triton against softmax written out: exact cells, coded cells, soft caps, learned
+sinks, padding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ torch = pytest.importorskip("torch")
 from test_torch_codec import D, heads_of  # noqa: E402
 
 from subkv import torch_attend  # noqa: E402
-from subkv.torch_attend import Cells, Logits, attend, attend_exact  # noqa: E402
+from subkv.torch_attend import Cells, Logits, attend_exact  # noqa: E402
 from subkv.torch_codec import RowCodec  # noqa: E402
 
 N_KV, GROUP, T = 2, 3, 90
@@ -60,10 +62,28 @@ def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.Mo
     """Every query sees the first cells and its last ones exactly, all others as they are reconstructed."""
     monkeypatch.setattr(torch_attend, "TILE", 32)
     monkeypatch.setattr(torch_attend, "QUERIES", 16)
+    out, want = coded(torch_attend.attend, how, n_recent, n, 0.1)
+    torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", [HOW[0], HOW[3]])
+@pytest.mark.parametrize(("n_recent", "n"), [(0, 20), (1, 1), (13, 20), (200, 20)])
+def test_coded_layers_through_triton(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in pieces of queries; the window, queries and weights are rounded to halves."""
+    pytest.importorskip("triton")
+    from subkv import triton_attend
+
+    monkeypatch.setattr(triton_attend, "QUERIES", 16)
+    out, want = coded(triton_attend.attend, how, n_recent, n, 0.01)  # logits of a few units
+    torch.testing.assert_close(out, want, atol=4e-3 * float(want.abs().max()), rtol=0.0)
+
+
+def coded(attend: Any, how: Logits, n_recent: int, n: int, size: float) -> tuple[Any, Any]:
+    """What `attend` makes of queries of this size, and what it should."""
     heads = [heads_of(seed, [((16, 5), (16, 3)), ((24, 8),)]) for seed in (0, 1)]
     codec_k = RowCodec(heads[0], np.random.default_rng(0).permutation(D), [0.9, 1.1])
     codec_v = RowCodec(heads[1], np.arange(D), [1.0, 1.0])
-    q, k, v = 0.1 * random(2, N_KV * GROUP, n, D), random(2, N_KV, T, D, seed=1), random(2, N_KV, T, D, seed=2)
+    q, k, v = size * random(2, N_KV * GROUP, n, D), random(2, N_KV, T, D, seed=1), random(2, N_KV, T, D, seed=2)
     rows = [codec.encode(codec.coefficients(x)) for codec, x in ((codec_k, k), (codec_v, v))]
     pad, n_sink = (7, 0), 4
     start = torch.tensor(pad)
@@ -77,4 +97,4 @@ def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.Mo
     v_hat = codec_v.decode(rows[1]) @ codec_v.decode_basis
     as_seen = (torch.where(exact, a[:, :, None], b[:, :, None]) for a, b in ((k, k_hat), (v, v_hat)))
     want = written_out(q, *as_seen, seen, how)
-    torch.testing.assert_close(attend(q, cells, seen, how), want, atol=1e-3, rtol=1e-4)
+    return attend(q, cells, seen, how), want

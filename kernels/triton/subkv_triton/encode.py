@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import triton
@@ -21,8 +23,9 @@ _KIND, _CODED, _HALF = (tl.constexpr(i) for i in (KIND, CODED, HALF))
 _HALF_MAX = tl.constexpr(65504.0)
 
 
+@functools.cache
 def scales(device: torch.device) -> torch.Tensor:
-    """F32 [256]: the scale of every scale code."""
+    """F32 [256]: the scale of every scale code, copied to a device once."""
     table = np.exp2((np.arange(256) - SCALE_ONE) / 8).astype(np.float32)
     table[0] = 0
     return torch.from_numpy(table).to(device)

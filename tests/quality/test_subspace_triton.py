@@ -1,0 +1,134 @@
+"""SubspaceCache through Triton against itself in torch: prompts, decoding, padding, cropping; which kernels it takes.
+
+On a machine without a GPU the kernels are interpreted, at a tenth of a second per encoded row of a head: most tests
+here encode in torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("triton")
+
+import test_subspace  # noqa: E402
+from test_subspace import IDS, TOKENS, logits, rms  # noqa: E402
+
+from subkv import SubspaceCache, subspace, torch_kernels  # noqa: E402
+from subkv.cache import CacheError  # noqa: E402
+
+made, llama = test_subspace.made, test_subspace.llama
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(llama: tuple[Any, SubspaceCache]) -> tuple[Any, Any]:
+    """A model, and bases with a window so small that short texts have coded cells."""
+    model, cache = llama
+    return model, dataclasses.replace(cache.bases, n_sink=1, n_recent=3)
+
+
+@pytest.fixture
+def encoding_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = dataclasses.replace(torch_kernels.choose(CPU, "triton"), encode=torch_kernels.encode)
+    monkeypatch.setattr(subspace, "choose", lambda device, name: kernels if name else torch_kernels.IN_TORCH)
+
+
+def in_both(model: Any, bases: Any, *arguments: Any) -> tuple[Any, Any, SubspaceCache]:
+    """Logits through Triton and in torch, and the first one's cache."""
+    cache = SubspaceCache(bases, kernel="triton")
+    found = logits(model, cache, *arguments)
+    return found, logits(model, SubspaceCache(bases), *arguments), cache
+
+
+def check_close(found: Any, want: Any, exact: Any) -> None:
+    """Halves change far less than the codec does."""
+    assert rms(found - want) < 0.02 * rms(want - exact)
+
+
+def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
+    """Two rows, one padded; a prompt in two parts, a token cropped and decoded again."""
+    model, bases = small
+    pad = 3
+    ids = torch.tensor([TOKENS[:10], [0] * pad + TOKENS[: 10 - pad]])
+    mask = torch.tensor([[1] * 10, [0] * pad + [1] * (10 - pad)])
+    found, want, cache = in_both(model, bases, ids[:, :8], [7, 1], mask[:, :8])
+    exact = logits(model, None, ids[:1, :8])
+    check_close(found[:1], want[:1], exact)
+    check_close(found[1:, pad:], want[1:, pad:], logits(model, None, ids[1:, pad:8]))
+    assert cache.kv_stats().kernel == "triton"
+    assert cache.kv_stats().n_zero_rows == 0
+    cache.crop(-1)
+    again = logits(model, cache, ids[:, 7:8], None, mask[:, :8])
+    torch.testing.assert_close(again, found[:, 7:], atol=1e-5, rtol=0.0)
+    other = SubspaceCache(bases)
+    logits(model, other, ids[:, :8], None, mask[:, :8])
+    for ours, theirs in zip(cache._coded, other._coded, strict=True):
+        for name in ("rows_k", "rows_v"):
+            a, b = ours._tensors[name][:, :7], theirs._tensors[name][:, :7]
+            assert float((a == b).float().mean()) > 0.97  # keys of later layers come from attention of another rounding
+
+
+def test_a_prompt_and_decoding(llama: tuple[Any, SubspaceCache], encoding_in_torch: None) -> None:
+    model, cache = llama
+    ids = IDS[:, :36]
+    found, want, _ = in_both(model, cache.bases, ids, [30, 1, 1, 4])
+    check_close(found, want, logits(model, None, ids))
+
+
+def test_left_padding_and_a_tail_cropped(llama: tuple[Any, SubspaceCache], encoding_in_torch: None) -> None:
+    model, cache = llama
+    n, pads = 40, (9, 0)
+    ids = torch.tensor([[0] * pad + TOKENS[: n - pad] for pad in pads])
+    mask = torch.tensor([[0] * pad + [1] * (n - pad) for pad in pads])
+    found, want, ours = in_both(model, cache.bases, ids, [n], mask)
+    for row, other, pad in zip(found, want, pads, strict=True):
+        check_close(row[pad:], other[pad:], logits(model, None, IDS[:, : n - pad])[0])
+    ours.crop(-12)
+    assert rms(logits(model, ours, ids[:, 28:], None, mask) - found[:, 28:]) < 2e-3
+
+
+def test_soft_caps_and_sliding_windows(made: Any, encoding_in_torch: None) -> None:
+    model, cache, _ = made("gemma2")
+    found, want, _ = in_both(model, cache.bases, IDS[:, :32])
+    check_close(found, want, logits(model, None, IDS[:, :32]))
+
+
+def test_a_row_with_nan_is_a_zero_row(small: tuple[Any, Any]) -> None:
+    layer = SubspaceCache(small[1], kernel="triton").layers[0]
+    k = torch.randn(1, layer.codecs[0].mean.shape[0], 2, layer.codecs[0].d)
+    k[0, 0, 1, 0] = torch.nan
+    layer.update(k, k)
+    assert not layer._tensors["rows_k"][0, 1, 0]
+    assert layer._tensors["rows_k"][0, 0, 0]
+    assert layer.n_zero_rows == 2  # as key and as value
+
+
+def test_which_kernels(small: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SubspaceCache(small[1])
+    assert cache.kv_stats().kernel == "none yet"
+    logits(small[0], cache, IDS[:, :3])
+    assert cache.kv_stats().kernel == "torch"
+    with pytest.raises(CacheError, match="^kernel: expected 'torch', 'triton' or None, found 'cuda'$"):
+        SubspaceCache(small[1], kernel="cuda")
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert torch_kernels.choose(gpu).name == "triton"
+    assert torch_kernels.choose(gpu, "torch").name == "torch"
+    assert torch_kernels.choose(CPU).name == "torch"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert torch_kernels.choose(gpu).name == "torch"
+    with pytest.raises(CacheError, match="kernel: expected a device of compute capability 7.5 for 'triton', .* 6.1"):
+        torch_kernels.choose(gpu, "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(CacheError, match="expected a CUDA device or TRITON_INTERPRET=1 for 'triton', found device cpu"):
+        torch_kernels.choose(CPU, "triton")
+    monkeypatch.setattr(torch_kernels.importlib.util, "find_spec", lambda name: None)
+    assert torch_kernels.choose(gpu).name == "torch"
+    with pytest.raises(CacheError, match="kernel: expected package triton for 'triton', found none"):
+        torch_kernels.choose(gpu, "triton")
