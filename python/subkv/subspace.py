@@ -6,8 +6,9 @@
 The layout, the bytes of the rows and the exact window are those of the native engine. On a CUDA device the kernels of
 subkv_triton do the work where package triton is installed; elsewhere it is float32 arithmetic of torch, on the device
 of the model. kv_stats().kernel says which. The window has the model's dtype. Layers without bases (sliding windows)
-keep the layer cache that transformers gives them. from_file gives `model` the attention function "subkv"; with any other cache,
-or none, that computes what "sdpa" does. Importing this module changes nothing in transformers or in other models.
+keep the layer cache that transformers gives them. from_file gives `model` the attention function "subkv"; with any
+other cache, or none, that computes what "sdpa" does. Importing this module changes nothing in transformers or in other
+models.
 """
 
 from __future__ import annotations
