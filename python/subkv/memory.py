@@ -74,12 +74,12 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, window: dict[st
     n_ctx = params.n_ctx or numbers.get("context_length", 0)
     if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
-    needed = _needed(path, choice, params, window, n_ctx)
-    total = sum(needed.values())
+    sizes = needed(path, choice, params, window, n_ctx)
+    total = sum(sizes.values())
     if total <= free:
         return
-    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in needed.items() if size)
-    rows = total - needed["exact window"]
+    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
+    rows = total - sizes["exact window"]
     fits = int(n_ctx * (1 - (total - free) / rows)) // 1024 * 1024 if rows else 0
     raise CacheError(
         "n_ctx",
@@ -96,7 +96,7 @@ def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
     return n_ctx * width * 16 + attention + 2048 * MIB
 
 
-def _needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+def needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
     """Bytes of a context by what they are for; 0 where it cannot be made: making it in earnest gives the reason.
 
     Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are
@@ -110,7 +110,7 @@ def _needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any]
 
 
 def _simulate(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
-    """_needed, from a context that llama.cpp makes without memory."""
+    """needed(), from a context that llama.cpp makes without memory."""
     C.llama_backend_init()
     params = type(params).from_buffer_copy(params)
     params.n_ctx = n_ctx

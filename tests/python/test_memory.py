@@ -85,9 +85,9 @@ def check_sizes(path: Path, monkeypatch: pytest.MonkeyPatch, n_ctx: int, options
 
 def test_large_contexts_are_continued_from_smaller_ones(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     path, params = coded_model(), C.llama_context_default_params()
-    exact = memory._needed(path, choose_cache(path), params, {}, 16384)
+    exact = memory.needed(path, choose_cache(path), params, {}, 16384)
     monkeypatch.setattr(memory, "N_SIMULATED", 4096)
-    guess = memory._needed(path, choose_cache(path), params, {}, 16384)
+    guess = memory.needed(path, choose_cache(path), params, {}, 16384)
     assert guess["cells"] == exact["cells"]
     assert guess["exact window"] == exact["exact window"]
     assert guess["compute buffers"] <= exact["compute buffers"] + 16384  # the log has two decimals
