@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tiny
+from gguf import GGUFReader, quants
 
 from subkv import _lib
 
@@ -76,3 +77,13 @@ def test_seed_and_dimensions(tmp_path: Path, tiny_model: Callable[..., Path]) ->
     assert tiny_model("llama", n_layer=1).stat().st_size < first.stat().st_size < 2**20
     with pytest.raises(TypeError, match=r"expected dimensions of bloom, found \['n_embd', 'n_swa'\]"):
         tiny.build(tmp_path / "x.gguf", "bloom", n_swa=8, n_embd=64)
+
+
+def test_quantized_weights_are_as_large_as_others(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    paths = tiny_model("llama"), tiny.build(tmp_path / "q.gguf", dtype="q4_0")
+    names = ("blk.1.attn_q.weight", "blk.0.ffn_down.weight", "output.weight")
+    for name in names:
+        exact, coded = (next(t for t in GGUFReader(path).tensors if t.name == name) for path in paths)
+        weights = quants.dequantize(coded.data, coded.tensor_type)
+        assert (coded.tensor_type.name, weights.shape) == ("Q4_0", exact.data.shape)
+        assert weights.std() == pytest.approx(exact.data.std(), rel=0.1)

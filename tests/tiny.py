@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
 Array = npt.NDArray[np.float32]
 
@@ -56,7 +56,8 @@ class Model:
     seed: int
     dims: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Array] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+    blocks: dict[Any, npt.NDArray[np.uint8]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -71,7 +72,21 @@ class Model:
 
     def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, stack: tuple[int, ...] = ()) -> None:
         """Adds a weight that maps unit-variance input to outputs of standard deviation `gain`."""
-        self.normal(f"{name}.weight", (*stack, n_out, n_in), gain / np.sqrt(n_in))
+        shape, std = (*stack, n_out, n_in), gain / np.sqrt(n_in)
+        if self.dtype == "q4_0":
+            self.tensors[f"{name}.weight"] = self.quantized(shape, std)
+        else:
+            self.normal(f"{name}.weight", shape, std)
+
+    def quantized(self, shape: tuple[int, ...], std: float) -> npt.NDArray[np.uint8]:
+        """Random blocks of Q4_0, U8 [..., n_in / 32 * 18]; one array for all of a shape, so that large models fit."""
+        if (shape, std) not in self.blocks:
+            rng = np.random.default_rng([self.seed, *shape])
+            blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // 32, 18), np.uint8)
+            step = std / np.sqrt((16**2 - 1) / 12)  # codes are uniform over 16
+            blocks[..., :2] = np.frombuffer(np.float16(step).tobytes(), np.uint8)
+            self.blocks[shape, std] = blocks.reshape(*shape[:-1], -1)
+        return self.blocks[shape, std]
 
     def norm(self, name: str, n: int, bias: bool = False) -> None:
         """Adds a normalization weight near 1 and, on request, a small bias."""
@@ -330,7 +345,7 @@ class Arch:
     square: bool = False
 
 
-# dtype: f32 or f16, for matrices.
+# dtype: f32, f16 or q4_0, for matrices.
 DIMS: dict[str, Any] = {
     "n_layer": 2,
     "n_embd": 64,
@@ -425,6 +440,9 @@ def write(path: Path, m: Model, split_tensors: int) -> Path:
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
     for name, data in m.tensors.items():
+        if data.dtype == np.uint8:
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.Q4_0)
+            continue
         half = m.dtype == "f16" and data.ndim > 1
         writer.add_tensor(name, data.astype(np.float16) if half else data)
     writer.write_header_to_file()
