@@ -359,3 +359,27 @@ def test_a_window_stores_what_its_slots_name(library: c.Library) -> None:
     library.run("store_window", args)
     want = np.where((token >= 0)[:, None], fresh[token], window)
     assert np.array_equal(read(), want)
+
+
+@pytest.mark.parametrize("n_tps", [1, 8])
+def test_what_the_script_times(library: c.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of kernels/bench/gpu_ops.py, on a small workload: the whole of attention is finite numbers."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(c.ROOT / "kernels" / "bench"))
+    import gpu_ops
+
+    device = "cuda" if library.memory is c.DeviceMemory else "cpu"
+    for name, value in (("DEVICE", device), ("N_HEAD", 1), ("GROUP", 2)):
+        monkeypatch.setattr(gpu_ops, name, value)
+    work = gpu_ops.Workload(gpu_ops.BANDS["4.3 bits"], 2, n_tps, 1024)
+    timed = gpu_ops.Cuda(library, work)
+    assert [name for name in timed.calls() if "attend_decode" in name] == ["CUDA attend_decode"] * (n_tps == 1)
+    for call in timed.calls().values():
+        timed.out.fill_(torch.nan)
+        call()
+    assert torch.isfinite(timed.out).all()
+    assert (timed.out.std(1) > 0.1).all()
+    before = work.rows[0].clone()
+    timed.run("encode", timed.encode)()
+    assert (work.rows[0] != before).any()
+    assert int(timed.heads.n_bad()[0]) == 0

@@ -1,4 +1,4 @@
-"""kernels/bench/gpu.py: what it keeps when a step fails, what it says without a GPU. Its steps have their own tests."""
+"""kernels/bench/gpu.py: what it keeps when a step fails, what it says without a GPU; its parts for whole models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def test_without_a_gpu_it_says_what_was_skipped(
         "CUDA's kernels run on the CPU only",
         "skipped: no package torch",
         "skipped: no GPU",
+        "skipped: no package gguf",
     ):
         assert text in out
 
@@ -66,3 +68,77 @@ def test_cells_that_no_workload_has_are_refused() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--cells", "1000"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--cells: a positive multiple of 1024 expected, 1000 found" in done.stderr
+
+
+def test_a_part_that_crashes_or_hangs_keeps_what_it_said(script: Any, tmp_path: Path) -> None:
+    report = script.Report(tmp_path / "out.json")
+    said = "import json, os, time; print(json.dumps({'step': 'a', 'result': 'fine', 'ms': 2}), flush=True); "
+    report.follow("crash", [sys.executable, "-c", said + "print('why', flush=True); os.abort()"], 60)
+    report.follow("hang", [sys.executable, "-c", said + "time.sleep(600)"], 2)
+    assert [(s["step"], s["result"]) for s in report.steps] == [
+        ("a", "fine"),
+        ("crash", "FAILED: exit status -6: why"),
+        ("a", "fine"),
+        ("hang", "FAILED: stopped after 2 s: "),
+    ]
+    assert report.steps[0]["ms"] == 2
+
+
+def test_times_of_ops_are_ratios_to_the_baseline(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ops = sys.modules["gpu_ops"]
+    work = SimpleNamespace(bytes=4 * 10**6, n_tps=1)
+    times = {ops.BASELINE: [2.0, 3.0, 4.0], "CUDA attend_decode": [1.5, 1.0, 1.0], "Triton attend": "FAILED: why"}
+    ops.report(times, "a shape", work, 8.0)
+    base, cuda, triton = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (base["step"], base["ms"]) == (f"{ops.BASELINE}: a shape", 3.0)
+    assert cuda["result"] == "1000 us, 4 GB/s of codes, 50% of the copy, 3.00 times the speed of torch SDPA f16"
+    assert (cuda["gbs"], cuda["speed_of_sdpa"], cuda["samples_ms"]) == (4.0, 3.0, [1.5, 1.0, 1.0])
+    assert triton["result"] == "FAILED: why"
+
+
+@pytest.fixture(params=["q4_0"])
+def small(script: Any, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A model and its bases as the script makes them, of a small shape."""
+    import gpu_models
+
+    try:
+        gpu_models.engine_folder()
+    except ImportError as error:
+        pytest.skip(f"native engine: {error}")
+
+    shape = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_head_kv": 1, "head_size": 128, "n_ff": 256}
+    model, bases = gpu_models.make_model(tmp_path, **shape, dtype=request.param)
+    return model, bases
+
+
+def test_longest_contexts_are_those_that_fit(small: tuple[Path, Path]) -> None:
+    import gpu_models
+
+    budget = 64 << 20
+    found = gpu_models.contexts(*small, budget)
+    assert list(found) == ["f16", "q8_0", "q4_0", "subkv"]
+    lengths = [sizes.pop("n_ctx") for sizes in found.values()]
+    assert lengths[0] < lengths[1] < lengths[2]
+    for n_ctx, sizes in zip(lengths, found.values(), strict=True):
+        assert n_ctx % 256 == 0
+        assert sum(sizes.values()) <= budget < sum(sizes.values()) * (n_ctx + 512) / n_ctx  # 512 more do not fit
+    assert found["f16"]["cells"] == lengths[0] * 2 * 2 * 128 * 2
+    assert found["subkv"]["cells"] == lengths[3] * 2 * (71 + 67)  # bytes of gpu_ops.BANDS, scales and all
+    assert found["subkv"]["bases"] > 0
+    assert found["subkv"]["exact window"] > 0
+    assert gpu_models.contexts(*small, 1000)["f16"]["n_ctx"] == 0
+
+
+@pytest.mark.parametrize("small", ["f16"], indirect=True)
+def test_whole_models_are_timed(small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    import gpu_models
+
+    gpu_models.bench(*small, depth=64, repetitions=1, n_gpu_layers=0, n_gen=2)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    tests = ("pp512 @ d64", "tg2 @ d64")
+    steps = [f"whole model, {test}: {cache}" for test in tests for cache in ("f16", "q8_0", "subkv")]
+    assert [one["step"] for one in said] == steps
+    assert "times the best ordinary cache" in said[-1]["result"]
+    assert said[-1]["kv_bytes_per_token"] == 2 * (71 + 67)
+    with pytest.raises(RuntimeError, match="-ctk subkv"):
+        gpu_models.bench(small[0], small[0], 64, 1, 0)

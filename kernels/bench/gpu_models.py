@@ -1,0 +1,198 @@
+"""Whole models of random weights: the longest context in a given memory, and decoding at depth. A part of gpu.py.
+
+    python kernels/bench/gpu_models.py contexts --memory 8 [-m M.gguf --bases SIDECAR.gguf] [--folder DIR]
+    python kernels/bench/gpu_models.py bench --depth 4096,32768,131072 -r 3 [-m M.gguf --bases SIDECAR.gguf]
+
+Without -m: the shape of an 8B Llama (reduced vocabulary) in Q4_0, 4 GB in --folder, and random orthonormal bases of
+mixed bands. Contexts are what llama.cpp says it would allocate, on the CPU and without allocating it; needs the native
+engine (installed, or SUBKV_LIB_PATH).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [ROOT / "tests", ROOT / "tests" / "format", ROOT / "kernels" / "triton", Path(__file__).parent]
+sys.path[:0] = [str(folder) for folder in (*FOLDERS, ROOT / "python", ROOT)]
+
+import tiny  # noqa: E402
+import writer  # noqa: E402
+from gpu_ops import BANDS  # noqa: E402
+from gpu_report import say  # noqa: E402
+
+SHAPE_8B = {
+    "n_layer": 32,
+    "n_embd": 4096,
+    "n_head": 32,
+    "n_head_kv": 8,
+    "head_size": 128,
+    "n_ff": 14336,
+    "n_ctx_train": 1 << 20,
+    "rope_freq_base": 500000.0,
+    "dtype": "q4_0",
+}
+BUDGETED = ("f16", "q8_0", "q4_0", "subkv")
+TIMED = ("f16", "q8_0", "subkv")
+STEP = 256  # cells, as llama.cpp pads a cache
+MOST = 1 << 24  # tokens
+
+
+def make_model(folder: Path, **shape: Any) -> tuple[Path, Path]:
+    """A Llama of this shape (tiny.DIMS) and a sidecar of bases for it."""
+    model = tiny.build(folder / "model.gguf", "llama", **shape)
+    dims = tiny.DIMS | shape
+    d = dims["head_size"]
+    k, v = ([(n * d // 128, bits) for n, bits in bands] for bands in BANDS["4.3 bits"])
+    coded = writer.random_layers(dims["n_layer"], dims["n_head_kv"], d, d, k, v, kind="orthonormal")
+    return model, writer.write(folder / "bases.gguf", writer.metadata(coded, block_count=dims["n_layer"]))
+
+
+def longest(fits: Callable[[int], bool], step: int = STEP, most: int = MOST) -> int:
+    """The largest multiple of `step` up to `most` that fits, given that all smaller ones do; 0: none."""
+    low, high = 0, most // step + 1  # fits, does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def contexts(model: Path, bases: Path, budget: int) -> dict[str, dict[str, int]]:
+    """By cache: the longest context of one sequence in `budget` bytes with the weights, and what it takes by kind."""
+    from subkv.cache import C, choose_cache, flash_attention, layout_json
+    from subkv.memory import needed
+
+    found = {}
+    for name in BUDGETED:
+        coded = name == "subkv"
+        choice = choose_cache(model, name, bases if coded else None)
+        params = C.llama_context_default_params()
+        params.n_batch, params.n_ubatch = 2048, 512
+        params.flash_attn_type = flash_attention("on", choice)
+        params.type_k, params.type_v = choice.type_k, choice.type_v
+        fixed = {"weights": model.stat().st_size}
+        if coded:
+            fixed["bases"] = int(json.loads(layout_json(bases, "--bases"))["bytes_bases"])
+
+        def sizes(n_ctx: int, choice: Any = choice, params: Any = params, fixed: Any = fixed) -> dict[str, int]:
+            window = {"n_sink": None, "n_recent": None, "n_rollback": None, "adapt": None} if choice.coded else {}
+            params.n_ctx = n_ctx
+            made = needed(model, choice, params, window, n_ctx)
+            if not made["cells"]:
+                raise RuntimeError(f"{choice.name}: llama.cpp makes no context of {n_ctx} tokens")
+            return fixed | {kind: round(size) for kind, size in made.items()}
+
+        n_ctx = longest(lambda n: sum(sizes(n).values()) <= budget)
+        found[name] = {"n_ctx": n_ctx, **(sizes(n_ctx) if n_ctx else fixed)}
+    return found
+
+
+def say_contexts(model: Path, bases: Path, gib: float) -> None:
+    for name, found in contexts(model, bases, int(gib * 2**30)).items():
+        parts = ", ".join(f"{kind} {size / 2**20:.0f} MiB" for kind, size in found.items() if kind != "n_ctx" and size)
+        say(f"longest context in {gib:g} GiB: {name}", f"{found['n_ctx']} tokens ({parts})", **found)
+
+
+def engine_folder() -> Path:
+    """Where the native engine is. Raises ImportError."""
+    from subkv._lib import lib_dir
+
+    return lib_dir()
+
+
+def no_cuda_engine() -> str | None:
+    """None, or why none can be used."""
+    try:
+        folder = engine_folder()
+    except ImportError as error:
+        return f"skipped: {error}"
+    if list(folder.glob("*ggml-cuda*")):
+        return None
+    return f"skipped: the engine in {folder} was built without CUDA; --engine builds one"
+
+
+def bench(model: Path, bases: Path, depth: int, repetitions: int, n_gpu_layers: int, n_gen: int = 32) -> None:
+    """runtime.bench at a depth, caches taking turns; ratios to the fastest ordinary cache."""
+    command = [
+        sys.executable,
+        "-m",
+        "runtime.bench",
+        "-m",
+        model,
+        "--bases",
+        bases,
+        "-ctk",
+        ",".join(TIMED),
+        "-fa",
+        "on",
+    ]
+    command += ["-p", "512", "-n", n_gen, "-d", depth, "-ngl", n_gpu_layers, "-r", repetitions, "-o", "json"]
+    paths = [str(ROOT / "python"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([str(word) for word in command], env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise RuntimeError(f"runtime.bench: exit status {done.returncode}: {reason}")
+    objects = json.loads(done.stdout)
+    for test in dict.fromkeys(o["test"] for o in objects):
+        of_test = [o for o in objects if o["test"] == test]
+        best = max(o["median_ts"] for o in of_test if o["type_k"] != "subkv")
+        for o in of_test:
+            ratio = f", {o['median_ts'] / best:.2f} times the best ordinary cache" if o["type_k"] == "subkv" else ""
+            numbers = {k: v for k, v in o.items() if k not in ("test", "model_filename")}
+            result = f"{o['median_ts']:.2f} tokens/s, {o['kv_bytes_per_token']} bytes per token, {o['kernel']}{ratio}"
+            say(f"whole model, {test}: {o['type_k']}", result, **numbers)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", choices=["contexts", "bench"])
+    parser.add_argument("-m", "--model", type=Path)
+    parser.add_argument("--bases", type=Path)
+    parser.add_argument("--folder", type=Path, help="where the model is written, and kept; default: a temporary folder")
+    parser.add_argument("--memory", type=float, default=8.0, help="GiB")
+    parser.add_argument("--depth", default="4096,32768,131072")
+    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument("-ngl", type=int, default=99, help="layers on the GPU")
+    given = parser.parse_args()
+    if (given.model is None) != (given.bases is None):
+        parser.error("-m: expected --bases with it, found one without the other")
+    if given.part == "bench" and given.ngl and (reason := no_cuda_engine()):
+        say("decoding of a whole model", reason)
+        return 0
+    try:
+        engine_folder()
+    except ImportError as error:
+        say("whole models", f"skipped: {error}")
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model, bases = given.model, given.bases
+        if model is None:
+            model, bases = folder / "model.gguf", folder / "bases.gguf"
+            if not bases.exists():
+                make_model(folder, **SHAPE_8B)
+        if given.part == "contexts":
+            say_contexts(model, bases, given.memory)
+            return 0
+        ok = True
+        for depth in given.depth.split(","):
+            try:
+                bench(model, bases, int(depth), given.repetitions, given.ngl)
+            except Exception as error:
+                ok = False
+                say(f"whole model at depth {depth}", f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

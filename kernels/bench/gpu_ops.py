@@ -1,0 +1,253 @@
+"""Times of the ops on a GPU, CUDA's and Triton's, against torch's attention over f16 keys and values: a part of gpu.py.
+
+    python kernels/bench/gpu_ops.py --bands "4.3 bits" --batch 1,16 --cells 131072 [--library libnative.so] [--prefill]
+
+All calls of a shape take turns, so their ratios hold on a busy machine too; the device's cache is cold. Random rows
+of a layer for every sequence; times say nothing about what is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes as ct
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "kernels" / "triton"), str(Path(__file__).parent)]
+
+import cuda_ops as c  # noqa: E402
+import layers  # noqa: E402
+import numpy as np  # noqa: E402
+from gpu_report import interleaved_ms, missing, say  # noqa: E402
+
+# The shape of an 8B Llama: 8 KV heads of 128, groups of 4. Mixed bands take 71 + 67 bytes per cell and head.
+N_HEAD, GROUP, D = 8, 4, 128
+BANDS = {
+    "4.3 bits": (((16, 8), (48, 5), (64, 3)), ((16, 6), (96, 4), (16, 3))),
+    "8 bits": (((128, 8),), ((128, 8),)),
+    "3 bits": (((128, 3),), ((128, 3),)),
+}
+N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 32
+PREFILL, PREFILL_CELLS = 512, 8192
+BASELINE = "torch SDPA f16"
+DEVICE = "cuda"
+
+Calls = dict[str, Callable[[], Any]]
+
+
+class Workload:
+    """Coded cells of n_stream sequences, and queries of the n_tps tokens after them."""
+
+    def __init__(self, bands: tuple[Any, Any], n_stream: int, n_tps: int, n_cells: int) -> None:
+        import torch
+
+        self.n_stream, self.n_tps, self.n_cells = n_stream, n_tps, n_cells
+        self.sides = [layers.Side.make([b] * N_HEAD, D, i) for i, b in enumerate(bands)]
+        self.rows = []
+        for side in self.sides:
+            one = torch.from_numpy(side.random_rows(1024, np.random.default_rng(0), 0)).to(DEVICE)
+            self.rows.append(one.repeat(n_stream, n_cells // 1024, 1).reshape(n_stream, n_cells, -1))
+        self.q = torch.randn(n_stream * n_tps, N_HEAD * GROUP, D, device=DEVICE)
+        self.k, self.v = (torch.randn(n_stream * n_tps, N_HEAD, D, device=DEVICE) for _ in range(2))
+        self.bytes = sum(int(rows.numel()) for rows in self.rows)
+
+
+class Cuda:
+    """The CUDA ops on a workload. Calls run on torch's stream."""
+
+    def __init__(self, library: c.Library, work: Workload) -> None:
+        import torch
+
+        self.library, self.work = library, work
+        self.stream = ct.c_void_p(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else None
+        self.heads = c.Heads(library.memory(), work.sides[0], work.sides[1], GROUP)
+        n_tok, layer = work.n_stream * work.n_tps, self.heads.layer
+        blocks = N_HEAD * work.n_stream * max(1, work.n_tps * GROUP // 64)
+        n_split = max(1, min(1024 // blocks, work.n_cells // 256))
+        n_rows = N_HEAD * n_tok * GROUP
+        part = n_split * n_rows
+        slots = N_SINK + N_RECENT + N_ROLLBACK
+        halves = {"dtype": torch.float16, "device": DEVICE}
+        integers = {"dtype": torch.int32, "device": DEVICE}
+        floats = torch.zeros(part * (2 + layer.width_v) + n_rows * (layer.width_k + 1), device=DEVICE)
+        mask = torch.zeros(n_tok, work.n_cells, **halves)
+        cell_pos = torch.arange(work.n_cells, **integers).repeat(work.n_stream, 1)
+        token = torch.arange(n_tok, **integers)
+        tokens = torch.stack([work.n_cells + token % work.n_tps, token // work.n_tps, 0 * token, 0 * token], 1)
+        tokens[:, 3] = slots * tokens[:, 1]
+        held = torch.arange(slots, **integers)
+        position = torch.where(held < N_SINK, held, work.n_cells - slots + held).repeat(work.n_stream)
+        of_slots = torch.stack([position, 0 * position, 0 * position - 1]).contiguous()
+        fresh, window = (torch.randn(n, 2 * N_HEAD * D, **halves) for n in (n_tok, len(position)))
+        self.out = torch.empty(n_tok, N_HEAD * GROUP * D, device=DEVICE)
+        cells = torch.arange(n_tok, dtype=torch.int64, device=DEVICE)
+        self.kept = [floats, mask, cell_pos, tokens, of_slots, fresh, window, cells]
+        k_rows, v_rows = (rows.data_ptr() for rows in work.rows)
+        k_stride, v_stride = (rows.stride(1) for rows in work.rows)
+        k_stream, v_stream = (rows.stride(0) for rows in work.rows)
+        at = floats.data_ptr()
+        qt = at + 4 * part * (2 + layer.width_v)
+        strides = {"k_head": D, "k_token": N_HEAD * D, "v_head": D, "v_token": N_HEAD * D}
+        self.encode = c.Encode(layer=layer, k=work.k.data_ptr(), v=work.v.data_ptr(), **strides, k_rows=k_rows,
+                               v_rows=v_rows, k_stride=k_stride, v_stride=v_stride, cells=cells.data_ptr(),
+                               fresh=fresh.data_ptr(), n_tok=n_tok)  # fmt: skip
+        self.attend = c.Attend(layer=layer, q=work.q.data_ptr(), q_head=D, q_token=N_HEAD * GROUP * D, k_rows=k_rows,
+                               v_rows=v_rows, k_stride=k_stride, v_stride=v_stride, k_stream=k_stream,
+                               v_stream=v_stream, mask=mask.data_ptr(), mask_half=True, cell_pos=cell_pos.data_ptr(),
+                               tokens=tokens.data_ptr(), n_sink=N_SINK, n_recent=N_RECENT, n_kv=work.n_cells,
+                               n_stream=work.n_stream, n_tps=work.n_tps, n_split=n_split,
+                               split=-(-work.n_cells // n_split // 64) * 64, m=at, z=at + 4 * part,
+                               acc=at + 8 * part, qt=qt, shift=qt + 4 * n_rows * layer.width_k)  # fmt: skip
+        self.combine = c.Combine(a=self.attend, fresh=fresh.data_ptr(), window=window.data_ptr(),
+                                 slots=of_slots.data_ptr(), slot_stride=len(position), slots_of_seq=slots, sinks=None,
+                                 out=self.out.data_ptr(), out_stride=N_HEAD * GROUP * D)  # fmt: skip
+
+    def run(self, name: str, args: ct.Structure) -> Callable[[], None]:
+        return lambda: self.library.run(name, args, self.stream)
+
+    def calls(self) -> Calls:
+        """project first: it fills what attend reads, and attend what combine reads."""
+        decode = ["attend_decode"] if self.work.n_tps == 1 else []
+        attend, combine = self.run("attend", self.attend), self.run("combine", self.combine)
+        return {
+            "CUDA project": self.run("project_queries", self.attend),
+            **{f"CUDA {name}": self.run(name, self.attend) for name in (*decode, "attend_tiles")},
+            "CUDA combine": combine,
+            "CUDA project, attend and combine": lambda: (attend(), combine()),
+        }
+
+
+class Triton:
+    """The Triton ops on a workload; projecting queries is torch's there."""
+
+    def __init__(self, work: Workload) -> None:
+        import torch
+
+        import subkv_triton as st
+
+        self.st, self.work, self.codecs = st, work, []
+        for side in work.sides:
+            bands = [[(b.n, b.bits, b.ratio) for b in h.codec.bands[: h.codec.n_bands]] for h in side.heads]
+            bases = [h.encode for h in side.heads]
+            self.codecs.append(st.Codecs.make(bands, bases, bases, None, DEVICE))
+        shape = (work.n_stream, work.n_tps, N_HEAD, GROUP, D)
+        self.q = work.q.reshape(shape)
+        self.scale = torch.full((N_HEAD,), D**-0.5, device=DEVICE)
+        self.bias = torch.zeros(work.n_stream, work.n_tps, work.n_cells, device=DEVICE)
+        n_keys = N_SINK + N_RECENT + work.n_tps
+        k, v = (torch.randn(work.n_stream, n_keys, N_HEAD, D, dtype=torch.float16, device=DEVICE) for _ in range(2))
+        of_keys = torch.zeros(work.n_stream, work.n_tps, n_keys, device=DEVICE)
+        self.exact = st.Exact(k, v, self.q * D**-0.5, of_keys)
+
+    def project(self) -> Any:
+        return self.st.project_queries(self.codecs[0], self.q, self.scale)
+
+    def attend(self, qt: Any) -> Any:
+        return self.st.attend(*self.codecs, *self.work.rows, qt, self.bias)
+
+    def combine(self, partial: Any) -> Any:
+        return self.st.combine(self.codecs[1], partial, self.exact)
+
+    def encode(self) -> None:
+        import torch
+
+        cells = torch.arange(len(self.work.k), device=DEVICE)
+        for codecs, x, rows in zip(self.codecs, (self.work.k, self.work.v), self.work.rows, strict=True):
+            self.st.encode_rows(codecs, x, cells, rows.view(-1, rows.shape[2]))
+
+    def calls(self) -> Calls:
+        qt = self.project()
+        partial = self.attend(qt)
+        return {
+            "Triton attend": lambda: self.attend(qt),
+            "Triton combine": lambda: self.combine(partial),
+            "Triton project, attend and combine": lambda: self.combine(self.attend(self.project())),
+        }
+
+
+def baseline(work: Workload) -> Calls:
+    """torch's attention over as many f16 cells, each read once: the queries of a group are those of one head."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    shape = (work.n_stream, N_HEAD, work.n_cells, D)
+    k, v = (torch.randn(shape, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    q = work.q.half().view(work.n_stream, work.n_tps, N_HEAD, GROUP, D)
+    q = q.permute(0, 2, 3, 1, 4).reshape(work.n_stream, N_HEAD, GROUP * work.n_tps, D)
+    return {BASELINE: lambda: sdpa(q, k, v)}
+
+
+def report(times: dict[str, list[float] | str], what: str, work: Workload | None, copy_gbs: float) -> None:
+    """A line for every call; ratios to the baseline, of runs that took turns."""
+    medians = {name: statistics.median(ms) for name, ms in times.items() if isinstance(ms, list)}
+    base = medians.get(BASELINE)
+    for name, found in times.items():
+        if isinstance(found, str):
+            say(f"{name}: {what}", found)
+            continue
+        ms = medians[name]
+        numbers: dict[str, Any] = {"ms": ms, "samples_ms": found}
+        result = f"{1000 * ms:.0f} us"
+        if work is not None and " attend" in name:
+            numbers |= {"gbs": work.bytes / ms / 1e6, "bytes": work.bytes}
+            result += f", {numbers['gbs']:.0f} GB/s of codes"
+            result += f", {100 * numbers['gbs'] / copy_gbs:.0f}% of the copy" if copy_gbs else ""
+            if work.n_tps > 1:
+                numbers["tflops"] = 4 * D * len(work.q) * N_HEAD * GROUP * work.n_cells / ms / 1e9
+                result += f", {numbers['tflops']:.0f} TFLOP/s"
+        if base is not None and "attend" in name:
+            numbers["speed_of_sdpa"] = base / ms
+            result += f", {base / ms:.2f} times the speed of {BASELINE}"
+        say(f"{name}: {what}", result, **numbers)
+
+
+def time_shape(library: c.Library | None, name: str, shape: tuple[int, int, int], copy_gbs: float, n: int) -> None:
+    """Bands by name, (sequences, tokens of each, cells)."""
+    work = Workload(BANDS[name], *shape)
+    what = f"{name}, {shape[0]} x {shape[1]} tokens, {shape[2]} cells"
+    calls: Calls = baseline(work)
+    encoding: Calls = {}
+    if library is not None:
+        cuda = Cuda(library, work)
+        calls |= cuda.calls()
+        encoding["CUDA encode"] = cuda.run("encode", cuda.encode)
+    if not missing("triton"):
+        try:
+            triton = Triton(work)
+            calls |= triton.calls()
+            encoding["Triton encode"] = triton.encode
+        except Exception as error:
+            say(f"Triton: {what}", f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+    report(interleaved_ms(calls, n), what, work, copy_gbs)
+    if encoding:  # last: it changes rows
+        report(interleaved_ms(encoding, n), f"{name}, {shape[0]} x {shape[1]} tokens", None, copy_gbs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--bands", choices=BANDS, default="4.3 bits")
+    parser.add_argument("--batch", default="1", help="sequences that decode together, N,N,…")
+    parser.add_argument("--cells", type=int, default=131072)
+    parser.add_argument("--prefill", action="store_true", help="a prompt's tokens instead")
+    parser.add_argument("--library", type=Path, help="kernels/cuda, compiled")
+    parser.add_argument("--copy", type=float, default=0.0, help="measured GB/s of a copy")
+    parser.add_argument("-r", "--repetitions", type=int, default=20)
+    given = parser.parse_args()
+    library = c.Library(given.library, c.DeviceMemory) if given.library else None
+    shapes = [(int(batch), 1, given.cells) for batch in given.batch.split(",")]
+    ok = True
+    for shape in [(1, PREFILL, PREFILL_CELLS)] if given.prefill else shapes:
+        try:
+            time_shape(library, given.bands, shape, given.copy, given.repetitions)
+        except Exception as error:
+            ok = False
+            say(f"{given.bands}, {shape}", f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

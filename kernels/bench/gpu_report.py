@@ -1,0 +1,124 @@
+"""What gpu.py and its parts share: results on disk after every step, parts in processes of their own, GPU timers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Step = tuple[str, dict[str, Any]]
+"""One line about a result, and its numbers."""
+
+
+class Report:
+    """Results so far, on disk after every step, and the table on the screen."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[dict[str, Any]] = []
+
+    def add(self, step: str, result: str, **numbers: Any) -> None:
+        self.steps.append({"step": step, "result": result, **numbers})
+        print(f"{step:<64} {result}", flush=True)
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps({"host": platform.node(), "steps": self.steps}, indent=1) + "\n")
+        temporary.replace(self.path)
+
+    def run(self, step: str, work: Callable[[], Step]) -> None:
+        """A step that fails is reported, and the next one runs."""
+        start = time.monotonic()
+        try:
+            result, numbers = work()
+        except Exception as error:
+            result, numbers = failed(error), {}
+        self.add(step, result, seconds=round(time.monotonic() - start, 1), **numbers)
+
+    def follow(self, part: str, command: list[str], limit: float, **settings: Any) -> None:
+        """A part of this script in a process of its own, which a crash or `limit` seconds end: its say()s are added."""
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **settings
+        )
+        timer = threading.Timer(limit, child.kill)
+        timer.start()
+        rest: deque[str] = deque(maxlen=4)
+        assert child.stdout is not None
+        for line in child.stdout:
+            try:
+                said = json.loads(line)
+                self.add(said.pop("step"), said.pop("result"), **said)
+            except (ValueError, AttributeError, KeyError):
+                rest.append(line.strip()[:300])
+        code = child.wait()
+        late = not timer.is_alive()
+        timer.cancel()
+        if code != 0:
+            why = f"stopped after {limit:.0f} s" if late else f"exit status {code}"
+            self.add(part, f"FAILED: {why}: {' | '.join(rest)}")
+
+
+def say(step: str, result: str, **numbers: Any) -> None:
+    """A result of a part, for Report.follow."""
+    print(json.dumps({"step": step, "result": result, **numbers}), flush=True)
+
+
+def failed(error: Exception) -> str:
+    return f"FAILED: {type(error).__name__}: {str(error)[:300]}"
+
+
+def missing(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"skipped: no package {name}"
+
+
+def gpu() -> Any | None:
+    """torch.cuda where it has a device."""
+    if missing("torch"):
+        return None
+    import torch
+
+    return torch.cuda if torch.cuda.is_available() else None
+
+
+CACHE = 256 << 20  # bytes written before every run, so that nothing of the last one is left in the device's cache
+SLEEP = 1_000_000  # cycles that the device waits, so that launches are queued when it begins
+
+
+def interleaved_ms(calls: dict[str, Callable[[], Any]], n: int = 20) -> dict[str, list[float] | str]:
+    """Milliseconds of every call on the device, n times each, taking turns; for a call that fails the reason.
+
+    Three warm-ups before; the device's cache is cold in every run.
+    """
+    import torch
+
+    times: dict[str, list[float] | str] = {}
+    junk = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for name, call in calls.items():
+        try:
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+            times[name] = []
+        except Exception as error:
+            times[name] = failed(error)
+    for repetition in range(n):
+        names = [name for name, found in times.items() if isinstance(found, list)]
+        shift = repetition % len(names) if names else 0
+        for name in names[shift:] + names[:shift]:
+            junk.zero_()
+            if hasattr(torch.cuda, "_sleep"):
+                torch.cuda._sleep(SLEEP)
+            events[0].record()
+            calls[name]()
+            events[1].record()
+            torch.cuda.synchronize()
+            found = times[name]
+            assert isinstance(found, list)
+            found.append(float(events[0].elapsed_time(events[1])))
+    return times
