@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ SHAPE_8B = {
 }
 BUDGETED = ("f16", "q8_0", "q4_0", "subkv")
 TIMED = ("f16", "q8_0", "subkv")
-STEP = 256  # cells, as llama.cpp pads a cache
-MOST = 1 << 24  # tokens
+STEP = 1024  # tokens to which the longest context is searched
+MOST = 1 << 22
 
 
 def make_model(folder: Path, **shape: Any) -> tuple[Path, Path]:
@@ -65,12 +65,11 @@ def longest(fits: Callable[[int], bool], step: int = STEP, most: int = MOST) -> 
     return low * step
 
 
-def contexts(model: Path, bases: Path, budget: int) -> dict[str, dict[str, int]]:
-    """By cache: the longest context of one sequence in `budget` bytes with the weights, and what it takes by kind."""
+def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Caches with the longest context of one sequence in `budget` bytes with the weights, and what it takes by kind."""
     from subkv.cache import C, choose_cache, flash_attention, layout_json
     from subkv.memory import needed
 
-    found = {}
     for name in BUDGETED:
         coded = name == "subkv"
         choice = choose_cache(model, name, bases if coded else None)
@@ -91,12 +90,11 @@ def contexts(model: Path, bases: Path, budget: int) -> dict[str, dict[str, int]]
             return fixed | {kind: round(size) for kind, size in made.items()}
 
         n_ctx = longest(lambda n: sum(sizes(n).values()) <= budget)
-        found[name] = {"n_ctx": n_ctx, **(sizes(n_ctx) if n_ctx else fixed)}
-    return found
+        yield name, {"n_ctx": n_ctx, **(sizes(n_ctx) if n_ctx else fixed)}
 
 
 def say_contexts(model: Path, bases: Path, gib: float) -> None:
-    for name, found in contexts(model, bases, int(gib * 2**30)).items():
+    for name, found in contexts(model, bases, int(gib * 2**30)):
         parts = ", ".join(f"{kind} {size / 2**20:.0f} MiB" for kind, size in found.items() if kind != "n_ctx" and size)
         say(f"longest context in {gib:g} GiB: {name}", f"{found['n_ctx']} tokens ({parts})", **found)
 

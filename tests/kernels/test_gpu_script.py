@@ -115,18 +115,18 @@ def test_longest_contexts_are_those_that_fit(small: tuple[Path, Path]) -> None:
     import gpu_models
 
     budget = 64 << 20
-    found = gpu_models.contexts(*small, budget)
+    found = dict(gpu_models.contexts(*small, budget))
     assert list(found) == ["f16", "q8_0", "q4_0", "subkv"]
     lengths = [sizes.pop("n_ctx") for sizes in found.values()]
     assert lengths[0] < lengths[1] < lengths[2]
     for n_ctx, sizes in zip(lengths, found.values(), strict=True):
-        assert n_ctx % 256 == 0
-        assert sum(sizes.values()) <= budget < sum(sizes.values()) * (n_ctx + 512) / n_ctx  # 512 more do not fit
+        assert n_ctx % 1024 == 0
+        assert sum(sizes.values()) <= budget < sum(sizes.values()) * (n_ctx + 1024) / n_ctx  # 1024 more do not fit
     assert found["f16"]["cells"] == lengths[0] * 2 * 2 * 128 * 2
     assert found["subkv"]["cells"] == lengths[3] * 2 * (71 + 67)  # bytes of gpu_ops.BANDS, scales and all
     assert found["subkv"]["bases"] > 0
     assert found["subkv"]["exact window"] > 0
-    assert gpu_models.contexts(*small, 1000)["f16"]["n_ctx"] == 0
+    assert next(gpu_models.contexts(*small, 1000)) == ("f16", {"n_ctx": 0, "weights": small[0].stat().st_size})
 
 
 @pytest.mark.parametrize("small", ["f16"], indirect=True)
