@@ -96,8 +96,8 @@ def test_times_of_ops_are_ratios_to_the_baseline(script: Any, capsys: pytest.Cap
     assert triton["result"] == "FAILED: why"
 
 
-@pytest.fixture(params=["q4_0"])
-def small(script: Any, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+@pytest.fixture
+def small(script: Any, tmp_path: Path) -> tuple[Path, Path]:
     """A model and its bases as the script makes them, of a small shape."""
     import gpu_models
 
@@ -107,7 +107,7 @@ def small(script: Any, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[
         pytest.skip(f"native engine: {error}")
 
     shape = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_head_kv": 1, "head_size": 128, "n_ff": 256}
-    model, bases = gpu_models.make_model(tmp_path, **shape, dtype=request.param)
+    model, bases = gpu_models.make_model(tmp_path, **shape)
     return model, bases
 
 
@@ -129,7 +129,6 @@ def test_longest_contexts_are_those_that_fit(small: tuple[Path, Path]) -> None:
     assert next(gpu_models.contexts(*small, 1000)) == ("f16", {"n_ctx": 0, "weights": small[0].stat().st_size})
 
 
-@pytest.mark.parametrize("small", ["f16"], indirect=True)
 def test_whole_models_are_timed(small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     import gpu_models
 
