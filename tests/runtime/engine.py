@@ -47,11 +47,13 @@ def last_error() -> str:
 
 
 class Model:
-    """A loaded GGUF."""
+    """A loaded GGUF, on all GPUs there are unless n_gpu_layers says otherwise."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_gpu_layers: int = -1) -> None:
         self.path = path
-        self.handle = C.llama_model_load_from_file(str(path).encode(), C.llama_model_default_params())
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        self.handle = C.llama_model_load_from_file(str(path).encode(), params)
         assert self.handle, f"{path} does not load: {''.join(LOG[-3:])}"
         self.vocab = C.llama_model_get_vocab(self.handle)
         self.n_vocab = C.llama_vocab_n_tokens(self.vocab)
@@ -90,7 +92,10 @@ class Session:
         type_v: int = 1,
         observer: Any = None,
         adapt: str | None = None,
+        offload_kqv: bool = True,
+        on_node: Any = None,
     ) -> None:
+        """on_node: called with every node that runs, a ggml_backend_sched_eval_callback."""
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = n_ctx
@@ -101,6 +106,9 @@ class Session:
         params.n_threads = params.n_threads_batch = threads
         params.type_k = type_k
         params.type_v = type_v
+        params.offload_kqv = offload_kqv
+        if on_node:
+            params.cb_eval = on_node
         if layout:
             cache = _lib.CacheParams(*window)
             if adapt is not None:

@@ -1,4 +1,4 @@
-// backend.h: how a layer's nodes reach the CUDA backend (backend.cpp; tests/kernels/emulated runs them on the CPU).
+// backend.h: how a layer's nodes reach the CUDA backend, or the GPUs that tests/kernels/emulated registers in its place.
 #pragma once
 
 #include "../device.h"

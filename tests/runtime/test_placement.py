@@ -1,0 +1,123 @@
+"""Where the nodes of coded layers run: with their cache, wherever llama.cpp's options put it.
+
+A node that runs elsewhere would write its rows into a copy. Needs a GPU, or two emulated ones
+(cmake -DSUBKV_EMULATE_CUDA=ON).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine
+import numpy as np
+import pytest
+from engine import C, Refused, session
+from test_variants import exact_layout
+
+pytestmark = pytest.mark.skipif(
+    not C.llama_supports_gpu_offload(), reason="no GPU, nor an emulated one (-DSUBKV_EMULATE_CUDA=ON)"
+)
+
+N_LAYER = 4
+ALL = N_LAYER + 1  # and the output
+WINDOW = (4, 16, 4)
+KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names what combine gives
+
+
+class Tensor(ctypes.Structure):
+    """The beginning of ggml_tensor."""
+
+    _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p)]
+
+
+class Places:
+    """Collects the buffer type of what every node of coded layers writes: places[kind][il]."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[int, str]] = {}
+        self.callback = C.ggml_backend_sched_eval_callback(self._on_node)
+        self.name = engine.SUBKV.ggml_get_name
+        self.name.argtypes, self.name.restype = [ctypes.c_void_p], ctypes.c_char_p
+        self.place = engine.SUBKV.ggml_backend_buffer_name
+        self.place.argtypes, self.place.restype = [ctypes.c_void_p], ctypes.c_char_p
+
+    def _on_node(self, node: int, ask: bool, _user: Any) -> bool:
+        name = self.name(node).decode()
+        kind, _, il = name.removeprefix("subkv_").partition("-")
+        if ask and kind in KINDS:
+            self.found.setdefault(kind, {})[int(il)] = self.place(Tensor.from_address(node).buffer).decode()
+        return not ask  # the value is not wanted; go on
+
+
+def on_gpu(place: str) -> bool:
+    return place.startswith(("CUDA", "EMULATED")) and not place.endswith("_Host")
+
+
+@pytest.mark.parametrize("flash_attn", [0, 1])
+@pytest.mark.parametrize(
+    ("arch", "n_gpu_layers", "offload_kqv"),
+    [
+        ("llama", -1, True),
+        ("llama", N_LAYER, True),
+        ("llama", 2, True),
+        ("llama", 0, True),
+        ("llama", -1, False),
+        ("llama", 2, False),
+        ("gpt-oss", -1, True),  # attention sinks are weights, which attract nodes
+        ("gpt-oss", 3, True),
+        ("gpt-oss", -1, False),
+    ],
+)
+def test_nodes_run_where_their_cache_lies(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    arch: str,
+    n_gpu_layers: int,
+    offload_kqv: bool,
+    flash_attn: int,
+) -> None:
+    path = tiny_model(arch, n_layer=N_LAYER)
+    model, places = engine.Model(path, n_gpu_layers), Places()
+    rng = random.Random(11)
+    tokens = [rng.randrange(10, model.n_vocab) for _ in range(50)]
+    layout = exact_layout(model, arch, tmp_path / "layout.gguf")
+    options = {"flash_attn": flash_attn, "offload_kqv": offload_kqv}
+    with session(model, **options) as s:
+        expected = s.decode(tokens)
+    with session(model, layout, window=WINDOW, on_node=places.callback, **options) as s:
+        found = s.decode(tokens, pieces=[40, *[1] * 5, 5])
+        stats = s.stats()
+    model.free()
+
+    assert places.found.keys() == KINDS
+    first = ALL - (ALL if n_gpu_layers < 0 else n_gpu_layers)
+    coded = places.found["encode"]
+    assert len(coded) == stats.n_layer_coded
+    assert stats.n_layer_device == sum(map(on_gpu, coded.values()))
+    for il, place in coded.items():
+        assert on_gpu(place) == (offload_kqv and il >= first), (il, place)
+        if on_gpu(place):  # that GPU and no other
+            assert {by_layer[il] for by_layer in places.found.values()} == {place}
+        else:
+            assert not any(on_gpu(by_layer[il]) for by_layer in places.found.values())
+    # exact codes; GPU kernels for many tokens round to halves
+    difference = np.abs(expected - found).max() / expected.std()
+    assert difference < 2e-2, difference
+
+
+def test_bases_that_follow_the_text_stay_off_the_gpu(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
+) -> None:
+    model = engine.Model(tiny_model("llama"))
+    with (
+        pytest.raises(Refused, match=r"^adapt: .*cache on \w+, .*-ngl 0"),
+        session(model, make_layout(), window=(4, 64, 16), adapt="v"),
+    ):
+        pass
+    with session(model, make_layout(), window=(4, 64, 16), adapt="v", offload_kqv=False) as s:
+        s.decode([1, 2, 3])
+    model.free()
