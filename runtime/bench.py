@@ -215,7 +215,7 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
         "model_type": model.description(),
         "model_size": C.llama_model_size(model.handle),
         "model_n_params": C.llama_model_n_params(model.handle),
-        "backends": "CPU" if not given["n_gpu_layers"] else "GPU",
+        "backends": "GPU" if given["n_gpu_layers"] and C.llama_supports_gpu_offload() else "CPU",
         "n_batch": given["n_batch"],
         "n_ubatch": given["n_ubatch"],
         "n_threads": n_threads,
@@ -328,7 +328,7 @@ def main(**given: Any) -> None:
 
     n_threads = options.threads(given["n_threads"])
     with contextlib.ExitStack() as cleanup:
-        model = cleanup.enter_context(Model(given["model"], given["n_gpu_layers"]))
+        model = cleanup.enter_context(Model(given["model"], options.gpu_layers(given["n_gpu_layers"])))
         configs = open_configs(model, given, [options.FLASH[item] for item in flash], n_threads)
         for config in configs:
             cleanup.callback(config.context.close)

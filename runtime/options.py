@@ -74,6 +74,18 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def gpu_layers(n: int) -> int:
+    """-ngl as given; notes that no GPU takes these layers, which llama.cpp keeps to itself."""
+    from subkv import _lib
+    from subkv.native import C
+
+    if n and not C.llama_supports_gpu_offload():
+        built = (_lib.lib_dir() / f"libggml-cuda{_lib.SUFFIX}").is_file()
+        why = "the CUDA backend sees none" if built else "this build has no backend for one"
+        note(f"-ngl {n}: expected a GPU, found none ({why}); all layers are on the CPU")
+    return n
+
+
 def threads(value: int | None) -> int:
     """-t as llama.cpp reads it: absent or not positive means all processors."""
     return value if value is not None and value > 0 else default_threads()

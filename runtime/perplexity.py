@@ -234,7 +234,7 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
         plots.check("--plot", Path(given["target"]))
     n_threads = options.threads(given["n_threads"])
     with contextlib.ExitStack() as cleanup:
-        model = cleanup.enter_context(Model(given["model"], given["n_gpu_layers"]))
+        model = cleanup.enter_context(Model(given["model"], options.gpu_layers(given["n_gpu_layers"])))
         reader, writer = None, None
         if given["kl_divergence"]:
             try:

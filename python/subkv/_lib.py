@@ -211,6 +211,16 @@ def _address(lib: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
 
 
+def _unloadable(reason: str) -> str:
+    """A sentence for what the dynamic linker said of libllama or of a library that it needs."""
+    if "libcuda.so" in reason:
+        return (
+            f"libggml-cuda{SUFFIX}: expected NVIDIA's driver (libcuda.so.1), found none;"
+            " install the driver, or subkv without -DGGML_CUDA=ON"
+        )
+    return f"libllama{SUFFIX}: expected a library that loads, found {reason}"
+
+
 def _bind_llama(folder: Path) -> ctypes.CDLL:
     """Imports llama_cpp so that it uses libllama of `folder`; returns llama_cpp's own handle of it."""
     loaded = sys.modules.get("llama_cpp.llama_cpp")
@@ -219,7 +229,10 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
         if found is not None and Path(found).resolve() != folder:
             raise ImportError(f"{LIB_PATH}: expected {folder} or no value, found {found}; unset it to use subkv")
         os.environ[LIB_PATH] = str(folder)
-        from llama_cpp import llama_cpp as loaded  # type: ignore[no-redef]
+        try:
+            from llama_cpp import llama_cpp as loaded  # type: ignore[no-redef]
+        except RuntimeError as error:  # it found the library
+            raise ImportError(_unloadable(str(error))) from error
     handle: ctypes.CDLL = loaded._lib  # type: ignore[union-attr]
     if Path(handle._name).resolve() != folder / f"libllama{SUFFIX}":
         raise ImportError(

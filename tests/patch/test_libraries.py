@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,27 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
     done = run("from subkv import _lib; _lib.load()", SUBKV_LIB_PATH=str(tmp_path))
     assert done.returncode != 0
     assert f"ImportError: SUBKV_LIB_PATH: expected libsubkv{_lib.SUFFIX} in {tmp_path}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(not shutil.which("cc") or sys.platform != "linux", reason="needs a compiler and ELF libraries")
+@pytest.mark.parametrize(
+    ("needed", "sentence"),
+    [
+        ("libcuda.so.1", "libggml-cuda.so: expected NVIDIA's driver (libcuda.so.1), found none; install"),
+        ("libother.so.1", "libllama.so: expected a library that loads, found "),
+    ],
+)
+def test_missing_driver_is_named(tmp_path: Path, needed: str, sentence: str) -> None:
+    """As a build with -DGGML_CUDA=ON on a machine without NVIDIA's driver."""
+    shutil.copy(_lib.lib_dir() / "libsubkv.so", tmp_path)
+    build = ["cc", "-shared", "-x", "c", "/dev/null", "-x", "none", "-Wl,--no-as-needed"]
+    subprocess.run([*build, f"-Wl,-soname,{needed}", "-o", "needed.so"], cwd=tmp_path, check=True)
+    subprocess.run([*build, "needed.so", "-o", "libllama.so"], cwd=tmp_path, check=True)
+    (tmp_path / "needed.so").unlink()
+    done = run("from subkv import _lib; _lib.load()", SUBKV_LIB_PATH=str(tmp_path))
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {sentence}") and needed in last
 
 
 def test_stock_library_is_stock() -> None:

@@ -218,6 +218,18 @@ def test_single_turn(program: Program, coded_model: Models) -> None:
     assert program(*arguments, stdin="Hello").stdout == done.stdout  # the message may come from a pipe
 
 
+def test_layers_for_a_gpu_that_is_not_there_are_noted(program: Program, coded_model: Models) -> None:
+    from subkv.cache import C
+
+    if C.llama_supports_gpu_offload():
+        pytest.skip("there is a GPU")
+    arguments = ("runtime.chat", "-m", coded_model(), "-c", 256, "-n", 1, "-st", "-p", "Hello")
+    done = program(*arguments, "-ngl", 99)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"-ngl 99: expected a GPU, found none \(.+\); all layers are on the CPU\nKV cache: ", done.stderr)
+    assert "-ngl" not in program(*arguments).stderr
+
+
 def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("some notes")
     lines = [
