@@ -1,4 +1,18 @@
 # What llama.cpp's CUDA backend needs, checked before its own CMake files fail with less to go by.
+
+# The libraries of the toolkit that was built with are found where it is, unless others lie beside ours or are loaded.
+function(subkv_find_cuda_libraries target)
+    set_property(TARGET ${target} APPEND PROPERTY INSTALL_RPATH "${CUDAToolkit_LIBRARY_DIR}")
+endfunction()
+
+# By default llama.cpp compiles for the GPUs of this machine: call where CUDA is enabled, after llama.cpp.
+function(subkv_check_cuda_architectures architectures)
+    if(architectures STREQUAL "native" AND NOT CMAKE_CUDA_ARCHITECTURES_NATIVE MATCHES "^[0-9]")
+        message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: expected the architectures to compile for, because this machine has "
+            "no GPU to ask; for example -DCMAKE_CUDA_ARCHITECTURES=90, or several: \"75;86;90\"")
+    endif()
+endfunction()
+
 if(NOT GGML_CUDA)
     return()
 endif()
@@ -21,16 +35,3 @@ endif()
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
     set(CMAKE_CUDA_COMPILER ${CUDAToolkit_NVCC_EXECUTABLE} CACHE FILEPATH "nvcc")
 endif()
-
-# The libraries of the toolkit that was built with are found where it is, unless others lie beside ours or are loaded.
-function(subkv_find_cuda_libraries target)
-    set_property(TARGET ${target} APPEND PROPERTY INSTALL_RPATH "${CUDAToolkit_LIBRARY_DIR}")
-endfunction()
-
-# By default llama.cpp compiles for the GPUs of this machine: call where CUDA is enabled, after llama.cpp.
-function(subkv_check_cuda_architectures architectures)
-    if(architectures STREQUAL "native" AND NOT CMAKE_CUDA_ARCHITECTURES_NATIVE MATCHES "^[0-9]")
-        message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: expected the architectures to compile for, because this machine has "
-            "no GPU to ask; for example -DCMAKE_CUDA_ARCHITECTURES=90, or several: \"75;86;90\"")
-    endif()
-endfunction()

@@ -51,6 +51,10 @@ class Command(click.Command):
             raise click.exceptions.Exit(130) from None
         except ConverterError as error:
             raise ProgramError(str(error)) from error
+        except ImportError as error:
+            if error.name:  # of a Python module
+                raise
+            raise ProgramError(str(error)) from error  # subkv's own, of its libraries
         except Exception as error:
             subkv_error = sys.modules["subkv.cache"].SubkvError if "subkv.cache" in sys.modules else None
             if subkv_error is None or not isinstance(error, subkv_error):

@@ -48,6 +48,15 @@ def test_programs_refuse_the_same_way(command: list[str], tmp_path: Path) -> Non
         assert result.stderr.count("\n") == 1
 
 
+def test_libraries_that_do_not_load_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise ImportError("libsubkv.so: expected a library that loads, found none")
+
+    monkeypatch.setattr("runtime.bench.options.threads", lambda _: load())
+    result = run("bench", "-m", "model.gguf")
+    assert (result.exit_code, result.stderr) == (1, "libsubkv.so: expected a library that loads, found none\n")
+
+
 def test_inspect_table(coded_model: Models) -> None:
     result = run("inspect", coded_model())
     assert result.exit_code == 0, result.output
