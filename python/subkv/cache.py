@@ -7,7 +7,8 @@ import ctypes
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [  # what subkv.native binds is taken from here by the programs
     "StateError",
     "SubkvError",
     "attached",
+    "beside",
     "captured_log",
     "check_model_file",
     "choose_cache",
@@ -334,6 +336,29 @@ def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
     raise CacheError("flash_attn", f"expected 'auto', 'on' or 'off', found {value!r}")
 
 
+class _Beside(threading.local):
+    """What else this thread wants of the next context."""
+
+    attach: Callable[[], None] | None = None
+
+
+_beside = _Beside()
+
+
+@contextlib.contextmanager
+def beside(attach: Callable[[], None]) -> Iterator[None]:
+    """attach() is called in every attached() that this thread enters inside the block, those of dry runs included.
+
+    For observers, which libsubkv gives to the next context that is made, and which subkv_attach forgets.
+    """
+    _beside.attach = attach
+    try:
+        yield
+    finally:
+        _beside.attach = None
+        native().subkv_attach(None, None)  # nothing to cancel when a context consumed it
+
+
 @contextlib.contextmanager
 def attached(
     choice: CacheChoice,
@@ -351,6 +376,8 @@ def attached(
         for key, given in (("n_sink", n_sink), ("n_recent", n_recent), ("n_rollback", n_rollback), ("adapt", adapt)):
             if given is not None:
                 raise CacheError(key, f"expected a coefficient cache ('subkv'), found {choice.name}")
+        if _beside.attach is not None:
+            _beside.attach()
         yield
         return
     numbers = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
@@ -370,6 +397,8 @@ def attached(
             params.adapt, params.adaptive = adaptive.SIDES[sides], adaptive.native_params(how)
         if not native().subkv_attach(layout, ctypes.byref(params)):
             raise CacheError("kv_cache", last_error())
+        if _beside.attach is not None:
+            _beside.attach()
         yield
     finally:
         native().subkv_attach(None, None)  # nothing to cancel when the context consumed it
