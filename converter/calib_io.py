@@ -183,11 +183,11 @@ def write_calibration(flag: str, path: Path, calibration: Calibration) -> None:
         values["sensitivity"] = json.dumps(vars(calibration.sensitivity))
     blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
     with atomic_file(flag, path) as handle:
-        for part in _canonical(blob):
+        for part in canonical(blob):
             handle.write(part)
 
 
-def _canonical(blob: bytes) -> tuple[bytes, memoryview]:
+def canonical(blob: bytes) -> tuple[bytes, memoryview]:
     """The same safetensors content with the header's members sorted: the library writes them in random order.
 
     Layout: header length (u64), header (JSON padded with spaces to a multiple of 8), tensor data.

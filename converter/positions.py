@@ -24,8 +24,10 @@ C128 = NDArray[np.complex128]
 # Architectures by where llama.cpp puts a rotary pair: neighbours, or half of the rotated dimensions apart.
 NEIGHBOURS = ("llama",)
 HALVES = ("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2")
-# More of the latter, and some without rotation, whose keys transformers orders as llama.cpp does.
-SAME_ORDER = (*HALVES, "gemma2", "gemma3", "gpt-oss", "gpt2", "olmo2", "phi3", "qwen2moe", "qwen3moe")
+# Architectures that add learned positions to the embeddings and leave queries and keys as they are.
+ABSOLUTE = ("gpt2",)
+# More of HALVES, and some without rotation, whose keys transformers orders as llama.cpp does.
+SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
 
 
 def halves_of_neighbours(d: int) -> NDArray[np.int64]:
@@ -82,8 +84,24 @@ def _mean_phase(omega: F64, span: float) -> C128:
     return np.where(small, 1.0, (np.exp(1j * safe) - 1.0) / (1j * safe))
 
 
-def rotation(base: Base, d: int) -> Rotation | None:
-    """How the model turns keys of size d; None where it does not, or in a way that is not understood here."""
+@dataclass(frozen=True)
+class Pairs:
+    """Rotation in real coordinates: position p turns x to x·cos(omega·p) + x[partner]·sin(omega·p).
+
+    partner: [d]; omega: [d] radians per position, 0 where a coordinate is not rotated.
+    """
+
+    partner: NDArray[np.int64]
+    omega: F64
+
+    @classmethod
+    def none(cls, d: int) -> Pairs:
+        """Of keys that are not rotated."""
+        return cls(np.arange(d), np.zeros(d))
+
+
+def pairs(base: Base, d: int) -> Pairs | None:
+    """The rotary pairs of keys of size d; None where the model has none, or of a kind that is not understood here."""
     arch = base.get("general.architecture")
     if arch not in NEIGHBOURS + HALVES or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         return None
@@ -94,13 +112,26 @@ def rotation(base: Base, d: int) -> Rotation | None:
     theta = float(base.get(f"{arch}.rope.freq_base") or 10000.0) ** (-2.0 * np.arange(half) / n_rot)
     if base.has_tensor("rope_freqs.weight"):
         theta = theta / base.tensor("rope_freqs.weight", "it scales the rotary frequencies").ravel()[:half]
+    out = Pairs.none(d)
+    first = 2 * np.arange(half) if arch in NEIGHBOURS else np.arange(half)
+    second = first + (1 if arch in NEIGHBOURS else half)
+    out.partner[first], out.partner[second] = second, first
+    out.omega[first], out.omega[second] = -theta, theta
+    return out
+
+
+def rotation(base: Base, d: int) -> Rotation | None:
+    """How the model turns keys of size d; None as of pairs()."""
+    turned = pairs(base, d)
+    if turned is None:
+        return None
     unitary, omega = np.eye(d, dtype=np.complex128), np.zeros(d)
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if arch in NEIGHBOURS else (i, i + half)
+    for a in np.flatnonzero(turned.omega < 0):
+        b = turned.partner[a]
         unitary[[a, b]] = 0.0
         unitary[a, a] = unitary[b, a] = np.sqrt(0.5)
         unitary[a, b], unitary[b, b] = 1j * np.sqrt(0.5), -1j * np.sqrt(0.5)
-        omega[a], omega[b] = theta[i], -theta[i]
+        omega[a], omega[b] = turned.omega[b], turned.omega[a]
     return Rotation(unitary, omega)
 
 

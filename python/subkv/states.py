@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -39,7 +39,20 @@ _PARAMETERS = (
 )
 
 
-def weights_digest(llm: Llama) -> str:
+class Weights(Protocol):
+    """What weights_digest reads: a Llama, or whatever can answer for one. model: llama.cpp's handle."""
+
+    @property
+    def model_path(self) -> str: ...
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
+
+
+def weights_digest(llm: Weights) -> str:
     """Hex SHA-256 that tells models apart without reading them whole.
 
     Over llama.cpp's metadata except subkv.*, the size of the tensors, and 64 blocks of 4 KiB spread evenly over their
@@ -62,7 +75,7 @@ def weights_digest(llm: Llama) -> str:
     return digest.hexdigest()
 
 
-def _model_files(llm: Llama) -> list[Path]:
+def _model_files(llm: Weights) -> list[Path]:
     count = int(llm.metadata.get("split.count", "0"))
     path = Path(llm.model_path)
     if count < 2:

@@ -1,0 +1,75 @@
+"""Where keys are before the model turns them by their positions: the frame in which tokens far apart can be pooled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converter.gguf_io import Base, Gguf
+from converter.positions import ABSOLUTE, HALVES, NEIGHBOURS, Pairs, pairs
+from runtime.warmstart.errors import WarmStartError
+from runtime.warmstart.shapes import F32
+
+# Of attention that is more than softmax(scale q·k): what a model of a known architecture must not have.
+_UNPLAIN = ("attn_logit_softcapping", "attention.max_alibi_bias")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The rotation of one model's keys, the same in all of its layers."""
+
+    pairs: Pairs
+
+    @classmethod
+    def of(cls, model: Path) -> Frame:
+        """Of a GGUF. Raises WarmStartError for a model whose positions are not understood here, and ConverterError for
+        a file that cannot be read."""
+        with Gguf("-m", model) as base:
+            return cls.read(base)
+
+    @classmethod
+    def read(cls, base: Base) -> Frame:
+        """Of an open GGUF; as of()."""
+        arch = str(base.get("general.architecture"))
+        known = NEIGHBOURS + HALVES + ABSOLUTE
+        if arch not in known:
+            raise WarmStartError(
+                "-m", f"expected an architecture whose positions are known ({', '.join(sorted(known))}), found {arch}"
+            )
+        for key in _UNPLAIN:
+            if base.get(f"{arch}.{key}"):
+                raise WarmStartError("-m", f"expected attention by the softmax of q·k alone, found {arch}.{key}")
+        n_head = base.get(f"{arch}.attention.head_count")
+        if not isinstance(n_head, int):  # a number for each layer
+            raise WarmStartError("-m", f"{arch}.attention.head_count: expected one number, found {n_head}")
+        d = int(base.get(f"{arch}.attention.key_length") or int(base.get(f"{arch}.embedding_length")) // n_head)
+        turn = Pairs.none(d) if arch in ABSOLUTE else pairs(base, d)
+        if turn is None:
+            scaling = base.get(f"{arch}.rope.scaling.type")
+            raise WarmStartError(
+                "-m", f"expected keys rotated without scaling, found {arch}.rope.scaling.type {scaling}"
+            )
+        return cls(turn)
+
+    @property
+    def d_k(self) -> int:
+        """Size of a key."""
+        return len(self.pairs.partner)
+
+    @property
+    def rotated(self) -> bool:
+        """False: the model adds its positions to the embeddings, and keys stay where they are."""
+        return bool(self.pairs.omega.any())
+
+    def rotate(self, k: NDArray[np.floating], pos: NDArray[np.floating | np.integer], sign: float = 1.0) -> F32:
+        """Keys k [n, heads, d_k], as they are at position 0, at the positions [n], which need not be whole."""
+        angle = np.multiply.outer(np.asarray(pos, dtype=np.float64), sign * self.pairs.omega)[:, None, :]
+        turned: F32 = (k * np.cos(angle) + k[..., self.pairs.partner] * np.sin(angle)).astype(np.float32)
+        return turned
+
+    def unrotate(self, k: NDArray[np.floating], pos: NDArray[np.floating | np.integer]) -> F32:
+        """The inverse of rotate."""
+        return self.rotate(k, pos, sign=-1.0)
