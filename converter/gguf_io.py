@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -48,6 +49,28 @@ class Base(Protocol):
     def has_tensor(self, name: str) -> bool: ...
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A tensor in its file, which outlives the Gguf that it is of: raw [ne1, bytes of a row], its ggml type, ne0."""
+
+    name: str
+    raw: NDArray[np.uint8]
+    kind: int
+    n: int
+    why: str
+
+    def rows(self, which: Any) -> NDArray[np.float32]:
+        """Rows by index or slice, dequantized to float32, [rows, ne0]. Raises ConverterError."""
+        raw = np.ascontiguousarray(self.raw[which])
+        try:
+            values = dequantize(raw, GGMLQuantizationType(self.kind))
+        except (NotImplementedError, ValueError, KeyError) as error:
+            raise ConverterError(
+                f"{self.name}: expected a tensor type that can be dequantized, found type {self.kind}; {self.why}"
+            ) from error
+        return values.astype(np.float32, copy=False).reshape(len(raw), self.n)
 
 
 class Gguf:
@@ -154,6 +177,10 @@ class Gguf:
 
         Raises ConverterError when it is missing, not a matrix, or of a type gguf-py cannot dequantize.
         """
+        return self.matrix(name, why).rows(slice(None))
+
+    def matrix(self, name: str, why: str) -> Matrix:
+        """A two-dimensional tensor that is read where it is asked for; as tensor()."""
         found = self._find(name)
         if found is None:
             raise ConverterError(f"{name}: expected this tensor in {self.path}, found none; {why}")
@@ -162,17 +189,9 @@ class Gguf:
         if ne[2] != 1 or ne[3] != 1:
             raise ConverterError(f"{name}: expected a matrix, found shape {ne}; {why}")
         offset = self._c.gguf_get_data_offset(ctx) + self._c.gguf_get_tensor_offset(ctx, index)
-        size = self._c.gguf_get_tensor_size(ctx, index)
-        raw = np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
-        kind = self._c.gguf_get_tensor_type(ctx, index)
-        try:
-            rows = raw.reshape(ne[1], size // ne[1])
-            values = dequantize(rows, GGMLQuantizationType(kind))
-        except (NotImplementedError, ValueError, KeyError) as error:
-            raise ConverterError(
-                f"{name}: expected a tensor type that can be dequantized, found type {kind}; {why}"
-            ) from error
-        return values.astype(np.float32, copy=False).reshape(ne[1], ne[0])
+        shape = ne[1], self._c.gguf_get_tensor_size(ctx, index) // ne[1]
+        raw = np.memmap(path, np.uint8, "r", offset, shape)
+        return Matrix(name, raw, self._c.gguf_get_tensor_type(ctx, index), ne[0], why)
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""

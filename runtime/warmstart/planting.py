@@ -1,9 +1,10 @@
 """A context whose prompts can begin warm: rows are planted in it, and rows of it are read.
 
-A warm batch is [the first tokens][dummies, whose rows are those of the slots][the last tokens] at consecutive positions
-that end where the prompt ends, in an empty sequence: llama.cpp allows no gaps, but an empty sequence may begin anywhere,
-and the key in a cell may be rotated for another position than the cell's. So the first tokens' own rows, which belong to
-positions 0, 1, …, are planted, too. They depend on these tokens alone, and prompts of one chat template share them.
+A warm batch is [the first tokens][dummies, whose rows are those of the slots][the last tokens] at consecutive
+positions that end where the prompt ends, in an empty sequence: llama.cpp allows no gaps, but an empty sequence may
+begin anywhere, and the key in a cell may be rotated for another position than the cell's. So the first tokens' own
+rows, which belong to positions 0, 1, …, are planted, too. They depend on these tokens alone, and prompts of one chat
+template share them.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Planting:
                 self.planter.set(layer.il, cells, k, v)
 
     def sinks(self, tokens: Sequence[int], seq: int = 0) -> Rows:
-        """Rows of the first tokens of prompts at positions 0, 1, …, evaluated when they are new; empties the sequence."""
+        """Rows of the first tokens of a prompt at positions 0, 1, …; evaluated, in an emptied sequence, if new."""
         key = tuple(tokens)
         if key in self._sinks:
             self._sinks.move_to_end(key)
