@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from converter.calibrate import default_threads
 from converter.session import PAUSE, SAMPLE, UBATCH, ObservedLayer, Observer
 from runtime.engine import Model
+from runtime.options import default_threads
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.shapes import F32
 from runtime.warmstart.trained import HeadShape
