@@ -162,3 +162,7 @@ class Planting:
     def logits(self, n_vocab: int) -> F32:
         """A copy of the logits [n_vocab] of the last token that decode() evaluated."""
         return np.ctypeslib.as_array(C.llama_get_logits_ith(self._handle, -1), (n_vocab,)).copy()
+
+    def follow(self, tokens: Sequence[int], begin: int, seq: int = 0) -> None:
+        """Evaluate tokens behind what a sequence holds, the first at position `begin`; the last one gives logits."""
+        self._decode(tokens, begin, seq, last=True)
