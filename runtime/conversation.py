@@ -203,9 +203,8 @@ class Conversation:
         """Evaluate what is missing, then sample. Returns the text, or None when stopped before the first token."""
         llm = self.llm
         start = time.perf_counter()
-        held = min(
-            llm.n_tokens, len(self.tokens) - 1
-        )  # the last token is evaluated again if need be: it gives the logits
+        common = llm.longest_token_prefix(llm._input_ids, self.tokens)  # after /clear the cells are of other tokens
+        held = min(common, len(self.tokens) - 1)  # the last token is evaluated again if need be: it gives the logits
         llm.n_tokens = held if llm._ctx.kv_cache_seq_rm(-1, held, -1) else 0  # 0: coded cells, all is evaluated again
         turn.n_prompt = len(self.tokens) - llm.n_tokens
         while len(self.tokens) - llm.n_tokens > 1:

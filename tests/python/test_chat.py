@@ -135,6 +135,16 @@ def test_a_full_context_is_said_and_survived(coded_model: Models) -> None:
         assert ask(conversation, "Hello")[1].n_answer > 0
 
 
+def test_after_clear_nothing_of_the_old_conversation_is_left(llm: Llama) -> None:
+    conversation = talk(llm)
+    expected = ask(conversation, "Something else entirely, no?")[0]
+    conversation.clear()
+    ask(conversation, "Hello there, my friend, how are you?")
+    conversation.clear()
+    assert ask(conversation, "Something else entirely, no?")[0] == expected
+    assert llm.input_ids[: llm.n_tokens].tolist() == conversation.tokens[: llm.n_tokens]
+
+
 def test_save_and_load(llm: Llama, tmp_path: Path) -> None:
     conversation = talk(llm)
     ask(conversation, "Hello there, how are you?")
