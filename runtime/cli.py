@@ -18,6 +18,7 @@ COMMANDS = {
     "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
     "errors": ("runtime.errors", "main", "measure attention's errors against their bounds as a text is read"),
     "experiments": ("runtime.experiments.cli", "main", "run the papers' experiments, answer their falsifiers"),
+    "warmstart": ("runtime.warmstart.cli", "main", "first tokens from similar prompts' caches (experimental)"),
     "plot": ("runtime.plots", "main", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "main", "show the layout a file carries"),
     "cmake-dir": ("runtime.cmake_dir", "main", "where CMake finds the libraries and headers for C and C++"),

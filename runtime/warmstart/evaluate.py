@@ -1,0 +1,468 @@
+"""Warm starts of prompts with known neighbours, against cold starts and simpler ways, in the native engine.
+
+Every prompt of the file is captured once: its summaries go into a library on disk, as in use. Then every target is
+decoded cold in the cache under test, and under every system of metrics.py; a cold start is the yardstick of its own
+cache. Times come from a loop in which cold, warm and exact take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime import options
+from runtime.engine import Model, parse_cache, token_piece
+from runtime.scoring import F64
+from runtime.warmstart import guard, metrics
+from runtime.warmstart.capture import Capture, attention
+from runtime.warmstart.decode import ColdContext, Continued, WarmContext, prompt_tokens
+from runtime.warmstart.embedding import Embedder, embedder
+from runtime.warmstart.errors import WarmStartError
+from runtime.warmstart.library import Entry, Library
+from runtime.warmstart.metrics import Latency, Outcome
+from runtime.warmstart.prompts import Prompt
+from runtime.warmstart.shapes import F32, Plan
+from runtime.warmstart.summary import Summary, summarise
+from runtime.warmstart.trained import Placed, Trained, identity_of
+from subkv.cache import CacheChoice
+from subkv.progress import tracked
+
+N_ANSWER = 16  # tokens of the cold answer that are scored
+N_LABELLED = 8  # tokens of a greedy answer that an exact match is looked for in
+N_TIMED = 6  # prompts of each length that are timed
+UNBOUNDED = 1 << 40  # bytes
+N_NEAREST = 2  # entries asked for: the neighbour, and another for the self-check
+ROOM = 32  # tokens of a context beyond the longest prompt
+WITH_ATTENTION = (metrics.OWN, metrics.METHOD, metrics.STATIC, metrics.ENDS)  # whose attention outputs are compared
+
+
+@dataclass(frozen=True)
+class Settings:
+    """repetitions: of every timing, 0: none. targets: at most so many of each length, None: all."""
+
+    model: Path
+    warm_files: tuple[Path, ...]
+    caches: tuple[str, ...] = ("f16",)
+    bases: Path | None = None
+    flash_attn: str = "auto"
+    n_threads: int = 1
+    repetitions: int = 5
+    targets: int | None = None
+
+
+@dataclass
+class Results:
+    """about: settings as the report lists them."""
+
+    about: dict[str, Any]
+    outcomes: list[Outcome] = field(default_factory=list)
+    latencies: list[Latency] = field(default_factory=list)
+
+
+@dataclass
+class Side:
+    """One trained file with its library of all prompts; entries by the id of the prompt, ids by the entry's name."""
+
+    trained: Trained
+    library: Library
+    embedder: Embedder
+    vectors: dict[str, F32] = field(default_factory=dict)
+    summaries: dict[str, Entry] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        return self.trained.plan
+
+    def similarity(self, a: str, b: str) -> float:
+        """Cosine of two prompts, centred."""
+        return metrics.cosine(self.vectors[a] - self.trained.centre, self.vectors[b] - self.trained.centre)
+
+    def summary(self, prompt: str) -> Summary:
+        return self.library.load(self.summaries[prompt])
+
+    def nearest(self, vector: F32, without: Collection[str]) -> list[tuple[str, Entry]]:
+        """The most similar prompts of the library but some, best first."""
+        found = self.library.nearest(vector, N_NEAREST, exclude=[self.summaries[name].name for name in without])
+        return [(self.ids[entry.name], entry) for entry, _ in found]
+
+    def placed(self, summary: Summary, project: bool, n_tokens: int) -> list[Placed]:
+        return self.trained.place(self.trained.slots(summary, project), n_tokens)
+
+
+def right(text: str, answer: str) -> bool:
+    """The known answer is among the words of a short answer; of yes and no the first counts."""
+    words = re.findall(r"\w+", text.lower())
+    choices = ("yes", "no")
+    if answer in choices:
+        return next((word for word in words if word in choices), None) == answer
+    return answer.lower() in words
+
+
+class Evaluation:
+    """Prompts under one model and several trained files; a context manager. Raises SubkvError and ConverterError."""
+
+    def __init__(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
+        self.settings = settings
+        self.prompts = {prompt.id: prompt for prompt in prompts}
+        self._stack = contextlib.ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Evaluation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        settings = self.settings
+        self.model = self._stack.enter_context(Model(str(settings.model)))
+        identity = identity_of(self.model)
+        loaded = [Trained.load(path, self.model.path) for path in settings.warm_files]
+        for trained in loaded:
+            trained.check(identity)
+        sizes = [trained.plan.n_slots for trained in loaded]
+        if len(set(sizes)) < len(sizes):
+            raise WarmStartError("--warm-file", f"expected files of different numbers of slots, found {sizes}")
+        self.tokens = {name: prompt_tokens(self.model, prompt.text) for name, prompt in self.prompts.items()}
+        self._choose(loaded)
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="warmstart-")))
+        self.sides = []
+        for trained in sorted(loaded, key=lambda t: t.plan.n_slots):
+            embedding = embedder(trained.embedding, self.model.path, self.model.handle, settings.n_threads)
+            self._stack.callback(embedding.close)
+            library = Library(
+                folder / str(trained.plan.n_slots),
+                identity,
+                trained.digest,
+                trained.centre,
+                UNBOUNDED,
+                trained.embedding,
+            )
+            self.sides.append(Side(trained, library, embedding))
+        self.n_ctx = max(len(self.tokens[name]) for name in self.involved) + ROOM
+        self.outputs: dict[str, list[F32]] = {}  # of attention at the last position, of targets
+
+    def _choose(self, loaded: Sequence[Trained]) -> None:
+        """The targets, and all prompts that they need."""
+        shortest = max(trained.plan.shortest for trained in loaded)
+        longest = self.model.n_ctx_train - ROOM
+        usable = {name for name, tokens in self.tokens.items() if shortest <= len(tokens) <= longest}
+        by_words: dict[int, list[Prompt]] = {}
+        for prompt in self.prompts.values():
+            if prompt.neighbours and prompt.id in usable:
+                by_words.setdefault(prompt.words, []).append(prompt)
+        limit = self.settings.targets
+        self.targets = [prompt for own in by_words.values() for prompt in own[:limit]]
+        if not self.targets:
+            raise WarmStartError(
+                "-f", f"expected prompts of {shortest} to {longest} tokens with neighbours, found {len(usable)} so long"
+            )
+        if left := len(self.tokens) - len(usable):
+            options.note(
+                f"-f: {left} of {len(self.tokens)} prompts are not {shortest} to {longest} tokens long; left out"
+            )
+        self.pairs = {
+            target.id: [
+                (kind, name) for kind, names in target.neighbours.items() for name in names if name in usable
+            ]
+            for target in self.targets
+        }  # fmt: skip
+        others = [name for pairs in self.pairs.values() for _, name in pairs]
+        self.involved = list(dict.fromkeys([*(target.id for target in self.targets), *others]))
+
+    #
+    # capture
+    #
+
+    def capture(self) -> None:
+        """Summaries and embeddings of all prompts, attention outputs of the targets."""
+        targets = {target.id for target in self.targets}
+        with Capture(self.model, self.n_ctx, self.settings.n_threads) as capture:
+            for name in tracked("capture", self.involved, "prompt"):
+                tokens = self.tokens[name]
+                rows = capture.prompt(tokens, 1)
+                for side in self.sides:
+                    vector = side.embedder.embed(tokens)
+                    side.vectors[name] = vector
+                    entry = side.library.add(tokens, vector, summarise(rows.k, rows.v, side.plan, side.trained.frame))
+                    side.summaries[name], side.ids[entry.name] = entry, name
+                if name in targets:
+                    parts = zip(rows.q, rows.k, rows.v, rows.scale, strict=True)
+                    self.outputs[name] = [attention(q, k, v, scale)[-1] for q, k, v, scale in parts]
+
+    #
+    # one cache
+    #
+
+    @contextlib.contextmanager
+    def _in(self, cache: str) -> Iterator[_Run]:
+        settings = self.settings
+        choice = parse_cache(cache, self.model.path, settings.bases)
+        common = (self.model, choice, self.n_ctx, settings.n_threads, settings.flash_attn)
+        with ColdContext(*common) as cold, WarmContext(*common) as warm:
+            yield _Run(self, cache, choice, cold, warm)
+
+    def measure(self, cache: str) -> tuple[list[Outcome], list[Latency]]:
+        """All outcomes and times in a cache."""
+        with self._in(cache) as run:
+            for name in tracked(f"{cache}: cold", self.involved, "prompt"):
+                run.log_p[name] = run.cold.decode(self.tokens[name]).log_p
+            outcomes: list[Outcome] = []
+            for target in tracked(f"{cache}: warm", self.targets, "prompt"):
+                outcomes += run.target(target)
+            return outcomes, run.times() if self.settings.repetitions else []
+
+    def fit_guards(self, cache: str) -> list[dict[str, float]]:
+        """Coefficients of the guard for every trained file, from what its library finds for the targets.
+
+        Raises WarmStartError where that is too little.
+        """
+        seen: list[list[tuple[float, float, float]]] = [[] for _ in self.sides]
+        with self._in(cache) as run:
+            for target in tracked("guard", self.targets, "prompt"):
+                tokens = self.tokens[target.id]
+                cold = run.cold.decode(tokens).log_p
+                for side, rows in zip(self.sides, seen, strict=True):
+                    for _, name, other in run.retrieved(side, target):
+                        placed = side.placed(side.summary(name), True, len(tokens))
+                        kl = metrics.divergence(run.warm.decode(tokens, side.plan, placed).log_p, cold)
+                        check = run.check(side, target, placed, other)
+                        rows.append((side.similarity(target.id, name), check, kl))
+        return [guard.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in seen]
+
+
+class _Run:
+    """One cache: its contexts, and the cold log-probabilities [n_vocab] of the first token after every prompt."""
+
+    def __init__(
+        self, evaluation: Evaluation, cache: str, choice: CacheChoice, cold: ColdContext, warm: WarmContext
+    ) -> None:
+        self.all, self.cache, self.choice, self.cold, self.warm = evaluation, cache, choice, cold, warm
+        self.log_p: dict[str, F64] = {}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        pieces = (token_piece(self.all.model.vocab, token) for token in tokens)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def target(self, target: Prompt) -> Iterator[Outcome]:
+        """Every system on one prompt, for every trained file."""
+        tokens = self.all.tokens[target.id]
+        cold = self.cold.decode(tokens)
+        judge = _Judge(self, target, cold)
+        for side in self.all.sides:
+            yield judge.outcome(side, metrics.COLD, cold)
+            yield from self._alone(side, target, judge)
+            pairs = [(kind, name, None) for kind, name in self.all.pairs[target.id]]
+            for kind, name, other in [*pairs, *self.retrieved(side, target)]:
+                yield from self._pair(side, target, judge, kind, name, other)
+        again = self.cold.again(tokens)  # last: in a coded cache, cells that were exact may be coded by now
+        for side in self.all.sides:
+            yield judge.outcome(side, metrics.EXACT, again)
+
+    def retrieved(self, side: Side, target: Prompt) -> list[tuple[str, str, str | None]]:
+        """What the library finds with and without paraphrases in it: kind of the pair, neighbour, second neighbour."""
+        pairs: list[tuple[str, str, str | None]] = []
+        same = [name for name in side.summaries if self.all.prompts[name].group == target.group]
+        for kind, without in ((metrics.RETRIEVED, [target.id]), (metrics.UNRELATED, same)):
+            found = [name for name, _ in side.nearest(side.vectors[target.id], without)]
+            if found:
+                pairs.append((kind, found[0], found[1] if len(found) > 1 else None))
+        return pairs
+
+    def _alone(self, side: Side, target: Prompt, judge: _Judge) -> Iterator[Outcome]:
+        """Systems without a neighbour."""
+        n, plan = len(self.all.tokens[target.id]), side.plan
+        longer = Plan(plan.n_slots, plan.n_sink, plan.n_last + plan.n_slots)
+        ways: dict[str, tuple[Plan, list[Placed]]] = {
+            metrics.OWN: (plan, side.placed(side.summary(target.id), False, n)),
+            metrics.STATIC: (plan, side.trained.place(side.trained.static(), n)),
+            metrics.LAST: (longer, []),
+            metrics.ENDS: (plan, []),
+        }
+        for system, (used, placed) in ways.items():
+            yield judge.warm(side, system, used, placed)
+
+    def _pair(
+        self,
+        side: Side,
+        target: Prompt,
+        judge: _Judge,
+        kind: str,
+        name: str,
+        other: str | None,
+    ) -> Iterator[Outcome]:
+        """Systems with a neighbour; other: the second one, for the guard."""
+        n = len(self.all.tokens[target.id])
+        pair: dict[str, Any] = {"kind": kind, "neighbour": name, "similarity": side.similarity(target.id, name)}
+        summary = side.summary(name)
+        yield judge.warm(side, metrics.UNPROJECTED, side.plan, side.placed(summary, False, n), **pair)
+        found = judge.warm(side, metrics.METHOD, side.plan, side.placed(summary, True, n), **pair)
+        if kind in metrics.FOUND:
+            found.self_check = self.check(side, target, side.placed(summary, True, n), other)
+            if side.trained.guard:
+                found.predicted_kl = guard.predict(side.trained.guard, pair["similarity"], found.self_check)
+        yield found
+        yield judge.other(side, metrics.NEIGHBOUR, self.log_p[name], **pair)
+
+    def check(self, side: Side, target: Prompt, placed: list[Placed], other: str | None) -> float:
+        """The guard's self-check: divergence of the warm start from that of the second neighbour, nats."""
+        tokens = self.all.tokens[target.id]
+        second = side.placed(side.summary(other), True, len(tokens)) if other else []
+        log_p = self.warm.decode(tokens, side.plan, placed).log_p
+        return guard.self_check(log_p, self.warm.decode(tokens, side.plan, second).log_p)
+
+    #
+    # times
+    #
+
+    def times(self) -> list[Latency]:
+        """Seconds to the first token of some prompts of each length, everything that a warm start does counted."""
+        chosen: list[Prompt] = []
+        for words in dict.fromkeys(target.words for target in self.all.targets):
+            chosen += [target for target in self.all.targets if target.words == words][:N_TIMED]
+        found = []
+        for target in tracked(f"{self.cache}: time", chosen, "prompt"):
+            found += [self._time(side, target) for side in self.all.sides]
+        return found
+
+    def _time(self, side: Side, target: Prompt) -> Latency:
+        tokens = self.all.tokens[target.id]
+        steps: dict[str, list[float]] = {}
+
+        def warm() -> None:
+            clock = _Clock(steps)
+            vector = side.embedder.embed(tokens)
+            clock("embed")
+            _, entry = side.nearest(vector, [target.id])[0]
+            summary = side.library.load(entry)
+            clock("retrieve")
+            placed = side.placed(summary, True, len(tokens))
+            clock("project")
+            _ = self.warm.decode(tokens, side.plan, placed).first
+            clock("decode")
+
+        ways: dict[str, Callable[[], Any]] = {
+            "cold": lambda: self.cold.decode(tokens).first,
+            "exact": lambda: self.cold.again(tokens).first,  # the cold start has just left its prompt there
+            "warm": warm,
+        }
+        samples: dict[str, list[float]] = {name: [] for name in ways}
+        for repetition in range(self.all.settings.repetitions + 1):
+            order = list(ways) if repetition % 2 else ["warm", "cold", "exact"]
+            for name in order:
+                start = time.perf_counter()
+                ways[name]()
+                samples[name].append(time.perf_counter() - start)
+        # the first round builds graphs and pages things in
+        medians = {name: float(np.median(values[1:])) for name, values in samples.items()}
+        return Latency(
+            cache=self.cache,
+            n_slots=side.plan.n_slots,
+            target=target.id,
+            n_tokens=len(tokens),
+            **medians,
+            steps={name: float(np.median(values[1:])) for name, values in steps.items()},
+        )
+
+
+class _Clock:
+    """Adds the time since the last call to a step's list."""
+
+    def __init__(self, steps: dict[str, list[float]]) -> None:
+        self.steps, self.last = steps, time.perf_counter()
+
+    def __call__(self, step: str) -> None:
+        now = time.perf_counter()
+        self.steps.setdefault(step, []).append(now - self.last)
+        self.last = now
+
+
+class _Judge:
+    """Compares what follows one prompt with its cold start, which its context still holds."""
+
+    def __init__(self, run: _Run, target: Prompt, cold: Continued) -> None:
+        self.run, self.target, self.cold = run, target, cold
+        self.answer = cold.greedy(N_ANSWER) or [cold.first]
+        self.nll = float(cold.nll(self.answer).mean())
+        self.short = self.answer[:N_LABELLED]
+        known = target.answer
+        self.correct = None if known is None else right(run.text(self.short), known)
+
+    def warm(self, side: Side, system: str, plan: Plan, placed: list[Placed], **pair: Any) -> Outcome:
+        """Decode and compare one warm start."""
+        run, tokens = self.run, self.run.all.tokens[self.target.id]
+        cosines: list[float] = []
+        if system in WITH_ATTENTION and not run.choice.coded:
+            outputs = run.warm.attention(tokens, plan, placed)
+            cold = run.all.outputs[self.target.id]
+            cosines = [metrics.cosine(a, b) for a, b in zip(outputs, cold, strict=True)]
+        return self.outcome(side, system, run.warm.decode(tokens, plan, placed), cosines=cosines, **pair)
+
+    def outcome(self, side: Side, system: str, found: Continued, **more: Any) -> Outcome:
+        """Everything of a context that holds the prompt in some way."""
+        nll = float(found.nll(self.answer).mean())
+        answers: dict[str, Any] = {}
+        own = found.greedy(N_LABELLED)
+        answers["same_answer"] = own == self.short
+        if self.target.answer is not None:
+            head = own if found is self.cold else self.cold.greedy(N_LABELLED, first=found.first)
+            answers["correct"] = right(self.run.text(own), self.target.answer)
+            answers["correct_head"] = right(self.run.text(head), self.target.answer)
+            answers["correct_cold"] = self.correct
+        return self.other(side, system, found.log_p, nll=nll, nll_cold=self.nll, **answers, **more)
+
+    def other(self, side: Side, system: str, log_p: F64, **more: Any) -> Outcome:
+        """What the first token's distribution alone says."""
+        cold = self.cold.log_p
+        return Outcome(
+            cache=self.run.cache,
+            n_slots=side.plan.n_slots,
+            target=self.target.id,
+            task=self.target.task,
+            words=self.target.words,
+            n_tokens=self.cold.n_tokens,
+            system=system,
+            kl=metrics.divergence(log_p, cold),
+            kl_reverse=metrics.divergence(cold, log_p),
+            same_top=bool(log_p.argmax() == cold.argmax()),
+            **more,
+        )
+
+
+def run(settings: Settings, prompts: Sequence[Prompt]) -> Results:
+    """Evaluate all caches. Raises SubkvError and ConverterError."""
+    with Evaluation(settings, prompts) as evaluation:
+        about: dict[str, Any] = {
+            "model": settings.model.name,
+            "trained": ", ".join(path.name for path in settings.warm_files),
+            "plan": "; ".join(
+                f"{s.plan.n_slots} slots, {s.plan.n_sink} sinks, {s.plan.n_last} last tokens" for s in evaluation.sides
+            ),
+            "embedding": ", ".join(dict.fromkeys(side.trained.embedding for side in evaluation.sides)),
+            "caches": ", ".join(settings.caches),
+            "flash attention": settings.flash_attn,
+            "threads": settings.n_threads,
+            "targets": len(evaluation.targets),
+            "library": f"{len(evaluation.involved)} prompts",
+            "repetitions": settings.repetitions,
+        }
+        evaluation.capture()
+        results = Results(about)
+        for cache in settings.caches:
+            outcomes, latencies = evaluation.measure(cache)
+            results.outcomes += outcomes
+            results.latencies += latencies
+    return results
