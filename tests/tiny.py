@@ -196,6 +196,23 @@ def bloom(m: Model) -> None:
         m.ffn(blk, gate=False, bias=True)
 
 
+def gpt2(m: Model) -> None:
+    """Learned positions are added to the embeddings; nothing turns Q and K, which come with V from one fused matrix."""
+    n = m.n_embd
+    m.embedding(output=False)
+    m.normal("position_embd.weight", (m.n_ctx_train, n))
+    m.tensors["output_norm.weight"] *= 3 / np.sqrt(n)  # tied output
+    m.bias("output_norm", n)
+    for blk in m.layers():
+        m.norm(f"{blk}.attn_norm", n, bias=True)
+        m.matrix(f"{blk}.attn_qkv", n, 3 * n, 1.5)
+        m.bias(f"{blk}.attn_qkv", 3 * n)
+        m.matrix(f"{blk}.attn_output", n, n)
+        m.bias(f"{blk}.attn_output", n)
+        m.norm(f"{blk}.ffn_norm", n, bias=True)
+        m.ffn(blk, gate=False, bias=True)
+
+
 def gpt_oss(m: Model) -> None:
     """Learned attention sinks, sliding-window layers, experts."""
     m.keys |= {"attention.sliding_window": m.n_swa, "expert_feed_forward_length": m.n_ff}
@@ -365,6 +382,7 @@ ARCHS: dict[str, Arch] = {
     "qwen2": Arch(qwen2, square=True),
     "gemma2": Arch(gemma2, {"n_layer": 4, "n_swa": 16, "softcap": 5.0}),
     "bloom": Arch(bloom, MHA, square=True),
+    "gpt2": Arch(gpt2, MHA | {"n_ctx_train": 512}, square=True),
     "gpt-oss": Arch(gpt_oss, EXPERTS | {"n_swa": 16}),
     "grok": Arch(grok, EXPERTS | {"n_head": 2, "n_head_kv": 1, "softcap": 5.0}, square=True),
     "t5": Arch(t5, MHA, square=True),

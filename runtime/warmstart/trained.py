@@ -330,8 +330,9 @@ class _Header:
         return text
 
     def _json(self, key: str) -> Any:
+        text = self.text(key)
         try:
-            return json.loads(self.text(key))
+            return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise WarmStartError(PREFIX + key, f"expected JSON, found text that does not parse ({error})") from error
 
