@@ -123,7 +123,7 @@ def evaluate(
     from runtime.warmstart import prompts as made
     from runtime.warmstart import report
 
-    found = [prompt for prompt in made.read(file) if prompt.split == made.TEST]
+    found = [prompt for prompt in made.read(file) if prompt.split != made.TRAIN]
     if not any(prompt.neighbours for prompt in found):
         raise options.ProgramError("-f: expected prompts to test on, with neighbours, found none")
     try:
@@ -221,7 +221,8 @@ def entries(model: str, warm_file: Path, folder: Path, width: int) -> None:
         _, library = _opened(opened, warm_file, folder)
         for entry in library.entries():
             text = b"".join(token_piece(opened.vocab, int(token)) for token in entry.tokens).decode("utf-8", "replace")
-            click.echo(f"{entry.name[:12]}  {len(entry.tokens):5d} tokens  …{' '.join(text.split())[-width:]}")
+            name = entry.name.rpartition("-")[2][:12]  # what comes before is the same for all
+            click.echo(f"{name}  {len(entry.tokens):5d} tokens  …{' '.join(text.split())[-width:]}")
 
 
 def _opened(model: Model, warm_file: Path, folder: Path) -> tuple[Trained, Library]:

@@ -61,14 +61,15 @@ class Passage:
 class Prompt:
     """One line of a prompt file; text is the whole prompt, chat template applied.
 
-    group: paraphrases of each other share one. neighbours: kind of pair -> ids. answer: of labelled tasks.
+    group: paraphrases of each other share one. split: "train" or "test", else for both. neighbours: kind of pair ->
+    ids. answer: of labelled tasks.
     """
 
     id: str
     group: str
     kind: str
     text: str
-    split: str = TEST
+    split: str = ""
     passage: str = ""
     task: str = ""
     words: int = 0
@@ -268,19 +269,7 @@ class _Writer:
         for i, strength in enumerate(STRENGTHS):
             edited = reword(passage.sentences, strength, self.rng(base.id, strength), answer or "")
             wording = table[task][1 + (number + i) % 3]
-            self._pair(
-                base,
-                self.add(
-                    passage,
-                    "paraphrase",
-                    base.id,
-                    task,
-                    _about(wording, edited, cloze),
-                    number=i,
-                    strength=strength,
-                    answer=answer,
-                ),
-            )
+            self._paraphrase(base, passage, _about(wording, edited, cloze), i)
         others = [name for name in INSTRUCTIONS if name != task]
         other = others[number % len(others)]
         question = _about(INSTRUCTIONS[other][0], passage.sentences, None)
@@ -306,11 +295,16 @@ class _Writer:
             edited = reword(shown, strength, self.rng(base.id, strength))
             wording = LABELLED["number"][1 + (number + i) % 3]
             text = _few_shot(wording, _Examples(tuple(edited), asked))
-            same = self.add(
-                passage, "paraphrase", base.id, "number", text, number=i, strength=strength, answer=base.answer
-            )
-            self._pair(base, same)
+            self._paraphrase(base, passage, text, i)
         return base
+
+    def _paraphrase(self, base: Prompt, passage: Passage, text: str, number: int) -> None:
+        """Add the paraphrase with STRENGTHS[number], unless no edit applied and it stands there already."""
+        group = [prompt.text for prompt in self.prompts if prompt.group == base.id]
+        if self.render(text) in group:
+            return
+        more = {"number": number, "strength": STRENGTHS[number], "answer": base.answer}
+        self._pair(base, self.add(passage, "paraphrase", base.id, base.task, text, **more))
 
     @staticmethod
     def _pair(base: Prompt, other: Prompt) -> None:
