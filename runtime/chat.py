@@ -19,9 +19,11 @@ import click
 
 from runtime import options
 from runtime.terminal import Completer, Interrupts, open_input
+from runtime.warmstart import flags
 
 if TYPE_CHECKING:
     from runtime.conversation import Conversation, Turn
+    from runtime.warmstart.planting import Planting
 
 MIB = 1024 * 1024
 
@@ -138,10 +140,18 @@ class Chat:
             options.note("stopped")
         elif turn.stopped == "full":
             options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; {MORE_ROOM}")
+        mark = ""
+        if turn.warm is not None and conversation.warm is not None:
+            if turn.warm.warm:
+                mark = f" | warm start: {turn.warm.similarity:.2f} similar, first {turn.n_warm} tokens"
+            elif turn.warm.cause != "prefix":
+                options.note(f"warm start: cold; {turn.warm.reason}")
+            if conversation.warm.problem:
+                options.note(f"warm start: {conversation.warm.problem}")
         stats = conversation.llm.kv_stats()
         options.note(
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
-            f"KV: {stats.bytes_kv / MIB:.1f} MiB (f16: {stats.bytes_f16 / MIB:.1f}) ]"
+            f"KV: {stats.bytes_kv / MIB:.1f} MiB (f16: {stats.bytes_f16 / MIB:.1f}){mark} ]"
         )
 
     def clear(self, _: str) -> None:
@@ -270,6 +280,7 @@ def named_file(command: str, name: str) -> Path:
 @options.threads_option
 @options.batch_options()
 @options.gpu_option
+@flags.warm_options
 def main(**given: Any) -> None:
     """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache."""
     if given["temp"] < 0:
@@ -283,13 +294,17 @@ def main(**given: Any) -> None:
         if stdin_tty:
             raise click.UsageError("--single-turn: expected -p TEXT or a text on stdin, found neither")
         prompt = sys.stdin.read()
-    with open_model(given) as llm:
+    with (
+        flags.planted(given) as planting,
+        open_model(given, planting=planting) as llm,
+        flags.started(given, llm, planting) as warm,
+    ):
         from runtime.conversation import Conversation, Sampling
         from subkv.stats import cache_line
 
         options.note(cache_line(llm.kv_stats()))
         sampling = Sampling(given["temp"], given["top_k"], given["top_p"], given["min_p"], given["repeat_penalty"])
-        chat = Chat(Conversation(llm, given["system"], sampling, given["seed"]), given["n_predict"])
+        chat = Chat(Conversation(llm, given["system"], sampling, given["seed"], warm), given["n_predict"])
         if prompt is not None and not chat.guarded(chat.say, prompt) and given["single_turn"]:
             raise click.exceptions.Exit(1)
         if not given["single_turn"]:
@@ -297,8 +312,13 @@ def main(**given: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_model(given: dict[str, Any], kind: Callable[..., Any] | None = None, **more: Any) -> Iterator[Any]:
-    """subkv.Llama for the flags; the demo model when there is no -m. kind: a subclass; more: for its constructor."""
+def open_model(
+    given: dict[str, Any], kind: Callable[..., Any] | None = None, planting: Planting | None = None, **more: Any
+) -> Iterator[Any]:
+    """subkv.Llama for the flags; the demo model when there is no -m.
+
+    kind: a subclass; more: for its constructor; planting: what its context is made with.
+    """
     cache = options.cache_arguments(given["type_k"], given["type_v"])
     if given["model"]:
         model = Path(given["model"])
@@ -312,22 +332,23 @@ def open_model(given: dict[str, Any], kind: Callable[..., Any] | None = None, **
 
     n_threads = options.threads(given["n_threads"])
     window = {key: given[key] for key in ("n_sink", "n_recent", "n_rollback", "adapt")}
-    llm = (kind or Llama)(
-        os.fspath(model),
-        bases=given["bases"],
-        n_ctx=given["n_ctx"],
-        n_batch=given["n_batch"],
-        n_ubatch=given["n_ubatch"],
-        n_threads=n_threads,
-        n_threads_batch=n_threads,
-        n_gpu_layers=options.gpu_layers(given["n_gpu_layers"]),
-        flash_attn=options.FLASH[given["flash_attn"]],
-        verbose=False,
-        progress=True,
-        **window,
-        **cache,
-        **more,
-    )
+    with contextlib.nullcontext() if planting is None else planting.attach():
+        llm = (kind or Llama)(
+            os.fspath(model),
+            bases=given["bases"],
+            n_ctx=given["n_ctx"],
+            n_batch=given["n_batch"],
+            n_ubatch=given["n_ubatch"],
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+            n_gpu_layers=options.gpu_layers(given["n_gpu_layers"]),
+            flash_attn=options.FLASH[given["flash_attn"]],
+            verbose=False,
+            progress=True,
+            **window,
+            **cache,
+            **more,
+        )
     try:
         yield llm
     finally:

@@ -8,11 +8,12 @@ the gap.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -21,6 +22,9 @@ from runtime import statefile
 from runtime.engine import token_piece
 from subkv.cache import C, StateError, SubkvError, llama_cpp
 from subkv.llama import Llama
+
+if TYPE_CHECKING:
+    from runtime.warmstart.start import Decision, WarmStart
 
 Message = dict[str, str]
 
@@ -39,13 +43,18 @@ class TemplateError(SubkvError):
 
 @dataclasses.dataclass
 class Turn:
-    """What one answer took. Times in seconds. stopped: "end", "length", "full" or "interrupt"."""
+    """What one answer took. Times in seconds. stopped: "end", "length", "full" or "interrupt".
+
+    warm: what was decided where an answer may begin warm; n_warm: its tokens that did.
+    """
 
     n_prompt: int = 0
     prompt_seconds: float = 0.0
     n_answer: int = 0
     answer_seconds: float = 0.0
     stopped: str = "end"
+    warm: Decision | None = None
+    n_warm: int = 0
 
     @property
     def prompt_speed(self) -> float:
@@ -98,10 +107,16 @@ class Template:
 
 
 class Conversation:
-    """Messages, their tokens and the cells that hold them."""
+    """Messages, their tokens and the cells that hold them.
 
-    def __init__(self, llm: Llama, system: str | None, sampling: Sampling, seed: int) -> None:
+    warm: the first answer may begin with tokens from a similar prompt's summary; the prompt is evaluated after them.
+    """
+
+    def __init__(
+        self, llm: Llama, system: str | None, sampling: Sampling, seed: int, warm: WarmStart | None = None
+    ) -> None:
         self.llm = llm
+        self.warm = warm
         self.template = Template(llm)
         self.sampling = sampling
         self.seed = seed
@@ -203,27 +218,22 @@ class Conversation:
         """Evaluate what is missing, then sample. Returns the text, or None when stopped before the first token."""
         llm = self.llm
         start = time.perf_counter()
-        common = llm.longest_token_prefix(llm._input_ids, self.tokens)  # after /clear the cells are of other tokens
-        held = min(common, len(self.tokens) - 1)  # the last token is evaluated again if need be: it gives the logits
-        llm.n_tokens = held if llm._ctx.kv_cache_seq_rm(-1, held, -1) else 0  # 0: coded cells, all is evaluated again
-        turn.n_prompt = len(self.tokens) - llm.n_tokens
-        while len(self.tokens) - llm.n_tokens > 1:
-            if stop():
-                turn.stopped = "interrupt"
-                return None
-            # the last token is left to generate(), which needs its logits
-            end = min(llm.n_tokens + llm.n_batch, len(self.tokens) - 1)
-            llm.eval(self.tokens[llm.n_tokens : end])
         llm.set_seed(self.seed if self.seed < 0 else (self.seed + self.n_regenerated) & 0x7FFFFFFF)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         answer = ""
-        stream = llm.generate(self.tokens[-1:], reset=False, **self.sampling.arguments())
+        stream = self._stream(stop, turn)
         first = 0.0
         while True:
             if turn.n_answer and self.room <= 0:
                 turn.stopped = "full"
                 break
             token = next(stream)
+            if token is None:
+                turn.stopped = "interrupt"
+                if turn.n_answer:
+                    break
+                stream.close()
+                return None
             if not turn.n_answer:
                 first = time.perf_counter()
                 turn.prompt_seconds = first - start
@@ -247,6 +257,44 @@ class Conversation:
         if tail:
             yield tail
         return answer + tail
+
+    def _stream(self, stop: Callable[[], bool], turn: Turn) -> Generator[int | None, None, None]:
+        """Tokens of the answer, without end; None, and no more, when stopped while a prompt is read."""
+        llm, warm = self.llm, self.warm
+        common = llm.longest_token_prefix(llm._input_ids, self.tokens)  # after /clear the cells are of other tokens
+        held = min(common, len(self.tokens) - 1)  # the last token is evaluated again if need be: it gives the logits
+        if any(message["role"] == "assistant" for message in self.messages):  # earlier turns are in exact cells
+            warm = None
+        prompt, sampler = self.tokens[:], None
+        if warm is not None:
+            turn.warm = warm.begin(prompt, held)
+            held = 0 if turn.warm.touched else held
+            sampler = llm._init_sampler(**self.sampling.arguments())
+            if turn.warm.warm:
+                turn.n_prompt = turn.warm.n_cells
+                for token in warm.head(prompt, sampler):
+                    turn.n_warm += 1
+                    yield token
+        llm.n_tokens = held if llm._ctx.kv_cache_seq_rm(-1, held, -1) else 0  # 0: coded cells, all is evaluated again
+        if not turn.n_warm:
+            turn.n_prompt = len(self.tokens) - llm.n_tokens
+        with contextlib.ExitStack() as memory:
+            if warm is not None and not llm.n_tokens:
+                memory.enter_context(warm.remembering(prompt))
+            n_left = 1 if sampler is None else 0  # left to generate(), which needs its logits
+            while len(self.tokens) - llm.n_tokens > n_left:
+                if stop():
+                    yield None
+                    return
+                end = min(llm.n_tokens + llm.n_batch, len(self.tokens) - n_left)
+                llm.eval(self.tokens[llm.n_tokens : end])
+        if sampler is None:
+            yield from llm.generate(self.tokens[-1:], reset=False, **self.sampling.arguments())
+            return
+        while True:  # the same sampler for warm and other tokens
+            token = int(sampler.sample(llm._ctx, -1))
+            yield token
+            llm.eval([token])
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token as shown to the user; control tokens show nothing."""

@@ -82,12 +82,8 @@ class Planting:
         n_slots = plan.n_slots if placed else 0
         n, n_sink = plan.n_sink + n_slots + plan.n_last, plan.n_sink
         begin = len(tokens) - n
-        if begin < 0 or n > C.llama_n_batch(self._handle):
-            raise WarmStartError(
-                "prompt",
-                f"expected {n} tokens or more and room for {n} in a batch, found {len(tokens)} and room for "
-                f"{C.llama_n_batch(self._handle)}",
-            )
+        if begin < 0:
+            raise WarmStartError("prompt", f"expected {n} tokens or more, found {len(tokens)}")
         sinks = self.sinks(tokens[:n_sink], seq) if n_sink else []
         dummies = [tokens[n_sink]] * n_slots
         cells = np.arange(begin, begin + n_sink + n_slots, dtype=np.int32)
@@ -132,12 +128,14 @@ class Planting:
         return rows
 
     def _decode(self, tokens: Sequence[int], begin: int, seq: int, last: bool) -> None:
-        n = len(tokens)
-        logits = np.zeros(n, dtype=np.int8)
-        logits[-1] = last
-        decode_batch(
-            self._handle, self._batch, tokens, np.arange(begin, begin + n), [seq] * n, logits, coded=self._coded
-        )
+        n_batch = C.llama_n_batch(self._handle)
+        for start in range(0, len(tokens), n_batch):
+            piece = tokens[start : start + n_batch]
+            n = len(piece)
+            logits = np.zeros(n, dtype=np.int8)
+            logits[-1] = last and start + n == len(tokens)
+            where = np.arange(begin + start, begin + start + n)
+            decode_batch(self._handle, self._batch, piece, where, [seq] * n, logits, coded=self._coded)
         C.llama_synchronize(self._handle)
 
     @contextlib.contextmanager

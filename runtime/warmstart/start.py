@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from runtime.scoring import log_softmax
@@ -106,7 +107,7 @@ class WarmStart:
         self.mode, self.threshold, self.max_kl, self.n_warm = mode, threshold, max_kl, n_warm
         self.decision: Decision | None = None  # of the latest prompt
         kind: Any = embed if trained.embedding == CALLABLE and embed is not None else trained.embedding
-        self.embedder: Embedder = embedder(kind, llm.model_path, llm.model, llm.n_threads)
+        self.embedder: Embedder = embedder(kind, Path(llm.model_path), llm.model, llm.n_threads)
         self._embedded: tuple[tuple[int, ...], F32] | None = None
         self._recording: contextlib.ExitStack | None = None
         self._recorded: list[int] = []
@@ -198,7 +199,7 @@ class WarmStart:
                 self.planting.empty(seq)
                 return decision.cold(
                     "guard",
-                    f"guard: expected a KL of at most {self.max_kl:g} nats, found {decision.predicted_kl:.3g} predicted",
+                    f"guard: expected KL up to {self.max_kl:g} nats, found {decision.predicted_kl:.3g} predicted",
                 )
         decision.warm, decision.cause = True, "warm"
         return decision
@@ -230,11 +231,14 @@ class WarmStart:
 
         sampler: a chain of llama_cpp, which accepts them.
         """
-        for i in range(self.n_warm):
-            token = int(sampler.sample(self.llm._ctx, -1))
-            yield token
-            if i + 1 < self.n_warm:
-                self.planting.follow([token], len(tokens) + i)
+        try:
+            for i in range(self.n_warm):
+                token = int(sampler.sample(self.llm._ctx, -1))
+                yield token
+                if i + 1 < self.n_warm:
+                    self.planting.follow([token], len(tokens) + i)
+        finally:
+            self._empty()
 
     def generate(self, tokens: Sequence[int], refine: str = "first", **sampling: Any) -> Iterator[int]:
         """Tokens of an answer, without end, as Llama.generate; `decision` says how it began.
@@ -275,7 +279,14 @@ class WarmStart:
             finally:
                 if refiner is not None:
                     refiner.stop()
+                if not llm.n_tokens:
+                    self._empty()
         yield from self._exact(sampler)
+
+    def _empty(self) -> None:
+        """Leave no warm cells behind; an abandoned answer may outlive the context."""
+        if self.llm._ctx.ctx:
+            self.planting.empty()
 
     def _exact(self, sampler: Any) -> Iterator[int]:
         """Sample and evaluate, without end."""
@@ -343,6 +354,7 @@ class WarmStart:
 
         What keeps it out of there is in `problem`.
         """
+        self.problem = ""
         self.record(tokens)
         try:
             yield

@@ -1,0 +1,319 @@
+"""Warm starts in Python: decisions, first tokens, the way back to exact cells."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starting import N_CTX, PLAN, cold, library, logits, opened, prompt, remember, take, untrained, warm
+
+from runtime.warmstart import guard
+from runtime.warmstart.embedding import N_BATCH, embedder
+from runtime.warmstart.errors import WarmStartError
+from runtime.warmstart.refine import Refiner
+from runtime.warmstart.shapes import Plan
+from runtime.warmstart.start import WarmStart
+from subkv.cache import CacheError
+from subkv.llama import Llama
+
+Models = Callable[..., Path]
+T = 60
+A, B = prompt(T), prompt(T + 9, 1)
+COEFS = {"constant": 0.0, "distance": 0.0, "log_check": 1.0, "margin": 0.0}  # predicts the self-check itself
+
+
+@pytest.fixture(params=["coded", "f16", "q8_0"])
+def path(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models) -> tuple[Path, dict[str, Any]]:
+    if request.param == "coded":
+        return coded_model(), {}
+    return tiny_model("llama"), {"kv_cache": request.param}
+
+
+def test_a_slot_for_every_token_is_the_exact_prompt(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    plan = Plan(T - 2 - 3, 2, 3)
+    with warm(path[0], tmp_path, plan, n_batch=40, n_ubatch=16, **path[1]) as start:
+        remember(start, A)
+        expected = logits(start.llm)
+        # a summary has 16 bits
+        decision = start.first(A)
+        assert decision.warm and decision.similarity == pytest.approx(1.0, abs=1e-5)
+        assert decision.logits is not None
+        bound = 0.02 if start.llm.cache_choice.name == "f16" else 0.1
+        assert np.abs(decision.logits - expected).max() < bound * np.abs(expected).max()
+        assert set(decision.seconds) == {"embed", "retrieve", "project", "decode"}
+        assert start.llm.n_tokens == 0  # nobody may take these cells for the prompt's
+
+
+def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
+    """The cells of the first tokens lie elsewhere; their rows are those of positions 0, 1, …"""
+    with warm(tiny_model("gpt2"), tmp_path, Plan(T - 2 - 3, 2, 3)) as start:
+        remember(start, A)
+        expected = logits(start.llm)
+        found = start.first(A).logits
+        assert found is not None
+        assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+        no_slots = start.planting
+        no_slots.decode(A, start.trained.plan, [])
+        assert np.abs(no_slots.logits(start.llm.n_vocab()) - expected).max() > 0.1 * np.abs(expected).max()
+
+
+def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    with warm(path[0], tmp_path, n_warm=2, **path[1]) as start:
+        remember(start, A)
+        answer = take(start.generate(B, temp=0.0), 8)
+        assert start.decision is not None and start.decision.warm
+        held = start.llm.input_ids[: start.llm.n_tokens].tolist()
+        assert held == [*B, *answer[:7]]
+        assert B in start.library  # read exactly, so it is remembered
+        assert cold(start.llm, [*B, *answer[:2]], 6) == answer[2:]
+        with opened(path[0], **path[1]) as (other, _):
+            other.eval([*B, *answer[:7]])
+            start.llm.reset()
+            start.llm.eval([*B, *answer[:7]])
+            np.testing.assert_array_equal(logits(other), logits(start.llm))
+
+
+def test_an_answer_that_ends_warm_leaves_no_prefix(tiny_model: Models, tmp_path: Path) -> None:
+    with warm(tiny_model("llama"), tmp_path) as start:
+        expected = cold(start.llm, B, 5)
+        remember(start, A)
+        for how, n in (("first", 1), ("never", 5), ("background", 1)):
+            start.llm.reset()
+            take(start.generate(B, how, temp=0.0), n)
+            assert start.decision is not None and start.decision.warm
+            assert start.llm.n_tokens == 0
+            state = start.llm.save_state()
+            assert state.n_tokens == 0
+            assert take(start.llm.generate(B, temp=0.0), 5) == expected
+            start.llm.load_state(state)
+            assert take(start.llm.generate(B, temp=0.0), 5) == expected
+
+
+def test_never_refined_answers_stay_warm(tiny_model: Models, tmp_path: Path) -> None:
+    with warm(tiny_model("llama"), tmp_path) as start:
+        remember(start, A)
+        answer = take(start.generate(B, "never", temp=0.0), 6)
+        decision = start.first(B)
+        assert decision.logits is not None
+        assert int(decision.logits.argmax()) == answer[0]
+        start.planting.follow(answer[:5], len(B))
+        assert int(start.planting.logits(start.llm.n_vocab()).argmax()) == answer[5]
+        with pytest.raises(CacheError, match=f"n_ctx: expected room for another token, found {N_CTX}"):
+            for _ in start.generate(B, "never", temp=0.0):
+                pass
+
+
+def test_the_background_brings_exact_cells(
+    path: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warm(path[0], tmp_path, **path[1]) as start:
+        remember(start, A)
+        go = threading.Event()
+        read = Refiner._read
+        monkeypatch.setattr(Refiner, "_read", lambda self: (go.wait(20), read(self)))
+        stream = start.generate(B, "background", temp=0.0)
+        answer = [next(stream) for _ in range(3)]
+        assert start.llm.n_tokens == 0  # still warm
+        go.set()
+        assert start._refiner is not None and start._refiner._thread is not None
+        start._refiner._thread.join()
+        answer += [next(stream) for _ in range(3)]
+        assert start.llm.input_ids[: start.llm.n_tokens].tolist() == [*B, *answer[:-1]]
+        found = logits(start.llm)
+        stream.close()  # type: ignore[attr-defined]
+        with opened(path[0], **path[1]) as (other, _):
+            other.eval(B)
+            other.eval(answer[:3])
+            for token in answer[3:-1]:
+                other.eval([token])
+            np.testing.assert_allclose(found, logits(other), atol=1e-4)
+
+
+def test_a_failing_background_costs_only_time(
+    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warm(tiny_model("llama"), tmp_path) as start:
+        remember(start, A)
+
+        def fail(*_: Any) -> None:
+            raise CacheError("-c", "cannot evaluate")
+
+        monkeypatch.setattr("runtime.warmstart.refine.decode_batch", fail)
+        stream = start.generate(B, "background", temp=0.0)
+        answer = [next(stream)]
+        assert start._refiner is not None and start._refiner._thread is not None
+        start._refiner._thread.join()
+        answer += take(stream, 4)
+        assert isinstance(start._refiner.error, CacheError)
+        assert cold(start.llm, [*B, answer[0]], 4) == answer[1:]
+
+
+def test_closing_and_leaving_while_the_background_reads(tiny_model: Models, tmp_path: Path) -> None:
+    n_threads = threading.active_count()
+    with warm(tiny_model("llama"), tmp_path, n_ctx=2048, n_batch=64) as start:
+        remember(start, A)
+        long = prompt(1500, 2)
+        stream = start.generate(long, "background", temp=0.0)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert threading.active_count() == n_threads
+        next(start.generate(long, "background", temp=0.0))
+        stream = start.generate(long, "background", temp=0.0)
+        next(stream)
+        start.close()
+        assert threading.active_count() == n_threads
+
+
+def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
+    with warm(tiny_model("llama"), tmp_path) as start:
+        cases = [
+            ([], "prompt", "prompt: expected at least one token, found none"),
+            (prompt(N_CTX), "prompt", f"prompt: expected fewer than {N_CTX} tokens (the context), found {N_CTX}"),
+            (prompt(PLAN.shortest - 1), "prompt", f"prompt: expected at least {PLAN.shortest} tokens"),
+            (A, "library", "library: expected summaries of earlier prompts, found none yet"),
+        ]
+        for tokens, cause, reason in cases:
+            decision = start.first(tokens)
+            assert (decision.warm, decision.cause) == (False, cause)
+            assert decision.reason.startswith(reason)
+        remember(start, A)
+        start.threshold = 0.999999
+        decision = start.first(B)
+        assert decision.cause == "similarity"
+        assert decision.reason.startswith("similarity: expected at least 0.999999, found ")
+        assert not decision.touched
+        start.threshold = -1.0
+        file = next(tmp_path.iterdir())
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+        decision = start.first(B)
+        assert decision.cause == "library"
+        assert (
+            decision.reason == f"--warm-library: dropped the damaged entry {file.name}: checksum of the state differs"
+        )
+        assert not file.exists()
+        expected = cold(start.llm, B, 3)
+        start.llm.reset()
+        assert take(start.generate(B, temp=0.0), 3) == expected
+        with pytest.raises(WarmStartError, match="prompt: expected at least one token"):
+            next(start.generate([]))
+        with pytest.raises(WarmStartError, match="refine: expected one of first, background, never, found 'later'"):
+            next(start.generate(A, "later"))
+
+
+def test_another_model_is_refused_and_its_library_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
+    with warm(tiny_model("llama"), tmp_path) as start:
+        remember(start, A)
+    with opened(tiny_model("llama", seed=1)) as (llm, planting):
+        trained = untrained(llm, planting)
+        with WarmStart(llm, planting, trained, library(trained, tmp_path), threshold=-1.0) as start:
+            decision = start.first(B)
+            assert decision.cause == "library"
+            assert "expected prompts summarised for this model and trained file, found 1 of others" in decision.reason
+        with opened(tiny_model("llama")) as (other, others):
+            foreign = untrained(other, others)
+        with pytest.raises(WarmStartError, match="--warm-file: expected a file trained for this model"):
+            WarmStart(llm, planting, foreign, library(foreign, tmp_path))
+        for mode in ("off", "maybe"):
+            with pytest.raises(WarmStartError, match=f"--warm-start: expected on or auto, found '{mode}'"):
+                WarmStart(llm, planting, trained, library(trained, tmp_path), mode=mode)
+
+
+def test_auto_asks_the_guard(tiny_model: Models, tmp_path: Path) -> None:
+    with warm(tiny_model("llama"), tmp_path, mode="auto") as start:
+        remember(start, A)
+        decision = start.first(B)
+        assert decision.reason == "guard: expected coefficients in the trained file, found none"
+        assert not decision.touched
+    with warm(tiny_model("llama"), tmp_path, guard=COEFS, mode="auto", max_kl=1e3) as start:
+        alone = start.first(B)  # checked against first and last tokens only
+        assert alone.warm and alone.predicted_kl == pytest.approx(alone.self_check)
+        remember(start, prompt(T, 3))
+        both = start.first(B)
+        assert both.warm and both.self_check != alone.self_check
+        assert both.logits is not None
+        start.max_kl = 1e-9
+        decision = start.first(B)
+        assert decision.cause == "guard" and decision.touched
+        assert decision.reason.startswith("guard: expected KL up to 1e-09 nats, found ")
+        assert start.llm.n_tokens == 0
+        expected = cold(start.llm, B, 4)
+        start.llm.reset()
+        assert take(start.generate(B, temp=0.0), 4) == expected
+
+
+def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -> None:
+    with warm(tiny_model("llama"), tmp_path) as start:
+        remember(start, A)
+        longer = [*A, *prompt(20, 5)]
+        take(start.generate(longer, temp=0.0), 2)
+        assert start.decision is not None and start.decision.cause == "prefix"
+        assert start.decision.mark(1) == {
+            "warm": False,
+            "reason": f"prefix: {T} of {T + 20} tokens are in the cache already",
+            "seconds": {},
+        }
+
+
+def test_any_function_embeds(tiny_model: Models, tmp_path: Path) -> None:
+    with opened(tiny_model("llama")) as (llm, planting):
+        trained = untrained(llm, planting, embedding="callable", centre=np.zeros(2, np.float32))
+        shelf = library(trained, tmp_path, embedding="callable")
+        with WarmStart(
+            llm, planting, trained, shelf, embed=lambda tokens: [len(tokens), tokens[0]], threshold=0.9
+        ) as start:
+            remember(start, A)
+            assert start.first(B).warm
+        with WarmStart(llm, planting, trained, shelf, embed=lambda tokens: [np.nan, 1.0]) as start:
+            decision = start.first(B)
+            assert (decision.cause, decision.touched) == ("error", False)
+            assert decision.reason.startswith("embedding: expected a finite vector")
+        with pytest.raises(WarmStartError, match="embedding: expected tokens, hidden or a function"):
+            WarmStart(llm, planting, trained, shelf)
+
+
+def test_hidden_states_embed(tiny_model: Models) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 60  # more than one batch
+    with Llama(tiny_model("llama"), embedding=True, pooling_type=1, n_ctx=2048, n_ubatch=2048, verbose=False) as llm:
+        tokens = llm.tokenize(text.encode())
+        assert len(tokens) > N_BATCH
+        expected = np.array(llm.embed(text, truncate=False))
+        found = embedder("hidden", Path(llm.model_path), llm.model).embed(tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * float(np.abs(expected).max()))
+
+
+def test_an_attached_planter_changes_nothing_when_cold(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    with Llama(path[0], n_ctx=N_CTX, n_threads=1, n_threads_batch=1, verbose=False, **path[1]) as llm:
+        expected = cold(llm, B, 8)
+        bits = logits(llm)
+    with warm(path[0], tmp_path, **path[1]) as start:
+        assert take(start.generate(B, temp=0.0), 8) == expected
+        np.testing.assert_array_equal(logits(start.llm), bits)
+
+
+def test_the_guard_finds_a_law() -> None:
+    rng = np.random.default_rng(0)
+    similarity, check = rng.uniform(0.5, 1, 400), np.exp(rng.uniform(-8, 1, 400))
+    noise = rng.normal(0, 0.3, 400)
+    kl = np.exp(-1.0 + 4.0 * (1 - similarity) + 0.7 * np.log(check) + noise)
+    found = guard.fit(np.stack([similarity, check], axis=1), kl)
+    assert found["constant"] == pytest.approx(-1.0, abs=0.1)
+    assert found["distance"] == pytest.approx(4.0, abs=0.3)
+    assert found["log_check"] == pytest.approx(0.7, abs=0.03)
+    covered = [k <= guard.predict(found, s, c) for s, c, k in zip(similarity, check, kl, strict=True)]
+    assert np.mean(covered) == pytest.approx(0.9, abs=0.02)
+    assert guard.predict({}, 1.0, 0.0) == np.inf
+    with pytest.raises(WarmStartError, match="guard: expected 8 pairs or more, found 3 and 3"):
+        guard.fit(np.ones((3, 2)), np.ones(3))
+    with pytest.raises(WarmStartError, match="guard: expected finite features"):
+        guard.fit(np.full((9, 2), np.nan), np.ones(9))
+    with pytest.raises(WarmStartError, match="found no margin"):
+        guard.predict(dict.fromkeys(guard.NAMES[:3], 0.0), 1.0, 0.0)
+    p, q = np.log([0.5, 0.5]), np.log([0.9, 0.1])
+    assert guard.self_check(p, q) == pytest.approx(0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1))
+    assert guard.self_check(p, p) == 0.0
