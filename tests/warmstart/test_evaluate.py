@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from test_prompts import text
 
 from runtime.engine import Model
-from runtime.warmstart import evaluate, metrics, prompts, report
+from runtime.warmstart import evaluate, guard, metrics, prompts, report
 from runtime.warmstart.capture import Capture
 from runtime.warmstart.cli import main
 from runtime.warmstart.decode import ColdContext, WarmContext, prompt_tokens
@@ -39,7 +39,7 @@ def files(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     folder = tmp_path_factory.mktemp("warm")
     (folder / "text").write_text(text(), encoding="utf-8")
     arguments = ["-m", str(model), "-f", str(folder / "text"), "-o", str(folder / "prompts.jsonl")]
-    run(["prompts", *arguments, "--words", "30", "-n", "6", "--test-share", "0.5"])
+    run(["prompts", *arguments, "--words", "30", "-n", "7", "--test-share", "0.4"])
     found = prompts.read(folder / "prompts.jsonl")
     embedding = Tokens(model)
     with Model(str(model)) as opened:
@@ -92,7 +92,11 @@ def test_own_slots_for_all_tokens_are_the_cold_start(model: Path, files: dict[st
 def evaluated(model: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("evaluated") / "report"
     warm = [part for m in (4, 8) for part in ("--warm-file", str(files[f"warm{m}"]))]
-    run(["guard", "-m", str(model), *warm[:2], "-f", str(files["prompts.jsonl"]), "-t", "1"], code=1)  # too few prompts
+    fit = ["guard", "-m", str(model), *warm[:2], "-f", str(files["prompts.jsonl"]), "-t", "1"]
+    before = files["warm4"].read_bytes()
+    assert run([*fit, "--targets", "1"], code=1) == "guard: expected 8 pairs or more, found 2 and 2\n"
+    assert files["warm4"].read_bytes() == before
+    assert "margin" in run(fit)
     output = run(
         [
             "evaluate",
@@ -116,7 +120,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_outcomes(evaluated: tuple[str, Path], files: dict[str, Path]) -> None:
+def test_outcomes(evaluated: tuple[str, Path], model: Path, files: dict[str, Path]) -> None:
     found = lines(evaluated[1])
     assert found[0]["what"] == "settings"
     outcomes = [line for line in found if line["what"] == "outcome"]
@@ -145,7 +149,12 @@ def test_outcomes(evaluated: tuple[str, Path], files: dict[str, Path]) -> None:
     assert all(line["neighbour"] != line["target"] for line in outcomes)
     others = [line for line in outcomes if line["kind"] == metrics.UNRELATED]
     assert all(known[line["neighbour"]].group != known[line["target"]].group for line in others)
-    assert all(line["self_check"] >= 0 for line in retrieved if line["system"] == metrics.METHOD)
+    judged = [line for line in outcomes if line["self_check"] is not None]
+    assert {(line["system"], line["kind"]) for line in judged} == {(metrics.METHOD, kind) for kind in metrics.FOUND}
+    coefficients = Trained.load(files["warm4"], model).guard
+    for line in judged:  # the guard of 8 slots was not fitted
+        expected = guard.predict(coefficients, line["similarity"], line["self_check"]) if line["n_slots"] == 4 else None
+        assert line["predicted_kl"] == expected
 
 
 def test_files_of_the_report(evaluated: tuple[str, Path]) -> None:
@@ -156,7 +165,7 @@ def test_files_of_the_report(evaluated: tuple[str, Path]) -> None:
     text_of = (folder / "report.md").read_text(encoding="utf-8")
     for wanted in ("# Warm start: evaluation", "## Criteria", "## f16, m = 4", "## f16, m = 8", metrics.METHOD):
         assert wanted in text_of
-    assert "No guard is fitted" in text_of
+    assert text_of.count("No guard is fitted") == text_of.count("| predicted KL at most |") == 1
     criteria = [line for line in output.splitlines() if line.startswith("  ") and ": " in line]
     assert all(any(f": {answer} (" in line for answer in ("met", "not met", "not measured"))
                for line in criteria if "comparison" not in line)  # fmt: skip
