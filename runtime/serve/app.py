@@ -81,7 +81,7 @@ class Service:
         answer = await run.event(request.receive)
         if body.stream:  # type: ignore[attr-defined]
             return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
-        return JSONResponse(answer | {"timings": run.llm.timings()})
+        return JSONResponse(answer | run.llm.marks())
 
     async def on_engine(self, job: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self.engine.call(job))

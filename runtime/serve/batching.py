@@ -3,6 +3,9 @@
 Every step is one llama_decode over one token of each generating slot and pieces of the prompts that are being read;
 then each slot that is due samples. Slots have streams of their own, so what a request gets does not depend on its
 neighbours beyond the rounding of matrix products of another height.
+
+With warm starts (experimental) a request whose prompt is similar to an earlier one gets its first token from that one's
+summary, in a batch of its own, and then its slot is empty again: prompt and token are read as any prompt is.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +30,9 @@ from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
 from runtime.serve.task import Task
 from subkv.cache import C, SubkvError, internals
+
+if TYPE_CHECKING:
+    from runtime.warmstart.start import WarmStart
 
 T = TypeVar("T")
 
@@ -60,14 +66,17 @@ class Piece:
     @property
     def complete(self) -> bool:
         """Whether a token can be sampled after it."""
-        return len(self.slot.tokens) + len(self.tokens) >= len(self.task.prompt)
+        return len(self.slot.tokens) + len(self.tokens) >= len(self.task.tokens)
 
 
 class Engine:
-    """Runs tasks on the slots of a model's context."""
+    """Runs tasks on the slots of a model's context. warm: of that context, how requests may begin."""
 
-    def __init__(self, llm: SlotsLlama) -> None:
+    def __init__(self, llm: SlotsLlama, warm: WarmStart | None = None) -> None:
         self.llm = llm
+        self.warm = warm
+        self.n_began: Counter[str] = Counter()  # requests by how they began: "warm" or why not
+        self._recorded: tuple[Slot, Task] | None = None  # whose prompt will be remembered
         self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
         self.slots = [Slot(i) for i in range(llm.n_slots)]
         self.totals = Totals()
@@ -195,6 +204,37 @@ class Engine:
         slot.task, task.slot = task, slot
         task.n_cached = len(slot.tokens)
         task.started = time.perf_counter()
+        if self.warm is not None and not task.scores_prompt:
+            self._begin(slot, task, self.warm)
+
+    def _begin(self, slot: Slot, task: Task, warm: WarmStart) -> None:
+        """Give a task its first token, if it can begin warm; its slot is empty then. Remember a prompt read alone."""
+        task.warm = decision = warm.begin(task.prompt, len(slot.tokens), slot.id, self.n_ctx)
+        self.n_began[decision.cause] += 1
+        if decision.touched:
+            self.empty(slot)
+            task.n_cached = 0
+        if decision.logits is not None:
+            self._sample(slot, task, decision.logits)
+        if slot.task is task and not slot.tokens and self.n_busy == 1 and warm.record(task.prompt):
+            self._recorded = slot, task
+
+    def _check_recorded(self, pieces: list[Piece]) -> None:
+        """Before a step: only a prompt that is read alone, so that the rows are its own, can be remembered."""
+        if self.warm is not None and self._recorded is not None:
+            slot, task = self._recorded
+            if slot.task is not task or any(piece.slot is not slot for piece in pieces):
+                self.warm.drop()
+                self._recorded = None
+
+    def _store_recorded(self) -> None:
+        """After a step: a prompt that was read is remembered."""
+        if self.warm is not None and self._recorded is not None:
+            slot, task = self._recorded
+            if len(slot.tokens) >= len(task.prompt):
+                self._recorded = None
+                if problem := self.warm.store():
+                    print(f"warm start: {problem}", file=sys.stderr)
 
     def _pieces(self) -> list[Piece]:
         """What the next step evaluates: a token of every slot that generates, and of the prompts what fits.
@@ -202,7 +242,10 @@ class Engine:
         While others generate, prompts get one ubatch per step, so that a long one does not stop their streams.
         """
         busy = [(slot, slot.task) for slot in self.slots if slot.task is not None]
-        pieces = [Piece(slot, task, [task.next]) for slot, task in busy if task.next is not None and task.ready]
+        generating = {
+            slot.id for slot, task in busy if task.next is not None and len(slot.tokens) == len(task.tokens) - 1
+        }
+        pieces = [Piece(slot, task, task.tokens[-1:]) for slot, task in busy if slot.id in generating and task.ready]
         params = self.llm.context_params
         room = params.n_ubatch if pieces else params.n_batch
         room = min(room, params.n_batch - len(pieces))
@@ -210,8 +253,8 @@ class Engine:
             n_held = len(slot.tokens)
             # every row of a scored prompt has logits, n_vocab floats each
             n = min(room, params.n_ubatch // 4 or 1) if task.scores_prompt else room
-            if task.next is None and n > 0:
-                pieces.append(Piece(slot, task, task.prompt[n_held : n_held + n]))
+            if slot.id not in generating and n > 0:  # what was sampled from a warm start is read behind the prompt
+                pieces.append(Piece(slot, task, task.tokens[n_held : n_held + n]))
                 room -= len(pieces[-1].tokens)
         return pieces
 
@@ -227,11 +270,13 @@ class Engine:
             if piece.task.scores_prompt and piece.task.next is None:
                 logits[start:end] = 1
             start = end
+        self._check_recorded(pieces)
         try:
             decode_batch(self.llm.ctx, self.llm._batch.batch, tokens, pos, seqs, logits, self._coded)
         except SubkvError as error:
             for piece in pieces:
                 self._fail(piece.slot, error)
+            self._check_recorded(pieces)
             return
         self.totals.n_decode += 1
         self.totals.n_busy += self.n_busy
@@ -239,6 +284,7 @@ class Engine:
         for piece in pieces:
             self._advance(piece, start)
             start += len(piece.tokens)
+        self._store_recorded()
 
     def _advance(self, piece: Piece, start: int) -> None:
         """Take in what a step gave one slot, its rows from `start` on; sample when its prompt is read."""
@@ -253,7 +299,15 @@ class Engine:
                 task.prompt_scores += [scored(t, self._row(start + i), task.sampler.n_top) for i, t in enumerate(known)]
             if not complete:
                 return
-            row = self._row(start + len(piece.tokens) - 1)
+        except Exception as error:  # of this request only: its processors
+            self._release(slot)
+            task.end(error)
+            return
+        self._sample(slot, task, self._row(start + len(piece.tokens) - 1))
+
+    def _sample(self, slot: Slot, task: Task, row: Logits) -> None:
+        """Give a task its next token, and its slot back after the last one."""
+        try:
             task.give(task.sampler.sample(row, task.tokens, self._candidates))
         except Exception as error:  # of this request only: its grammar, its processors
             self._release(slot)

@@ -18,6 +18,7 @@ import click
 
 from runtime import options
 from runtime.options import ProgramError
+from runtime.warmstart import flags
 
 # Four slots, as llama-server has: a second program, or the requests for titles that chat clients send in between, then
 # do not drive a conversation out of its cells.
@@ -113,6 +114,7 @@ def _folder(name: str | None) -> Path | None:
 @options.threads_option
 @options.batch_options()
 @options.gpu_option
+@flags.warm_options
 @click.option("-a", "--alias", default=None, envvar="LLAMA_ARG_ALIAS", help="the model's name in answers")
 @click.option("--chat-format", default=None, help="llama_cpp's name of a chat format; default: the model's template")
 @click.option("--api-key", "api_keys", multiple=True, envvar="LLAMA_API_KEY", help="key that requests must give")
@@ -167,13 +169,19 @@ def main(**given: Any) -> None:
         more |= {"embedding": True, "pooling_type": -1 if given["pooling"] is None else POOLING[given["pooling"]]}
     elif given["pooling"] is not None:
         raise click.UsageError("--pooling: expected --embeddings beside it, found none")
+    if given["embeddings"] and given["warm_start"] != "off":
+        raise click.UsageError("--warm-start: expected a server that generates text, found --embeddings beside it")
     sock = _listen(given["host"], given["port"], given["timeout"])
     with sock:
         from runtime.serve.model import SlotsLlama
         from subkv.cache import llama_cpp
         from subkv.stats import cache_line
 
-        with open_model(given | {"n_ctx": n_ctx} | cache, SlotsLlama, **more) as llm:
+        with (
+            flags.planted(given) as planting,
+            open_model(given | {"n_ctx": n_ctx} | cache, SlotsLlama, planting, **more) as llm,
+            flags.started(given, llm, planting) as warm,
+        ):
             from runtime.serve.app import Limits, Service, create_app
             from runtime.serve.batching import Engine
             from runtime.serve.server import GRACE_SECONDS, Server
@@ -183,7 +191,7 @@ def main(**given: Any) -> None:
                     "-m: expected a model that generates text, found one that only encodes; use --embeddings"
                 )
             options.note(cache_line(llm.kv_stats()))
-            engine = Engine(llm)
+            engine = Engine(llm, warm)
             limits = Limits(given["n_predict"], given["n_queue"], given["max_body"], given["timeout"])
             name = given["alias"] or Path(llm.model_path).name
             service = Service(engine, name, limits, given["embeddings"], folder)

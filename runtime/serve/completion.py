@@ -278,3 +278,9 @@ class RequestLlama:
     def timings(self) -> dict[str, float]:
         """Of the last completion."""
         return self.tasks[-1].timings()
+
+    def marks(self) -> dict[str, Any]:
+        """Of the last completion: llama-server's timings and, where warm starts are on, how it began."""
+        task = self.tasks[-1]
+        began = {} if task.warm is None else {"subkv": {"warm_start": task.warm.mark(1)}}
+        return {"timings": self.timings()} | began

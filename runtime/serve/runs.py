@@ -140,7 +140,7 @@ class EventStream(StreamingResponse):
                     continue
                 chunk = found
                 if chunk["choices"][0]["finish_reason"] is not None:
-                    chunk["timings"] = run.llm.timings()
+                    chunk |= run.llm.marks()
                 yield line(chunk)
             if include_usage and chunk is not None:
                 yield line(chunk | {"choices": [], "usage": run.llm.usage})

@@ -5,9 +5,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from runtime.serve.sampling import Sampler, Scored
 from runtime.serve.slots import Slot
+
+if TYPE_CHECKING:
+    from runtime.warmstart.start import Decision
 
 # Tokens the engine may sample before the caller has taken them: it goes on while a caller is late by a few, and a
 # caller that ends at a stop string has cost no more than these.
@@ -34,6 +38,7 @@ class Task:
         self.tokens = list(prompt)  # and the sampled ones
         self.slot: Slot | None = None
         self.next: int | None = None  # sampled last, to be evaluated
+        self.warm: Decision | None = None  # where warm starts are on
         self.n_cached = 0
         self.n_sampled = 0
         self.n_taken = 0

@@ -40,17 +40,14 @@ REFINES = ("first", "background", "never")
 THRESHOLD = 0.9
 MAX_KL = 0.05  # nats
 
-# why a start is cold, in one word; "warm" stands beside them in metrics
-CAUSES = ("prompt", "prefix", "library", "similarity", "guard", "error")
-
 
 @dataclasses.dataclass
 class Decision:
     """What became of a prompt. warm: its first tokens come from a similar prompt's summary; else reason says why not.
 
-    cause: "warm" or one of CAUSES. similarity: cosine of the nearest prompt's embedding. self_check, predicted_kl in
-    nats. seconds: of embed, retrieve, project, check, decode. n_cells: evaluated for the first token. touched: the
-    sequence has lost what it held. logits [n_vocab]: of the first token, if warm.
+    cause: "warm" or one of runtime.warmstart.CAUSES. similarity: cosine of the nearest prompt's embedding. self_check,
+    predicted_kl in nats. seconds: of embed, retrieve, project, check, decode. n_cells: evaluated for the first token.
+    touched: the sequence has lost what it held. logits [n_vocab]: of the first token, if warm.
     """
 
     warm: bool = False
@@ -139,6 +136,7 @@ class WarmStart:
         cold, and the reason one sentence.
         """
         self.decision = decision = Decision()
+        self.drop()  # its decoding is no part of what is recorded
         try:
             return self._decide(decision, list(tokens), seq, n_ctx or self.llm.n_ctx())
         except (SubkvError, OSError) as error:

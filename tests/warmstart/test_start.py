@@ -279,7 +279,9 @@ def test_any_function_embeds(tiny_model: Models, tmp_path: Path) -> None:
 
 def test_hidden_states_embed(tiny_model: Models) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 60  # more than one batch
-    with Llama(tiny_model("llama"), embedding=True, pooling_type=1, n_ctx=2048, n_ubatch=2048, verbose=False) as llm:
+    with Llama(
+        tiny_model("llama"), embedding=True, pooling_type=1, n_ctx=2560, n_batch=2560, n_ubatch=2560, verbose=False
+    ) as llm:
         tokens = llm.tokenize(text.encode())
         assert len(tokens) > N_BATCH
         expected = np.array(llm.embed(text, truncate=False))
