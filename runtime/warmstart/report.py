@@ -18,7 +18,7 @@ ABOUT = {
     metrics.COLD: "the prompt decoded as always",
     metrics.EXACT: "the prompt's own exact cache, its last token decoded again: the bound of any reuse",
     metrics.OWN: "slots of the prompt itself: compression alone, no transfer",
-    metrics.METHOD: "slots of a neighbour through the projector: the method",
+    metrics.METHOD: "slots of a neighbour through the projector: the method; of a random one: the baseline",
     metrics.UNPROJECTED: "slots of a neighbour as they are",
     metrics.LAST: "sinks and as many more last tokens as there are slots",
     metrics.STATIC: "slots learned over the training prompts, the same for every prompt",
@@ -154,7 +154,11 @@ def conclusion(outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> lis
             answer = "every criterion is met here"
         lines.append(f"{cache}, m = {m}, pairs of a cosine above {metrics.SIMILAR:g}: {answer}")
         lines += [f"  {criterion}" for criterion in found]
-        known = {(o.target, o.neighbour) for o in metrics.similar(own)}
+        pairs = metrics.similar(own)
+        for kind, some in metrics.grouped(pairs, lambda o: o.kind).items():
+            kl, error, n = metrics.mean(o.kl for o in some)
+            lines.append(f"  of these, {kind}: KL {kl:.3g} ± {error:.2g} (n = {n})")
+        known = {(o.target, o.neighbour) for o in pairs}
         bound = {
             (o.target, o.neighbour): o for o in own
             if o.system == metrics.NEIGHBOUR and (o.target, o.neighbour) in known
@@ -215,23 +219,29 @@ def _finite(value: Any) -> Any:
 def _similarity_figure(outcomes: Sequence[Outcome]) -> Any:
     figure = plots.new_figure("-o", 7.5, 4.5)
     axis = figure.subplots()
-    for system, marker, color in ((metrics.NEIGHBOUR, "x", "0.4"), (metrics.METHOD, "o", "tab:blue")):
-        own = [o for o in outcomes if o.system == system and o.similarity is not None and o.kl > 0]
-        axis.plot([o.similarity for o in own], [o.kl for o in own], marker, color=color, markersize=4, label=system)
+    paired = [o for o in outcomes if o.similarity is not None and o.kl > 0]
+    bound = {(o.target, o.neighbour): o for o in paired if o.system == metrics.NEIGHBOUR}.values()
+    axis.plot([o.similarity for o in bound], [o.kl for o in bound], "x", color="0.4", markersize=4,
+              label=metrics.NEIGHBOUR)  # fmt: skip
+    for m, own in metrics.grouped([o for o in paired if o.system == metrics.METHOD], lambda o: o.n_slots).items():
+        axis.plot(
+            [o.similarity for o in own], [o.kl for o in own], "o", markersize=3.5, label=f"{metrics.METHOD}, m = {m}"
+        )
     axis.axhline(metrics.MEAN_KL, color="tab:red", linestyle="--", linewidth=1, label="the paper's limit of the mean")
     axis.axvline(metrics.SIMILAR, color="tab:red", linewidth=0.8)
     axis.set(xlabel="cosine of prompt and neighbour", ylabel="KL(warm‖cold) [nats]", yscale="log")
-    axis.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
 def _layers_figure(outcomes: Sequence[Outcome]) -> Any:
     figure = plots.new_figure("-o", 7.5, 4.2)
     axis = figure.subplots()
-    for system, own in metrics.grouped([o for o in outcomes if o.cosines], lambda o: o.system).items():
-        chosen = [o for o in own if o.kind in ("", "paraphrase")]
-        axis.plot(metrics.layer_cosines(chosen), label=system)
-    axis.set(xlabel="layer", ylabel="cosine of attention outputs, last position")
+    most = max(o.n_slots for o in outcomes)
+    chosen = [o for o in outcomes if o.cosines and o.n_slots == most and o.kind in ("", "paraphrase")]
+    for system, own in metrics.grouped(chosen, lambda o: o.system).items():
+        axis.plot(metrics.layer_cosines(own), label=system)
+    axis.set(xlabel="layer", ylabel=f"cosine of attention outputs, last position, m = {most}")
     axis.legend(frameon=False)
     return figure
 
@@ -239,11 +249,14 @@ def _layers_figure(outcomes: Sequence[Outcome]) -> Any:
 def _latency_figure(latencies: Sequence[Latency]) -> Any:
     figure = plots.new_figure("-o", 7.5, 4.2)
     axis = figure.subplots()
-    for name, color in (("cold", "0.4"), ("warm", "tab:blue"), ("exact", "tab:green")):
-        axis.plot([t.n_tokens for t in latencies], [1e3 * getattr(t, name) for t in latencies], "o", color=color,
-                  markersize=4, label="exact prefix" if name == "exact" else name)  # fmt: skip
-    axis.set(xlabel="tokens of the prompt", ylabel="time to the first token [ms]", xscale="log", yscale="log")
-    axis.legend(frameon=False)
+    n_tokens = [t.n_tokens for t in latencies]
+    for name, label, color in (("cold", "cold", "0.4"), ("exact", "exact prefix", "tab:green")):
+        axis.plot(n_tokens, [1e3 * getattr(t, name) for t in latencies], "o", color=color, markersize=4, label=label)
+    for m in dict.fromkeys(t.n_slots for t in latencies):
+        own = [t for t in latencies if t.n_slots == m]
+        axis.plot([t.n_tokens for t in own], [1e3 * t.warm for t in own], "s", markersize=4, label=f"warm, m = {m}")
+    axis.set(xlabel="tokens of the prompt", ylabel="time to the first token [ms]", yscale="log")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
