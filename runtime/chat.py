@@ -143,7 +143,8 @@ class Chat:
         mark = ""
         if turn.warm is not None and conversation.warm is not None:
             if turn.warm.warm:
-                mark = f" | warm start: {turn.warm.similarity:.2f} similar, first {turn.n_warm} tokens"
+                head = "first token" if turn.n_warm == 1 else f"first {turn.n_warm} tokens"
+                mark = f" | warm start: {turn.warm.similarity:.2f} similar, {head}"
             elif turn.warm.cause != "prefix":
                 options.note(f"warm start: cold; {turn.warm.reason}")
             if conversation.warm.problem:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from converter.errors import ConverterError
 from runtime.scoring import log_softmax
 from runtime.warmstart import guard
 from runtime.warmstart.embedding import CALLABLE, Embedder, embedder
@@ -139,7 +140,7 @@ class WarmStart:
         self.drop()  # its decoding is no part of what is recorded
         try:
             return self._decide(decision, list(tokens), seq, n_ctx or self.llm.n_ctx())
-        except (SubkvError, OSError) as error:
+        except (SubkvError, ConverterError, OSError) as error:
             if decision.touched:
                 self.planting.empty(seq)
             return decision.cold("error", str(error))
@@ -334,7 +335,7 @@ class WarmStart:
                 return f"library: expected rows of {len(tokens)} tokens, found {len(rows[0][0])}; not remembered"
             summary = summarise([k for k, _ in rows], [v for _, v in rows], self.trained.plan, self.trained.frame)
             self.library.add(tokens, self._embed(tokens), summary)
-        except SubkvError as error:
+        except (SubkvError, ConverterError) as error:
             return str(error)
         finally:
             self.drop()
