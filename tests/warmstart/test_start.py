@@ -26,10 +26,13 @@ A, B = prompt(T), prompt(T + 9, 1)
 COEFS = {"constant": 0.0, "distance": 0.0, "log_check": 1.0, "margin": 0.0}  # predicts the self-check itself
 
 
-@pytest.fixture(params=["coded", "f16", "q8_0"])
+@pytest.fixture(params=["coded", "adaptive", "f16", "q8_0"])
 def path(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models) -> tuple[Path, dict[str, Any]]:
     if request.param == "coded":
         return coded_model(), {}
+    if request.param == "adaptive":
+        adapt = "kv,block=8,length=16,warm=16,gain=100"
+        return coded_model("--n-recent", "48", "--kv-bits", "8"), {"adapt": adapt}
     return tiny_model("llama"), {"kv_cache": request.param}
 
 
@@ -287,6 +290,20 @@ def test_hidden_states_embed(tiny_model: Models) -> None:
         expected = np.array(llm.embed(text, truncate=False))
         found = embedder("hidden", Path(llm.model_path), llm.model).embed(tokens)
     np.testing.assert_allclose(found, expected, atol=1e-4 * float(np.abs(expected).max()))
+
+
+def test_recorded_rows_are_those_of_one_block(tiny_model: Models) -> None:
+    with opened(tiny_model("llama")) as (llm, planting):
+        found = []
+        for tokens in (A, A, B):
+            llm.reset()
+            with planting.recording(range(20)):
+                llm.eval(tokens)
+                found.append(planting.rows())
+        assert {len(k) for rows in found for pair in rows for k in pair} == {20}
+        np.testing.assert_array_equal(found[0][1][0], found[1][1][0])
+        assert not np.array_equal(found[0][1][0], found[2][1][0])
+        assert planting.observer.layers()[0].n_key == 0  # nothing piles up
 
 
 def test_an_attached_planter_changes_nothing_when_cold(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
