@@ -30,7 +30,7 @@ N_SINK, N_LAST = 2, 3
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama", seed=3)
+    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,18 @@ def test_files_of_the_report(evaluated: tuple[str, Path]) -> None:
     assert all(any(f": {answer} (" in line for answer in ("met", "not met", "not measured"))
                for line in criteria if "comparison" not in line)  # fmt: skip
     assert output.count("f16, m = ") == 2
+
+
+def test_coded_cache(coded_model: Callable[..., Path], files: dict[str, Path], tmp_path: Path) -> None:
+    """The converted copy of the model, whose weights are the same, in its coefficient cache."""
+    arguments = ["-m", str(coded_model()), "--warm-file", str(files["warm4"]), "-f", str(files["prompts.jsonl"])]
+    run(["evaluate", *arguments, "-ctk", "subkv", "--targets", "1", "-t", "1", "-r", "0", "-o", str(tmp_path)])
+    outcomes = [line for line in lines(tmp_path) if line["what"] == "outcome"]
+    assert {line["cache"] for line in outcomes} == {"subkv"}
+    assert {line["system"] for line in outcomes} == set(metrics.SYSTEMS)
+    assert all(line["kl"] < 1e-3 for line in outcomes if line["system"] in (metrics.COLD, metrics.EXACT))
+    assert not any(line["cosines"] for line in outcomes)
+    assert "Not measured." in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_build_and_list(model: Path, files: dict[str, Path], tmp_path: Path) -> None:
