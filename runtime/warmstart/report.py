@@ -16,7 +16,7 @@ from runtime.warmstart.metrics import Latency, Outcome
 Row = dict[str, Any]
 ABOUT = {
     metrics.COLD: "the prompt decoded as always",
-    metrics.EXACT: "the prompt's own exact cache, its last token decoded again: the bound of any reuse",
+    metrics.EXACT: "the prompt's own exact cache, its last token decoded again: the bound, and the engine's own noise",
     metrics.OWN: "slots of the prompt itself: compression alone, no transfer",
     metrics.METHOD: "slots of a neighbour through the projector: the method; of a random one: the baseline",
     metrics.UNPROJECTED: "slots of a neighbour as they are",
