@@ -219,16 +219,18 @@ def criteria(outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> list[
             kl <= MEAN_KL if n_kl else None,
         ),
     ]
+    right = mean(bool(o.correct_cold) for o in labelled)[0]
     for name, flag in (("warm to the end", "correct"), ("a head start of one token", "correct_head")):
         drop, error, n = mean(float(o.correct_cold or 0) - float(getattr(o, flag) or 0) for o in labelled)
+        text = f"{drop:+.1%} ± {error:.1%} drop from {right:.1%}"
+        if not n or not right:  # what is never right cannot get worse
+            text = "no cold answer is right" if n else "no labelled pair"
         found.append(
             Criterion(
                 f"at most {TASK_DROP:.0%} absolute drop on tasks, {name}",
-                f"{drop:+.1%} ± {error:.1%} drop from {mean(bool(o.correct_cold) for o in labelled)[0]:.1%}"
-                if n
-                else "no labelled pair",
+                text,
                 n,
-                drop <= TASK_DROP if n else None,
+                drop <= TASK_DROP if n and right else None,
             )
         )
     return found

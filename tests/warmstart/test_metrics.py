@@ -106,6 +106,9 @@ def test_criteria_not_measured() -> None:
     assert "not measured" in str(found[0])
     found = metrics.criteria([outcome("a", 0.0, correct=None)], [latency("a", 1.0, 0.1)])
     assert [c.met for c in found] == [True, True, None, None]
+    never = {"correct": False, "correct_head": True, "correct_cold": False}
+    found = metrics.criteria([outcome("a", 0.0, **never)], [])
+    assert [(c.met, c.found) for c in found[2:]] == [(None, "no cold answer is right")] * 2
 
 
 def test_risk_and_coverage() -> None:
