@@ -96,7 +96,8 @@ class Library:
             if entry is not None:
                 known[name] = entry
         self._entries = known
-        self._unit = {name: self._unit.get(name, self._centred(entry.embedding)) for name, entry in known.items()}
+        unit = self._unit
+        self._unit = {name: unit[name] if name in unit else self._centred(e.embedding) for name, e in known.items()}
         return list(known.values())
 
     def _read_head(self, name: str, tokens: Tokens) -> Entry | None:
@@ -192,7 +193,7 @@ class Library:
         return Entry(entry.name(), entry.tokens, embedding)
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
-        return (self.folder.path / self.name(tokens)).is_file()
+        return os.path.isfile(self.folder.path / self.name(tokens))  # False, too, where the folder cannot be read
 
 
 def _failed(what: str, folder: Path, error: OSError) -> WarmStartError:

@@ -93,6 +93,15 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    library = opened(tmp_path / ("x" * 300))  # longer than names may be
+    assert [1, 2] not in library
+    with pytest.raises(WarmStartError, match="--warm-library: cannot read"):
+        library.nearest(vector(1), 1)
+    with pytest.raises(WarmStartError, match="--warm-library: cannot write"):
+        library.add([1, 2], vector(1), summary(2))
+
+
 def damaged(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :]
 
