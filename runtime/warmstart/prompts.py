@@ -355,7 +355,8 @@ def dumps(prompts: Sequence[Prompt]) -> str:
 def read(path: Path, key: str = "-f") -> list[Prompt]:
     """Prompts of a file. Raises WarmStartError with the line that is not one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # splitlines() would split at U+2028, too, which JSON leaves in texts as it is
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise WarmStartError(key, f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     found: dict[str, Prompt] = {}
@@ -396,7 +397,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def _prompt(key: str, where: str, line: str) -> Prompt:
     try:
         given = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WarmStartError(key, f"expected a JSON object in {where}, found text that does not parse") from error
     if not isinstance(given, dict):
         raise WarmStartError(key, f"expected a JSON object in {where}, found {type(given).__name__}")

@@ -111,10 +111,14 @@ def test_file_round_trip_and_errors(tmp_path: Path, made: list[prompts.Prompt]) 
     path = tmp_path / "prompts.jsonl"
     path.write_text(prompts.dumps(made), encoding="utf-8")
     assert prompts.read(path) == made
+    strange = [prompts.Prompt("a", "a", "base", "one\u2028two\x85three\x1dfour\nfive")]
+    path.write_text(prompts.dumps(strange), encoding="utf-8")
+    assert prompts.read(path) == strange
     good = {"id": "a", "group": "a", "kind": "base", "text": "x"}
     for line, wanted in (
         ("", "expected prompts, one JSON object a line, found none"),
         ("{", "expected a JSON object in line 1 of prompts.jsonl, found text that does not parse"),
+        ("[" * 100000, "expected a JSON object in line 1 of prompts.jsonl, found text that does not parse"),
         ("[]", "expected a JSON object in line 1 of prompts.jsonl, found list"),
         (json.dumps({"id": "a"}), "expected 'group' in line 1"),
         (json.dumps({**good, "more": 1}), "found 'more'"),
