@@ -110,6 +110,7 @@ def test_missing_metadata(key: str, whole: Path, tmp_path: Path) -> None:
         ("layers", json.dumps([{"d_k": 8}]), "expected objects {n_head_kv, d_k, d_v}"),
         ("guard", '{"a": "b"}', "expected a JSON object of finite numbers"),
         ("guard", '{"a": NaN}', "expected a JSON object of finite numbers"),
+        ("guard", f'{{"a": 1{"0" * 400}}}', "expected a JSON object of finite numbers"),
         ("guard", "[1]", "expected a JSON object of finite numbers"),
         ("provenance", '{"a": 1}', "expected a JSON object of strings"),
     ],
