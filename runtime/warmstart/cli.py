@@ -1,10 +1,11 @@
-"""Warm starts by hand: prompts to train and test on, a library, and the evaluation.
+"""Warm starts by hand: prompts to train and test on, the guard, a library, and the evaluation.
 
 python -m runtime.warmstart prompts -m M.gguf -f TEXT -o prompts.jsonl
 python -m converter.warmstart -m M.gguf -f prompts.jsonl -o warm.safetensors
+python -m runtime.warmstart guard -m M.gguf --warm-file warm.safetensors -f prompts.jsonl
 python -m runtime.warmstart evaluate -m M.gguf --warm-file warm.safetensors -f prompts.jsonl -o report/
 python -m runtime.warmstart build -m M.gguf --warm-file warm.safetensors -f prompts.jsonl --warm-library DIR
-python -m runtime.warmstart list --warm-library DIR
+python -m runtime.warmstart list -m M.gguf --warm-file warm.safetensors --warm-library DIR
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def prompts(model: str, file: Path, target: Path, words: list[int], n: int, test
     if not words or min(words) < 10:
         raise options.ProgramError(f"--words: expected lengths of 10 words or more, found {words}")
     check_writable("-o", target)
-    check_not_input("-o", target, [("-f", file)])
+    check_not_input("-o", target, [("-m", Path(model)), ("-f", file)])
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -210,6 +210,13 @@ def test_bad_input(model: Path, files: dict[str, Path], tmp_path: Path, tiny_mod
     assert output == "-f: expected prompts to test on, with neighbours, found none\n"
 
 
+def test_the_model_is_not_overwritten(model: Path, files: dict[str, Path]) -> None:
+    before = model.stat()
+    output = run(["prompts", "-m", str(model), "-f", str(files["text"]), "-o", str(model)], code=1)
+    assert output == f"-o: expected another file than -m, found {model}\n"
+    assert model.stat() == before
+
+
 def test_right() -> None:
     assert evaluate.right("The year is 1984.", "1984") and not evaluate.right("The year is 1985.", "1984")
     assert evaluate.right("No, yes", "no") and not evaluate.right("No, yes", "yes")
