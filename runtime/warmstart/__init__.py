@@ -1,4 +1,8 @@
 """Warm start: a first token from the summarised cache of a similar prompt. Experimental; off by default."""
 
+MODES = ("off", "on", "auto")
+THRESHOLD = 0.9  # cosine
+MAX_KL = 0.05  # nats
+
 # why a start is cold, in one word; "warm" stands beside them in metrics
 CAUSES = ("prompt", "prefix", "library", "similarity", "guard", "error")

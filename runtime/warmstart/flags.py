@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
+from runtime.warmstart import MAX_KL, MODES, THRESHOLD
 
 if TYPE_CHECKING:
     from runtime.warmstart.planting import Planting
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 warm_options = options.stack(
     click.option(
         "--warm-start",
-        type=click.Choice(["off", "on", "auto"]),
+        type=click.Choice(MODES),
         default="off",
         envvar="LLAMA_ARG_WARM_START",
         help="experimental: begin answers from the summary of a similar prompt; auto: if they are predicted to agree",
@@ -41,14 +42,14 @@ warm_options = options.stack(
     click.option(
         "--warm-threshold",
         type=click.FloatRange(-1, 1),
-        default=0.9,
+        default=THRESHOLD,
         envvar="LLAMA_ARG_WARM_THRESHOLD",
         help="least cosine of two prompts",
     ),
     click.option(
         "--warm-kl",
         type=click.FloatRange(min=0),
-        default=0.05,
+        default=MAX_KL,
         envvar="LLAMA_ARG_WARM_KL",
         help="auto: most nats predicted between warm and cold",
     ),

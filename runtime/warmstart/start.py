@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 from converter.errors import ConverterError
 from runtime.scoring import log_softmax
-from runtime.warmstart import guard
+from runtime.warmstart import MAX_KL, MODES, THRESHOLD, guard
 from runtime.warmstart.embedding import CALLABLE, Embedder, embedder
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.library import Entry, Library
@@ -36,10 +37,7 @@ from runtime.warmstart.trained import Placed, Trained
 from subkv.cache import CacheError, SubkvError
 from subkv.llama import Llama
 
-MODES = ("off", "on", "auto")
 REFINES = ("first", "background", "never")
-THRESHOLD = 0.9
-MAX_KL = 0.05  # nats
 
 
 @dataclasses.dataclass
@@ -69,7 +67,9 @@ class Decision:
     def mark(self, n_first: int) -> dict[str, Any]:
         """For answers: what the user should know."""
         numbers = ("similarity", "self_check", "predicted_kl")
-        found: dict[str, Any] = {name: value for name in numbers if (value := getattr(self, name)) is not None}
+        given = {name: getattr(self, name) for name in numbers}
+        # JSON has neither NaN nor infinity, which a guard may predict
+        found: dict[str, Any] = {name: x for name, x in given.items() if x is not None and math.isfinite(x)}
         head = {"warm": self.warm, "n_first": n_first} if self.warm else {"warm": False, "reason": self.reason}
         return head | found | {"seconds": self.seconds}
 
@@ -147,6 +147,7 @@ class WarmStart:
 
     def begin(self, tokens: Sequence[int], n_held: int, seq: int = 0, n_ctx: int | None = None) -> Decision:
         """first(), unless the first n_held tokens, half of the prompt or more, are in exact cells already."""
+        self.problem = ""
         if 2 * n_held < max(len(tokens), 1):
             return self.first(tokens, seq, n_ctx)
         self.decision = Decision().cold("prefix", f"prefix: {n_held} of {len(tokens)} tokens are in the cache already")
@@ -163,7 +164,10 @@ class WarmStart:
         except WarmStartError as error:
             return decision.cold("prompt", str(error))
         if self.mode == "auto" and not self.trained.guard:
-            return decision.cold("guard", "guard: expected coefficients in the trained file, found none")
+            return decision.cold(
+                "guard",
+                "guard: expected coefficients in the trained file (python -m runtime.warmstart guard), found none",
+            )
         with _timed(decision, "embed"):
             embedding = self._embed(tokens)
         try:
@@ -172,7 +176,7 @@ class WarmStart:
                 if not found:
                     return decision.cold("library", "library: expected summaries of earlier prompts, found none yet")
                 decision.similarity = found[0][1]
-                if decision.similarity < self.threshold:
+                if not decision.similarity >= self.threshold:  # NaN is none
                     return decision.cold(
                         "similarity",
                         f"similarity: expected at least {self.threshold:g}, found {decision.similarity:.3f}",

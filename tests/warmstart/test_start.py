@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -231,9 +233,11 @@ def test_auto_asks_the_guard(tiny_model: Models, tmp_path: Path) -> None:
     with warm(tiny_model("llama"), tmp_path, mode="auto") as start:
         remember(start, A)
         decision = start.first(B)
-        assert decision.reason == "guard: expected coefficients in the trained file, found none"
+        assert decision.reason == (
+            "guard: expected coefficients in the trained file (python -m runtime.warmstart guard), found none"
+        )
         assert not decision.touched
-    with warm(tiny_model("llama"), tmp_path, guard=COEFS, mode="auto", max_kl=1e3) as start:
+    with warm(tiny_model("llama"), tmp_path, guard={**COEFS}, mode="auto", max_kl=1e3) as start:
         alone = start.first(B)  # checked against first and last tokens only
         assert alone.warm and alone.predicted_kl == pytest.approx(alone.self_check)
         remember(start, prompt(T, 3))
@@ -245,6 +249,10 @@ def test_auto_asks_the_guard(tiny_model: Models, tmp_path: Path) -> None:
         assert decision.cause == "guard" and decision.touched
         assert decision.reason.startswith("guard: expected KL up to 1e-09 nats, found ")
         assert start.llm.n_tokens == 0
+        start.trained.guard["constant"] = 1e4
+        endless = start.first(B)
+        assert (endless.cause, endless.predicted_kl) == ("guard", math.inf)
+        json.dumps(endless.mark(1), allow_nan=False)  # as in answers
         expected = cold(start.llm, B, 4)
         start.llm.reset()
         assert take(start.generate(B, temp=0.0), 4) == expected
