@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from converter.positions import Pairs
+from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.shapes import F32, F64
 from runtime.warmstart.trained import LayerMaps
 
@@ -118,7 +119,10 @@ def train_layer(
     held_out: Sequence[int],
     settings: Settings,
 ) -> tuple[LayerMaps, Losses]:
-    """Learn one layer. groups: of each prompt, those of one are paraphrases; train, held_out: indices of prompts."""
+    """Learn one layer. groups: of each prompt, those of one are paraphrases; train, held_out: indices of prompts.
+
+    Raises WarmStartError where the rate is so high that training ends in NaN or infinity.
+    """
     layer = _Layer(rows, places, pairs, train)
     n_head_kv, m = layer.k_slots.shape[1:3]
     n_own = 1 if settings.shared else n_head_kv
@@ -193,13 +197,15 @@ def _descend(
 ) -> None:
     """AdamW over the prompts `train` in batches of seeded order."""
     optimizer = torch.optim.AdamW(parameters, lr=settings.lr)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed % 2**63)
     prompts = torch.tensor(train)
     for _ in range(settings.epochs):
         for some in prompts[torch.randperm(len(prompts), generator=generator)].split(BATCH):
             optimizer.zero_grad()
             loss(some).backward()
             optimizer.step()
+    if not all(x.isfinite().all() for group in optimizer.param_groups for x in group["params"]):
+        raise WarmStartError("--lr", f"expected a rate at which training converges, found {settings.lr:g}")
 
 
 def _mean_loss(loss: Callable[[Tensor, Tensor], Tensor], at: Sequence[int], of: Sequence[int]) -> float:

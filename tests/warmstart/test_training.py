@@ -19,6 +19,7 @@ from converter import warmstart  # noqa: E402
 from converter.warm_train import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
 from runtime.engine import Model  # noqa: E402
 from runtime.warmstart.capture import Capture  # noqa: E402
+from runtime.warmstart.errors import WarmStartError  # noqa: E402
 from runtime.warmstart.frame import Frame  # noqa: E402
 from runtime.warmstart.shapes import Plan  # noqa: E402
 from runtime.warmstart.trained import Trained, identity_of  # noqa: E402
@@ -145,6 +146,9 @@ def test_training_is_seeded_and_heads_may_share(collected: Callable[..., Any]) -
     again, same = train_layer(*arguments, Settings(epochs=1))
     assert same == losses and np.array_equal(again.a_k, maps.a_k)
     other, _ = train_layer(*arguments, Settings(epochs=1, seed=1))
+    train_layer(*arguments, Settings(epochs=1, seed=10**30))
+    with pytest.raises(WarmStartError, match="--lr: expected a rate at which training converges, found 1e\\+30"):
+        train_layer(*arguments, Settings(epochs=2, lr=1e30))
     assert not np.array_equal(other.a_k, maps.a_k)
     shared, _ = train_layer(*arguments, Settings(epochs=1, shared=True))
     assert np.array_equal(shared.a_k[0], shared.a_k[1]) and not np.array_equal(shared.a_k[0], np.eye(32))
