@@ -205,7 +205,11 @@ class Engine:
         task.n_cached = len(slot.tokens)
         task.started = time.perf_counter()
         if self.warm is not None and not task.scores_prompt:
-            self._begin(slot, task, self.warm)
+            try:
+                self._begin(slot, task, self.warm)
+            except Exception as error:  # of this request only: a fault of the warm start, which has no answer to it
+                if slot.task is task:
+                    self._fail(slot, error)
 
     def _begin(self, slot: Slot, task: Task, warm: WarmStart) -> None:
         """Give a task its first token, if it can begin warm; its slot is empty then. Remember a prompt read alone."""

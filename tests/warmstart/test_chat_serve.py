@@ -216,3 +216,22 @@ def test_a_cancelled_request_leaves_nothing(model: Path, tmp_path: Path) -> None
         assert answer["subkv"]["warm_start"]["warm"]
         scored = complete(served, prompt(60, 5), echo=True)
         assert "subkv" not in scored  # the prompt's own probabilities need exact cells
+
+
+def test_a_fault_of_one_request_is_not_that_of_others(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(model, tmp_path) as served:
+        long = {"prompt": prompt(80), "max_tokens": 200, "temperature": 0, "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            monkeypatch.setattr(served.service.engine.warm.embedder, "embed", lambda _: {}["no embedding"])
+            other = served.client.post("/v1/completions", json={"prompt": prompt(60, 4), "max_tokens": 4})
+            assert other.status_code == 500
+            monkeypatch.undo()
+            rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert all("choices" in chunk for chunk in rest)
+        assert rest[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+        assert served.idle()
+        assert complete(served, prompt(60, 4))["subkv"]["warm_start"]["warm"]
