@@ -262,8 +262,10 @@ def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -
     with warm(tiny_model("llama"), tmp_path) as start:
         remember(start, A)
         longer = [*A, *prompt(20, 5)]
+        start.problem = "of an earlier prompt"
         take(start.generate(longer, temp=0.0), 2)
         assert start.decision is not None and start.decision.cause == "prefix"
+        assert start.problem == ""
         assert start.decision.mark(1) == {
             "warm": False,
             "reason": f"prefix: {T} of {T + 20} tokens are in the cache already",
