@@ -162,13 +162,15 @@ class Evaluation:
         usable = {name for name, tokens in self.tokens.items() if shortest <= len(tokens) <= longest}
         by_words: dict[int, list[Prompt]] = {}
         for prompt in self.prompts.values():
-            if prompt.neighbours and prompt.id in usable:
+            others = {name for names in prompt.neighbours.values() for name in names}
+            if prompt.id in usable and others & usable:
                 by_words.setdefault(prompt.words, []).append(prompt)
         limit = self.settings.targets
         self.targets = [prompt for own in by_words.values() for prompt in own[:limit]]
         if not self.targets:
             raise WarmStartError(
-                "-f", f"expected prompts of {shortest} to {longest} tokens with neighbours, found {len(usable)} so long"
+                "-f",
+                f"expected prompts of {shortest} to {longest} tokens, neighbours included, found {len(usable)} such",
             )
         if left := len(self.tokens) - len(usable):
             options.note(
@@ -180,8 +182,8 @@ class Evaluation:
             ]
             for target in self.targets
         }  # fmt: skip
-        others = [name for pairs in self.pairs.values() for _, name in pairs]
-        self.involved = list(dict.fromkeys([*(target.id for target in self.targets), *others]))
+        paired = [name for pairs in self.pairs.values() for _, name in pairs]
+        self.involved = list(dict.fromkeys([*(target.id for target in self.targets), *paired]))
 
     #
     # capture

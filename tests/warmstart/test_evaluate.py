@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,11 @@ def test_bad_input(model: Path, files: dict[str, Path], tmp_path: Path, tiny_mod
     (tmp_path / "train.jsonl").write_text('{"id": "a", "group": "a", "kind": "base", "text": "x", "split": "train"}\n')
     output = run(["evaluate", *common[:2], "-f", str(tmp_path / "train.jsonl"), *common[4:], *warm], code=1)
     assert output == "-f: expected prompts to test on, with neighbours, found none\n"
+    pair = ({"id": "a", "text": text()[:300], "neighbours": {"random": ["b"]}}, {"id": "b", "text": "x"})
+    lines = [json.dumps({"group": "g", "kind": "base", **prompt}) for prompt in pair]
+    (tmp_path / "short.jsonl").write_text("\n".join(lines))
+    output = run(["evaluate", *common[:2], "-f", str(tmp_path / "short.jsonl"), *common[4:], *warm], code=1)
+    assert re.fullmatch(r"-f: expected prompts of 9 to \d+ tokens, neighbours included, found 1 such\n", output)
 
 
 def test_the_model_is_not_overwritten(model: Path, files: dict[str, Path]) -> None:
