@@ -22,7 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [ROOT / "tests", ROOT / "tests" / "format", ROOT / "kernels" / "triton", Path(__file__).parent]
-sys.path[:0] = [str(folder) for folder in (*FOLDERS, ROOT / "python", ROOT)]
+sys.path[:0] = [str(folder) for folder in FOLDERS]
+sys.path += [str(ROOT / "python"), str(ROOT)]  # after an installed package: it has its libraries beside it
 
 import tiny  # noqa: E402
 import writer  # noqa: E402
@@ -133,8 +134,7 @@ def bench(model: Path, bases: Path, depth: int, repetitions: int, n_gpu_layers: 
         "on",
     ]
     command += ["-p", "512", "-n", n_gen, "-d", depth, "-ngl", n_gpu_layers, "-r", repetitions, "-o", "json"]
-    paths = [str(ROOT / "python"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([str(word) for word in command], env=env, capture_output=True, text=True)
     if done.returncode != 0:
         reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
