@@ -223,10 +223,13 @@ class Folder:
         """Bytes of all files."""
         return sum(size for _, size, _ in self._files())
 
-    def trim(self, capacity: int) -> None:
-        """Remove what processes that were killed left behind, then the entries used longest ago beyond `capacity`."""
+    def trim(self, capacity: int, begin: str = "") -> None:
+        """Remove what processes that were killed left behind, then the entries used longest ago beyond `capacity`.
+
+        begin: only files whose names begin so are counted and removed, those of one kind of context (prefix).
+        """
         now = time.time()
-        files = sorted(self._files())
+        files = sorted(file for file in self._files() if file[2].startswith(begin))
         total = sum(size for _, size, _ in files)
         for used, size, name in files:
             stale = name.endswith(TEMPORARY) and now - used > STALE_SECONDS

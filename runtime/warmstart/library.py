@@ -54,7 +54,7 @@ class Library:
     """The entries of one model and one trained file in a folder, which may hold others.
 
     identity, trained_digest: of runtime.warmstart.trained.Trained. embedding: its kind. centre: the mean embedding,
-    which is subtracted before two are compared. capacity: bytes beyond which the entries used longest ago are removed.
+    which is subtracted before two are compared. capacity: bytes beyond which its entries used longest ago are removed.
     Raises WarmStartError for a path that is not a folder.
     """
 
@@ -187,7 +187,7 @@ class Library:
         entry = files.Entry(self.identity, _tokens(tokens), _encode(embedding, summary))
         try:
             self.folder.write(entry)
-            self.folder.trim(self.capacity)
+            self.folder.trim(self.capacity, files.prefix(self.identity))
         except OSError as error:
             raise _failed("write", self.folder.path, error) from error
         return Entry(entry.name(), entry.tokens, embedding)

@@ -167,6 +167,9 @@ def test_the_folder_is_bounded(tmp_path: Path) -> None:
         library.add([i], vector(1, i), summary(1, i))
     assert sorted(int(entry.tokens[0]) for entry in library.entries()) == [0, 1, 4, 5]
     assert library.folder.size() <= 4 * size
+    other = opened(tmp_path, identity="another model", capacity=size)
+    other.add([9], vector(1), summary(1))
+    assert len(library.entries()) == 4  # each bounds its own
 
 
 WRITER = """
