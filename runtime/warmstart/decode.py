@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converter.session import PAUSE, SAMPLE
 from runtime.engine import Context, Model
 from runtime.scoring import F64, log_softmax
 from runtime.warmstart.capture import attention
@@ -127,18 +126,13 @@ class WarmContext:
         n = len(tokens)
         n_cells = plan.n_sink + plan.n_last + (plan.n_slots if placed else 0)
         observer = self.planting.observer
-        observer.forget()
-        observer.mode(SAMPLE, range(n - n_cells, n), [n - 1])
-        try:
+        out = []
+        with self.planting.recording(range(n - n_cells, n), [n - 1]):
             self.planting.decode(tokens, plan, placed)
-            out = []
             for layer in observer.layers():
                 q, k, v = (observer.get(layer, what).astype(np.float32) for what in ("qs", "ks", "vs"))
                 out.append(attention(q, k, v, layer.scale)[-1])
-            return out
-        finally:
-            observer.mode(PAUSE)
-            observer.forget()
+        return out
 
 
 def _context(model: Model, choice: CacheChoice, n_ctx: int, n_threads: int, flash_attn: str) -> Context:

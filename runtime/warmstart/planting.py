@@ -139,10 +139,13 @@ class Planting:
         C.llama_synchronize(self._handle)
 
     @contextlib.contextmanager
-    def recording(self, positions: Sequence[int]) -> Iterator[None]:
-        """Keys and values decoded inside the block at these positions, whichever the sequence, are kept for rows()."""
+    def recording(self, positions: Sequence[int], queries: Sequence[int] = ()) -> Iterator[None]:
+        """Keys and values decoded inside the block at these positions, whichever the sequence, are kept for rows().
+
+        queries: positions whose queries the observer keeps beside them.
+        """
         self.observer.forget()
-        self.observer.mode(SAMPLE, positions)
+        self.observer.mode(SAMPLE, positions, queries)
         try:
             yield
         finally:
