@@ -16,8 +16,13 @@ from typing import Any
 import click
 import numpy as np
 
-from converter.atomic import check_not_input, check_writable
-from converter.calib_io import (
+from converter.session import NativeSession, Session
+from subkv.base.command import command as command_of
+from subkv.base.errors import SubkvError, exit_on_error
+from subkv.base.files import check_not_input, check_writable
+from subkv.base.progress import progress_bar
+from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE, UBATCH, ObservedLayer
+from subkv.format.calibration import (
     F16,
     MAX_HEAD_SIZE,
     MAX_SAMPLES,
@@ -31,11 +36,8 @@ from converter.calib_io import (
     thin,
     write_calibration,
 )
-from converter.errors import ConverterError, exit_on_error
-from converter.gguf_io import Gguf, sha256
-from converter.metadata import generator
-from converter.session import ACCUMULATE, PAUSE, SAMPLE, UBATCH, NativeSession, ObservedLayer, Session
-from subkv.progress import progress_bar
+from subkv.format.metadata import generator
+from subkv.native.gguf import Gguf, sha256
 
 MIN_TOKENS = 64  # shortest text worth a chunk
 HELD_OUT = 8  # every 8th chunk
@@ -66,18 +68,18 @@ class Chunk:
 
 
 def read_text(path: Path) -> Text:
-    """Raises ConverterError for a missing or unreadable file and for bytes that are not UTF-8."""
+    """Raises SubkvError for a missing or unreadable file and for bytes that are not UTF-8."""
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise ConverterError(f"-f: expected a text file, found no file at {path}") from error
+        raise SubkvError("files", f"expected a text file, found no file at {path}") from error
     except OSError as error:
-        raise ConverterError(f"-f: cannot read {path}: {error.strerror}") from error
+        raise SubkvError("files", f"cannot read {path}: {error.strerror}") from error
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConverterError(
-            f"-f: {path}: expected UTF-8 text, found byte {data[error.start]:#04x} at {error.start}"
+        raise SubkvError(
+            "files", f"{path}: expected UTF-8 text, found byte {data[error.start]:#04x} at {error.start}"
         ) from error
     name = path.name.encode("utf-8", "replace").decode("utf-8")
     return Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data)
@@ -98,10 +100,10 @@ def cut(session: Session, texts: Sequence[Text], n_ctx: int, limit: int | None) 
     """Chunks of n_ctx tokens (BOS included when the model adds one), text after text; `limit` is shared by the texts.
 
     A text shorter than one chunk gives one short chunk if it has MIN_TOKENS tokens; else ends of texts are left out.
-    Raises ConverterError for a text that is too short and a limit that leaves a text out.
+    Raises SubkvError for a text that is too short and a limit that leaves a text out.
     """
     if limit is not None and limit < len(texts):
-        raise ConverterError(f"--chunks: expected at least one for each of the {len(texts)} texts, found {limit}")
+        raise SubkvError("chunks", f"expected at least one for each of the {len(texts)} texts, found {limit}")
     start = () if session.bos is None else (session.bos,)
     step = n_ctx - len(start)
     chunks: list[tuple[int, ...]] = []
@@ -110,7 +112,7 @@ def cut(session: Session, texts: Sequence[Text], n_ctx: int, limit: int | None) 
         quota = None if limit is None else -(-(limit - len(chunks)) // (len(texts) - i))
         tokens = tokenize(session, text.data, None if quota is None else quota * step)
         if len(tokens) + len(start) < min(MIN_TOKENS, n_ctx):
-            raise ConverterError(f"-f: {text.source.name}: expected at least {MIN_TOKENS} tokens, found {len(tokens)}")
+            raise SubkvError("files", f"{text.source.name}: expected at least {MIN_TOKENS} tokens, found {len(tokens)}")
         pieces = [start + tuple(tokens[j : j + step]) for j in range(0, max(len(tokens) - step, 0) + 1, step)]
         chunks += pieces if quota is None else pieces[:quota]
     return chunks
@@ -164,23 +166,27 @@ def observe(session: Session, chunks: Sequence[Chunk], progress: bool) -> None:
 
 
 def collect(session: Session) -> tuple[LayerStats, ...]:
-    """All observed layers. Raises ConverterError when there is nothing to code, or a layer cannot be coded."""
+    """All observed layers. Raises SubkvError when there is nothing to code, or a layer cannot be coded."""
     layers = session.layers()
     if not layers:
-        raise ConverterError(f"-m: expected layers with an ordinary K/V cache, found none in this {session.arch} model")
+        raise SubkvError(
+            "model", f"expected layers with an ordinary K/V cache, found none in this {session.arch} model"
+        )
     return tuple(_collect_layer(session, layer) for layer in layers)
 
 
 def _collect_layer(session: Session, layer: ObservedLayer) -> LayerStats:
     for name, d in (("key", layer.d_k), ("value", layer.d_v)):
         if d % 8 or not 8 <= d <= MAX_HEAD_SIZE:
-            raise ConverterError(
-                f"-m: layer {layer.il}: expected a {name} head size in multiples of 8 up to {MAX_HEAD_SIZE}, found {d}"
+            raise SubkvError(
+                "model",
+                f"layer {layer.il}: expected a {name} head size in multiples of 8 up to {MAX_HEAD_SIZE}, found {d}",
             )
     if layer.n_tokens == 0:
-        raise ConverterError(
-            f"-m: layer {layer.il}: expected finite queries, keys and values, found NaN or infinity in every token "
-            f"({layer.n_nonfinite} tokens)"
+        raise SubkvError(
+            "model",
+            f"layer {layer.il}: expected finite queries, keys and values, found NaN or infinity in every token "
+            f"({layer.n_nonfinite} tokens)",
         )
     shape = LayerShape(
         layer.il, layer.n_head, layer.n_head_kv, layer.d_k, layer.d_v, float(np.float32(layer.scale)), layer.n_tokens
@@ -218,7 +224,7 @@ def calibrate(
     token_chunks = cut(session, texts, n_ctx, chunks)
     shortest = min(len(tokens) for tokens in token_chunks)
     if n_skip > shortest - 2:
-        raise ConverterError(f"--n-sink: expected at most {shortest - 2} (shortest chunk less two), found {n_skip}")
+        raise SubkvError("n_sink", f"expected at most {shortest - 2} (shortest chunk less two), found {n_skip}")
     planned, note = plan_chunks(token_chunks, n_skip, held_out)
     observe(session, planned, progress)
     layers = collect(session)
@@ -252,13 +258,13 @@ def calibrate_file(
     earlier: Calibration | None = None,
 ) -> tuple[Calibration, list[str]]:
     """calibrate() of a GGUF with progress bars. earlier: a calibration of the same model, which the texts add to."""
-    with Gguf("-m", model) as base:  # refuses what is not a whole GGUF with a better sentence than the loader's
-        digest = sha256("-m", base.files, progress=True)
+    with Gguf(model) as base:  # refuses what is not a whole GGUF with a better sentence than the loader's
+        digest = sha256(base.files, progress=True)
     with NativeSession(model, n_ctx, n_threads, n_skip) as session:
         if earlier:
-            check_mergeable("--in-file", earlier, session.arch, session.name, session.block_count, n_skip)
+            check_mergeable(earlier, session.arch, session.name, session.block_count, n_skip)
         result, notes = calibrate(session, texts, n_ctx, n_skip, chunks, held_out, digest, progress=True)
-    return merge("--in-file", earlier, result) if earlier else result, notes
+    return merge(earlier, result) if earlier else result, notes
 
 
 def default_threads() -> int:
@@ -298,7 +304,7 @@ def text_options(required: bool) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-@click.command(name="calibrate", context_settings={"help_option_names": ["-h", "--help"]})
+@command_of("calibrate")
 @click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")
 @text_options(required=True)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="calib.safetensors to write.")
@@ -327,13 +333,13 @@ def command(
     """Collect the statistics of MODEL on text, for `convert --bases`."""
     with exit_on_error():
         texts = [read_text(path) for path in files]
-        earlier = read_calibration("--in-file", in_file) if in_file else None
-        check_writable("-o", output)
-        check_not_input("-o", output, (("-m", model), *(("-f", path) for path in files)))
+        earlier = read_calibration(in_file) if in_file else None
+        check_writable(output)
+        check_not_input(output, (("-m", model), *(("-f", path) for path in files)))
         result, notes = calibrate_file(
             model, texts, ctx_size, n_sink, threads or default_threads(), chunks, held_out, earlier
         )
-        write_calibration("-o", output, result)
+        write_calibration(output, result)
         for note in notes:
             click.echo(note, err=True)
         click.echo(f"wrote {output}: {len(result.layers)} layers, {result.tokens} tokens")

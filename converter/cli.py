@@ -8,24 +8,26 @@ from pathlib import Path
 
 import click
 
-from converter import hf, layout, metadata
-from converter.adapt import parse as parse_adapt
-from converter.atomic import check_not_input, check_writable
-from converter.basis import StoredBasis
-from converter.calib_io import read_calibration
+from converter import hf
 from converter.calibrate import text_options
-from converter.errors import ConverterError, exit_on_error
-from converter.gamma import METHODS
-from converter.gguf_io import Gguf, write_copy, write_sidecar
-from converter.metadata import CodedLayer
-from converter.metrics import BASES_K, BASES_V
-from converter.pipeline import Options, Result
-from converter.pipeline import convert as run_pipeline
 from converter.quantize import TYPES
 from converter.sources import Sources, prepared
+from subkv.base.command import command as command_of
+from subkv.base.errors import SubkvError, exit_on_error
+from subkv.base.files import check_not_input, check_writable
+from subkv.format import metadata
+from subkv.format.adapt import parse as parse_adapt
+from subkv.format.bases import CodedLayer, StoredBasis
+from subkv.format.calibration import read_calibration
+from subkv.native.gguf import Gguf, write_copy, write_sidecar
+from subkv.plan import budget as layout
+from subkv.plan.costs import BASES_K, BASES_V
+from subkv.plan.gamma import METHODS
+from subkv.plan.pipeline import Options, Result
+from subkv.plan.pipeline import convert as run_pipeline
 
 
-@click.command(name="convert", context_settings={"help_option_names": ["-h", "--help"]})
+@command_of("convert")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--bases", type=click.Path(path_type=Path), help="Calibration file (calib.safetensors); or give -f.")
 @text_options(required=False)
@@ -119,9 +121,9 @@ def convert(
     )
     with exit_on_error():
         if adapt is not None:
-            parse_adapt("--adapt", adapt)
+            parse_adapt(adapt)
         if sidecar and model.is_dir():
-            raise ConverterError(f"--sidecar: expected a GGUF as MODEL, which the sidecar goes with, found {model}")
+            raise SubkvError("sidecar", f"expected a GGUF as MODEL, which the sidecar goes with, found {model}")
         target = output or default_output(model, sidecar, quantize)
         sources = Sources(model, bases, files, ctx_size, chunks, threads, n_sink, outtype, quantize)
         with prepared(sources, target, copy=not sidecar and not dry_run) as (base, calibration):
@@ -147,22 +149,23 @@ def convert_file(
 ) -> Result:
     """Convert `model` with the calibration `bases`; output None: only plan. progress: bars.
 
-    Raises ConverterError; then no file was written.
+    Raises SubkvError; then no file was written.
     """
-    calibration = read_calibration("--bases", bases)
-    with Gguf("MODEL", model) as base:
+    calibration = read_calibration(bases)
+    with Gguf(model) as base:
         if output is not None:
-            check_not_input("-o", output, [*(("the model", file) for file in base.files), ("--bases", bases)])
-            check_writable("-o", output)
+            check_not_input(output, [*(("the model", file) for file in base.files), ("--bases", bases)])
+            check_writable(output)
             if len(base.files) > 1 and not sidecar:
-                raise ConverterError(
-                    f"MODEL: expected one file to copy, found a model split into {len(base.files)}; "
-                    "--sidecar writes the bases to a file of their own"
+                raise SubkvError(
+                    "model",
+                    f"expected one file to copy, found a model split into {len(base.files)}; "
+                    "--sidecar writes the bases to a file of their own",
                 )
         result = run_pipeline(base, calibration, options, progress)
         if output is not None:
             values = metadata.keys(result.layers, calibration, result.settings, result.counted)
-            (write_sidecar if sidecar else write_copy)("-o", base, output, values, progress)
+            (write_sidecar if sidecar else write_copy)(base, output, values, progress)
     return result
 
 

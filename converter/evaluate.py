@@ -20,22 +20,25 @@ from typing import Any
 import click
 import numpy as np
 
-from converter import layout, stock
-from converter.adapt import AdaptiveCoder, loaded, parse
-from converter.calib_io import Calibration, read_calibration
-from converter.calibrate import MIN_TOKENS, default_threads, read_text
-from converter.errors import ConverterError, exit_on_error
-from converter.gguf_io import Gguf
-from converter.layout import Account
-from converter.metadata import CodedLayer
-from converter.metrics import BASES_K, BASES_V
-from converter.pipeline import Fit, Options
-from converter.predict import reconstructed
+from converter.adaptive import AdaptiveCoder, loaded
+from converter.calibrate import MIN_TOKENS, read_text
+from converter.plots import figure, frontier
 from converter.reference import F32, Coder, Reference, check_length, check_shapes, cut
-from runtime import plots
-from runtime.scoring import Scores, score
-from subkv.adapt import Adapt
-from subkv.progress import progress_bar
+from converter.scoring import Scores, score
+from subkv.base.command import command as command_of
+from subkv.base.errors import SubkvError, exit_on_error
+from subkv.base.progress import progress_bar
+from subkv.base.threads import default_threads
+from subkv.format.adapt import Adapt, parse
+from subkv.format.bases import CodedLayer
+from subkv.format.calibration import Calibration, read_calibration
+from subkv.format.metadata import Account
+from subkv.native.gguf import Gguf
+from subkv.plan import budget as layout
+from subkv.plan import stock
+from subkv.plan.costs import BASES_K, BASES_V
+from subkv.plan.pipeline import Fit, Options
+from subkv.plan.predict import reconstructed
 
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
 
@@ -221,7 +224,7 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
     return kinds
 
 
-@click.command(name="evaluate", context_settings={"help_option_names": ["-h", "--help"]})
+@command_of("evaluate")
 @click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")
 @click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration file (calib.safetensors).")
 @click.option(
@@ -280,16 +283,16 @@ def command(
     """KLD of layouts and of llama.cpp's cache types in float32."""
     with exit_on_error(), contextlib.ExitStack() as stack:
         if target is not None:
-            plots.check("--plot", target)
-        calibration: Calibration = read_calibration("--bases", bases)
+            figure.check(target)
+        calibration: Calibration = read_calibration(bases)
         n_threads = threads or default_threads()
-        reference = Reference("-m", model, n_threads)
-        check_shapes("--bases", reference, calibration)
+        reference = Reference(model, n_threads)
+        check_shapes(reference, calibration)
         check_length(reference, ctx_size)
         for path in files:
             read_text(path)
         if kinds and not stock.fits(reference.d):
-            raise ConverterError(f"--stock: expected none, since llama.cpp cannot quantize heads of {reference.d}")
+            raise SubkvError("stock", f"expected none, since llama.cpp cannot quantize heads of {reference.d}")
         options = Options(
             basis_k=basis_k,
             basis_v=basis_v,
@@ -298,9 +301,9 @@ def command(
             bpe_context=bpe_context,
             center_k=center_k,
         )
-        adaptive = {text: parse("--adapt", text) for text in adapts}
+        adaptive = {text: parse(text) for text in adapts}
         results: list[dict[str, Any]] = []
-        with Gguf("-m", model) as base:
+        with Gguf(model) as base:
             fit = Fit(base, calibration, options, progress=True)
             for note in fit.notes:
                 click.echo(note, err=True)
@@ -310,19 +313,19 @@ def command(
                 for text, adapt in adaptive.items():
                     planned.append(adaptive_cache(fit, base, bits, SIDES[sides], text, adapt, stack))
             if not planned and not kinds:
-                raise ConverterError("--kv-bits: expected a budget or --stock types to evaluate, found none")
+                raise SubkvError("kv_bits", "expected a budget or --stock types to evaluate, found none")
             against = stock_caches(kinds, fit, SIDES[sides])
         for path in files:
             pieces = cut(reference, (path,), ctx_size, chunks)
             if not results:
-                reference.match("--bases", [layer.k2 for layer in calibration.layers], pieces[0], calibration.n_skip)
+                reference.match([layer.k2 for layer in calibration.layers], pieces[0], calibration.n_skip)
             for cache in (*planned, *against):
                 cache.clear()
             run(reference, (*planned, *against), pieces, n_threads, progress=True)
             results += [result(cache, path.name, ctx_size, len(pieces)) for cache in (*planned, *against)]
         click.echo(json.dumps(results, indent=2) if output == "json" else table(results))
         if target is not None:
-            plots.frontier(results, target)
+            frontier.frontier(results, target)
 
 
 def main() -> None:

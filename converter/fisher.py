@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from converter.basis import F64
-from converter.calib_io import Calibration, LayerSensitivity, Sensitivity
 from converter.reference import Reference, attend
-from subkv.progress import progress_bar
+from subkv.base.progress import progress_bar
+from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity
+from subkv.plan.basis import F64
 
 SEED = 1  # of the labels drawn
 

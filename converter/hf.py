@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from converter import native
-from converter.errors import ConverterError, need_packages
-from subkv._lib import lib_dir
-from subkv.progress import progress_bar
+from subkv.base.errors import SubkvError, need_packages
+from subkv.base.progress import progress_bar
+from subkv.native import ggml as native
+from subkv.native.library import lib_dir
 
 OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 1.0625}  # bytes per weight
 MIB = 1 << 20
@@ -29,30 +29,28 @@ _REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.
 
 
 def converter_path() -> Path:
-    """llama.cpp's converter beside the libraries. Raises ConverterError when it is not there."""
+    """llama.cpp's converter beside the libraries. Raises SubkvError when it is not there."""
     native.subkv()  # names missing libraries
     path = lib_dir() / "llama.cpp" / "convert_hf_to_gguf.py"
     if not path.is_file():
-        raise ConverterError(
-            f"MODEL: expected llama.cpp's converter at {path}, found none; build or install subkv again"
-        )
+        raise SubkvError("model", f"expected llama.cpp's converter at {path}, found none; build or install subkv again")
     return path
 
 
 def count_weights(folder: Path) -> int:
     """Numbers in the weight files of a Hugging Face folder; of PyTorch's own format an upper bound.
 
-    Raises ConverterError for what is not such a folder: no config.json, no weights, a damaged file.
+    Raises SubkvError for what is not such a folder: no config.json, no weights, a damaged file.
     """
     if not (folder / "config.json").is_file():
-        raise ConverterError(f"MODEL: expected a Hugging Face folder with config.json, found none in {folder}")
+        raise SubkvError("model", f"expected a Hugging Face folder with config.json, found none in {folder}")
     files = sorted(folder.glob("model*.safetensors"))
     if files:
         return sum(_count_safetensors(path) for path in files)
     files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise ConverterError(
-            f"MODEL: expected weights (model*.safetensors or pytorch_model*.bin) in {folder}, found none"
+        raise SubkvError(
+            "model", f"expected weights (model*.safetensors or pytorch_model*.bin) in {folder}, found none"
         )
     return sum(path.stat().st_size for path in files) // 2  # 2 bytes each, or 4
 
@@ -69,12 +67,12 @@ def _count_safetensors(path: Path) -> int:
                     size *= side
                 total += size
     except (SafetensorError, OSError) as error:
-        raise ConverterError(f"MODEL: {path}: expected a safetensors file, found a damaged one: {error}") from error
+        raise SubkvError("model", f"{path}: expected a safetensors file, found a damaged one: {error}") from error
     return total
 
 
 def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, copy: bool) -> None:
-    """Refuse a disk on which the files that exist at one time do not fit. Raises ConverterError with the arithmetic.
+    """Refuse a disk on which the files that exist at one time do not fit. Raises SubkvError with the arithmetic.
 
     copy: a copy of the last GGUF will be written into the folder, too.
     """
@@ -91,14 +89,15 @@ def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, co
     free = shutil.disk_usage(folder).free
     if free < needed:
         terms = " + ".join(f"{size / MIB:.0f} MiB {what}" for what, size in at_once)
-        raise ConverterError(
-            f"-o: expected about {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.1f} million weights "
-            f"({terms}), found {free / MIB:.0f} MiB"
+        raise SubkvError(
+            "output",
+            f"expected about {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.1f} million weights "
+            f"({terms}), found {free / MIB:.0f} MiB",
         )
 
 
 def check_packages(folder: Path) -> None:
-    """Raises ConverterError when a package that llama.cpp's converter imports for this folder is missing."""
+    """Raises SubkvError when a package that llama.cpp's converter imports for this folder is missing."""
     names = ["torch", "transformers"]
     if (folder / "tokenizer.model").is_file():
         names.append("sentencepiece")
@@ -106,7 +105,7 @@ def check_packages(folder: Path) -> None:
 
 
 def to_gguf(folder: Path, outtype: str, target: Path) -> None:
-    """Run llama.cpp's converter. Raises ConverterError with the converter's own reason."""
+    """Run llama.cpp's converter. Raises SubkvError with the converter's own reason."""
     script = converter_path()
     _run(
         [sys.executable, str(script), str(folder), "--outfile", str(target), "--outtype", outtype],
@@ -116,7 +115,7 @@ def to_gguf(folder: Path, outtype: str, target: Path) -> None:
 
 
 def to_quantized(source: Path, kind: str, n_threads: int, target: Path) -> None:
-    """Run llama.cpp's quantizer. Raises ConverterError with its own reason."""
+    """Run llama.cpp's quantizer. Raises SubkvError with its own reason."""
     command = [sys.executable, "-m", "converter.quantize", str(source), str(target), kind, str(n_threads)]
     _run(command, f"quantizing to {kind}", f"--quantize: llama.cpp's quantizer refuses {kind}")
 
@@ -124,7 +123,7 @@ def to_quantized(source: Path, kind: str, n_threads: int, target: Path) -> None:
 def _run(command: Sequence[str], what: str, refused: str) -> None:
     """Run a program whose stderr tells how far it is, behind a progress bar; an exception in here ends it.
 
-    Raises ConverterError, `refused` and the program's reason, when it fails.
+    Raises SubkvError, `refused` and the program's reason, when it fails.
     """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -153,7 +152,7 @@ def _run(command: Sequence[str], what: str, refused: str) -> None:
             process.kill()
             raise
     if process.returncode != 0:
-        raise ConverterError(f"{refused}: {_reason(lines, process.returncode)}")
+        raise SubkvError(refused, f"{_reason(lines, process.returncode)}")
 
 
 def _reason(lines: Sequence[str], status: int) -> str:

@@ -10,7 +10,7 @@ import ctypes
 import signal
 import sys
 
-from converter import native
+from subkv.native import ggml as native
 
 # llama-quantize's names of the types that need nothing but weights; the others want activations' statistics or experts
 TYPES = (

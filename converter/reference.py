@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.calib_io import Calibration
 from converter.calibrate import read_text
-from converter.errors import ConverterError, need_packages
-from converter.gguf_io import Gguf
-from converter.positions import halves_of_neighbours
+from subkv.base.errors import SubkvError, need_packages
+from subkv.format.calibration import Calibration
+from subkv.native.gguf import Gguf
+from subkv.plan.positions import halves_of_neighbours
 
 F32 = NDArray[np.float32]
 Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> what attention sees of them
@@ -84,13 +84,13 @@ def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, 
 
 
 class Reference:
-    """One model in float32. Raises ConverterError when it cannot be loaded or has attention that is not understood.
+    """One model in float32. Raises SubkvError when it cannot be loaded or has attention that is not understood.
 
     n_layer, n_head, n_head_kv, d: attention shapes. key_order: [d] index into a key of transformers for every
     coordinate of llama.cpp's key; the identity until `match` has found it.
     """
 
-    def __init__(self, flag: str, path: Path, n_threads: int) -> None:
+    def __init__(self, path: Path, n_threads: int) -> None:
         torch, transformers = _needed()
         torch.set_num_threads(n_threads)
         transformers.utils.logging.set_verbosity_error()
@@ -100,26 +100,27 @@ class Reference:
         if not path.is_dir():
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
             if not path.exists():
-                raise ConverterError(f"{flag}: expected a GGUF or a Hugging Face folder, found nothing at {path}")
-            with Gguf(flag, path) as base:  # refuses what is not a whole GGUF with a better sentence than transformers'
+                raise SubkvError("model", f"expected a GGUF or a Hugging Face folder, found nothing at {path}")
+            with Gguf(path) as base:  # refuses what is not a whole GGUF with a better sentence than transformers'
                 if len(base.files) > 1:
-                    raise ConverterError(
-                        f"{flag}: expected a Hugging Face folder or a GGUF of one file, since transformers reads no "
-                        f"others, found a model split into {len(base.files)}"
+                    raise SubkvError(
+                        "model",
+                        f"expected a Hugging Face folder or a GGUF of one file, since transformers reads no "
+                        f"others, found a model split into {len(base.files)}",
                     )
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
             self.model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         except (ValueError, OSError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise ConverterError(f"{flag}: {path}: transformers cannot load it: {reason}") from error
+            raise SubkvError("model", f"{path}: transformers cannot load it: {reason}") from error
         self.model.eval().requires_grad_(False)
         config = self.model.config
         for key in UNSUPPORTED:
             if getattr(config, key, None) not in (None, 0, 1, 1.0):
-                raise ConverterError(f"{flag}: expected plain attention and logits, found {key} in {config.model_type}")
+                raise SubkvError("model", f"expected plain attention and logits, found {key} in {config.model_type}")
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise ConverterError(f"{flag}: expected full attention in every layer, found a sliding window")
+            raise SubkvError("model", "expected full attention in every layer, found a sliding window")
         self.n_layer = int(config.num_hidden_layers)
         self.n_head = int(config.num_attention_heads)
         self.n_head_kv = int(getattr(config, "num_key_value_heads", None) or self.n_head)
@@ -128,10 +129,12 @@ class Reference:
         self.key_order = np.arange(self.d)
         self._hook: Callable[..., Any] | None = None
         self._register(torch, transformers)
-        self._probe(flag)
+        self._probe()
 
-    def _probe(self, flag: str) -> None:
-        """Raises ConverterError for a model whose layers do not all call our attention with what it understands."""
+    def _probe(
+        self,
+    ) -> None:
+        """Raises SubkvError for a model whose layers do not all call our attention with what it understands."""
         seen = set()
 
         def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
@@ -141,14 +144,15 @@ class Reference:
         try:
             with self.hooked(hook):
                 self.logits([0, 1], 1)
-        except ConverterError:
+        except SubkvError:
             raise
         except Exception as error:
-            raise ConverterError(f"{flag}: expected a model that runs with another attention, found {error}") from error
+            raise SubkvError("model", f"expected a model that runs with another attention, found {error}") from error
         if seen != set(range(self.n_layer)):
-            raise ConverterError(
-                f"{flag}: expected ordinary attention in {self.n_layer} layers, found it in {len(seen)} of this "
-                f"{self.model.config.model_type} model"
+            raise SubkvError(
+                "model",
+                f"expected ordinary attention in {self.n_layer} layers, found it in {len(seen)} of this "
+                f"{self.model.config.model_type} model",
             )
 
     def _register(self, torch: Any, transformers: Any) -> None:
@@ -158,7 +162,7 @@ class Reference:
             scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
             extra = [name for name in EXTRAS if rest.get(name) is not None]
             if extra:
-                raise ConverterError(f"-m: expected plain softmax attention, found {', '.join(extra)}")
+                raise SubkvError("model", f"expected plain softmax attention, found {', '.join(extra)}")
             hook = module.config._subkv_hook()
             if hook is None:
                 return attend(q, k, v, None, scale, 0, 0), None
@@ -213,11 +217,11 @@ class Reference:
         with self.hooked(hook):
             return self.logits(tokens, first)
 
-    def match(self, flag: str, moments: Sequence[NDArray[np.float64]], tokens: Sequence[int], n_skip: int) -> None:
+    def match(self, moments: Sequence[NDArray[np.float64]], tokens: Sequence[int], n_skip: int) -> None:
         """Find key_order: the order of key coordinates under which this model has the calibration's moments.
 
         moments: per layer Σ_k [n_head_kv, d, d] in llama.cpp's frame. Tried: the same order, and rotary pairs that are
-        neighbours in llama.cpp but half a head apart here. Raises ConverterError when neither fits: another model.
+        neighbours in llama.cpp but half a head apart here. Raises SubkvError when neither fits: another model.
         """
         torch = self._torch
         seen: list[Any] = [None] * self.n_layer
@@ -236,9 +240,10 @@ class Reference:
             fits.append(float(np.mean([np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs])))
         # measured: 0.8 between contexts of 512 and 2048 tokens of one model, 0.05 in the wrong order
         if max(fits) < 0.5:
-            raise ConverterError(
-                f"{flag}: expected a calibration of this model, found one of other keys "
-                f"(cosine of their second moments {max(fits):.2f}, expected above 0.5)"
+            raise SubkvError(
+                "model",
+                f"expected a calibration of this model, found one of other keys "
+                f"(cosine of their second moments {max(fits):.2f}, expected above 0.5)",
             )
         self.key_order = orders[int(np.argmax(fits))]
 
@@ -250,8 +255,8 @@ def _uneven(moments: NDArray[np.float64]) -> NDArray[np.float64]:
     return moments - even + np.finfo(np.float64).tiny
 
 
-def check_shapes(flag: str, reference: Reference, calibration: Calibration) -> None:
-    """Refuse a calibration of other attention shapes than the model's. Raises ConverterError."""
+def check_shapes(reference: Reference, calibration: Calibration) -> None:
+    """Refuse a calibration of other attention shapes than the model's. Raises SubkvError."""
     expected = (reference.n_layer, reference.n_head, reference.n_head_kv, reference.d)
     shapes = {
         (len(calibration.layers), s.n_head, s.n_head_kv, s.d_k)
@@ -259,36 +264,35 @@ def check_shapes(flag: str, reference: Reference, calibration: Calibration) -> N
         if s.d_k == s.d_v
     }
     if shapes != {expected}:
-        raise ConverterError(
-            f"{flag}: expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
-            f"as in the model, found another calibration"
+        raise SubkvError(
+            "model",
+            f"expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
+            f"as in the model, found another calibration",
         )
 
 
-def cut(reference: Reference, files: tuple[Path, ...], n_ctx: int, chunks: int, flag: str = "-f") -> list[list[int]]:
+def cut(reference: Reference, files: tuple[Path, ...], n_ctx: int, chunks: int) -> list[list[int]]:
     """The first `chunks` chunks of n_ctx tokens, an equal share from every text; BOS first where the model wants one.
 
-    Raises ConverterError for a text without a whole chunk.
+    Raises SubkvError for a text without a whole chunk.
     """
     start = [] if reference.bos is None else [reference.bos]
     step = n_ctx - len(start)
     out: list[list[int]] = []
     if chunks < len(files):
-        raise ConverterError(f"--chunks: expected at least one for each of the {len(files)} texts, found {chunks}")
+        raise SubkvError("chunks", f"expected at least one for each of the {len(files)} texts, found {chunks}")
     for i, path in enumerate(files):
         quota = -(-(chunks - len(out)) // (len(files) - i))
         # a token is rarely longer than 16 bytes; a short prefix spares tokenizing megabytes
         text = read_text(path).data[: 16 * quota * step].decode("utf-8", "ignore")
         tokens = reference.tokenize(text)
         if len(tokens) < step:
-            raise ConverterError(
-                f"{flag}: {path.name}: expected at least {step} tokens for a chunk, found {len(tokens)}"
-            )
+            raise SubkvError("model", f"{path.name}: expected at least {step} tokens for a chunk, found {len(tokens)}")
         out += [start + tokens[j : j + step] for j in range(0, len(tokens) - step + 1, step)][:quota]
     return out
 
 
 def check_length(reference: Reference, n_ctx: int) -> None:
-    """Refuse chunks beyond the positions a model was trained with. Raises ConverterError."""
+    """Refuse chunks beyond the positions a model was trained with. Raises SubkvError."""
     if n_ctx > reference.n_ctx_train:
-        raise ConverterError(f"-c: expected at most the trained {reference.n_ctx_train} tokens, found {n_ctx}")
+        raise SubkvError("n_ctx", f"expected at most the trained {reference.n_ctx_train} tokens, found {n_ctx}")

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import click
 
-from converter.atomic import check_writable
-from converter.calib_io import Calibration, read_calibration, write_calibration
-from converter.calibrate import MIN_TOKENS, default_threads, read_text
-from converter.errors import ConverterError, exit_on_error
+from converter.calibrate import MIN_TOKENS, read_text
 from converter.evaluate import Cache, coded_cache, run, stock_coder
-from converter.gguf_io import Gguf
-from converter.layout import DEFAULT_N_RECENT, MAX_RECENT
-from converter.pipeline import TARGET, Fit, Options
 from converter.reference import Reference, check_length, check_shapes, cut
+from subkv.base.command import command as command_of
+from subkv.base.errors import SubkvError, exit_on_error
+from subkv.base.files import check_writable
+from subkv.base.threads import default_threads
+from subkv.format.calibration import Calibration, read_calibration, write_calibration
+from subkv.native.gguf import Gguf
+from subkv.plan.budget import DEFAULT_N_RECENT, MAX_RECENT
+from subkv.plan.pipeline import TARGET, Fit, Options
 
 DEFAULT_CHUNKS = 16
 HELD_OUT = 2  # further chunks, on which predictions are corrected
@@ -31,7 +33,7 @@ ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 
 
 def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
-    """The calibration's bases as `convert` would fit them. Raises ConverterError for what convert would refuse."""
+    """The calibration's bases as `convert` would fit them. Raises SubkvError for what convert would refuse."""
     options = Options(n_sink=calibration.n_skip, n_recent=n_recent, bpe_context=ROWS_ONLY)
     return Fit(base, calibration, options, progress=True)
 
@@ -62,7 +64,7 @@ def with_corrections(
     )
 
 
-@click.command(name="sensitivity", context_settings={"help_option_names": ["-h", "--help"]})
+@command_of("sensitivity")
 @click.option(
     "-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model or Hugging Face folder."
 )
@@ -97,30 +99,30 @@ def command(
     from converter import fisher
 
     with exit_on_error():
-        calibration = read_calibration("--bases", bases)
+        calibration = read_calibration(bases)
         for path in files:
             read_text(path)
-        check_writable("-o", output)
+        check_writable(output)
         if ctx_size <= n_recent + calibration.n_skip:
-            raise ConverterError(f"-c: expected more than the exact window of {n_recent} tokens, found {ctx_size}")
+            raise SubkvError("n_ctx", f"expected more than the exact window of {n_recent} tokens, found {ctx_size}")
         n_threads = threads or default_threads()
         if not model.is_dir():  # before minutes are spent on what could not be used
-            with Gguf("-m", model) as base:
+            with Gguf(model) as base:
                 probe(base, calibration, n_recent)
-        reference = Reference("-m", model, n_threads)
+        reference = Reference(model, n_threads)
         check_length(reference, ctx_size)
-        check_shapes("--bases", reference, calibration)
+        check_shapes(reference, calibration)
         pieces = cut(reference, files, ctx_size, chunks + HELD_OUT)
         if len(pieces) <= HELD_OUT:
-            raise ConverterError(f"-f: expected more than {HELD_OUT} chunks of {ctx_size} tokens, found {len(pieces)}")
-        reference.match("--bases", [layer.k2 for layer in calibration.layers], pieces[0], calibration.n_skip)
+            raise SubkvError("files", f"expected more than {HELD_OUT} chunks of {ctx_size} tokens, found {len(pieces)}")
+        reference.match([layer.k2 for layer in calibration.layers], pieces[0], calibration.n_skip)
         result = fisher.measure(reference, calibration, pieces[:-HELD_OUT], n_recent, progress=True)
         if model.is_dir():
             click.echo("note: predictions stay uncorrected: that needs the model as a GGUF", err=True)
         else:
-            with Gguf("-m", model) as base:
+            with Gguf(model) as base:
                 result = with_corrections(reference, base, result, pieces[-HELD_OUT:], n_threads)
-        write_calibration("-o", output, result)
+        write_calibration(output, result)
         assert result.sensitivity is not None
         click.echo(
             f"wrote {output}: sensitivities of {len(result.layers)} layers from {result.sensitivity.tokens} tokens"

@@ -11,10 +11,11 @@ from pathlib import Path
 import click
 
 from converter import hf
-from converter.atomic import check_not_input, check_writable
-from converter.calib_io import write_calibration
-from converter.calibrate import calibrate_file, default_threads, read_text
-from converter.errors import ConverterError
+from converter.calibrate import calibrate_file, read_text
+from subkv.base.errors import SubkvError
+from subkv.base.files import check_not_input, check_writable
+from subkv.base.threads import default_threads
+from subkv.format.calibration import write_calibration
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class Sources:
 def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path, Path]]:
     """Paths of the GGUF and of the calibration. What had to be made lies beside `output` and is removed at the end.
 
-    copy: a copy of the GGUF will be written as `output`. Says every step on stderr. Raises ConverterError.
+    copy: a copy of the GGUF will be written as `output`. Says every step on stderr. Raises SubkvError.
     """
     if not sources.model.is_dir():
         for flag, given in (("--outtype", sources.outtype), ("--quantize", sources.quantize)):
             if given is not None:
-                raise ConverterError(f"{flag}: expected a Hugging Face folder as MODEL, found {sources.model}")
+                raise SubkvError(flag, f"expected a Hugging Face folder as MODEL, found {sources.model}")
         if sources.bases is not None:
             yield sources.model, sources.bases
             return
     texts = [read_text(path) for path in sources.files]
-    check_not_input("-o", output, (("-f", path) for path in sources.files))
-    check_writable("-o", output)
+    check_not_input(output, (("-f", path) for path in sources.files))
+    check_writable(output)
     if sources.model.is_dir():
         _check_folder(sources, output, copy)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as work:
@@ -67,7 +68,7 @@ def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path,
             for note in notes:
                 click.echo(note, err=True)
             bases = Path(work) / "calib.safetensors"
-            write_calibration("-o", bases, calibration)
+            write_calibration(bases, calibration)
         steps.say("bases and layout")
         yield model, bases
 
@@ -90,7 +91,7 @@ def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
     hf.converter_path()
     outtype = sources.outtype or "auto"
     if sources.quantize is not None and hf.OUTTYPES[outtype] < 2:
-        raise ConverterError(f"--quantize: expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
+        raise SubkvError("quantize", f"expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
     hf.check_space(output.parent, n_weights, outtype, sources.quantize, copy)
 
 
@@ -114,5 +115,5 @@ def _renamed() -> Iterator[None]:
     """Errors of calibrate name MODEL instead of its -m."""
     try:
         yield
-    except ConverterError as error:
-        raise ConverterError(str(error).replace("-m: ", "MODEL: ", 1)) from error
+    except SubkvError as error:
+        raise SubkvError("", str(error).replace("-m: ", "MODEL: ", 1)) from error

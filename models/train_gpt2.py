@@ -23,9 +23,9 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 from tqdm import tqdm
 
-from converter.atomic import check_writable
 from converter.calibrate import read_text
-from converter.errors import ConverterError, exit_on_error
+from subkv.base.errors import SubkvError, exit_on_error
+from subkv.base.files import check_writable
 
 try:
     import torch
@@ -86,11 +86,11 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, train: str, held: str) -> Tokens:
-    """Raises ConverterError for a text too short to train and to judge on."""
+    """Raises SubkvError for a text too short to train and to judge on."""
     ids = [torch.tensor(tokenizer.encode(part).ids, dtype=torch.int64) for part in (train, held)]
     for name, part, least in (("training", ids[0], N_CTX + 1), ("held-out", ids[1], 2)):
         if len(part) < least:
-            raise ConverterError(f"-f: expected at least {least} tokens in the {name} part, found {len(part)}")
+            raise SubkvError("files", f"expected at least {least} tokens in the {name} part, found {len(part)}")
     return Tokens(ids[0], ids[1], len(held.encode()))
 
 
@@ -186,7 +186,7 @@ def train(model: GPT2LMHeadModel, tokens: Tokens, steps: int, seed: int) -> tupl
                 held = held_out_loss(model, tokens.held)
                 tqdm.write(f"step {step + 1}: loss {loss.item():.3f}, held-out {held:.3f}", file=sys.stderr)
                 if not math.isfinite(held):
-                    raise ConverterError(f"--steps: expected a finite held-out loss, found {held} at step {step + 1}")
+                    raise SubkvError("steps", f"expected a finite held-out loss, found {held} at step {step + 1}")
                 if held < best[0]:
                     best = (held, step + 1, {name: w.detach().clone() for name, w in model.state_dict().items()})
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
@@ -267,9 +267,9 @@ def main(text: Path, output: Path, hf: Path | None, steps: int, seed: int, threa
     """Train a small GPT-2 on TEXT and write it as GGUF."""
     with exit_on_error():
         data = read_text(text).data
-        check_writable("-o", output)
+        check_writable(output)
         if hf and hf.exists() and (not hf.is_dir() or any(hf.iterdir())):
-            raise ConverterError(f"--hf: expected a new or empty folder, found {hf}")
+            raise SubkvError("hf", f"expected a new or empty folder, found {hf}")
         torch.manual_seed(seed)
         if threads:
             torch.set_num_threads(threads)

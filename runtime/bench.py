@@ -26,9 +26,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
+from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
-    from runtime.engine import Context, Model
+    from subkv.engine.model import Context, Model
 
 FLASH_NUMBERS = {"auto": -1, "off": 0, "on": 1}
 SEED = 1234
@@ -144,7 +147,7 @@ def measure(
     n_parallel: int,
 ) -> list[Measurement]:
     """All tests of all configurations; configurations take turns inside every repetition."""
-    from subkv.progress import progress_bar
+    from subkv.base.progress import progress_bar
 
     done: list[Measurement] = []
     for config in configs:  # warm up: page in the weights, build the graphs
@@ -202,7 +205,7 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
     kv_read_gbs: K/V rows that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts; null for
     prompts, where a row is read once for many tokens.
     """
-    from subkv.cache import C
+    from subkv.native.binding import C
 
     stats = m.config.context.stats
     n_tokens = m.n_prompt + m.n_gen * m.n_parallel
@@ -284,7 +287,7 @@ def as_csv(objects: list[dict[str, Any]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-@options.command()
+@command()
 @options.model_option(required=True)
 @click.option("-p", "--n-prompt", "prompts", type=IntList(), default="512", help="prompt lengths, 0: none")
 @click.option("-n", "--n-gen", "gens", type=IntList(), default="128", help="tokens to generate, 0: none")
@@ -324,9 +327,9 @@ def main(**given: Any) -> None:
     for item in flash:
         if item not in options.FLASH:
             raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
-    from runtime.engine import Model
+    from subkv.engine.model import Model
 
-    n_threads = options.threads(given["n_threads"])
+    n_threads = default_threads(given["n_threads"])
     with contextlib.ExitStack() as cleanup:
         model = cleanup.enter_context(Model(given["model"], options.gpu_layers(given["n_gpu_layers"])))
         configs = open_configs(model, given, [options.FLASH[item] for item in flash], n_threads)
@@ -351,10 +354,10 @@ def main(**given: Any) -> None:
 
 def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_threads: int) -> list[Config]:
     """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
-    from runtime.engine import parse_cache
-    from subkv.adapt import NONE
-    from subkv.cache import CacheError
-    from subkv.stats import cache_line
+    from subkv.base.errors import CacheError
+    from subkv.engine.model import parse_cache
+    from subkv.engine.stats import cache_line
+    from subkv.format.adapt import NONE
 
     bases = Path(given["bases"]) if given["bases"] else None
     specs = [item.strip() for item in given["types_k"].split(",")]
@@ -390,7 +393,7 @@ def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_thread
         options.note(f"{spec} -fa {fa}: {cache_line(context.stats)}")
         configs.append(Config(name if len(flash) == 1 else f"{name} fa={fa}", context, fa, adaptive=adaptive))
     if not configs:
-        raise options.ProgramError("-ctk: expected a cache that runs with the given -fa, found none")
+        raise SubkvError("-ctk", "expected a cache that runs with the given -fa, found none")
     return configs
 
 

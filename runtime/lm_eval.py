@@ -19,11 +19,12 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from runtime.engine import Logits, Model, parse_cache, token_piece
-from runtime.options import default_threads
-from runtime.scoring import log_softmax
-from subkv.cache import C, CacheError, SubkvError
-from subkv.stats import cache_line
+from converter.scoring import log_softmax
+from subkv.base.errors import CacheError, SubkvError
+from subkv.base.threads import default_threads
+from subkv.engine.model import Logits, Model, parse_cache, token_piece
+from subkv.engine.stats import cache_line
+from subkv.native.binding import C
 
 N_ROLLBACK = 64  # exact rows kept so that another continuation of a long prompt needs only itself evaluated
 LM_EVALS = ("batch_size", "max_batch_size", "device")  # arguments that every model of lm_eval is given

@@ -5,83 +5,18 @@ A failure is one sentence on stderr that starts with the flag or key it concerns
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-# argument of subkv.Llama -> flag of the programs
-FLAGS = {
-    "model_path": "-m",
-    "kv_cache": "-ctk",
-    "type_k": "-ctk",
-    "type_v": "-ctv",
-    "bases": "--bases",
-    "flash_attn": "-fa",
-    "n_ctx": "-c",
-    "n_sink": "--n-sink",
-    "n_recent": "--n-recent",
-    "n_rollback": "--n-rollback",
-    "adapt": "--adapt",
-}
-
-
-class ProgramError(click.ClickException):
-    """One sentence on stderr, exit code 1."""
-
-    exit_code = 1
-
-    def show(self, file: Any = None) -> None:
-        click.echo(self.format_message(), file=file or sys.stderr)
-
-
-class Command(click.Command):
-    """A command that turns the errors of subkv and of the converter into a sentence and exit code 1."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        from converter.errors import ConverterError
-
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.exceptions.Exit(130) from None
-        except ConverterError as error:
-            raise ProgramError(str(error)) from error
-        except ImportError as error:
-            if error.name:  # of a Python module
-                raise
-            raise ProgramError(str(error)) from error  # subkv's own, of its libraries
-        except Exception as error:
-            subkv_error = sys.modules["subkv.cache"].SubkvError if "subkv.cache" in sys.modules else None
-            if subkv_error is None or not isinstance(error, subkv_error):
-                raise
-            raise ProgramError(sentence(error)) from error
-
-
-def sentence(error: Any) -> str:
-    """A SubkvError as the programs print it: named by flag, not by the Python argument."""
-    return f"{FLAGS.get(error.key, error.key)}: {error.reason}" if error.key else error.reason
-
-
-def command(**kwargs: Any) -> Callable[[Callable[..., Any]], Command]:
-    """click.command with our errors, -h, and defaults shown."""
-    settings = {"help_option_names": ["-h", "--help"], "show_default": True}
-    return click.command(cls=Command, context_settings=settings, **kwargs)
-
-
-def default_threads() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from subkv.base.command import stack
 
 
 def gpu_layers(n: int) -> int:
     """-ngl as given; notes that no GPU takes these layers, which llama.cpp keeps to itself."""
-    from subkv import _lib
-    from subkv.native import C
+    from subkv.native import library as _lib
+    from subkv.native.binding import C
 
     if n and not C.llama_supports_gpu_offload():
         built = (_lib.lib_dir() / f"libggml-cuda{_lib.SUFFIX}").is_file()
@@ -90,35 +25,19 @@ def gpu_layers(n: int) -> int:
     return n
 
 
-def threads(value: int | None) -> int:
-    """-t as llama.cpp reads it: absent or not positive means all processors."""
-    return value if value is not None and value > 0 else default_threads()
-
-
-def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Several decorators as one; the first is listed first in --help."""
-
-    def apply(function: F) -> F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply
-
-
-def model_option(required: bool, text: str = "model file (GGUF)") -> Callable[[F], F]:
+def model_option(required: bool, text: str = "model file (GGUF)") -> Callable[..., Any]:
     return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
 
 
 def context_option(
     default: int | None, text: str = "context size in tokens, 0: what the model was trained with"
-) -> Callable[[F], F]:
+) -> Callable[..., Any]:
     return click.option(
         "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
     )
 
 
-def predict_option(text: str) -> Callable[[F], F]:
+def predict_option(text: str) -> Callable[..., Any]:
     return click.option(
         "-n",
         "--predict",
@@ -152,7 +71,7 @@ gpu_option = click.option(
 )
 
 
-def batch_options(n_batch: int = 2048, n_ubatch: int = 512) -> Callable[[F], F]:
+def batch_options(n_batch: int = 2048, n_ubatch: int = 512) -> Callable[..., Any]:
     return stack(
         click.option(
             "-b",
@@ -225,7 +144,7 @@ flash_option = click.option(
 FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
 
 
-def output_option(*kinds: str) -> Callable[[F], F]:
+def output_option(*kinds: str) -> Callable[..., Any]:
     return click.option("-o", "--output", "output", type=click.Choice(kinds), default=kinds[0], help="output format")
 
 

@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
+from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from runtime.engine import Context, Model
-    from runtime.scoring import BaseReader, Scores
+    from converter.scoring import BaseReader, Scores
+    from subkv.engine.model import Context, Model
 
 
 @dataclasses.dataclass
@@ -64,11 +67,11 @@ def read_tokens(model: Model, file: str, n_ctx: int, chunks: int) -> tuple[npt.N
     try:
         text = Path(file).read_bytes()
     except OSError as error:
-        raise options.ProgramError(f"-f: cannot read {file}: {error.strerror or error}") from error
+        raise SubkvError("files", f"cannot read {file}: {error.strerror or error}") from error
     tokens = model.tokenize(text.removesuffix(b"\n"))
     if len(tokens) < 2 * n_ctx:
-        raise options.ProgramError(
-            f"-f: expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {file}"
+        raise SubkvError(
+            "files", f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {file}"
         )
     available = len(tokens) // n_ctx
     return tokens, min(chunks, available) if chunks > 0 else available
@@ -95,8 +98,8 @@ def evaluate(
     """
     import numpy as np
 
-    from runtime import scoring
-    from subkv.progress import progress_bar
+    from converter import scoring
+    from subkv.base.progress import progress_bar
 
     model = runs[0].context.model
     first = n_ctx // 2
@@ -183,7 +186,7 @@ def report(r: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@options.command()
+@command()
 @options.model_option(required=True)
 @click.option("-f", "--file", "file", default=None, metavar="FILE", help="text to score")
 @options.context_option(512)
@@ -226,13 +229,14 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
     if not file and not given["kl_divergence"]:
         raise click.UsageError("-f: expected a text file, found none")
 
-    from converter.atomic import atomic_file
-    from runtime import plots, scoring
-    from runtime.engine import Model
+    from converter import scoring
+    from converter.plots import figure, frontier
+    from subkv.base.files import atomic_file
+    from subkv.engine.model import Model
 
     if given["target"]:
-        plots.check("--plot", Path(given["target"]))
-    n_threads = options.threads(given["n_threads"])
+        figure.check(Path(given["target"]))
+    n_threads = default_threads(given["n_threads"])
     with contextlib.ExitStack() as cleanup:
         model = cleanup.enter_context(Model(given["model"], options.gpu_layers(given["n_gpu_layers"])))
         reader, writer = None, None
@@ -240,22 +244,20 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
             try:
                 reader = scoring.BaseReader(Path(base_file))
             except scoring.BaseFileError as error:
-                raise options.ProgramError(f"--kl-divergence-base: {error}") from error
+                raise SubkvError("kl_divergence_base", f"{error}") from error
             cleanup.callback(reader.close)
             if reader.n_vocab != model.n_vocab:
-                raise options.ProgramError(
-                    f"--kl-divergence-base: expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}"
+                raise SubkvError(
+                    "kl_divergence_base", f"expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}"
                 )
             n_ctx, chunks, tokens = reader.n_ctx, reader.n_chunk, reader.tokens
             if tokens.min() < 0 or tokens.max() >= model.n_vocab:
-                raise options.ProgramError(
-                    f"--kl-divergence-base: expected tokens 0..{model.n_vocab - 1}, found others"
-                )
+                raise SubkvError("kl_divergence_base", f"expected tokens 0..{model.n_vocab - 1}, found others")
             chunks = min(chunks, given["chunks"]) if given["chunks"] > 0 else chunks
         else:
             n_ctx = n_ctx or model.n_ctx_train
             if n_ctx < 8:
-                raise options.ProgramError(f"-c: expected a context of at least 8 tokens, found {n_ctx}")
+                raise SubkvError("n_ctx", f"expected a context of at least 8 tokens, found {n_ctx}")
             tokens, chunks = read_tokens(model, file, n_ctx, given["chunks"])
         if n_ctx > model.n_ctx_train:
             options.note(f"-c: {n_ctx} tokens are more than the {model.n_ctx_train} the model was trained with")
@@ -263,7 +265,7 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
         for run in runs:
             cleanup.callback(run.context.close)
         if base_file and reader is None:
-            writer = cleanup.enter_context(atomic_file("--kl-divergence-base", Path(base_file)))
+            writer = cleanup.enter_context(atomic_file(Path(base_file)))
             scoring.write_header(writer, tokens, n_ctx, model.n_vocab, chunks)
         evaluate(runs, tokens, n_ctx, chunks, n_threads=n_threads, reader=reader, writer=writer)
         text = None if reader is not None else Path(file).name
@@ -271,7 +273,7 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
     if given["compare"]:
         click.echo(json.dumps(results, indent=2) if given["output"] == "json" else table(results))
         if given["target"]:
-            plots.frontier(results, Path(given["target"]))
+            frontier.frontier(results, Path(given["target"]))
             options.note(f"wrote {given['target']}")
     else:
         click.echo(json.dumps(results[0], indent=2) if given["output"] == "json" else report(results[0]))
@@ -279,10 +281,10 @@ def main(click_ctx: click.Context, /, **given: Any) -> None:
 
 def open_runs(model: Model, given: dict[str, Any], n_ctx: int, n_threads: int, writing: bool) -> list[Run]:
     """Contexts for what the flags ask for, each announced by its cache line."""
-    from runtime.engine import parse_cache
-    from runtime.scoring import Scores
-    from subkv.cache import choose_cache
-    from subkv.stats import cache_line
+    from converter.scoring import Scores
+    from subkv.engine.cache import choose_cache
+    from subkv.engine.model import parse_cache
+    from subkv.engine.stats import cache_line
 
     bases = Path(given["bases"]) if given["bases"] else None
     flash = options.FLASH[given["flash_attn"]]

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from gguf import GGUFReader, quants
 
-from subkv import _lib
+from subkv.native import library as _lib
 
 TEXT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the sun all day."
 

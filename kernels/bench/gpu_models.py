@@ -68,8 +68,9 @@ def longest(fits: Callable[[int], bool], step: int = STEP, most: int = MOST) -> 
 
 def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[str, int]]]:
     """Caches with the longest context of one sequence in `budget` bytes with the weights, and what it takes by kind."""
-    from subkv.cache import C, choose_cache, flash_attention, layout_json
-    from subkv.memory import needed
+    from subkv.engine.cache import choose_cache, flash_attention, layout_json
+    from subkv.engine.memory import needed
+    from subkv.native.binding import C
 
     for name in BUDGETED:
         coded = name == "subkv"
@@ -102,7 +103,7 @@ def say_contexts(model: Path, bases: Path, gib: float) -> None:
 
 def engine_folder() -> Path:
     """Where the native engine is. Raises ImportError."""
-    from subkv._lib import lib_dir
+    from subkv.native.library import lib_dir
 
     return lib_dir()
 

@@ -9,14 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subkv.llama import Llama
-    from subkv.prompt_cache import PromptCache
-    from subkv.subspace import SubspaceCache
+    from subkv.engine.llama import Llama
+    from subkv.engine.prompt_cache import PromptCache
+    from subkv.torch.cache import SubspaceCache
 
 __all__ = ["Llama", "PromptCache", "SubspaceCache", "__version__"]
 __version__ = "0.1.0"
 
-_LAZY = {"Llama": "subkv.llama", "PromptCache": "subkv.prompt_cache", "SubspaceCache": "subkv.subspace"}
+_LAZY = {
+    "Llama": "subkv.engine.llama",
+    "PromptCache": "subkv.engine.prompt_cache",
+    "SubspaceCache": "subkv.torch.cache",
+}
 
 
 def __getattr__(name: str) -> Any:

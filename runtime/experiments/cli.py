@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
+from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
     from runtime.experiments.lab import Lab
@@ -71,10 +74,10 @@ def _versions() -> dict[str, str]:
 
 
 class Report:
-    """A folder with the results so far. Raises ProgramError or ConverterError for a folder that cannot be used."""
+    """A folder with the results so far. Raises SubkvError or SubkvError for a folder that cannot be used."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        from converter.atomic import check_writable
+        from subkv.base.files import check_writable
 
         self.folder, self.settings = folder, settings
         self.results: dict[str, dict[str, Any]] = {}
@@ -83,9 +86,9 @@ class Report:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise options.ProgramError(f"-o: cannot write {folder}: {error.strerror or error}") from error
+            raise SubkvError("output", f"cannot write {folder}: {error.strerror or error}") from error
         self.path = folder / "results.json"
-        check_writable("-o", self.path)
+        check_writable(self.path)
         if self.path.exists():
             self._resume()
 
@@ -94,8 +97,8 @@ class Report:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             same, results = found["settings"] == self.settings, dict(found["experiments"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise options.ProgramError(
-                f"-o: expected results of this program in {self.path.name}, found something else; remove it"
+            raise SubkvError(
+                "output", f"expected results of this program in {self.path.name}, found something else; remove it"
             ) from error
         if same:
             self.results = {name: results[name] for name in NAMES if name in results}
@@ -108,8 +111,8 @@ class Report:
 
     def write(self) -> None:
         """All files, each whole or not at all."""
-        from converter.atomic import atomic_file
         from runtime.experiments import figures, report
+        from subkv.base.files import atomic_file
 
         notes = []
         for name, found in self.results.items():
@@ -117,8 +120,8 @@ class Report:
                 continue
             try:
                 picture = figures.draw(name, found, self.folder)
-            except options.ProgramError as error:
-                self._undrawn = f"no plots: {error.format_message()}"
+            except SubkvError as error:
+                self._undrawn = f"no plots: {error}"
                 options.note(self._undrawn)
             else:
                 self._drawn.update({name: picture} if picture else {})
@@ -131,7 +134,7 @@ class Report:
         if "bounds" in self.results:
             files["bounds.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in self.results["bounds"]["lines"])
         for name, content in files.items():
-            with atomic_file("-o", self.folder / name) as handle:
+            with atomic_file(self.folder / name) as handle:
                 handle.write(content.encode("utf-8"))
 
 
@@ -140,7 +143,7 @@ def _command() -> str:
     return " ".join(["python -m runtime.experiments", *(re.sub(r"[^\s=,]*/(?=.)", "", a) for a in sys.argv[1:])])
 
 
-@options.command(name="experiments")
+@command(name="experiments")
 @click.option("--all", "every", is_flag=True, help="all experiments")
 @click.option("--only", callback=_names, metavar="NAME,…", help=f"some of {', '.join(NAMES)}")
 @click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model")
@@ -178,29 +181,29 @@ def main(
     folder: Path,
 ) -> None:
     """Run the papers' experiments and answer their falsifiers."""
-    from converter import layout
-    from converter.calib_io import read_calibration
     from converter.calibrate import read_text
-    from converter.gguf_io import Gguf, sha256
-    from converter.pipeline import Options
     from converter.reference import Reference, check_length, check_shapes, cut
     from runtime.experiments.lab import Lab, Text
+    from subkv.format.calibration import read_calibration
+    from subkv.native.gguf import Gguf, sha256
+    from subkv.plan import budget as layout
+    from subkv.plan.pipeline import Options
 
     if every == (only is not None):
         raise click.UsageError("expected --all or --only NAME,…, one of them")
     if len({path.name for path in files}) < len(files):
-        raise options.ProgramError("-f: expected texts of different names, which the report tells them apart by")
+        raise SubkvError("files", "expected texts of different names, which the report tells them apart by")
     with contextlib.ExitStack() as stack:
-        calibration = read_calibration("--bases", bases)
+        calibration = read_calibration(bases)
         texts = [read_text(path) for path in files]
-        base = stack.enter_context(Gguf("-m", model))
+        base = stack.enter_context(Gguf(model))
         chosen = Options(
             n_sink=layout.DEFAULT_N_SINK if n_sink is None else n_sink,
             n_recent=layout.DEFAULT_N_RECENT if n_recent is None else n_recent,
             bpe_context=bpe_context,
         )
         settings = {
-            "model": f"{model.name} ({sha256('-m', base.files, progress=True)[:16]})",
+            "model": f"{model.name} ({sha256(base.files, progress=True)[:16]})",
             "bases": f"{bases.name} ({calibration.sha256[:16]})",
             "texts": [f"{path.name} ({text.source.sha256[:16]})" for path, text in zip(files, texts, strict=True)],
             "n_ctx": n_ctx,
@@ -217,8 +220,8 @@ def main(
         if report.results:
             options.note(f"reused: {', '.join(report.results)}")
         if wanted:
-            reference = Reference("-m", model, options.threads(n_threads))
-            check_shapes("--bases", reference, calibration)
+            reference = Reference(model, default_threads(n_threads))
+            check_shapes(reference, calibration)
             check_length(reference, n_ctx)
             long = min(2 * n_ctx, reference.n_ctx_train)
             pieces = []
@@ -228,8 +231,8 @@ def main(
                 longest = own[0] if i else _longest(reference, path, long, own[0])
                 pieces.append(Text(path.name, own, longest))
             moments = [layer.k2 for layer in calibration.layers]
-            reference.match("--bases", moments, pieces[0].chunks[0], calibration.n_skip)
-            lab = Lab(base, calibration, reference, pieces, chosen, kv_bits, n_ctx, options.threads(n_threads), stack)
+            reference.match(moments, pieces[0].chunks[0], calibration.n_skip)
+            lab = Lab(base, calibration, reference, pieces, chosen, kv_bits, n_ctx, default_threads(n_threads), stack)
             for note in lab.fit().notes:
                 options.note(note)
             lab.fit().plan(kv_bits)  # refuses a budget that cannot be had
@@ -248,10 +251,10 @@ def main(
 
 def _longest(reference: Any, path: Path, n: int, otherwise: list[int]) -> list[int]:
     """The first n tokens of a text, or `otherwise` if it is shorter."""
-    from converter.errors import ConverterError
     from converter.reference import cut
+    from subkv.base.errors import SubkvError
 
     try:
         return cut(reference, (path,), n, 1)[0]
-    except ConverterError:
+    except SubkvError:
         return otherwise

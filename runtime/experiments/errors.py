@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from converter import bounds
-from converter.bounds import F64
-from converter.calib_io import LayerStats
-from converter.codec import F32
-from converter.gamma import sqrt_gamma
-from converter.sketch import Sketch
+from runtime.experiments import bounds
+from runtime.experiments.bounds import F64
 from runtime.experiments.lab import Lab, Rows
-from subkv.progress import progress_bar
+from runtime.experiments.sketch import Sketch
+from subkv.base.progress import progress_bar
+from subkv.format.calibration import LayerStats
+from subkv.format.codec import F32
+from subkv.plan.gamma import sqrt_gamma
 
 LENGTH = 512  # tokens of a chunk with its own projectors
 QUERIES = 32  # positions in the second half of the text

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime import plots
+from converter.plots import figure as plots
 
 
 def _ranks(found: dict[str, Any]) -> Any:
-    figure = plots.new_figure("-o", 7, 4.2)
+    figure = plots.new_figure(7, 4.2)
     axis = figure.subplots()
     for n_recent in sorted({row["n_recent"] for row in found["rows"]}):
         own = [row for row in found["rows"] if row["n_recent"] == n_recent]
@@ -23,7 +23,7 @@ def _ranks(found: dict[str, Any]) -> Any:
 
 def _pairs(found: dict[str, Any]) -> Any:
     pairs = found["pairs"]
-    figure = plots.new_figure("-o", 8.5, 1.2 + 0.4 * len(pairs))
+    figure = plots.new_figure(8.5, 1.2 + 0.4 * len(pairs))
     axis = figure.subplots()
     y = range(len(pairs))
     axis.barh(y, [100 * (pair["kld"] / max(pair["kld_static"], 1e-30) - 1) for pair in pairs], color="tab:blue")
@@ -35,7 +35,7 @@ def _pairs(found: dict[str, Any]) -> Any:
 
 
 def _chunks(found: dict[str, Any]) -> Any:
-    figure = plots.new_figure("-o", 8, 4.5)
+    figure = plots.new_figure(8, 4.5)
     axis = figure.subplots()
     for text in dict.fromkeys(row["text"] for row in found["rows"]):
         own = [row for row in found["rows"] if row["text"] == text]
@@ -47,7 +47,7 @@ def _chunks(found: dict[str, Any]) -> Any:
 
 
 def _length(found: dict[str, Any]) -> Any:
-    figure = plots.new_figure("-o", 7, 4.2)
+    figure = plots.new_figure(7, 4.2)
     axis = figure.subplots()
     for name in dict.fromkeys(row["name"] for row in found["rows"]):
         own = [row for row in found["rows"] if row["name"] == name]
@@ -59,7 +59,7 @@ def _length(found: dict[str, Any]) -> Any:
 
 
 def _bounds(found: dict[str, Any]) -> Any:
-    figure = plots.new_figure("-o", 9.5, 8)
+    figure = plots.new_figure(9.5, 8)
     axes = figure.subplots(2, 2)
     panels = (
         ("residual_k", "logit_error", "‖K(I − P)‖", "‖l − l̂‖∞"),
@@ -100,9 +100,9 @@ FIGURES = {
 def draw(name: str, found: dict[str, Any], folder: Path) -> str | None:
     """Writes folder/name.png and returns its name; None where an experiment has no picture.
 
-    Raises ProgramError without matplotlib, ConverterError when the file cannot be written.
+    Raises SubkvError without matplotlib, SubkvError when the file cannot be written.
     """
     if name not in FIGURES:
         return None
-    plots.write_figure("-o", FIGURES[name](found), folder / f"{name}.png")
+    plots.write_figure(FIGURES[name](found), folder / f"{name}.png")
     return f"{name}.png"

@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from converter import layout
-from converter.adapt import Layout, loaded, parse
-from converter.calib_io import Calibration
-from converter.codec import F32, Bands
+from converter.adaptive import Layout, loaded
 from converter.evaluate import Cache, adaptive_cache, coded_cache, layer_coder, result, run
-from converter.gguf_io import Gguf
-from converter.metadata import CodedLayer
-from converter.pipeline import Fit, Options
 from converter.reference import Reference, attend
-from runtime.scoring import F64, score
-from subkv.progress import tracked
+from converter.scoring import F64, score
+from subkv.base.progress import tracked
+from subkv.format.adapt import parse
+from subkv.format.bases import Bands, CodedLayer
+from subkv.format.calibration import Calibration
+from subkv.format.codec import F32
+from subkv.native.gguf import Gguf
+from subkv.plan import budget as layout
+from subkv.plan.pipeline import Fit, Options
 
 Rows = list[dict[str, Any]]
 Visitor = Callable[[int, F32, F32, F32], None]  # (il, q [n_head, n, d], k, v [n_head_kv, n, d]), llama.cpp's frame
@@ -77,7 +78,7 @@ class Lab:
 
     def adaptive(self, text: str, name: str | None = None) -> Cache:
         """The layout at kv_bits with bases that follow the text; `text` as of --adapt."""
-        cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, parse("--adapt", text), self.stack)
+        cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, parse(text), self.stack)
         return dataclasses.replace(cache, name=name or f"adaptive {text}")
 
     def planned(self, fit: Fit, plan: Sequence[Bands], name: str, n_recent: int) -> Cache:

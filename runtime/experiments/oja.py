@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from converter import bounds, layout
-from converter.bounds import F64
-from converter.calib_io import LayerStats
-from converter.codec import F32
 from converter.evaluate import Cache
 from converter.reference import Coder
-from converter.sketch import Sketch
+from runtime.experiments import bounds
+from runtime.experiments.bounds import F64
 from runtime.experiments.lab import Lab, Rows, Text
+from runtime.experiments.sketch import Sketch
+from subkv.format.calibration import LayerStats
+from subkv.format.codec import F32
+from subkv.plan import budget as layout
 
 EXACT = 32  # first tokens, and last ones
 PERIOD = 32  # T

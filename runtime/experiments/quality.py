@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from converter import layout
-from converter.codec import Bands
 from converter.evaluate import Cache
-from converter.pipeline import Fit
 from runtime.experiments.lab import GROUP, Lab, Rows, Text, paired
+from subkv.format.bases import Bands
+from subkv.plan import budget as layout
+from subkv.plan.pipeline import Fit
 
 ENERGIES = (0.90, 0.95, 0.98, 0.99)
 PLAIN = {"basis_k": "pca", "basis_v": "pca", "center_k": False}  # the bases of paper 1

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from converter.bounds import F64
-from converter.codec import F32
-from converter.positions import Rotation, rotation
+from runtime.experiments.bounds import F64
 from runtime.experiments.lab import Lab, Rows
+from subkv.format.codec import F32
+from subkv.plan.positions import Rotation, rotation
 
 Numbers = NDArray[Any]  # float64 or complex128
 Frame = Callable[[F32], Numbers]  # keys [n, d] of positions 0, 1, … -> rows [n, m] of the space that has a basis

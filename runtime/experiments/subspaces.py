@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from converter import bounds
-from converter.adapt import AdaptiveCoder, parse
-from converter.codec import F32, rank
-from converter.sketch import Sketch
-from runtime.experiments import verdicts
+from converter.adaptive import AdaptiveCoder
+from runtime.experiments import bounds, verdicts
 from runtime.experiments.lab import Lab, Rows, Text
-from subkv.adapt import Adapt
-from subkv.progress import progress_bar
+from runtime.experiments.sketch import Sketch
+from subkv.base.progress import progress_bar
+from subkv.format.adapt import Adapt, parse
+from subkv.format.codec import F32, rank
 
 PERIOD = 64  # tokens between two bases of `reconstruction`
 NEVER = 1 << 30  # tokens: longer than any text
@@ -161,7 +160,7 @@ def _chunks_of(lab: Lab, text: Text, specs: list[Variant]) -> Rows:
     where, layers = lab.coded()
     fit = lab.fit()
     cost = {layer.shape.il: one.cost.v for layer, one in zip(layers, fit.layers, strict=True)}
-    coders = {one.name: AdaptiveCoder(where, layers, "v", *parse("--adapt", one.spec), one.tau) for one in specs}
+    coders = {one.name: AdaptiveCoder(where, layers, "v", *parse(one.spec), one.tau) for one in specs}
     error: dict[str, list[float]] = {name: [] for name in coders}
     price = dict.fromkeys(coders, 0.0)
     with _bar(lab, f"chunks of {text.name}", len(text.chunks)) as bar:
@@ -193,7 +192,7 @@ def _chunks_of(lab: Lab, text: Text, specs: list[Variant]) -> Rows:
 
 
 def _described(spec: str) -> dict[str, Any]:
-    return dataclasses.asdict(parse("--adapt", spec)[1])
+    return dataclasses.asdict(parse(spec)[1])
 
 
 def _bar(lab: Lab, what: str, texts: int = 1) -> Any:

@@ -26,8 +26,9 @@ from runtime.serve.errors import ApiError
 from runtime.serve.guard import Guard, Places
 from runtime.serve.runs import EventStream, Run
 from runtime.serve.task import CancelledError
-from subkv.cache import SubkvError, llama_cpp
-from subkv.llama import Llama
+from subkv.base.errors import SubkvError
+from subkv.engine.llama import Llama
+from subkv.native.binding import llama_cpp
 
 # isort: split
 from llama_cpp.llama_grammar import LlamaGrammar

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from runtime.engine import Logits, decode_batch
 from runtime.serve.errors import ApiError
 from runtime.serve.model import SlotsLlama
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
 from runtime.serve.task import Task
-from subkv.cache import C, SubkvError, internals
+from subkv.base.errors import SubkvError
+from subkv.engine.model import Logits, decode_batch
+from subkv.native.binding import C, internals
 
 if TYPE_CHECKING:
     from runtime.warmstart.start import WarmStart

@@ -17,8 +17,9 @@ from typing import Any
 import click
 
 from runtime import options
-from runtime.options import ProgramError
 from runtime.warmstart import flags
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
 
 # Four slots, as llama-server has: a second program, or the requests for titles that chat clients send in between, then
 # do not drive a conversation out of its cells.
@@ -36,11 +37,11 @@ def _keys(given: tuple[str, ...], file: str | None) -> list[str]:
         try:
             lines = Path(file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ProgramError(f"--api-key-file: cannot read {file}: {error}") from error
+            raise SubkvError("api_key_file", f"cannot read {file}: {error}") from error
         keys += [line for line in lines if not line.startswith("#")]
     keys = [key.strip() for key in keys if key.strip()]
     if not keys and (given or file is not None):
-        raise ProgramError("--api-key: expected at least one key, found none")
+        raise SubkvError("api_key", "expected at least one key, found none")
     return keys
 
 
@@ -49,7 +50,7 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ProgramError(f"--host: expected an address of this machine, found {host!r} ({error.strerror})") from error
+        raise SubkvError("host", f"expected an address of this machine, found {host!r} ({error.strerror})") from error
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,8 +61,8 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise ProgramError(f"--port: expected a free port, found {port} in use on {host}") from error
-        raise ProgramError(f"--host: cannot listen on {host} port {port}: {error.strerror}") from error
+            raise SubkvError("port", f"expected a free port, found {port} in use on {host}") from error
+        raise SubkvError("host", f"cannot listen on {host} port {port}: {error.strerror}") from error
     return sock
 
 
@@ -80,11 +81,11 @@ def _folder(name: str | None) -> Path | None:
         return None
     folder = Path(name)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ProgramError(f"--slot-save-path: expected a folder that can be written, found {name}")
+        raise SubkvError("slot_save_path", f"expected a folder that can be written, found {name}")
     return folder
 
 
-@options.command()
+@command()
 @options.model_option(required=False, text="model file (GGUF); default: the demo model")
 @click.option("--host", default="127.0.0.1", envvar="LLAMA_ARG_HOST", help="address to listen on")
 @click.option(
@@ -152,8 +153,8 @@ def main(**given: Any) -> None:
         import prometheus_client  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise ProgramError(f"serve: expected package {error.name}, found none; pip install 'subkv[server]'") from error
-    from runtime.chat import open_model
+        raise SubkvError("serve", f"expected package {error.name}, found none; pip install 'subkv[server]'") from error
+    from runtime.chat.program import open_model
 
     n_slots = 1 if given["embeddings"] else given["n_slots"]
     if given["n_batch"] < n_slots:
@@ -174,8 +175,8 @@ def main(**given: Any) -> None:
     sock = _listen(given["host"], given["port"], given["timeout"])
     with sock:
         from runtime.serve.model import SlotsLlama
-        from subkv.cache import llama_cpp
-        from subkv.stats import cache_line
+        from subkv.engine.stats import cache_line
+        from subkv.native.binding import llama_cpp
 
         with (
             flags.planted(given) as planting,
@@ -187,8 +188,8 @@ def main(**given: Any) -> None:
             from runtime.serve.server import GRACE_SECONDS, Server
 
             if not given["embeddings"] and not llama_cpp.llama_get_memory(llm.ctx):
-                raise ProgramError(
-                    "-m: expected a model that generates text, found one that only encodes; use --embeddings"
+                raise SubkvError(
+                    "model", "expected a model that generates text, found one that only encodes; use --embeddings"
                 )
             options.note(cache_line(llm.kv_stats()))
             engine = Engine(llm, warm)

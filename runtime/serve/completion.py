@@ -22,7 +22,7 @@ from runtime.serve.model import SlotsLlama
 from runtime.serve.sampling import Processor, Sampler, Scored
 from runtime.serve.task import Task
 from runtime.serve.text import StopText
-from subkv.cache import C, internals, llama_cpp
+from subkv.native.binding import C, internals, llama_cpp
 
 # isort: split
 from llama_cpp.llama_chat_format import get_chat_completion_handler

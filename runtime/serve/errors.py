@@ -7,7 +7,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from runtime.serve.sampling import SamplingError
-from subkv.cache import StateError
+from subkv.base.errors import StateError
 
 # status -> error type, as llama-server names them
 TYPES = {

@@ -20,8 +20,8 @@ import click
 import h11
 import numpy as np
 
-from runtime import options
-from runtime.options import ProgramError
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
 
 RECEIVE = 65536
 TIMEOUT_SECONDS = 3600
@@ -96,7 +96,7 @@ def row(replies: list[Reply], seconds: float, memory: tuple[float, float] | None
     )
 
 
-@options.command()
+@command()
 @click.option("--url", default="http://127.0.0.1:8080", help="a server of this machine")
 @click.option("-r", "--requests", "n_requests", type=click.IntRange(1, 10000), default=1000)
 @click.option("-j", "--parallel", "n_parallel", type=click.IntRange(1, 2000), default=1000, help="requests at a time")
@@ -124,7 +124,7 @@ def main(url: str, n_requests: int, n_parallel: int, n_predict: int, prompt: str
         seconds = time.perf_counter() - start
         memory = (before, resident_mib(pid)) if pid else None
     except OSError as error:
-        raise ProgramError(f"--pid: cannot read the memory of process {pid}: {error.strerror}") from error
+        raise SubkvError("pid", f"cannot read the memory of process {pid}: {error.strerror}") from error
     click.echo(row(replies, seconds, memory))
 
 

@@ -6,9 +6,9 @@ import functools
 import os
 from typing import Any
 
-from runtime.engine import token_piece
-from subkv.cache import C
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
+from subkv.engine.model import token_piece
+from subkv.native.binding import C
 
 
 class SlotsLlama(Llama):

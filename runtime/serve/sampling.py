@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.engine import Logits
-from subkv.cache import C, SubkvError, internals, llama_cpp
+from subkv.base.errors import SubkvError
+from subkv.engine.model import Logits
+from subkv.native.binding import C, internals, llama_cpp
 
 Processor = Callable[[Any, Logits], Logits]
 

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from subkv.cache import llama_cpp
+from subkv.native.binding import llama_cpp
 
 # isort: split
 from llama_cpp.llama_grammar import JSON_GBNF, LlamaGrammar

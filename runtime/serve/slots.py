@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime import statefile
-from subkv.cache import C, StateError, captured_log, last_error, last_log_error, llama_cpp
-from subkv.llama import Llama
+from subkv.base import container as statefile
+from subkv.base.errors import StateError
+from subkv.engine.llama import Llama
+from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
 
 if TYPE_CHECKING:
     from runtime.serve.task import Task

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from converter.session import PAUSE, SAMPLE, UBATCH, ObservedLayer, Observer
-from runtime.engine import Model
-from runtime.options import default_threads
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.shapes import F32
 from runtime.warmstart.trained import HeadShape
-from subkv.cache import choose_cache
+from subkv.base.threads import default_threads
+from subkv.engine.cache import choose_cache
+from subkv.engine.model import Model
+from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer, Observer
 
 
 @dataclass(frozen=True, eq=False)

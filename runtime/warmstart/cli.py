@@ -21,11 +21,14 @@ import click
 
 from runtime import options
 from runtime.bench import IntList
+from subkv.base.command import command as program_command
+from subkv.base.errors import SubkvError
+from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
-    from runtime.engine import Model
     from runtime.warmstart.library import Library
     from runtime.warmstart.trained import Trained
+    from subkv.engine.model import Model
 
 FILE = click.Path(path_type=Path)
 
@@ -39,7 +42,7 @@ def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
     """A command of the group, with errors as one sentence."""
 
     def add(function: Callable[..., Any]) -> click.Command:
-        command = options.command(name=name)(function)
+        command = program_command(name=name)(function)
         main.add_command(command)
         return command
 
@@ -67,19 +70,19 @@ _warm = click.option(
 @click.option("--seed", type=int, default=0, help="of all choices")
 def prompts(model: str, file: Path, target: Path, words: list[int], n: int, test_share: float, seed: int) -> None:
     """Make prompts and their paraphrases from a text, chat template of the model applied."""
-    from converter.atomic import atomic_file, check_not_input, check_writable
-    from runtime.conversation import Template
+    from runtime.chat.conversation import Template
     from runtime.warmstart import prompts as made
-    from subkv.llama import Llama
+    from subkv.base.files import atomic_file, check_not_input, check_writable
+    from subkv.engine.llama import Llama
 
     if not words or min(words) < 10:
-        raise options.ProgramError(f"--words: expected lengths of 10 words or more, found {words}")
-    check_writable("-o", target)
-    check_not_input("-o", target, [("-m", Path(model)), ("-f", file)])
+        raise SubkvError("words", f"expected lengths of 10 words or more, found {words}")
+    check_writable(target)
+    check_not_input(target, [("-m", Path(model)), ("-f", file)])
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise options.ProgramError(f"-f: cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise SubkvError("files", f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
     with Llama(model, n_ctx=64, kv_cache="f16", verbose=False) as llm:
         template = Template(llm)
         found = made.make(
@@ -90,7 +93,7 @@ def prompts(model: str, file: Path, target: Path, words: list[int], n: int, test
             test_share,
             seed,
         )
-    with atomic_file("-o", target) as handle:
+    with atomic_file(target) as handle:
         handle.write(made.dumps(found).encode("utf-8"))
     n_test = sum(prompt.split == made.TEST for prompt in found)
     options.note(f"wrote {target}: {len(found) - n_test} prompts to train on, {n_test} to test on")
@@ -126,18 +129,18 @@ def evaluate(
 
     found = [prompt for prompt in made.read(file) if prompt.split != made.TRAIN]
     if not any(prompt.neighbours for prompt in found):
-        raise options.ProgramError("-f: expected prompts to test on, with neighbours, found none")
+        raise SubkvError("files", "expected prompts to test on, with neighbours, found none")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise options.ProgramError(f"-o: cannot write {folder}: {error.strerror or error}") from error
+        raise SubkvError("output", f"cannot write {folder}: {error.strerror or error}") from error
     settings = evaluation.Settings(
         model=Path(model),
         warm_files=warm_files,
         caches=tuple(name.strip() for name in caches.split(",")),
         bases=bases,
         flash_attn=options.FLASH[flash_attn],
-        n_threads=options.threads(n_threads),
+        n_threads=default_threads(n_threads),
         repetitions=repetitions,
         targets=targets,
     )
@@ -156,19 +159,19 @@ def evaluate(
 @options.threads_option
 def guard(model: str, warm_file: Path, file: Path, targets: int | None, n_threads: int | None) -> None:
     """Learn from the training prompts how far warm starts go astray, and write it into the trained file."""
-    from converter.atomic import check_writable
     from runtime.warmstart import evaluate as evaluation
     from runtime.warmstart import prompts as made
+    from subkv.base.files import check_writable
 
-    check_writable("--warm-file", warm_file)
+    check_writable(warm_file)
     found = [prompt for prompt in made.read(file) if prompt.split != made.TEST]
     if not any(prompt.neighbours for prompt in found):
-        raise options.ProgramError("-f: expected prompts to train on, with neighbours, found none")
-    settings = evaluation.Settings(Path(model), (warm_file,), n_threads=options.threads(n_threads), targets=targets)
+        raise SubkvError("files", "expected prompts to train on, with neighbours, found none")
+    settings = evaluation.Settings(Path(model), (warm_file,), n_threads=default_threads(n_threads), targets=targets)
     with evaluation.Evaluation(settings, found) as lab:
         lab.capture()
         (coefficients,) = lab.fit_guards("f16")
-        dataclasses.replace(lab.sides[0].trained, guard=coefficients).save(warm_file, "--warm-file")
+        dataclasses.replace(lab.sides[0].trained, guard=coefficients).save(warm_file)
     options.note(f"wrote {warm_file}: {', '.join(f'{name} {value:.3g}' for name, value in coefficients.items())}")
 
 
@@ -180,13 +183,13 @@ def guard(model: str, warm_file: Path, file: Path, targets: int | None, n_thread
 @options.threads_option
 def build(model: str, warm_file: Path, file: Path, folder: Path, n_threads: int | None) -> None:
     """Put the summaries of prompts into a library; those that are there already stay."""
-    from runtime.engine import Model
     from runtime.warmstart import prompts as made
     from runtime.warmstart.capture import Capture
     from runtime.warmstart.decode import prompt_tokens
     from runtime.warmstart.embedding import embedder
     from runtime.warmstart.summary import summarise
-    from subkv.progress import tracked
+    from subkv.base.progress import tracked
+    from subkv.engine.model import Model
 
     found = made.read(file)
     with Model(model) as opened:
@@ -195,10 +198,10 @@ def build(model: str, warm_file: Path, file: Path, folder: Path, n_threads: int 
         shortest, longest = trained.plan.shortest, opened.n_ctx_train
         usable = [own for own in tokens if shortest <= len(own) <= longest]
         if not usable:
-            raise options.ProgramError(f"-f: expected prompts of {shortest} to {longest} tokens, found none")
+            raise SubkvError("files", f"expected prompts of {shortest} to {longest} tokens, found none")
         new = [own for own in usable if own not in library]
-        embedding = embedder(trained.embedding, opened.path, opened.handle, options.threads(n_threads))
-        with Capture(opened, max(map(len, usable)), options.threads(n_threads)) as capture:
+        embedding = embedder(trained.embedding, opened.path, opened.handle, default_threads(n_threads))
+        with Capture(opened, max(map(len, usable)), default_threads(n_threads)) as capture:
             for own in tracked("build", new, "prompt"):
                 rows = capture.prompt(own)
                 library.add(own, embedding.embed(own), summarise(rows.k, rows.v, trained.plan, trained.frame))
@@ -216,7 +219,7 @@ def build(model: str, warm_file: Path, file: Path, folder: Path, n_threads: int 
 @click.option("--width", type=click.IntRange(10), default=80, help="characters of each prompt, from its end")
 def entries(model: str, warm_file: Path, folder: Path, width: int) -> None:
     """Show what a library holds for a model and a trained file."""
-    from runtime.engine import Model, token_piece
+    from subkv.engine.model import Model, token_piece
 
     with Model(model) as opened:
         _, library = _opened(opened, warm_file, folder)

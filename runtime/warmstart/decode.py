@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runtime.engine import Context, Model
-from runtime.scoring import F64, log_softmax
+from converter.scoring import F64, log_softmax
 from runtime.warmstart.capture import attention
 from runtime.warmstart.planting import Planting
 from runtime.warmstart.shapes import F32, Plan
-from subkv.cache import C, CacheChoice
+from subkv.engine.cache import CacheChoice
+from subkv.engine.model import Context, Model
+from subkv.native.binding import C
 
 if TYPE_CHECKING:
     from runtime.warmstart.trained import Placed

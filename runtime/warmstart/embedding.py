@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from converter.gguf_io import Gguf
-from runtime.engine import decode_batch
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.shapes import F32
-from subkv.cache import C, captured_log, last_log_error
+from subkv.engine.model import decode_batch
+from subkv.native.binding import C, captured_log, last_log_error
+from subkv.native.gguf import Gguf
 
 TOKENS, HIDDEN, CALLABLE = "tokens", "hidden", "callable"
 TABLE = "token_embd.weight"
@@ -42,7 +42,7 @@ def embedder(
 ) -> Embedder:
     """`tokens`, `hidden` (of a loaded model: llama_model*) or any function from tokens to a vector.
 
-    Raises WarmStartError for another kind, ConverterError for a file without embeddings.
+    Raises WarmStartError for another kind, SubkvError for a file without embeddings.
     """
     if callable(kind):
         return Called(kind)
@@ -87,7 +87,7 @@ class Tokens:
     kind = TOKENS
 
     def __init__(self, model_path: Path) -> None:
-        with Gguf("-m", model_path) as base:
+        with Gguf(model_path) as base:
             self._table = base.matrix(TABLE, "warm starts compare prompts by it")
 
     def embed(self, tokens: Sequence[int]) -> F32:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from subkv.cache import SubkvError
+from subkv.base.errors import SubkvError
 
 
 class WarmStartError(SubkvError, ValueError):

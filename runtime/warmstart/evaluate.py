@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from converter.scoring import F64
 from runtime import options
-from runtime.engine import Model, parse_cache, token_piece
-from runtime.scoring import F64
 from runtime.warmstart import guard, metrics
 from runtime.warmstart.capture import Capture, attention
 from runtime.warmstart.decode import ColdContext, Continued, WarmContext, prompt_tokens
@@ -32,8 +31,9 @@ from runtime.warmstart.prompts import Prompt
 from runtime.warmstart.shapes import F32, Plan
 from runtime.warmstart.summary import Summary, summarise
 from runtime.warmstart.trained import Placed, Trained, identity_of
-from subkv.cache import CacheChoice
-from subkv.progress import tracked
+from subkv.base.progress import tracked
+from subkv.engine.cache import CacheChoice
+from subkv.engine.model import Model, parse_cache, token_piece
 
 N_ANSWER = 16  # tokens of the cold answer that are scored
 N_LABELLED = 8  # tokens of a greedy answer that an exact match is looked for in
@@ -108,7 +108,7 @@ def right(text: str, answer: str) -> bool:
 
 
 class Evaluation:
-    """Prompts under one model and several trained files; a context manager. Raises SubkvError and ConverterError."""
+    """Prompts under one model and several trained files; a context manager. Raises SubkvError and SubkvError."""
 
     def __init__(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
         self.settings = settings
@@ -445,7 +445,7 @@ class _Judge:
 
 
 def run(settings: Settings, prompts: Sequence[Prompt]) -> Results:
-    """Evaluate all caches. Raises SubkvError and ConverterError."""
+    """Evaluate all caches. Raises SubkvError and SubkvError."""
     with Evaluation(settings, prompts) as evaluation:
         about: dict[str, Any] = {
             "model": settings.model.name,

@@ -15,7 +15,7 @@ from runtime.warmstart import MAX_KL, MODES, THRESHOLD
 if TYPE_CHECKING:
     from runtime.warmstart.planting import Planting
     from runtime.warmstart.start import WarmStart
-    from subkv.llama import Llama
+    from subkv.engine.llama import Llama
 
 warm_options = options.stack(
     click.option(
@@ -76,7 +76,7 @@ def planted(given: dict[str, Any]) -> Iterator[Planting | None]:
 
 @contextlib.contextmanager
 def started(given: dict[str, Any], llm: Llama, planting: Planting | None) -> Iterator[WarmStart | None]:
-    """Warm starts of a model opened inside planting.attach(). Raises WarmStartError and ConverterError."""
+    """Warm starts of a model opened inside planting.attach(). Raises WarmStartError and SubkvError."""
     if planting is None:
         yield None
         return

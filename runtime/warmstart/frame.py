@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.gguf_io import Base, Gguf
-from converter.positions import ABSOLUTE, HALVES, NEIGHBOURS, Pairs, pairs
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.shapes import F32
+from subkv.native.gguf import Base, Gguf
+from subkv.plan.positions import ABSOLUTE, HALVES, NEIGHBOURS, Pairs, pairs
 
 # Of attention that is more than softmax(scale q·k): what a model of a known architecture must not have.
 _UNPLAIN = ("attn_logit_softcapping", "attention.max_alibi_bias")
@@ -25,9 +25,9 @@ class Frame:
 
     @classmethod
     def of(cls, model: Path) -> Frame:
-        """Of a GGUF. Raises WarmStartError for a model whose positions are not understood here, and ConverterError for
+        """Of a GGUF. Raises WarmStartError for a model whose positions are not understood here, and SubkvError for
         a file that cannot be read."""
-        with Gguf("-m", model) as base:
+        with Gguf(model) as base:
             return cls.read(base)
 
     @classmethod

@@ -30,8 +30,8 @@ import numpy as np
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.shapes import F32
 from runtime.warmstart.summary import Summary
-from subkv import entries as files
-from subkv.entries import EntryError, Folder, Tokens
+from subkv.engine import entries as files
+from subkv.engine.entries import EntryError, Folder, Tokens
 
 FLAG = "--warm-library"
 CAPACITY = 1 << 30  # bytes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.scoring import F64
+from converter.scoring import F64
 
 # The paper's success criteria, for pairs more similar than this.
 SIMILAR = 0.9

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converter.session import PAUSE, SAMPLE, Observer
-from runtime.engine import decode_batch
 from runtime.warmstart.errors import WarmStartError
+from runtime.warmstart.planter import Planter
 from runtime.warmstart.shapes import F32, Plan
-from subkv.cache import C, beside
-from subkv.planter import Planter
+from subkv.engine.cache import beside
+from subkv.engine.model import decode_batch
+from subkv.engine.observer import PAUSE, SAMPLE, Observer
+from subkv.native.binding import C
 
 if TYPE_CHECKING:
     from runtime.warmstart.trained import Placed

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from runtime.engine import decode_batch
-from subkv.cache import C, CacheError, SubkvError, attached, captured_log, creation_error, last_error, last_log_error
-from subkv.llama import Llama
+from subkv.base.errors import CacheError, SubkvError
+from subkv.engine.cache import attached, creation_error
+from subkv.engine.llama import Llama
+from subkv.engine.model import decode_batch
+from subkv.native.binding import C, captured_log, last_error, last_log_error
 
 
 class Refiner:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime import options, plots
+from converter.plots import figure as plots
+from runtime import options
 from runtime.experiments.report import Column, grid
 from runtime.warmstart import metrics
 from runtime.warmstart.metrics import Latency, Outcome
+from subkv.base.errors import SubkvError
 
 Row = dict[str, Any]
 ABOUT = {
@@ -217,7 +219,7 @@ def _finite(value: Any) -> Any:
 
 
 def _similarity_figure(outcomes: Sequence[Outcome]) -> Any:
-    figure = plots.new_figure("-o", 7.5, 4.5)
+    figure = plots.new_figure(7.5, 4.5)
     axis = figure.subplots()
     paired = [o for o in outcomes if o.similarity is not None and o.kl > 0]
     bound = {(o.target, o.neighbour): o for o in paired if o.system == metrics.NEIGHBOUR}.values()
@@ -235,7 +237,7 @@ def _similarity_figure(outcomes: Sequence[Outcome]) -> Any:
 
 
 def _layers_figure(outcomes: Sequence[Outcome]) -> Any:
-    figure = plots.new_figure("-o", 7.5, 4.2)
+    figure = plots.new_figure(7.5, 4.2)
     axis = figure.subplots()
     most = max(o.n_slots for o in outcomes)
     chosen = [o for o in outcomes if o.cosines and o.n_slots == most and o.kind in ("", "paraphrase")]
@@ -247,7 +249,7 @@ def _layers_figure(outcomes: Sequence[Outcome]) -> Any:
 
 
 def _latency_figure(latencies: Sequence[Latency]) -> Any:
-    figure = plots.new_figure("-o", 7.5, 4.2)
+    figure = plots.new_figure(7.5, 4.2)
     axis = figure.subplots()
     n_tokens = [t.n_tokens for t in latencies]
     for name, label, color in (("cold", "cold", "0.4"), ("exact", "exact prefix", "tab:green")):
@@ -261,7 +263,7 @@ def _latency_figure(latencies: Sequence[Latency]) -> Any:
 
 
 def _guard_figure(outcomes: Sequence[Outcome]) -> Any:
-    figure = plots.new_figure("-o", 7.5, 4.2)
+    figure = plots.new_figure(7.5, 4.2)
     axis = figure.subplots()
     judged = [o for o in outcomes if o.kind in metrics.FOUND and o.system == metrics.METHOD]
     for m, own in metrics.grouped(judged, lambda o: o.n_slots).items():
@@ -274,7 +276,7 @@ def _guard_figure(outcomes: Sequence[Outcome]) -> Any:
 
 
 def draw(outcomes: Sequence[Outcome], latencies: Sequence[Latency], folder: Path) -> list[str]:
-    """Write the pictures of one cache's results; their file names. Raises ProgramError without matplotlib."""
+    """Write the pictures of one cache's results; their file names. Raises SubkvError without matplotlib."""
     wanted: dict[str, Callable[[], Any]] = {"similarity.png": lambda: _similarity_figure(outcomes)}
     if any(o.cosines for o in outcomes):
         wanted["layers.png"] = lambda: _layers_figure(outcomes)
@@ -283,24 +285,24 @@ def draw(outcomes: Sequence[Outcome], latencies: Sequence[Latency], folder: Path
     if any(o.predicted_kl is not None for o in outcomes):
         wanted["guard.png"] = lambda: _guard_figure(outcomes)
     for name, figure in wanted.items():
-        plots.write_figure("-o", figure(), folder / name)
+        plots.write_figure(figure(), folder / name)
     return list(wanted)
 
 
 def write(folder: Path, command: str, settings: Row, outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> None:
     """report.md, results.jsonl and the pictures, each whole or not at all. Without matplotlib a note says so."""
-    from converter.atomic import atomic_file
+    from subkv.base.files import atomic_file
 
     first = outcomes[0].cache if outcomes else ""
     pictures: list[str] = []
     try:
         pictures = draw([o for o in outcomes if o.cache == first], [t for t in latencies if t.cache == first], folder)
-    except options.ProgramError as error:
-        options.note(f"no plots: {error.format_message()}")
+    except SubkvError as error:
+        options.note(f"no plots: {error}")
     files = {
         "results.jsonl": jsonl(settings, outcomes, latencies),
         "report.md": markdown(command, settings, outcomes, latencies, pictures),
     }
     for name, content in files.items():
-        with atomic_file("-o", folder / name) as handle:
+        with atomic_file(folder / name) as handle:
             handle.write(content.encode("utf-8"))

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from converter.errors import ConverterError
-from runtime.scoring import log_softmax
+from converter.scoring import log_softmax
 from runtime.warmstart import MAX_KL, MODES, THRESHOLD, guard
 from runtime.warmstart.embedding import CALLABLE, Embedder, embedder
 from runtime.warmstart.errors import WarmStartError
@@ -34,8 +33,8 @@ from runtime.warmstart.refine import Refiner
 from runtime.warmstart.shapes import F32
 from runtime.warmstart.summary import summarise
 from runtime.warmstart.trained import Placed, Trained
-from subkv.cache import CacheError, SubkvError
-from subkv.llama import Llama
+from subkv.base.errors import CacheError, SubkvError
+from subkv.engine.llama import Llama
 
 REFINES = ("first", "background", "never")
 
@@ -140,7 +139,7 @@ class WarmStart:
         self.drop()  # its decoding is no part of what is recorded
         try:
             return self._decide(decision, list(tokens), seq, n_ctx or self.llm.n_ctx())
-        except (SubkvError, ConverterError, OSError) as error:
+        except (SubkvError, OSError) as error:
             if decision.touched:
                 self.planting.empty(seq)
             return decision.cold("error", str(error))
@@ -339,7 +338,7 @@ class WarmStart:
                 return f"library: expected rows of {len(tokens)} tokens, found {len(rows[0][0])}; not remembered"
             summary = summarise([k for k, _ in rows], [v for _, v in rows], self.trained.plan, self.trained.frame)
             self.library.add(tokens, self._embed(tokens), summary)
-        except (SubkvError, ConverterError) as error:
+        except SubkvError as error:
             return str(error)
         finally:
             self.drop()

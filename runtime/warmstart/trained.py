@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from converter.atomic import atomic_file
-from converter.calib_io import MAX_HEADS, MAX_LAYERS, canonical
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.shapes import F32, Plan, counts, placed
 from runtime.warmstart.summary import Summary
+from subkv.base.files import atomic_file
+from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, canonical
 
 if TYPE_CHECKING:
-    from runtime.engine import Model
+    from subkv.engine.model import Model
 
 VERSION = "1"
 PREFIX = "subkv.warm_start."
@@ -201,8 +201,8 @@ class Trained:
                 tensors[f"blk.{il}.{tensor}"] = getattr(layer, name)
         return tensors
 
-    def save(self, path: Path, flag: str = "-o") -> None:
-        """Write the file completely or not at all. Raises ConverterError that starts with `flag`."""
+    def save(self, path: Path) -> None:
+        """Write the file completely or not at all. Raises SubkvError that starts with `flag`."""
         values = {
             "version": VERSION,
             "identity": self.identity,
@@ -214,7 +214,7 @@ class Trained:
         }
         tensors = {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in self._tensors().items()}
         blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
-        with atomic_file(flag, path) as handle:
+        with atomic_file(path) as handle:
             for part in canonical(blob):
                 handle.write(part)
 
@@ -257,8 +257,8 @@ def read(path: Path, frame: Frame, flag: str) -> Trained:
 
 def identity_of(model: Model) -> str:
     """subkv.states.weights_digest of a model without a context."""
-    from subkv.cache import internals
-    from subkv.states import weights_digest
+    from subkv.engine.states import weights_digest
+    from subkv.native.binding import internals
 
     metadata = internals.LlamaModel.metadata(SimpleNamespace(model=model.handle))  # reads nothing but the handle
     return weights_digest(SimpleNamespace(model_path=str(model.path), model=model.handle, metadata=metadata))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.calib_io import Calibration, LayerShape, LayerStats, TextSource
-from converter.session import ACCUMULATE, SAMPLE, ObservedLayer
+from subkv.engine.observer import ACCUMULATE, SAMPLE, ObservedLayer
+from subkv.format.calibration import Calibration, LayerShape, LayerStats, TextSource
 
 F64 = NDArray[np.float64]
 DEMO_SHAPE = {"n_head": 4, "n_head_kv": 2, "d_k": 32, "d_v": 32}

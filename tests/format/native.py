@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subkv import _lib
+from subkv.native import library as _lib
 
 
 class MetadataError(Exception):

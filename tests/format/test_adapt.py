@@ -17,14 +17,15 @@ from calib_synthetic import draw, random_moment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter import native
-from converter.adapt import Layout, Replayed
-from converter.basis import StoredBasis, fit_metric, gains, store
-from converter.errors import ConverterError
-from converter.predict import reconstructed
-from converter.quantizer import WIDTHS, best_step, distortion
-from subkv import _lib
-from subkv.adapt import Adapt, native_params
+from converter.adaptive import Layout, Replayed
+from subkv.base.errors import SubkvError
+from subkv.format.adapt import Adapt, native_params
+from subkv.format.bases import StoredBasis
+from subkv.native import ggml as native
+from subkv.native import library as _lib
+from subkv.plan.basis import fit_metric, gains, store
+from subkv.plan.predict import reconstructed
+from subkv.plan.quantizer import WIDTHS, best_step, distortion
 
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 D = 32
@@ -386,17 +387,17 @@ def test_a_damaged_state_is_refused(layout: Layout) -> None:
     ],
 )
 def test_bad_parameters(layout: Layout, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ConverterError, ValueError), match=message):
+    with pytest.raises((SubkvError, ValueError), match=message):
         layout.replay(replace(EAGER, **changes), 0, 1, True, np.zeros((4, D), np.float32))
 
 
 def test_bad_heads(layout: Layout) -> None:
     x = np.zeros((4, D), np.float32)
-    with pytest.raises(ConverterError, match="il: expected a coded layer, found 7"):
+    with pytest.raises(SubkvError, match="il: expected a coded layer, found 7"):
         layout.replay(EAGER, 7, 0, True, x)
-    with pytest.raises(ConverterError, match=r"head_kv: expected 0\.\.1, found 2"):
+    with pytest.raises(SubkvError, match=r"head_kv: expected 0\.\.1, found 2"):
         layout.replay(EAGER, 0, 2, True, x)
-    with pytest.raises(ConverterError, match="nowhere.gguf: expected a GGUF file"):
+    with pytest.raises(SubkvError, match="nowhere.gguf: expected a GGUF file"):
         Layout(Path("nowhere.gguf"))
 
 

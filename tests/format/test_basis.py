@@ -8,10 +8,11 @@ from calib_synthetic import draw, random_moment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.basis import F64, StoredBasis, band_step, fit_metric, fit_pca, gains, mixing_matrix, store
-from converter.codec import round_trip
-from converter.errors import ConverterError
-from converter.quantizer import CODED_WIDTHS, best_step, distortion, gaussian_distortion, shared_step
+from subkv.base.errors import SubkvError
+from subkv.format.bases import StoredBasis
+from subkv.format.codec import round_trip
+from subkv.plan.basis import F64, band_step, fit_metric, fit_pca, gains, mixing_matrix, store
+from subkv.plan.quantizer import CODED_WIDTHS, best_step, distortion, gaussian_distortion, shared_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.sampled_from([8, 16, 24, 64, 80])
@@ -176,5 +177,5 @@ def test_degenerate_statistics_give_finite_bases() -> None:
 def test_values_beyond_half_precision_are_refused() -> None:
     basis = fit_pca(np.eye(8), np.eye(8))
     huge = type(basis)(1e6 * basis.encode, basis.decode / 1e6, basis.variance, basis.importance)
-    with pytest.raises(ConverterError, match=r"^basis E: expected values within half precision, found 1e\+06"):
+    with pytest.raises(SubkvError, match=r"^basis E: expected values within half precision, found 1e\+06"):
         store(huge, np.eye(8), ((8, 4),))

@@ -16,8 +16,9 @@ from calib_synthetic import random_calibration
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from converter.atomic import atomic_file, check_writable
-from converter.calib_io import (
+from subkv.base.errors import SubkvError
+from subkv.base.files import atomic_file, check_writable
+from subkv.format.calibration import (
     PREFIX,
     Calibration,
     LayerSensitivity,
@@ -29,7 +30,6 @@ from converter.calib_io import (
     unpack,
     write_calibration,
 )
-from converter.errors import ConverterError
 
 MOMENTS = ("k2", "q2", "v2", "k1", "q1", "v1")
 SAMPLES = ("ks", "vs", "qs")
@@ -42,8 +42,8 @@ METADATA = (
 def test_round_trip(tmp_path: Path) -> None:
     calibration = random_calibration(n_layer=3)
     path = tmp_path / "c.safetensors"
-    write_calibration("-o", path, calibration)
-    back = read_calibration("--bases", path)
+    write_calibration(path, calibration)
+    back = read_calibration(path)
     assert replace(back, layers=(), sha256="") == replace(calibration, layers=())
     assert len(back.sha256) == 64
     for old, new in zip(calibration.layers, back.layers, strict=True):
@@ -56,19 +56,19 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_writing_is_reproducible(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_calibration("-o", tmp_path / name, random_calibration())
+        write_calibration(tmp_path / name, random_calibration())
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_layer_without_samples_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
-    write_calibration("-o", path, random_calibration(samples=0))
-    assert not read_calibration("--bases", path).layers[0].has_samples
+    write_calibration(path, random_calibration(samples=0))
+    assert not read_calibration(path).layers[0].has_samples
 
 
 def test_file_has_the_tensors_of_the_format(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
-    write_calibration("-o", path, random_calibration(n_layer=1))
+    write_calibration(path, random_calibration(n_layer=1))
     with safe_open(path, framework="numpy") as handle:
         found = {name: (handle.get_tensor(name).dtype.name, handle.get_tensor(name).shape) for name in handle.keys()}  # noqa: SIM118 (not a dict)
         metadata = handle.metadata()
@@ -98,14 +98,14 @@ def damaged(tmp_path: Path) -> Callable[..., str]:
 
     def sentence(change: Callable[[Tensors, dict[str, str]], Any]) -> str:
         path = tmp_path / "c.safetensors"
-        write_calibration("-o", path, random_calibration())
+        write_calibration(path, random_calibration())
         with safe_open(path, framework="numpy") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
             metadata = handle.metadata()
         change(tensors, metadata)
         save_file(tensors, path, metadata=metadata)
-        with pytest.raises(ConverterError) as caught:
-            read_calibration("--bases", path)
+        with pytest.raises(SubkvError) as caught:
+            read_calibration(path)
         return str(caught.value)
 
     return sentence
@@ -152,8 +152,8 @@ def test_rounding_is_not_called_indefinite(tmp_path: Path) -> None:
     flat = np.zeros_like(layer.k2)
     flat[:, :4, :4] = np.ones((4, 4))  # rank one: eigenvalues of either sign after rounding
     path = tmp_path / "c.safetensors"
-    write_calibration("-o", path, replace(calibration, layers=(replace(layer, k2=flat),)))
-    assert read_calibration("--bases", path).layers[0].k2.shape == (2, 32, 32)
+    write_calibration(path, replace(calibration, layers=(replace(layer, k2=flat),)))
+    assert read_calibration(path).layers[0].k2.shape == (2, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -236,18 +236,18 @@ def test_unknown_tensors_and_unequal_samples(damaged: Callable[..., str]) -> Non
 def test_not_a_safetensors_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ConverterError, match=r"^--bases: .* is not a readable safetensors file"):
-        read_calibration("--bases", path)
+    with pytest.raises(SubkvError, match=r"^--bases: .* is not a readable safetensors file"):
+        read_calibration(path)
 
 
 def test_truncated_and_missing_files(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
-    write_calibration("-o", path, random_calibration())
+    write_calibration(path, random_calibration())
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ConverterError, match=r"^--bases: .* is not a readable safetensors file"):
-        read_calibration("--bases", path)
-    with pytest.raises(ConverterError, match=r"^--bases: expected a calibration file, found no file at "):
-        read_calibration("--bases", tmp_path / "none")
+    with pytest.raises(SubkvError, match=r"^--bases: .* is not a readable safetensors file"):
+        read_calibration(path)
+    with pytest.raises(SubkvError, match=r"^--bases: expected a calibration file, found no file at "):
+        read_calibration(tmp_path / "none")
 
 
 #
@@ -260,7 +260,7 @@ def test_merge_weights_by_tokens() -> None:
     b = replace(
         b, layers=tuple(replace(layer, shape=replace(layer.shape, tokens=3000)) for layer in b.layers), tokens=3000
     )
-    both = merge("--in-file", a, b)
+    both = merge(a, b)
     assert both.tokens == 4000
     assert both.layers[0].shape.tokens == 4000
     for key in MOMENTS:
@@ -282,8 +282,8 @@ def test_merge_weights_by_tokens() -> None:
     ],
 )
 def test_merge_refuses_other_models(change: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConverterError) as caught:
-        merge("--in-file", random_calibration(**change), random_calibration())
+    with pytest.raises(SubkvError) as caught:
+        merge(random_calibration(**change), random_calibration())
     assert str(caught.value).startswith(f"--in-file: {PREFIX}{expected}")
 
 
@@ -308,8 +308,8 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(ConverterError, match=r"^-o: cannot write .*; no file was left behind$"):
-            write_calibration("-o", path, random_calibration())
+        with pytest.raises(SubkvError, match=r"^-o: cannot write .*; no file was left behind$"):
+            write_calibration(path, random_calibration())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
@@ -317,21 +317,21 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_interrupt_while_writing_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), atomic_file("-o", tmp_path / "x") as handle:
+    with pytest.raises(KeyboardInterrupt), atomic_file(tmp_path / "x") as handle:
         handle.write(b"abc")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unwritable_outputs_are_refused_early(tmp_path: Path) -> None:
-    with pytest.raises(ConverterError, match=r"^-o: expected a file name, found the folder "):
-        check_writable("-o", tmp_path)
-    with pytest.raises(ConverterError, match=r"^-o: cannot write .*: No such file or directory$"):
-        check_writable("-o", tmp_path / "none" / "x")
-    with pytest.raises(ConverterError, match=r"^-o: cannot write .*: Not a directory$"):
+    with pytest.raises(SubkvError, match=r"^-o: expected a file name, found the folder "):
+        check_writable(tmp_path)
+    with pytest.raises(SubkvError, match=r"^-o: cannot write .*: No such file or directory$"):
+        check_writable(tmp_path / "none" / "x")
+    with pytest.raises(SubkvError, match=r"^-o: cannot write .*: Not a directory$"):
         (tmp_path / "file").write_bytes(b"")
-        check_writable("-o", tmp_path / "file" / "x")
-    check_writable("-o", tmp_path / "x")
+        check_writable(tmp_path / "file" / "x")
+    check_writable(tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -350,8 +350,8 @@ def with_sensitivities(calibration: Calibration) -> Calibration:
 
 def test_sensitivities_survive_the_file(tmp_path: Path) -> None:
     written = with_sensitivities(random_calibration())
-    write_calibration("-o", tmp_path / "c.safetensors", written)
-    read = read_calibration("--bases", tmp_path / "c.safetensors")
+    write_calibration(tmp_path / "c.safetensors", written)
+    read = read_calibration(tmp_path / "c.safetensors")
     assert read.sensitivity == written.sensitivity
     for a, b in zip(read.layers, written.layers, strict=True):
         assert a.sensitivity is not None and b.sensitivity is not None
@@ -362,7 +362,7 @@ def test_sensitivities_survive_the_file(tmp_path: Path) -> None:
 def test_merging_keeps_the_later_sensitivities() -> None:
     plain, measured = random_calibration(), with_sensitivities(random_calibration(seed=1))
     for a, b in ((plain, measured), (measured, plain)):
-        merged = merge("--in-file", a, b)
+        merged = merge(a, b)
         assert merged.sensitivity == measured.sensitivity
         assert all(layer.sensitivity is not None for layer in merged.layers)
 
@@ -381,17 +381,17 @@ def test_merging_keeps_the_later_sensitivities() -> None:
 def test_bad_sensitivity_headers(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     good = with_sensitivities(random_calibration())
     assert good.sensitivity is not None
-    write_calibration("-o", tmp_path / "c.safetensors", replace(good, sensitivity=replace(good.sensitivity, **change)))
-    with pytest.raises(ConverterError, match=re.escape(sentence)):
-        read_calibration("--bases", tmp_path / "c.safetensors")
+    write_calibration(tmp_path / "c.safetensors", replace(good, sensitivity=replace(good.sensitivity, **change)))
+    with pytest.raises(SubkvError, match=re.escape(sentence)):
+        read_calibration(tmp_path / "c.safetensors")
 
 
 def test_sensitivities_come_whole_or_not_at_all(tmp_path: Path) -> None:
     good = with_sensitivities(random_calibration())
     broken = replace(good, layers=(good.layers[0], replace(good.layers[1], sensitivity=None)))
-    write_calibration("-o", tmp_path / "c.safetensors", broken)
-    with pytest.raises(ConverterError, match=r"blk\.1\.ek: expected this tensor, found none"):
-        read_calibration("--bases", tmp_path / "c.safetensors")
-    write_calibration("-o", tmp_path / "c.safetensors", replace(good, sensitivity=None))
-    with pytest.raises(ConverterError, match="expected only tensors of FORMAT.md"):
-        read_calibration("--bases", tmp_path / "c.safetensors")
+    write_calibration(tmp_path / "c.safetensors", broken)
+    with pytest.raises(SubkvError, match=r"blk\.1\.ek: expected this tensor, found none"):
+        read_calibration(tmp_path / "c.safetensors")
+    write_calibration(tmp_path / "c.safetensors", replace(good, sensitivity=None))
+    with pytest.raises(SubkvError, match="expected only tensors of FORMAT.md"):
+        read_calibration(tmp_path / "c.safetensors")

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converter import calibrate as module
-from converter.calib_io import MAX_SAMPLES, TextSource, merge, read_calibration
 from converter.calibrate import Chunk, Text, calibrate, command, cut, observe, plan_chunks, read_text
-from converter.errors import ConverterError
-from converter.session import ACCUMULATE, PAUSE, SAMPLE
+from subkv.base.errors import SubkvError
+from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE
+from subkv.format.calibration import MAX_SAMPLES, TextSource, merge, read_calibration
 
 
 def text(n: int, seed: int = 0, name: str = "a.txt") -> Text:
@@ -59,9 +59,7 @@ def test_limit_is_shared_and_kept(sizes: list[int], limit: int) -> None:
     texts = [text(n, seed=i) for i, n in enumerate(sizes)]
     everything = cut(FakeSession(), texts, 128, None)
     if limit < len(texts):
-        with pytest.raises(
-            ConverterError, match=rf"^--chunks: expected at least one for each of the {len(texts)} texts"
-        ):
+        with pytest.raises(SubkvError, match=rf"^--chunks: expected at least one for each of the {len(texts)} texts"):
             cut(FakeSession(), texts, 128, limit)
         return
     limited = cut(FakeSession(), texts, 128, limit)
@@ -75,7 +73,7 @@ def test_limit_is_shared_and_kept(sizes: list[int], limit: int) -> None:
 
 def test_short_texts() -> None:
     assert [len(c) for c in cut(FakeSession(), [text(64)], 2048, None)] == [65]
-    with pytest.raises(ConverterError, match=r"^-f: a.txt: expected at least 64 tokens, found 50$"):
+    with pytest.raises(SubkvError, match=r"^-f: a.txt: expected at least 64 tokens, found 50$"):
         cut(FakeSession(), [text(50)], 2048, None)
 
 
@@ -155,9 +153,9 @@ def test_merged_runs_equal_one_run(tmp_path: Path) -> None:
     a, b = text(8 * 127, seed=1, name="a"), text(5 * 127, seed=2, name="b")
     one, _ = calibrate(FakeSession(), [a, b], 128, 4, held_out=0)
     first, _ = calibrate(FakeSession(), [a], 128, 4, held_out=0)
-    module.write_calibration("-o", tmp_path / "first", first)
+    module.write_calibration(tmp_path / "first", first)
     second, _ = calibrate(FakeSession(), [b], 128, 4, held_out=0)
-    both = merge("--in-file", read_calibration("--in-file", tmp_path / "first"), second)
+    both = merge(read_calibration(tmp_path / "first"), second)
     assert both.tokens == one.tokens
     assert both.texts == one.texts
     for got, want in zip(both.layers, one.layers, strict=True):
@@ -171,29 +169,27 @@ def test_models_that_cannot_be_coded() -> None:
         def layers(self) -> list[Any]:
             return []
 
-    with pytest.raises(
-        ConverterError, match=r"^-m: expected layers with an ordinary K/V cache, found none in this llama"
-    ):
+    with pytest.raises(SubkvError, match=r"^-m: expected layers with an ordinary K/V cache, found none in this llama"):
         calibrate(Nothing(), [text(500)], 128, 4)
     with pytest.raises(
-        ConverterError, match=r"^-m: layer 0: expected a key head size in multiples of 8 up to 256, found 12"
+        SubkvError, match=r"^-m: layer 0: expected a key head size in multiples of 8 up to 256, found 12"
     ):
         calibrate(FakeSession(d_k=12), [text(500)], 128, 4)
     with pytest.raises(
-        ConverterError, match=r"^-m: layer 0: expected finite queries.*found NaN or infinity in every token"
+        SubkvError, match=r"^-m: layer 0: expected finite queries.*found NaN or infinity in every token"
     ):
         calibrate(FakeSession(nonfinite=range(128)), [text(500)], 128, 4)
-    with pytest.raises(ConverterError, match=r"^--n-sink: expected at most 126 .shortest chunk less two., found 128$"):
+    with pytest.raises(SubkvError, match=r"^--n-sink: expected at most 126 .shortest chunk less two., found 128$"):
         calibrate(FakeSession(), [text(500)], 128, 128)
 
 
 def test_texts_are_read_strictly(tmp_path: Path) -> None:
-    with pytest.raises(ConverterError, match=r"^-f: expected a text file, found no file at "):
+    with pytest.raises(SubkvError, match=r"^-f: expected a text file, found no file at "):
         read_text(tmp_path / "none")
-    with pytest.raises(ConverterError, match=r"^-f: cannot read .*: Is a directory$"):
+    with pytest.raises(SubkvError, match=r"^-f: cannot read .*: Is a directory$"):
         read_text(tmp_path)
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ConverterError, match=r"expected UTF-8 text, found byte 0xe9 at 3$"):
+    with pytest.raises(SubkvError, match=r"expected UTF-8 text, found byte 0xe9 at 3$"):
         read_text(tmp_path / "latin")
 
 
@@ -218,7 +214,7 @@ def run(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Result
 def test_command_writes_a_valid_file(run: Callable[..., Result], tmp_path: Path) -> None:
     result = run()
     assert result.exit_code == 0, result.output
-    calibration = read_calibration("--bases", tmp_path / "out.safetensors")
+    calibration = read_calibration(tmp_path / "out.safetensors")
     assert (calibration.arch, calibration.block_count, calibration.n_ctx, calibration.n_skip) == ("llama", 2, 256, 4)
     assert [vars(layer.shape) for layer in calibration.layers] == [
         {
@@ -248,10 +244,10 @@ def test_command_adds_to_an_earlier_file(run: Callable[..., Result], tmp_path: P
     assert run(file="more.txt", out="b.safetensors").exit_code == 0
     result = run("--in-file", str(tmp_path / "a.safetensors"), file="more.txt", out="ab.safetensors")
     assert result.exit_code == 0, result.output
-    a, b, ab = (read_calibration("--bases", tmp_path / f"{name}.safetensors") for name in ("a", "b", "ab"))
+    a, b, ab = (read_calibration(tmp_path / f"{name}.safetensors") for name in ("a", "b", "ab"))
     assert ab.tokens == a.tokens + b.tokens
     assert [t.name for t in ab.texts] == ["text.txt", "more.txt"]
-    want = merge("--in-file", a, b)
+    want = merge(a, b)
     for key in ("k2", "q2", "v2", "k1", "q1", "v1"):
         got = getattr(ab.layers[1], key)
         np.testing.assert_allclose(got, getattr(want.layers[1], key), rtol=1e-4, atol=1e-5 * np.abs(got).max())
@@ -260,7 +256,7 @@ def test_command_adds_to_an_earlier_file(run: Callable[..., Result], tmp_path: P
 def test_results_do_not_depend_on_threads(run: Callable[..., Result], tmp_path: Path) -> None:
     assert run("-t", "1", "--chunks", "3", out="one").exit_code == 0
     assert run("-t", "3", "--chunks", "3", out="three").exit_code == 0
-    one, three = (read_calibration("--bases", tmp_path / name) for name in ("one", "three"))
+    one, three = (read_calibration(tmp_path / name) for name in ("one", "three"))
     for key in ("k2", "q2", "v2"):
         got, want = getattr(three.layers[1], key), getattr(one.layers[1], key)
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
@@ -271,7 +267,7 @@ def test_one_chunk_is_enough_and_said(run: Callable[..., Result], tmp_path: Path
     result = run(file="short.txt")
     assert result.exit_code == 0, result.output
     assert "note: only one chunk of text" in result.output
-    assert read_calibration("--bases", tmp_path / "out.safetensors").layers[0].has_samples
+    assert read_calibration(tmp_path / "out.safetensors").layers[0].has_samples
 
 
 def test_refusals_of_the_command(run: Callable[..., Result], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -336,6 +332,6 @@ def test_interrupt_leaves_no_file(run: Callable[..., Result], tmp_path: Path, mo
 
 def test_sample_sets_of_several_runs_stay_bounded() -> None:
     result, _ = calibrate(FakeSession(), [text(40 * 127)], 128, 4)
-    merged = merge("--in-file", result, replace(result, tokens=1))
+    merged = merge(result, replace(result, tokens=1))
     for calibration in (result, merged):
         assert all(len(layer.ks) == len(layer.vs) == len(layer.qs) == MAX_SAMPLES for layer in calibration.layers)

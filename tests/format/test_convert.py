@@ -20,15 +20,15 @@ from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
 from gguf import GGUFReader
 
-from converter.basis import gains
-from converter.calib_io import Calibration, write_calibration
 from converter.cli import convert, default_output
-from converter.codec import row_bytes
-from converter.errors import ConverterError
-from converter.gguf_io import Gguf
-from converter.layout import Head, Overhead, account
-from converter.metadata import read
-from converter.metrics import output_metrics
+from subkv.base.errors import SubkvError
+from subkv.format.calibration import Calibration, write_calibration
+from subkv.format.codec import row_bytes
+from subkv.format.metadata import read
+from subkv.native.gguf import Gguf
+from subkv.plan.basis import gains
+from subkv.plan.budget import Head, Overhead, account
+from subkv.plan.costs import output_metrics
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def run(base: Path, tmp_path: Path) -> Callable[..., Result]:
 
     def invoke(*args: str, calibration: Calibration | None = None, model: Path | None = None) -> Result:
         bases = tmp_path / "calib.safetensors"
-        write_calibration("-o", bases, calibration or random_calibration())
+        write_calibration(bases, calibration or random_calibration())
         return CliRunner().invoke(convert, ["--bases", str(bases), str(model or base), "--kv-bits", "6", *args])
 
     return invoke
@@ -68,7 +68,7 @@ def test_copy_keeps_every_tensor_and_key(run: Callable[..., Result], base: Path)
     for name, field in old.fields.items():
         if not name.startswith("GGUF."):
             assert new.fields[name].contents() == field.contents()
-    with Gguf("-m", base) as g, Gguf("-m", base.with_name("m.subkv.gguf")) as h:
+    with Gguf(base) as g, Gguf(base.with_name("m.subkv.gguf")) as h:
         assert base.read_bytes()[g.data_offset :] == h.path.read_bytes()[h.data_offset :]
 
 
@@ -140,7 +140,7 @@ def test_libsubkv_reads_what_was_written(run: Callable[..., Result], base: Path)
 
 
 def test_reading_a_plain_model_names_the_key(base: Path) -> None:
-    with pytest.raises(ConverterError, match=r"subkv\.version"):
+    with pytest.raises(SubkvError, match=r"subkv\.version"):
         read(base)
 
 
@@ -177,7 +177,7 @@ def test_every_method(
     run: Callable[..., Result], base: Path, tmp_path: Path, codec: str, basis: tuple[str, str], gamma: str
 ) -> None:
     bases = tmp_path / "calib.safetensors"
-    write_calibration("-o", bases, random_calibration())
+    write_calibration(bases, random_calibration())
     budget = ["--kv-bits", "5"] if codec == "banded" else []
     args = ["--codec", codec, "--basis-k", basis[0], "--basis-v", basis[1], "--gamma", gamma, *budget]
     args += ["--rank-k", "24", "--rank-v", "16", "--n-sink", "8", "--n-recent", "64", "--bpe-context", "5000"]
@@ -231,7 +231,7 @@ def test_centring_is_as_good_as_keys_without_a_mean(run: Callable[..., Result], 
         ("on", centred_calibration(), ["--codec", "int8"]),
         ("off", centred_calibration(), ["--codec", "int8", "--no-center-k"]),
     ):
-        write_calibration("-o", base.with_name("c.safetensors"), calibration)
+        write_calibration(base.with_name("c.safetensors"), calibration)
         result = CliRunner().invoke(convert, ["--bases", str(base.with_name("c.safetensors")), str(base), *args])
         assert result.exit_code == 0, result.output
         layouts[name] = read(base.with_name("m.subkv.gguf"))["layers"]
@@ -258,7 +258,7 @@ def test_partial_coverage_codes_the_calibrated_layers_only(run: Callable[..., Re
 
 def test_output_metric_is_the_gram_matrix_of_the_group(base: Path) -> None:
     weights = {t.name: np.array(t.data) for t in GGUFReader(base).tensors}["blk.1.attn_output.weight"]
-    with Gguf("-m", base) as g:
+    with Gguf(base) as g:
         metrics = output_metrics(g, random_calibration().layers[1].shape)
     for head in range(2):
         slices = [weights[:, h * 32 : (h + 1) * 32].astype(np.float64) for h in (2 * head, 2 * head + 1)]
@@ -384,7 +384,7 @@ def test_full_disk_leaves_the_earlier_file(run: Callable[..., Result], base: Pat
     """A file size limit stands for a full disk; it strikes in the middle of the tensor data."""
     target = base.with_name("m.subkv.gguf")
     target.write_bytes(b"earlier")
-    write_calibration("-o", tmp_path / "calib.safetensors", random_calibration())
+    write_calibration(tmp_path / "calib.safetensors", random_calibration())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     runner, args = CliRunner(), ["--bases", str(tmp_path / "calib.safetensors"), str(base), "--kv-bits", "6"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (base.stat().st_size, hard))
@@ -420,7 +420,7 @@ def test_modules_are_commands(module: str) -> None:
 def bare(base: Path, folder: Path, calibration: Calibration, *args: str) -> Result:
     """convert without a budget."""
     bases = folder / "bare.safetensors"
-    write_calibration("-o", bases, calibration)
+    write_calibration(bases, calibration)
     return CliRunner().invoke(convert, ["--bases", str(bases), str(base), "--dry-run", *args])
 
 

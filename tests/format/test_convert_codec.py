@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.codec import SCALE_ONE, Bands, decode, encode, rank, round_trip, row_bytes, scale_table
-from converter.quantizer import WIDTHS
+from subkv.format.bases import Bands
+from subkv.format.codec import SCALE_ONE, decode, encode, rank, round_trip, row_bytes, scale_table
+from subkv.plan.quantizer import WIDTHS
 
 BANDS = st.lists(
     st.tuples(st.integers(1, 4).map(lambda n: 8 * n), st.sampled_from(WIDTHS)), min_size=1, max_size=8
@@ -165,7 +166,7 @@ _DEQUANTIZE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] *
 
 
 def native_tables() -> list[Any]:
-    from subkv import _lib
+    from subkv.native import library as _lib
 
     lib = _lib.load()
     tables = [lib.subkv_ops_table(i) for i in range(lib.subkv_ops_count())]

@@ -10,10 +10,11 @@ from calib_synthetic import draw, random_layer, with_key_means
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.basis import StoredBasis, centred_moment, fit_metric, fit_pca, gains, store, stored_mean
-from converter.calib_io import LayerStats
-from converter.codec import Bands, round_trip
-from converter.gamma import gamma_of, moment_gamma, sampled_gamma
+from subkv.format.bases import Bands, StoredBasis
+from subkv.format.calibration import LayerStats
+from subkv.format.codec import round_trip
+from subkv.plan.basis import centred_moment, fit_metric, fit_pca, gains, store, stored_mean
+from subkv.plan.gamma import gamma_of, moment_gamma, sampled_gamma
 
 
 def stored_basis(stats: LayerStats, head: int, bands: Bands, aware: bool = True) -> StoredBasis:

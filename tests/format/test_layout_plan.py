@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.codec import Bands, rank
-from converter.errors import ConverterError
-from converter.layout import GROUP, Head, Overhead, account, check_rank, loss, plan_banded, plan_int8
-from converter.quantizer import WIDTHS
+from subkv.base.errors import SubkvError
+from subkv.format.bases import Bands
+from subkv.format.codec import rank
+from subkv.plan.budget import GROUP, Head, Overhead, account, check_rank, loss, plan_banded, plan_int8
+from subkv.plan.quantizer import WIDTHS
 
 OVERHEAD = Overhead(context=8192, n_sink=4, n_recent=128)
 
@@ -118,7 +119,7 @@ def test_budget_range_in_the_message_is_exact() -> None:
     heads = random_heads(1, n=6)
     messages = []
     for bits in (0.5, 100.0, float("nan")):
-        with pytest.raises(ConverterError, match=r"^--kv-bits: expected .* found") as caught:
+        with pytest.raises(SubkvError, match=r"^--kv-bits: expected .* found") as caught:
             plan_banded(heads, bits, OVERHEAD)
         messages.append(str(caught.value))
     low, high = map(float, re.findall(r"expected ([\d.]+) to ([\d.]+) bits", messages[0])[0])
@@ -126,7 +127,7 @@ def test_budget_range_in_the_message_is_exact() -> None:
     step = 8 * GROUP / sum(head.d for head in heads)  # the message rounds down, so one last step may not fit
     assert high - 1.01 * step <= account(heads, plan_banded(heads, high, OVERHEAD), OVERHEAD).total <= high
     for outside in (low - 0.002, high + 0.002):
-        with pytest.raises(ConverterError):
+        with pytest.raises(SubkvError):
             plan_banded(heads, outside, OVERHEAD)
 
 
@@ -146,8 +147,8 @@ def test_rank_caps_hold() -> None:
 def test_ranks_that_do_not_fit_are_refused() -> None:
     assert check_rank("--rank-k", None, 64, 0) == 64
     assert check_rank("--rank-k", 48, 64, 0) == 48
-    with pytest.raises(ConverterError, match=r"^--rank-k: expected at most the head size 64 of layer 3, found 72$"):
+    with pytest.raises(SubkvError, match=r"^--rank-k: expected at most the head size 64 of layer 3, found 72$"):
         check_rank("--rank-k", 72, 64, 3)
     for bad in (0, -8, 12):
-        with pytest.raises(ConverterError, match=rf"^--rank-v: expected a positive multiple of 8, found {bad}$"):
+        with pytest.raises(SubkvError, match=rf"^--rank-v: expected a positive multiple of 8, found {bad}$"):
             check_rank("--rank-v", bad, 64, 0)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from calib_synthetic import random_calibration
 
-from converter.calib_io import LayerSensitivity, Sensitivity
-from converter.gguf_io import Gguf
-from converter.positions import rotation, spread
+from subkv.format.calibration import LayerSensitivity, Sensitivity
+from subkv.native.gguf import Gguf
+from subkv.plan.positions import rotation, spread
 
 
 def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
@@ -35,7 +35,7 @@ def test_moments_are_the_mean_over_offsets(arch: str, tiny_model: Callable[..., 
         for layer in stats.layers
     )
     stats = replace(stats, layers=layers, sensitivity=Sensitivity("fisher", 100, 16, 128))
-    with Gguf("-m", tiny_model(arch)) as base:
+    with Gguf(tiny_model(arch)) as base:
         wide, note = spread(base, stats)
     assert note is None
     offsets = (np.arange(20_000) + 0.5) / 20_000 * (4096 - 256)
@@ -61,13 +61,13 @@ def test_moments_are_the_mean_over_offsets(arch: str, tiny_model: Callable[..., 
 
 def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Path]) -> None:
     stats = random_calibration(n_ctx=4096)
-    with Gguf("-m", tiny_model("llama")) as base:
+    with Gguf(tiny_model("llama")) as base:
         assert spread(base, stats) == (stats, None)
 
 
 def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
     stats = random_calibration(arch="gemma2", n_ctx=256)
-    with Gguf("-m", tiny_model("gemma2")) as base:
+    with Gguf(tiny_model("gemma2")) as base:
         assert rotation(base, 32) is None
         same, note = spread(base, stats)
     assert same == stats

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 
 from test_torch_codec import D, heads_of  # noqa: E402
 
-from subkv import torch_attend  # noqa: E402
-from subkv.torch_attend import Cells, Logits, attend_exact  # noqa: E402
-from subkv.torch_codec import RowCodec  # noqa: E402
+from subkv.torch import attend as torch_attend  # noqa: E402
+from subkv.torch.attend import Cells, Logits, attend_exact  # noqa: E402
+from subkv.torch.rows import RowCodec  # noqa: E402
 
 N_KV, GROUP, T = 2, 3, 90
 HOW = [
@@ -71,7 +71,7 @@ def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.Mo
 def test_coded_layers_through_triton(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in pieces of queries; the window, queries and weights are rounded to halves."""
     pytest.importorskip("triton")
-    from subkv import triton_attend
+    from subkv.torch import triton_kernels as triton_attend
 
     monkeypatch.setattr(triton_attend, "QUERIES", 16)
     out, want = coded(triton_attend.attend, how, n_recent, n, 0.01)  # logits of a few units

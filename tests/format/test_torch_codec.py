@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 
 from test_convert_codec import BANDS, rows_of  # noqa: E402
 
-from converter import codec  # noqa: E402
-from converter.basis import StoredBasis  # noqa: E402
-from subkv.torch_codec import PIECE, RowCodec  # noqa: E402
+from subkv.format import codec  # noqa: E402
+from subkv.format.bases import StoredBasis  # noqa: E402
+from subkv.torch.rows import PIECE, RowCodec  # noqa: E402
 
 D = 64
 

@@ -121,7 +121,7 @@ def library_name() -> str | None:
     if path := os.environ.get("SUBKV_TEST_LIB"):
         return path
     try:
-        return "subkv._lib" if importlib.util.find_spec("subkv._lib") is not None else None
+        return "subkv.native.library" if importlib.util.find_spec("subkv.native.library") is not None else None
     except ModuleNotFoundError:
         return None
 
@@ -130,7 +130,7 @@ def load_library() -> ct.CDLL:
     name = library_name()
     if name is None:
         raise RuntimeError("kernel tests: expected an installed subkv or SUBKV_TEST_LIB=libsubkv.so, found neither")
-    lib: ct.CDLL = importlib.import_module(name).load() if name == "subkv._lib" else ct.CDLL(name)
+    lib: ct.CDLL = importlib.import_module(name).load() if name == "subkv.native.library" else ct.CDLL(name)
     lib.subkv_ops_count.restype = ct.c_int32
     lib.subkv_ops_name.argtypes = [ct.c_int32]
     lib.subkv_ops_name.restype = ct.c_char_p

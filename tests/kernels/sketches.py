@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from subkv import _lib
+from subkv.native import library as _lib
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

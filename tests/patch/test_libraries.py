@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from subkv import _lib
+from subkv.native import library as _lib
 
 TYPES = {
     "int32_t": ctypes.c_int32,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
 
 N_CTX = 256
 

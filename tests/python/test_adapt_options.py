@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from subkv.adapt import Adapt, parse
+from subkv.format.adapt import Adapt, parse
 
 
 def test_what_is_written_is_what_is_asked_for() -> None:
@@ -39,7 +39,7 @@ LONG = [10 + (7 * i + i * i) % 200 for i in range(300)]
 
 def chunks(path: Path, **options: str) -> tuple[int, int]:
     """Adaptive bases alive and their bytes after a text, in subkv.Llama."""
-    from subkv.llama import Llama
+    from subkv.engine.llama import Llama
 
     llm = Llama(path, n_ctx=512, n_threads=2, n_threads_batch=2, n_recent=32, n_rollback=8, verbose=False, **options)
     try:
@@ -69,8 +69,8 @@ def test_the_file_may_ask_for_it_and_the_user_has_the_last_word(coded_model: Cal
 
 
 def test_refusals_name_the_argument(coded_model: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
-    from subkv.cache import CacheError
-    from subkv.llama import Llama
+    from subkv.base.errors import CacheError
+    from subkv.engine.llama import Llama
 
     with pytest.raises(CacheError, match="adapt: expected k, v or kv, found 'x'"):
         chunks(coded_model("--n-recent", "32", "--kv-bits", "8"), adapt="x")
@@ -81,8 +81,8 @@ def test_refusals_name_the_argument(coded_model: Callable[..., Path], tiny_model
 
 
 def test_a_cache_by_name(coded_model: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
-    from runtime.engine import parse_cache
-    from subkv.cache import CacheError
+    from subkv.base.errors import CacheError
+    from subkv.engine.model import parse_cache
 
     path = coded_model("--n-recent", "32", "--kv-bits", "8")
     assert parse_cache("subkv", path, None).adapt is None

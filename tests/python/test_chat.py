@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.conversation import ContextFullError, Conversation, Sampling, Template, TemplateError, Turn
-from runtime.terminal import Interrupts
-from subkv.cache import StateError, SubkvError
-from subkv.llama import Llama
+from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Template, TemplateError, Turn
+from runtime.chat.terminal import Interrupts
+from subkv.base.errors import StateError, SubkvError
+from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]
@@ -229,7 +229,7 @@ def test_single_turn(program: Program, coded_model: Models) -> None:
 
 
 def test_layers_for_a_gpu_that_is_not_there_are_noted(program: Program, coded_model: Models) -> None:
-    from subkv.cache import C
+    from subkv.native.binding import C
 
     if C.llama_supports_gpu_offload():
         pytest.skip("there is a GPU")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from runtime import cli, demo, options
-from subkv.cache import check_model_file
+from subkv.engine.cache import check_model_file
 
 Models = Callable[..., Path]
 
@@ -52,7 +52,7 @@ def test_libraries_that_do_not_load_are_one_sentence(monkeypatch: pytest.MonkeyP
     def load() -> None:
         raise ImportError("libsubkv.so: expected a library that loads, found none")
 
-    monkeypatch.setattr("runtime.bench.options.threads", lambda _: load())
+    monkeypatch.setattr("runtime.bench.default_threads", lambda _: load())
     result = run("bench", "-m", "model.gguf")
     assert (result.exit_code, result.stderr) == (1, "libsubkv.so: expected a library that loads, found none\n")
 

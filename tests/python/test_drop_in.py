@@ -15,8 +15,9 @@ import tiny
 from gguf import GGUFWriter
 from opening import N_CTX, last_logits, opened, prompt
 
-from subkv.cache import SubkvError, llama_cpp
-from subkv.llama import Llama
+from subkv.base.errors import SubkvError
+from subkv.engine.llama import Llama
+from subkv.native.binding import llama_cpp
 
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # isort: skip  (subkv has to bind llama_cpp first)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime import errors
+from runtime.experiments import tracker as errors
 
 N_RECENT = 48
 PAIRS = [(error, bound) for error, bound, _ in errors.MEASURED[:3]] + list(errors.STEPS.items())

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from subkv import _lib
-from subkv.cache import C
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
+from subkv.native import library as _lib
+from subkv.native.binding import C
 
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]

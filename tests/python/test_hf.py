@@ -20,11 +20,12 @@ from click.testing import CliRunner, Result
 from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.numpy import save_file
 
-from converter import hf, native
+from converter import hf
 from converter.cli import convert, default_output
-from converter.errors import ConverterError
 from converter.quantize import TYPES
-from subkv.llama import Llama
+from subkv.base.errors import SubkvError
+from subkv.engine.llama import Llama
+from subkv.native import ggml as native
 
 N_VOCAB, N_EMBD, N_FF, N_LAYER, N_HEAD, N_HEAD_KV, HEAD = 400, 64, 128, 2, 4, 2, 32
 CONFIG = {
@@ -154,7 +155,7 @@ def test_the_converters_own_sentence(complete: Path, calibration: Path, tmp_path
 def test_the_quantizers_own_sentence(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_model("llama").read_bytes()[:-1000])
-    with pytest.raises(ConverterError, match="--quantize: llama.cpp's quantizer refuses Q8_0: failed to quantize: .*"):
+    with pytest.raises(SubkvError, match="--quantize: llama.cpp's quantizer refuses Q8_0: failed to quantize: .*"):
         hf.to_quantized(damaged, "Q8_0", 1, tmp_path / "out.gguf")
 
 
@@ -227,7 +228,7 @@ def test_disk_space_is_told_with_the_arithmetic(folder: Path, monkeypatch: pytes
         ("f32", "Q4_K_M", True, "5 MiB free in DIR for 1.0 million weights (4 MiB as f32 + 1 MiB as Q4_K_M)"),
         ("f16", "Q8_0", False, "3 MiB free in DIR for 1.0 million weights (2 MiB as f16 + 1 MiB as Q8_0)"),
     ):
-        with pytest.raises(ConverterError) as error:
+        with pytest.raises(SubkvError) as error:
             hf.check_space(folder, n, outtype, kind, copy)
         expected = f"-o: expected about {terms}, found 3 MiB".replace("DIR", str(folder))
         assert str(error.value) == expected
@@ -292,7 +293,7 @@ def test_an_interrupt_ends_the_program(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_reasons_of_programs(code: str, reason: str) -> None:
-    with pytest.raises(ConverterError) as error:
+    with pytest.raises(SubkvError) as error:
         hf._run([sys.executable, "-c", code], "failing", "refused")
     assert str(error.value) == f"refused: {reason}"
 

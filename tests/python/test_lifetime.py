@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from opening import last_logits, opened, prompt
 
-from subkv.cache import C, CacheError
-from subkv.llama import Llama
+from subkv.base.errors import CacheError
+from subkv.engine.llama import Llama
+from subkv.native.binding import C
 
 Models = Callable[..., Path]
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from opening import N_CTX, last_logits, opened, prompt
 
-from subkv.cache import STOCK_TYPES, CacheError, ModelFileError, StateError, SubkvError
-from subkv.llama import Llama
+from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
+from subkv.engine.cache import STOCK_TYPES
+from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
 

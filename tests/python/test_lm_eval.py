@@ -16,10 +16,10 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip i
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from runtime.engine import Model, parse_cache  # noqa: E402
+from converter.scoring import log_softmax  # noqa: E402
 from runtime.lm_eval import N_ROLLBACK, SubkvLM, main  # noqa: E402
-from runtime.scoring import log_softmax  # noqa: E402
-from subkv.cache import CacheError, SubkvError  # noqa: E402
+from subkv.base.errors import CacheError, SubkvError  # noqa: E402
+from subkv.engine.model import Model, parse_cache  # noqa: E402
 
 TASKS = {
     "choice": 'output_type: multiple_choice\ndoc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: 0\n'

@@ -11,10 +11,12 @@ import pytest
 import tiny
 from opening import opened
 
-from runtime.engine import Model
-from subkv import memory
-from subkv.cache import MIB, C, CacheError, choose_cache
-from subkv.llama import Llama
+from subkv.base.errors import CacheError
+from subkv.engine import memory
+from subkv.engine.cache import MIB, choose_cache
+from subkv.engine.llama import Llama
+from subkv.engine.model import Model
+from subkv.native.binding import C
 
 Models = Callable[..., Path]
 

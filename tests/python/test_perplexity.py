@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from runtime.perplexity import main
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
 N_CTX, CHUNKS = 64, 3

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from converter.calib_io import Calibration, LayerSensitivity, Sensitivity, read_calibration, write_calibration
-from runtime import cli, inspect, options, plots
+from runtime import cli, inspect, options
+from runtime import plot as plots
+from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, read_calibration, write_calibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
 from calib_synthetic import random_calibration, random_moment
@@ -280,11 +281,11 @@ def test_layers_keep_their_numbers(drawn: None) -> None:
 
 def test_command_draws_a_calibration(drawn: None, tmp_path: Path) -> None:
     path, target = tmp_path / "calib.safetensors", tmp_path / "out.png"
-    write_calibration("-o", path, sensitive())
+    write_calibration(path, sensitive())
     assert run("plot", path, "-o", target).exit_code == 0
     assert target.read_bytes().startswith(PNG)
     target.unlink()
-    write_calibration("-o", path, random_calibration())
+    write_calibration(path, random_calibration())
     result = run("plot", path, "-o", target)
     assert result.exit_code == 1
     assert result.stderr == (
@@ -334,7 +335,7 @@ def test_layout_figure(drawn: None, coded_model: Models, calibration: Path) -> N
 
     first = ["K: bits per coefficient", "V: bits per coefficient"]
     assert titles(None) == first
-    assert titles(read_calibration("--bases", calibration)) == [*first, "K: spectrum of Σq Σk", "V: spectrum of Σv"]
+    assert titles(read_calibration(calibration)) == [*first, "K: spectrum of Σq Σk", "V: spectrum of Σv"]
     assert titles(sensitive()) == [
         *first,
         "K: spectrum of ½ S Σk",

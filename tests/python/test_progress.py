@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from converter.session import NativeSession
-from runtime.engine import Model
-from subkv import progress
-from subkv.llama import Llama
+from subkv.base import progress
+from subkv.engine.llama import Llama
+from subkv.engine.model import Model
 
 Models = Callable[..., Path]
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from opening import prompt
 
 from subkv import PromptCache
-from subkv.cache import CacheError
-from subkv.entries import TEMPORARY, Entry, EntryError, Folder, decode, decode_head, encode
-from subkv.llama import Llama
-from subkv.prompt_cache import common_prefix
+from subkv.base.errors import CacheError
+from subkv.engine.entries import TEMPORARY, Entry, EntryError, Folder, decode, decode_head, encode
+from subkv.engine.llama import Llama
+from subkv.engine.prompt_cache import common_prefix
 
 Models = Callable[..., Path]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import scoring
+from converter import scoring
 
 F32 = npt.NDArray[np.float32]
 

@@ -13,14 +13,14 @@ import pytest
 from click.testing import CliRunner, Result
 from gguf import GGUFReader, GGUFWriter
 
-from converter.calib_io import read_calibration
 from converter.calibrate import command as calibrate
 from converter.cli import convert, default_output
-from converter.errors import ConverterError
-from converter.gguf_io import Gguf
 from converter.reference import Reference
-from subkv.cache import CacheError, ModelFileError, check_model_file
-from subkv.llama import Llama
+from subkv.base.errors import CacheError, ModelFileError, SubkvError
+from subkv.engine.cache import check_model_file
+from subkv.engine.llama import Llama
+from subkv.format.calibration import read_calibration
+from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
 BUDGET = ["--n-recent", "16", "--kv-bits", "8"]
@@ -54,7 +54,7 @@ def test_calibrate_convert_and_run(first: Path, tiny_model: Models, text_file: P
     for model in (whole, first):
         path = tmp_path / f"{model.stem}.safetensors"
         run(calibrate, "-m", model, "-f", text_file, "-o", path, "-c", 128, "--chunks", 16, "-t", 1)
-        calibrations.append(read_calibration("--bases", path))
+        calibrations.append(read_calibration(path))
     for a, b in zip(calibrations[0].layers, calibrations[1].layers, strict=True):
         for name in ("k2", "q2", "v2", "ks"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
@@ -85,7 +85,7 @@ def test_a_copy_is_refused_before_anything_is_computed(first: Path, calibration:
 
 
 def test_tensors_are_found_in_all_files(first: Path, tiny_model: Models) -> None:
-    with Gguf("-m", first) as split, Gguf("-m", tiny_model("llama")) as whole:
+    with Gguf(first) as split, Gguf(tiny_model("llama")) as whole:
         assert len(split.files) == 4
         for name in ("output.weight", "blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
             assert split.has_tensor(name)
@@ -138,8 +138,8 @@ def test_wrong_files_are_named(first: Path, case: str) -> None:
     sentence = sentence.replace("DIR", str(first.parent))
     with pytest.raises(ModelFileError) as runtime:
         check_model_file(path, "-m")
-    with pytest.raises(ConverterError) as converter:
-        Gguf("-m", path)
+    with pytest.raises(SubkvError) as converter:
+        Gguf(path)
     for error in (runtime, converter):
         message = str(error.value)
         assert message.startswith("-m: ") and "\n" not in message
@@ -168,5 +168,5 @@ def test_the_float32_reference_wants_one_file(first: Path) -> None:
     pytest.importorskip("torch", reason="extra torch")
     pytest.importorskip("transformers", reason="extra torch")
     pytest.importorskip("accelerate", reason="extra torch")
-    with pytest.raises(ConverterError, match="-m: expected a Hugging Face folder or a GGUF of one file"):
-        Reference("-m", first, 1)
+    with pytest.raises(SubkvError, match="-m: expected a Hugging Face folder or a GGUF of one file"):
+        Reference(first, 1)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from runtime import statefile, terminal
-from runtime.chat import command_of
+from runtime.chat import terminal
+from runtime.chat.program import command_of
+from subkv.base import container as statefile
 
 pexpect = pytest.importorskip("pexpect")
 pytest.importorskip("prompt_toolkit")

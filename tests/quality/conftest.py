@@ -37,7 +37,7 @@ def reference(tiny_model: Callable[..., Path]) -> Callable[[str], Any]:
 
     def load(arch: str) -> Reference:
         if arch not in made:
-            made[arch] = Reference("-m", tiny_model(arch), 1)
+            made[arch] = Reference(tiny_model(arch), 1)
         return made[arch]
 
     return load

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter import bounds, native
-from converter.errors import ConverterError
+from runtime.experiments import bounds
+from subkv.base.errors import SubkvError
+from subkv.native import ggml as native
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1.0 + 1e-9  # float64 against float64
@@ -104,9 +105,9 @@ def test_bounds_over_chunks(seed: int, n_chunks: int, d: int) -> None:
 def test_residual_behind_a_frequent_directions_sketch(seed: int, d: int, n: int) -> None:
     try:
         native.subkv()
-    except ConverterError as error:
+    except SubkvError as error:
         pytest.skip(str(error))
-    from converter.sketch import Sketch
+    from runtime.experiments.sketch import Sketch
 
     rng = np.random.default_rng(seed)
     r = 1 + int(rng.integers(d - 1))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime import plots
+from runtime import plot as plots
 from runtime.experiments import cli, oja, rotary, verdicts
-from runtime.options import ProgramError
+from subkv.base.errors import SubkvError
 
 N_RECENT = 16
 
@@ -180,7 +180,7 @@ def test_interruption_keeps_what_is_finished(
 
 def test_without_matplotlib(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(flag: str, width: float, height: float) -> Any:
-        raise ProgramError(f"{flag}: expected matplotlib, found none; pip install 'subkv[plot]'")
+        raise SubkvError(f"{flag}: expected matplotlib, found none; pip install 'subkv[plot]'")
 
     monkeypatch.setattr(plots, "new_figure", missing)
     result = run("--only", "bounds", *arguments, "-o", str(tmp_path))
@@ -286,13 +286,13 @@ def test_domain_verdict() -> None:
 def test_ranks_hold_their_energy(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], reference: Callable[[str], Any]
 ) -> None:
-    from converter.calib_io import read_calibration
-    from converter.gguf_io import Gguf
-    from converter.pipeline import Fit, Options
     from runtime.experiments.quality import PLAIN, energy_ranks
+    from subkv.format.calibration import read_calibration
+    from subkv.native.gguf import Gguf
+    from subkv.plan.pipeline import Fit, Options
 
-    stats = read_calibration("--bases", calibration("llama"))
-    with Gguf("-m", tiny_model("llama")) as base:
+    stats = read_calibration(calibration("llama"))
+    with Gguf(tiny_model("llama")) as base:
         fit = Fit(base, stats, Options(n_recent=N_RECENT, **PLAIN))
     exact, rounded = energy_ranks(fit, 0.95)
     values = np.linalg.eigvalsh(fit.calibration.layers[0].k2[0])[::-1]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from converter.calib_io import read_calibration
 from converter.cli import convert_file
-from converter.errors import ConverterError
-from converter.gguf_io import Gguf
-from converter.pipeline import Fit, Options
-from runtime.engine import Model, parse_cache
+from subkv.base.errors import SubkvError
+from subkv.engine.model import Model, parse_cache
+from subkv.format.calibration import read_calibration
+from subkv.native.gguf import Gguf
+from subkv.plan.pipeline import Fit, Options
 
 TOKENS = [10 + 7 * i % 200 for i in range(160)]
 
@@ -58,13 +58,13 @@ def test_coded_logits_are_the_engines(
     options = Options(kv_bits=3.0, n_recent=n_recent, bpe_context=100_000)
     sidecar = tmp_path / "s.gguf"
     convert_file(model, bases, sidecar, options, sidecar=True)
-    stats = read_calibration("--bases", bases)
-    with Gguf("-m", model) as base:
+    stats = read_calibration(bases)
+    with Gguf(model) as base:
         fit = Fit(base, stats, options)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
     seen = r.tokenize(text.read_text())[:255]
-    r.match("--bases", [layer.k2 for layer in stats.layers], seen, stats.n_skip)
+    r.match([layer.k2 for layer in stats.layers], seen, stats.n_skip)
     exact = r.logits(TOKENS, 0)
     ours = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, n_recent)
     theirs = engine_logits(model, f"subkv:{sidecar}")
@@ -90,20 +90,20 @@ def test_only_cells_outside_the_window_are_coded(reference: Callable[[str], Any]
 def test_another_models_calibration_is_refused(
     reference: Callable[[str], Any], calibration: Callable[[str], Path], text: Path
 ) -> None:
-    stats = read_calibration("--bases", calibration("qwen2"))
+    stats = read_calibration(calibration("qwen2"))
     seen = reference("llama").tokenize(text.read_text())[:255]
-    with pytest.raises(ConverterError, match=r"--bases: expected a calibration of this model, found one of other keys"):
-        reference("llama").match("--bases", [layer.k2 for layer in stats.layers], seen, 4)
+    with pytest.raises(SubkvError, match=r"--bases: expected a calibration of this model, found one of other keys"):
+        reference("llama").match([layer.k2 for layer in stats.layers], seen, 4)
 
 
 def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Path) -> None:
     from converter.reference import Reference
 
-    with pytest.raises(ConverterError, match="-m: expected a GGUF or a Hugging Face folder, found nothing at"):
-        Reference("-m", tmp_path / "none.gguf", 1)
+    with pytest.raises(SubkvError, match="-m: expected a GGUF or a Hugging Face folder, found nothing at"):
+        Reference(tmp_path / "none.gguf", 1)
     (tmp_path / "bad.gguf").write_bytes(b"GGUF but not really")
-    with pytest.raises(ConverterError, match="-m: "):
-        Reference("-m", tmp_path / "bad.gguf", 1)
+    with pytest.raises(SubkvError, match="-m: "):
+        Reference(tmp_path / "bad.gguf", 1)
 
 
 def test_attention_of_another_kind_is_refused(reference: Callable[[str], Any], tiny_model: Callable[..., Path]) -> None:
@@ -112,8 +112,8 @@ def test_attention_of_another_kind_is_refused(reference: Callable[[str], Any], t
 
     reference("llama")
     for arch in ("gemma2", "bloom"):
-        with pytest.raises(ConverterError, match="^-m: "):
-            Reference("-m", tiny_model(arch), 1)
+        with pytest.raises(SubkvError, match="^-m: "):
+            Reference(tiny_model(arch), 1)
 
 
 def test_chunks_are_shared_among_texts(reference: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_chunks_are_shared_among_texts(reference: Callable[[str], Any], text: Pa
     r, short = reference("llama"), tmp_path / "short.txt"
     short.write_text("too short")
     assert [len(chunk) for chunk in cut(r, (text, text), 100, 3)] == [100, 100, 100]
-    with pytest.raises(ConverterError, match="--chunks: expected at least one for each of the 3 texts, found 2"):
+    with pytest.raises(SubkvError, match="--chunks: expected at least one for each of the 3 texts, found 2"):
         cut(r, (text, text, text), 100, 2)
-    with pytest.raises(ConverterError, match="short.txt: expected at least 100 tokens for a chunk, found"):
+    with pytest.raises(SubkvError, match="short.txt: expected at least 100 tokens for a chunk, found"):
         cut(r, (short,), 100, 2)

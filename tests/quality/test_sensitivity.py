@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from converter import evaluate, sensitivity
-from converter.calib_io import Calibration, read_calibration
 from converter.cli import convert
-from converter.gguf_io import Gguf
-from converter.pipeline import Fit, Options
-from runtime.scoring import log_softmax
+from converter.scoring import log_softmax
+from subkv.format.calibration import Calibration, read_calibration
+from subkv.native.gguf import Gguf
+from subkv.plan.pipeline import Fit, Options
 
 N_RECENT = 16
 
@@ -48,9 +48,9 @@ def test_predicts_the_kld_of_small_noise(
 ) -> None:
     """Independent noise on every coded key (or value) of one head of each layer: ½ tr(S C) against the KLD caused."""
     r = reference("llama")
-    stats = read_calibration("--bases", measured)
+    stats = read_calibration(measured)
     chunk = r.tokenize(text.read_text())[-256:]
-    r.match("--bases", [layer.k2 for layer in stats.layers], chunk, stats.n_skip)
+    r.match([layer.k2 for layer in stats.layers], chunk, stats.n_skip)
     exact = log_softmax(r.logits(chunk, 128))
     for il in range(2):
         rng = np.random.default_rng(il)
@@ -73,7 +73,7 @@ def test_predicts_the_kld_of_small_noise(
 
 
 def test_values_beyond_the_window_matter_less(measured: Path) -> None:
-    stats = read_calibration("--bases", measured)
+    stats = read_calibration(measured)
     assert stats.sensitivity is not None and stats.sensitivity.method == "fisher"
     assert stats.sensitivity.n_recent == N_RECENT
     assert stats.sensitivity.tokens == 12 * 128
@@ -84,7 +84,7 @@ def test_values_beyond_the_window_matter_less(measured: Path) -> None:
 
 
 def fit_of(model: Path, calibration: Calibration, **options: Any) -> Fit:
-    with Gguf("-m", model) as base:
+    with Gguf(model) as base:
         return Fit(base, calibration, Options(n_recent=N_RECENT, bpe_context=10_000_000, **options))
 
 
@@ -93,7 +93,7 @@ def test_measured_bases_beat_structural_ones(
 ) -> None:
     """At equal bits: kld-aware bases and bits give less KLD than those of a calibration without sensitivities."""
     r = reference("llama")
-    stats = read_calibration("--bases", measured)
+    stats = read_calibration(measured)
     blind = replace(stats, sensitivity=None, layers=tuple(replace(layer, sensitivity=None) for layer in stats.layers))
     pieces = sensitivity.cut(r, (text,), 256, 4)
     caches = []
@@ -109,7 +109,7 @@ def test_measured_bases_beat_structural_ones(
 
 def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """`convert` without a budget: the smallest whose predicted KLD is at most q8_0's, said in a sentence."""
-    fit = fit_of(tiny_model("llama"), read_calibration("--bases", measured))
+    fit = fit_of(tiny_model("llama"), read_calibration(measured))
     target = fit.stock_error("q8_0")
     budget = fit.budget_like("q8_0")
     assert target is not None and budget is not None
@@ -168,7 +168,7 @@ def test_sensitivity_refuses(
 
 
 def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    from converter.metadata import read
+    from subkv.format.metadata import read
 
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--kv-bits", "5")
     assert result.exit_code == 0, result.output
@@ -180,7 +180,7 @@ def test_a_smaller_window_than_the_bases_were_made_for_is_refused(
     measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Inside the window such bases may be anything, so running without it would be silently wrong."""
-    from runtime.engine import Model, parse_cache
+    from subkv.engine.model import Model, parse_cache
 
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--kv-bits", "5", "--n-recent", str(N_RECENT))
     assert result.exit_code == 0, result.output

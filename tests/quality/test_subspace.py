@@ -17,16 +17,15 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from converter import metadata  # noqa: E402
-from converter.calib_io import read_calibration  # noqa: E402
 from converter.cli import convert_file  # noqa: E402
-from converter.errors import ConverterError  # noqa: E402
-from converter.gguf_io import Gguf  # noqa: E402
-from converter.pipeline import Fit, Options  # noqa: E402
-from runtime.engine import Model, parse_cache  # noqa: E402
-from runtime.scoring import log_softmax  # noqa: E402
+from converter.scoring import log_softmax  # noqa: E402
 from subkv import SubspaceCache  # noqa: E402
-from subkv.cache import CacheError  # noqa: E402
+from subkv.base.errors import CacheError, SubkvError  # noqa: E402
+from subkv.engine.model import Model, parse_cache  # noqa: E402
+from subkv.format import metadata  # noqa: E402
+from subkv.format.calibration import read_calibration  # noqa: E402
+from subkv.native.gguf import Gguf  # noqa: E402
+from subkv.plan.pipeline import Fit, Options  # noqa: E402
 
 TOKENS = [10 + 7 * i % 200 for i in range(160)]
 IDS = torch.tensor([TOKENS])
@@ -99,12 +98,12 @@ def test_logits_are_the_references(
     from converter.evaluate import layer_coder
 
     model, cache, _ = made(arch)
-    stats = read_calibration("--bases", calibration(arch))
-    with Gguf("-m", tiny_model(arch)) as base:
+    stats = read_calibration(calibration(arch))
+    with Gguf(tiny_model(arch)) as base:
         fit = Fit(base, stats, OPTIONS)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
-    r.match("--bases", [layer.k2 for layer in stats.layers], r.tokenize(text.read_text())[:255], stats.n_skip)
+    r.match([layer.k2 for layer in stats.layers], r.tokenize(text.read_text())[:255], stats.n_skip)
     want = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, N_RECENT)
     assert rms(want - r.logits(TOKENS, 0)) > 0.05
     np.testing.assert_allclose(logits(model, cache)[0], want, atol=1e-4)
@@ -258,10 +257,10 @@ def test_planned_as_convert_does(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], made: Callable[..., Any]
 ) -> None:
     """From a calibration alone: the layout and the bases of `convert`, up to how the model's weights are stored."""
-    from subkv.subspace_bases import ModelFacts
+    from subkv.torch.bases import ModelFacts
 
     model, _, sidecar = made("qwen2")
-    stats = read_calibration("bases", calibration("qwen2"))
+    stats = read_calibration(calibration("qwen2"))
     fit = Fit(ModelFacts(model, stats.arch), stats, OPTIONS)
     layers, _ = fit.code(fit.plan(3.0))
     for layer in layers:
@@ -301,12 +300,12 @@ def test_bad_input_is_named(
         SubspaceCache.from_file(tmp_path / "none.gguf", model)
     with pytest.raises(CacheError, match="kv_bits: expected none with a converted file"):
         SubspaceCache.from_file(sidecar, model, kv_bits=4.0)
-    with pytest.raises(ConverterError, match=r"subkv.version: "):
+    with pytest.raises(SubkvError, match=r"subkv.version: "):
         SubspaceCache.from_file(tiny_model("llama"), model)
     with pytest.raises(CacheError, match="bases: expected bases of a llama model, found those of qwen2"):
         SubspaceCache.from_file(made("qwen2")[2], model)
     (tmp_path / "bad").write_bytes(b"nothing")
-    with pytest.raises(ConverterError, match="^bases: "):
+    with pytest.raises(SubkvError, match="^bases: "):
         SubspaceCache.from_file(tmp_path / "bad", model)
     with pytest.raises(CacheError, match="expected causal attention"):
         model(IDS, attention_mask=torch.ones(1, 1, 160, 160, dtype=torch.bool), past_key_values=cache)

@@ -18,8 +18,10 @@ pytest.importorskip("triton")
 import test_subspace  # noqa: E402
 from test_subspace import IDS, TOKENS, logits, rms  # noqa: E402
 
-from subkv import SubspaceCache, subspace, torch_kernels  # noqa: E402
-from subkv.cache import CacheError  # noqa: E402
+from subkv import SubspaceCache  # noqa: E402
+from subkv.base.errors import CacheError  # noqa: E402
+from subkv.torch import cache as subspace  # noqa: E402
+from subkv.torch import kernels as torch_kernels  # noqa: E402
 
 made, llama = test_subspace.made, test_subspace.llama
 CPU = torch.device("cpu")

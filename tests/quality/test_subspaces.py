@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from converter import bounds
-from converter.gguf_io import Gguf
-from converter.positions import Rotation, rotation
-from runtime.experiments import oja, rotary
+from runtime.experiments import bounds, oja, rotary
+from subkv.native.gguf import Gguf
+from subkv.plan.positions import Rotation, rotation
 
 N, D = 192, 32
 
 
 @pytest.fixture(scope="module")
 def turn(tiny_model: Callable[..., Path]) -> Rotation:
-    with Gguf("-m", tiny_model("llama")) as base:
+    with Gguf(tiny_model("llama")) as base:
         found = rotation(base, D)
     assert found is not None
     return found

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subkv import _lib
-from subkv import adapt as adaptive
+from subkv.format import adapt as adaptive
+from subkv.native import library as _lib
 
 SUBKV = _lib.load()
 from llama_cpp import llama_cpp as C  # noqa: E402  (after the library path is set)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine import SUBKV, Refused, agree, distance, last_error, session
 
-from subkv import _lib
+from subkv.native import library as _lib
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 24, 8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from runtime.engine import Model, parse_cache
+from subkv.engine.model import Model, parse_cache
 
 CPUINFO = Path("/proc/cpuinfo")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from subkv import _lib
+from subkv.native import library as _lib
 
 STOCK = _lib.lib_dir() / "stock"
 CALIBRATION = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.calib.safetensors"
@@ -22,7 +22,7 @@ import ctypes, hashlib, json, sys
 import numpy as np
 mode, model, *rest = sys.argv[1:]
 if mode == "patched-used":  # a coefficient context lived in this process before
-    from subkv import _lib
+    from subkv.native import library as _lib
     subkv = _lib.load()
 from llama_cpp import llama_cpp as C
 quiet = C.llama_log_callback(lambda *_: None)  # llama.cpp keeps the pointer

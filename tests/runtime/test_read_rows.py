@@ -13,7 +13,7 @@ import pytest
 from engine import SUBKV, last_error, observe_values, observed, session
 from test_variants import exact_layout
 
-from subkv import adapt
+from subkv.format import adapt
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 24, 8)  # n_sink as in the layouts

@@ -16,7 +16,7 @@ from runtime.warmstart.planting import Planting
 from runtime.warmstart.shapes import Plan
 from runtime.warmstart.start import WarmStart
 from runtime.warmstart.trained import HeadShape, Trained
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
 
 N_CTX = 256
 PLAN = Plan(n_slots=8, n_sink=2, n_last=3)

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from serving import Served, running
 from starting import PLAN, cold, library, opened, prompt, untrained, warm
 
-from runtime.chat import main as chat
-from runtime.conversation import Conversation, Sampling, Turn
+from runtime.chat.conversation import Conversation, Sampling, Turn
+from runtime.chat.program import main as chat
 from runtime.serve.cli import main as serve
 from runtime.serve.completion import Logprobs
 from runtime.warmstart.planting import Planting

@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 from test_prompts import text
 
-from runtime.engine import Model
 from runtime.warmstart import evaluate, guard, metrics, prompts, report
 from runtime.warmstart.capture import Capture
 from runtime.warmstart.cli import main
@@ -23,7 +22,8 @@ from runtime.warmstart.frame import Frame
 from runtime.warmstart.shapes import Plan
 from runtime.warmstart.summary import summarise
 from runtime.warmstart.trained import Trained, identity_of
-from subkv.cache import choose_cache
+from subkv.engine.cache import choose_cache
+from subkv.engine.model import Model
 
 NOISE = 1e-4  # nats between two ways to the same tiny model's distribution, f16 cache
 N_SINK, N_LAST = 2, 3

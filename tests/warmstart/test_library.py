@@ -18,7 +18,7 @@ import pytest
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.library import HEAD, Library
 from runtime.warmstart.summary import Summary
-from subkv import entries as files
+from subkv.engine import entries as files
 
 REPO = Path(__file__).resolve().parents[2]
 N = 6  # numbers of an embedding

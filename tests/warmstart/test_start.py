@@ -19,8 +19,8 @@ from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.refine import Refiner
 from runtime.warmstart.shapes import Plan
 from runtime.warmstart.start import WarmStart
-from subkv.cache import CacheError
-from subkv.llama import Llama
+from subkv.base.errors import CacheError
+from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
 T = 60

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import subkv
-from runtime.engine import Model
 from runtime.warmstart.capture import Capture, Captured, attention
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.shapes import Plan, counts, placed, pooling
 from runtime.warmstart.summary import Summary, summarise
 from runtime.warmstart.trained import HeadShape, LayerMaps, Slots, Trained, identity_of
-from subkv.states import weights_digest
+from subkv.engine.model import Model
+from subkv.engine.states import weights_digest
 
 IDENTITY = "0" * 64
 

@@ -12,11 +12,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from converter.positions import Pairs
 from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.shapes import Plan
 from runtime.warmstart.trained import PREFIX, HeadShape, Trained, read
+from subkv.plan.positions import Pairs
 
 FRAME = Frame(Pairs.none(8))
 TENSORS = {

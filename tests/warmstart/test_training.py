@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 
 torch = pytest.importorskip("torch")
 
-from converter import warmstart  # noqa: E402
-from converter.warm_train import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
-from runtime.engine import Model  # noqa: E402
+from runtime.warmstart import train as warmstart  # noqa: E402
 from runtime.warmstart.capture import Capture  # noqa: E402
 from runtime.warmstart.errors import WarmStartError  # noqa: E402
 from runtime.warmstart.frame import Frame  # noqa: E402
+from runtime.warmstart.learn import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
 from runtime.warmstart.shapes import Plan  # noqa: E402
 from runtime.warmstart.trained import Trained, identity_of  # noqa: E402
+from subkv.engine.model import Model  # noqa: E402
 
 WORDS = "the sun and a fox run over an old hill in the rain that sings of no end"
 

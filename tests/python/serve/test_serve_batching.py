@@ -172,7 +172,7 @@ def test_a_fault_of_one_request_leaves_the_others(engine: Engine) -> None:
 
 def test_a_failed_decode_ends_its_requests_and_nothing_else(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.serve import batching
-    from subkv.cache import CacheError
+    from subkv.base.errors import CacheError
 
     def refuse(*_: Any) -> None:
         raise CacheError("-c", "no room")

@@ -145,7 +145,7 @@ def test_embeddings(tiny_model: Callable[..., Path]) -> None:
 
 @pytest.mark.slow
 def test_the_demo_model_answers_as_the_class_does(demo_model: Path) -> None:
-    from subkv.llama import Llama
+    from subkv.engine.llama import Llama
 
     bodies = [
         {"prompt": f"The capital of {country} is", "temperature": 0, "max_tokens": 3} for country in ("France", "Spain")

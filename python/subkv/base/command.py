@@ -1,0 +1,105 @@
+"""Programs: how they fail, and how groups of flags become dataclasses.
+
+A failure is one sentence on stderr that starts with the flag or key it concerns: exit 1; wrong usage: exit 2; Ctrl-C:
+130. The library's errors name arguments; the flag of an argument is looked up here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from subkv.base.errors import SubkvError
+
+# argument of the library -> parameter of the programs, where the names differ
+PARAMETERS = {
+    "model_path": "model",
+    "kv_cache": "type_k",
+    "calibration": "bases",
+    "n_threads": "threads",
+}
+
+
+class Command(click.Command):
+    """A command whose bad input ends in a sentence and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+        except ImportError as error:
+            if error.name:  # of a Python module
+                raise
+            raise _Failure(str(error)) from error  # subkv's own, of its libraries
+        except SubkvError as error:
+            raise _Failure(sentence(error, self)) from error
+
+
+class _Failure(click.ClickException):
+    """One sentence on stderr."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        click.echo(self.format_message(), file=file, err=True)
+
+
+def sentence(error: SubkvError, command: click.Command | None = None) -> str:
+    """The error as a program prints it: named by the flag of `command` (default: the running one), if it has one."""
+    context = click.get_current_context(silent=True)
+    command = command or (context.command if context else None)
+    name = PARAMETERS.get(error.key, error.key)
+    for parameter in command.params if command else []:
+        if name in (parameter.name, parameter.human_readable_name):
+            return str(SubkvError(parameter.opts[0] if parameter.param_type_name == "option" else _metavar(parameter),
+                                  error.reason))  # fmt: skip
+    return str(error)
+
+
+def _metavar(argument: click.Parameter) -> str:
+    return getattr(argument, "metavar", None) or str(argument.name).upper()
+
+
+def command(name: str | None = None, **kwargs: Any) -> Callable[[Callable[..., Any]], Command]:
+    """click.command with our errors, -h, and defaults shown."""
+    settings = {"help_option_names": ["-h", "--help"], "show_default": True}
+    return click.command(name, cls=Command, context_settings=settings, **kwargs)
+
+
+def stack(*decorators: Callable[..., Any]) -> Callable[..., Any]:
+    """Several decorators as one; the first is listed first in --help."""
+
+    def apply(function: Callable[..., Any]) -> Any:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def group(name: str, build: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that reach the command as one argument `name`: build(option=value, …), a dataclass as a rule.
+
+    @command()
+    @group("window", Window, click.option("--n-sink", …), click.option("--n-recent", …))
+    def main(window: Window) -> None: …
+    """
+
+    def probe() -> None:
+        pass
+
+    made: Any = stack(*options)(probe)
+    names = [parameter.name for parameter in made.__click_params__]
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def grouped(*args: Any, **given: Any) -> Any:
+            return function(*args, **{name: build(**{key: given.pop(key) for key in names})}, **given)
+
+        return stack(*options)(grouped)
+
+    return decorate

@@ -1,0 +1,1 @@
+"""Models, contexts and their KV caches: what applications embed."""

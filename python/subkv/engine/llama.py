@@ -1,0 +1,309 @@
+"""`subkv.Llama`: llama_cpp.Llama whose KV cache can hold coefficients.
+
+    llm = subkv.Llama("model.subkv.gguf", n_ctx=8192)            # kv_cache="auto": the file carries bases
+    llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
+    llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
+
+Differences to the parent class, all of them wanted: unknown keyword arguments are errors, flash attention is "auto" as
+on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails without a reason),
+failures carry the native reason, and a state without logits_all does not copy unused logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from subkv.base.errors import CacheError, StateError, SubkvError
+from subkv.base.progress import loading
+from subkv.engine import states
+from subkv.engine.cache import CacheChoice, attached, check_model_file, choose_cache, creation_error, flash_attention
+from subkv.engine.context import Context
+from subkv.engine.memory import require_memory
+from subkv.engine.prompt_cache import PromptCache
+from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
+from subkv.native.binding import C, captured_log, last_log_error, llama_cpp
+
+__all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
+
+N_ROLLBACK = 32  # what libsubkv keeps by default
+
+
+class Llama(llama_cpp.Llama):
+    """llama_cpp.Llama with a choice of KV cache.
+
+    kv_cache: "auto" (coefficients when `bases` or the model file carries them, else f16), "subkv", or llama.cpp's own
+        ("f16", "q8_0", "q4_0", …) for K and V. type_k and type_v set the two apart and take names or ggml's numbers.
+    bases: a converted GGUF or a sidecar made for this model; default: the model file itself.
+    n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
+        so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
+        draft_model predicts.
+    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (subkv.adapt.Adapt has the fields).
+    flash_attn: "auto", "on"/True, "off"/False.
+    progress: a bar on stderr, if that is a terminal, while the model is loaded.
+    prompt_cache: states of earlier prompts on disk, a folder or a PromptCache; the same as set_cache(PromptCache(…)).
+
+    With embedding=True a coded cache holds one text at a time, as every sequence costs an exact window; ordinary ones
+    take as many as fit the batch where embeddings are pooled.
+
+    Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
+    keyword arguments.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        kv_cache: str = "auto",
+        bases: str | os.PathLike[str] | None = None,
+        n_sink: int | None = None,
+        n_recent: int | None = None,
+        n_rollback: int | None = None,
+        adapt: str | None = None,
+        flash_attn: str | bool | None = "auto",
+        type_k: str | int | None = None,
+        type_v: str | int | None = None,
+        progress: bool = False,
+        prompt_cache: str | os.PathLike[str] | PromptCache | None = None,
+        **kwargs: Any,
+    ) -> None:
+        known = inspect.signature(llama_cpp.Llama.__init__).parameters
+        unknown = sorted(name for name in kwargs if name not in known or name in ("self", "kwargs"))
+        if unknown:
+            raise TypeError(f"Llama: unknown keyword argument{'s' if len(unknown) > 1 else ''}: {', '.join(unknown)}")
+        path = check_model_file(model_path, "model_path")
+        choice = choose_cache(path, kv_cache, None if bases is None else Path(bases), type_k, type_v)
+        self._choice = choice
+        self._flash_attn_type = flash_attention(flash_attn, choice)
+        self._given: dict[str, Any] = {
+            "kv_cache": choice.name if choice.coded else "f16",
+            "bases": None if bases is None else os.fspath(bases),
+            "n_sink": n_sink,
+            "n_recent": n_recent,
+            "n_rollback": n_rollback,
+            "adapt": adapt,
+            "flash_attn": flash_attn,
+            "progress": progress,
+            "prompt_cache": prompt_cache,
+        }
+        arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
+        for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
+            if arguments[key] < least:
+                raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
+        n_draft = getattr(arguments["draft_model"], "num_pred_tokens", 0)
+        if n_draft >= arguments["n_batch"]:
+            raise SubkvError(
+                "draft_model", f"expected drafts shorter than n_batch, {arguments['n_batch']} tokens, found {n_draft}"
+            )
+        if choice.coded:
+            n_rollback = _rollback(n_rollback, n_draft)
+        window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
+        require_memory(path, choice, self._expected_params(arguments), window, arguments["n_gpu_layers"])
+        if isinstance(prompt_cache, (str, os.PathLike)):
+            prompt_cache = PromptCache(prompt_cache)
+        verbose = bool(arguments["verbose"])
+        with captured_log(forward=verbose) as log, attached(choice, **window):
+            try:
+                with loading(path, progress) as self._progress_callback:
+                    super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
+            except (ValueError, RuntimeError) as error:
+                raise creation_error(error, choice, log) from error
+            if self.lora_path and not self._lora_adapter:  # the parent goes on without
+                raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
+        Context.adopt(self._ctx)
+        self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
+        self._kv_log = [line for _, line in log if line.startswith("llama_kv_cache")]
+        if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked
+            self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
+            if self._logits_all:
+                self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
+        self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
+        self._identity: dict[str, Any] | None = None
+        self.set_cache(prompt_cache)
+        if arguments["vocab_only"]:  # there are no cells
+            return
+        stats = self.kv_stats()
+        if verbose:
+            print(cache_line(stats), file=sys.stderr)
+
+    _unpooled = False  # known once there is a context
+    scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
+    input_ids: Any  # of the parent: [n_ctx] i32
+    n_tokens: int  # of the parent: how many of them are evaluated and held by the context
+
+    @property
+    def model_params(self) -> Any:
+        """The model's parameters. The parent knows no progress callback: setting them puts ours in."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        params.progress_callback = self._progress_callback
+        self._model_params = params
+
+    @property
+    def context_params(self) -> Any:
+        """The context's parameters; each read puts in what the parent cannot be told.
+
+        It knows flash attention only on or off, asks for up to 256 sequences for embeddings, and reads those that are
+        not pooled from the wrong place when a batch has more than one text.
+        """
+        params = self._context_params
+        params.flash_attn_type = self._flash_attn_type
+        if params.embeddings and (self._choice.coded or self._unpooled):
+            params.n_seq_max = 1
+        return params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        self._context_params = params
+
+    def _expected_params(self, arguments: dict[str, Any]) -> Any:
+        """What context_params will be, as far as memory depends on it."""
+        self.context_params = params = C.llama_context_default_params()
+        params.n_ctx = arguments["n_ctx"]
+        params.n_batch = min(arguments["n_ctx"] or arguments["n_batch"], arguments["n_batch"])
+        params.n_ubatch = min(params.n_batch, arguments["n_ubatch"])
+        params.type_k, params.type_v = self._choice.type_k, self._choice.type_v
+        params.embeddings = arguments["embedding"]
+        if params.embeddings:
+            params.n_seq_max, params.kv_unified = min(params.n_batch, C.llama_max_parallel_sequences()), True
+        if arguments["swa_full"] is not None:
+            params.swa_full = arguments["swa_full"]
+        return self.context_params
+
+    @property
+    def cache_choice(self) -> CacheChoice:
+        """Names and ggml types of this context's cache."""
+        return self._choice
+
+    def kv_stats(self) -> KVStats:
+        """Sizes of the KV cache as allocated, in bytes, and what it would take as f16."""
+        return context_stats(self._model.model, self._ctx.ctx, self._choice, self._kv_log)
+
+    def adapt_stats(self) -> list[AdaptStats]:
+        """Per layer and side, what became of bases that follow the text; empty where none do."""
+        return adapt_stats(self._ctx.ctx, C.llama_model_n_layer(self._model.model))
+
+    def fingerprint(self) -> str | None:
+        """What a saved state is bound to: SHA-256 over layout and bases; None for an ordinary cache."""
+        return self.kv_stats().fingerprint
+
+    def identity(self) -> dict[str, Any]:
+        """What a saved state is bound to (subkv.states.identity), made once."""
+        if self._identity is None:
+            self._identity = states.identity(self)
+        return self._identity
+
+    @property
+    def n_removable(self) -> int | None:
+        """How many cells at the end of a context can always be removed; None: any number."""
+        if self._is_recurrent or self._is_hybrid:
+            return 0
+        return self.kv_stats().n_rollback if self._choice.coded else None
+
+    def set_cache(self, cache: Any) -> None:
+        """Look prompts up in a cache of llama_cpp or a PromptCache, and store states there; None: no longer."""
+        super().set_cache(cache.attached(self) if isinstance(cache, PromptCache) else cache)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints on the way.
+
+        Cells beyond that position are removed first. Where the cache cannot remove them (the tail is longer than the
+        exact rows kept for it), everything before it is evaluated again, so the result is the same either way.
+        """
+        tokens = list(tokens)
+        if self.n_tokens + len(tokens) > self._n_ctx:
+            raise CacheError(
+                "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
+            )
+        if not self._drop_tail():
+            held = self._input_ids.tolist()
+            self.reset()
+            self._ctx.kv_cache_clear()
+            self._evaluate(held)
+        if isinstance(self.cache, PromptCache):
+            everything = [*self._input_ids.tolist(), *tokens]
+            for end in self.cache.checkpoints(self.n_tokens, everything):
+                self._evaluate(everything[self.n_tokens : end])
+                self.cache[everything[:end]] = self.save_state()
+            tokens = everything[self.n_tokens :]
+        self._evaluate(tokens)
+
+    def _drop_tail(self) -> bool:
+        """Remove the cells beyond n_tokens; False where they stay or where cells before it are missing.
+
+        They are missing when an interrupt came between a removal and what was to follow.
+        """
+        if self._ctx.memory is None:
+            return True
+        last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
+        return last + 1 >= self.n_tokens and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+
+    def _evaluate(self, tokens: Sequence[int]) -> None:
+        """The parent's eval, but logits that only sampling needs (a draft's) are not copied."""
+        logits_all = self._logits_all or self.draft_model is not None
+        for i in range(0, len(tokens), self.n_batch):
+            batch = tokens[i : i + self.n_batch]
+            begin, end = self.n_tokens, self.n_tokens + len(batch)
+            self._batch.set_batch(batch=batch, n_past=begin, logits_all=logits_all)
+            self._ctx.decode(self._batch)
+            self.input_ids[begin:end] = batch
+            if self._logits_all:
+                self.scores[begin:end] = np.ctypeslib.as_array(self._ctx.get_logits(), (len(batch), self._n_vocab))
+            self.n_tokens = end
+            self._requires_eval = False
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
+        return states.save(self, self._logits_all)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Restore what save_state returned, here or in another context of the same model, cache and parameters.
+
+        Raises StateError with the reason when it belongs to another one, or has more tokens than fit. The context is
+        then unchanged or empty, never half restored.
+        """
+        states.load(self, state, self._logits_all)
+
+    def close(self) -> None:
+        """Free context and model now. Safe to call twice and on an object whose construction failed."""
+        if "_stack" not in self.__dict__:
+            return
+        if self.verbose or sys.is_finalizing():
+            super().close()
+            return
+        with captured_log(forward=False):  # llama.cpp reports its buffer sizes on the way out
+            super().close()
+
+    def __enter__(self) -> Llama:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__() | self._given
+        if self._choice.coded:
+            del state["type_k"], state["type_v"]
+        return state
+
+
+def _rollback(asked: int | None, n_draft: int) -> int | None:
+    """n_rollback for drafts of n_draft tokens: rejected tails are as long."""
+    if asked is None:
+        return n_draft if n_draft > N_ROLLBACK else None
+    if n_draft > asked:
+        warnings.warn(
+            f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {asked}; rejected "
+            "drafts may then evaluate the whole context again",
+            stacklevel=3,
+        )
+    return asked

@@ -1,0 +1,141 @@
+"""Refusing a context that does not fit in memory, with the arithmetic, before anything of it is allocated.
+
+llama.cpp fills the cache with zeros when it makes it, so on a system that promises more memory than it has, a context
+too large ends in the process being killed. What it would take is not estimated here: llama.cpp itself makes the context
+without memory behind it (`no_alloc`) and says. That takes about as long as reading the vocabulary, so it is asked only
+where a bound far above every real model does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from subkv.base.errors import CacheError
+from subkv.engine.cache import MIB, CacheChoice, attached, gguf_numbers
+from subkv.engine.stats import context_stats
+from subkv.native.binding import C, captured_log
+
+FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
+N_SIMULATED = 1 << 18  # tokens; llama.cpp's list of cells, 50 bytes each, is made all the same
+
+_COMPUTE_LINE = re.compile(r"compute buffer size = +([\d.]+) MiB")
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process may still take, swap included; None where the system does not say.
+
+    The least of what the machine has and what every enclosing control group (v2, v1) allows; file pages count as free.
+    """
+    try:
+        system = _fields((proc / "meminfo").read_text())
+        found = [1024 * (system["MemAvailable"] + system["SwapFree"])]
+        groups = (proc / "self/cgroup").read_text().splitlines()
+    except (OSError, KeyError):
+        return None
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroup / "memory" if controllers else cgroup
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
+                break
+            try:
+                limit, usage = ((group / name).read_text().strip() for name in names)
+                status = _fields((group / "memory.stat").read_text())
+            except OSError:  # not mounted here, or the root group of v2
+                continue
+            if limit != "max":
+                total = "total_" if controllers else ""
+                cached = status.get(f"{total}inactive_file", 0) + status.get(f"{total}active_file", 0)
+                found.append(int(limit) - int(usage) + cached + 1024 * system["SwapFree"])
+    return max(min(found), 0)
+
+
+def _fields(text: str) -> dict[str, int]:
+    """`Name: 12 kB` or `name 12` by line."""
+    words = (line.replace(":", " ").split() for line in text.splitlines())
+    return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
+
+
+def require_memory(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_gpu_layers: int = 0) -> None:
+    """Refuse a context that would not fit. Raises CacheError with the sum.
+
+    params: llama_context_params; window: what attached() takes beside the choice. Devices' memory is not looked at:
+    with layers on one nothing is refused, nor where $LLAMA_ARG_FIT is off.
+    """
+    if os.environ.get(FIT, "").lower() in ("off", "0", "false") or (n_gpu_layers and C.llama_supports_gpu_offload()):
+        return
+    free = available_memory()
+    numbers = gguf_numbers(path, "block_count", "embedding_length", "context_length")
+    n_ctx = params.n_ctx or numbers.get("context_length", 0)
+    if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
+        return
+    sizes = needed(path, choice, params, window, n_ctx)
+    total = sum(sizes.values())
+    if total <= free:
+        return
+    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
+    rows = total - sizes["exact window"]
+    fits = int(n_ctx * (1 - (total - free) / rows)) // 1024 * 1024 if rows else 0
+    raise CacheError(
+        "n_ctx",
+        f"expected a context that fits in the {free / MIB:.0f} MiB of memory available, found {n_ctx} tokens "
+        f"with {choice.name}: {listed} = {total / MIB:.0f} MiB"
+        + (f"; about {fits} tokens would fit" if fits > 0 else ""),
+    )
+
+
+def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
+    """More bytes than a context can take: K and V in f32, twice as wide as the model, for every layer and cell."""
+    width = numbers.get("block_count", 1024) * numbers.get("embedding_length", 1 << 16)
+    attention = 4 * 128 * n_ubatch * n_ctx  # logits of 128 heads
+    return n_ctx * width * 16 + attention + 2048 * MIB
+
+
+def needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+    """Bytes of a context by what they are for; 0 where it cannot be made: making it in earnest gives the reason.
+
+    Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are
+    continued from two smaller ones: never too much.
+    """
+    if n_ctx <= N_SIMULATED:
+        return _simulate(path, choice, params, window, n_ctx)
+    half, whole = (_simulate(path, choice, params, window, n) for n in (N_SIMULATED // 2, N_SIMULATED))
+    ratio = (n_ctx - N_SIMULATED) / (N_SIMULATED // 2)
+    return {name: size + (size - half[name]) * ratio for name, size in whole.items()}
+
+
+def _simulate(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+    """needed(), from a context that llama.cpp makes without memory."""
+    C.llama_backend_init()
+    params = type(params).from_buffer_copy(params)
+    params.n_ctx = n_ctx
+    model_params = C.llama_model_default_params()
+    model_params.no_alloc = True
+    model_params.load_mode = C.LLAMA_LOAD_MODE_NONE
+    model = context = None
+    try:
+        with captured_log(forward=False) as log, attached(choice, **window):
+            model = C.llama_model_load_from_file(os.fsencode(path), model_params)
+            context = C.llama_init_from_model(model, params) if model else None
+        if not context:
+            return {"cells": 0.0, "exact window": 0.0, "compute buffers": 0.0}
+        stats = context_stats(model, context, choice, [line for _, line in log if line.startswith("llama_kv_cache")])
+        sizes = [float(match[1]) for _, line in log if (match := _COMPUTE_LINE.search(line))]
+        return {
+            "cells": float(stats.bytes_kv - stats.bytes_window),
+            "exact window": float(stats.bytes_window),
+            "compute buffers": sum(sizes) * MIB,
+        }
+    finally:
+        with captured_log(forward=False):
+            if context:
+                C.llama_free(context)
+            if model:
+                C.llama_model_free(model)

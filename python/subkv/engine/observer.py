@@ -1,0 +1,101 @@
+"""Observers: what a context tells of its queries, keys and values (runtime/native/subkv.h, "calibration")."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subkv.base.errors import SubkvError
+from subkv.native import ggml as native
+from subkv.native.library import Observed, last_error
+
+PAUSE, ACCUMULATE, SAMPLE = 0, 1, 2  # observer modes of subkv.h
+UBATCH = 512  # tokens decoded at once
+
+
+@dataclass(frozen=True)
+class ObservedLayer:
+    """Shapes and counts of one observed layer, as subkv_observed."""
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    scale: float
+    n_tokens: int
+    n_key: int
+    n_query: int
+    n_nonfinite: int
+    coded: int = 0
+    plain: int = 0
+
+
+class Observer:
+    """A subkv_observer; it must outlive the context that it is attached to. All methods raise SubkvError."""
+
+    def __init__(self, n_skip: int) -> None:
+        self._subkv = native.subkv()
+        self._handle = self._subkv.subkv_observer_new(n_skip)
+        if not self._handle:
+            raise _unobservable()
+
+    def attach(self) -> None:
+        """The next context that this thread creates reports to it."""
+        if not self._subkv.subkv_observe(self._handle):
+            raise _unobservable()
+
+    def close(self) -> None:
+        if self._handle:
+            self._subkv.subkv_observer_free(self._handle)
+        self._handle = None
+
+    def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:
+        """What to do with the tokens decoded from now on."""
+        keys = (ctypes.c_int32 * len(key_pos))(*key_pos)
+        queries = (ctypes.c_int32 * len(query_pos))(*query_pos)
+        if not self._subkv.subkv_observer_mode(self._handle, mode, keys, len(keys), queries, len(queries)):
+            raise _unobservable()
+
+    def forget(self) -> None:
+        """Drop all samples and their memory; the statistics stay."""
+        self._subkv.subkv_observer_forget(self._handle)
+
+    def layers(self) -> list[ObservedLayer]:
+        """Layers that were observed, ascending."""
+        found = []
+        for il in range(self._subkv.subkv_observer_n_layer(self._handle)):
+            raw = Observed()
+            if not self._subkv.subkv_observer_layer(self._handle, il, ctypes.byref(raw)):
+                raise SubkvError("model", f"layer {il} cannot be read: {last_error()}")
+            if raw.n_head:
+                found.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
+        return found
+
+    def get(self, layer: ObservedLayer, what: str) -> NDArray[np.float64]:
+        """Statistics or samples of a layer, shaped as in subkv.h (subkv_observer_get)."""
+        out = np.zeros(_shape(layer, what), dtype=np.float64)
+        n = self._subkv.subkv_observer_get(
+            self._handle, layer.il, what.encode(), out.ctypes.data_as(ctypes.POINTER(ctypes.c_double)), out.size
+        )
+        if n != out.size:
+            raise SubkvError("model", f"layer {layer.il} {what}: expected {out.size} values, found {n}: {last_error()}")
+        return out
+
+
+def _unobservable() -> SubkvError:
+    return SubkvError("model", f"cannot observe this model: {last_error()}")
+
+
+def _shape(layer: ObservedLayer, what: str) -> tuple[int, ...]:
+    """Shape of subkv_observer_get's answer, subkv.h."""
+    heads, d = layer.n_head_kv, layer.d_v if what[0] in "vo" else layer.d_k
+    if what.endswith("2"):
+        return (heads, d, d)
+    if what.endswith("1"):
+        return (heads, d)
+    return (layer.n_query, layer.n_head, d) if what[0] in "qo" else (layer.n_key, heads, d)

@@ -1,0 +1,162 @@
+"""Saved contexts: what a state is bound to, saving and restoring.
+
+A state is what llama.cpp writes (cells and, of a coded cache, its exact window and adaptive bases) plus the tokens. It
+costs the rows of the cells in use (`kv_stats().bytes_per_token` each), the whole window (`bytes_window`) and some 20
+bytes a cell; the logits, which llama_cpp keeps beside it, only where logits_all asked for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from subkv import __version__
+from subkv.base.errors import StateError
+from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
+
+if TYPE_CHECKING:
+    from subkv.engine.llama import Llama
+
+N_SAMPLE, SAMPLE_BYTES = 64, 4096
+
+# of llama_context_params: with another value the same tokens have other keys and values
+_PARAMETERS = (
+    "n_seq_max",
+    "rope_scaling_type",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+    "attention_type",
+    "swa_full",
+)
+
+
+class Weights(Protocol):
+    """What weights_digest reads: a Llama, or whatever can answer for one. model: llama.cpp's handle."""
+
+    @property
+    def model_path(self) -> str: ...
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
+
+
+def weights_digest(llm: Weights) -> str:
+    """Hex SHA-256 that tells models apart without reading them whole.
+
+    Over llama.cpp's metadata except subkv.*, the size of the tensors, and 64 blocks of 4 KiB spread evenly over their
+    bytes at the end of the file (of every file of a split model): a finetune differs in all of them. A converted copy
+    and the model it was made from are the same.
+    """
+    digest = hashlib.sha256()
+    for key in sorted(llm.metadata):
+        if not key.startswith("subkv."):
+            digest.update(f"{key}\0{llm.metadata[key]}\0".encode("utf-8", "surrogateescape"))
+    size = C.llama_model_size(llm.model)
+    digest.update(size.to_bytes(8, "little"))
+    for path in _model_files(llm):
+        with open(path, "rb") as handle:
+            end = os.fstat(handle.fileno()).st_size
+            start = max(end - size, 0)
+            for i in range(N_SAMPLE):
+                handle.seek(start + (end - start) * i // N_SAMPLE)
+                digest.update(handle.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _model_files(llm: Weights) -> list[Path]:
+    count = int(llm.metadata.get("split.count", "0"))
+    path = Path(llm.model_path)
+    if count < 2:
+        return [path]
+    ending = f"-00001-of-{count:05d}.gguf"  # llama.cpp loads a split model by its first file only
+    return [path.with_name(path.name.removesuffix(ending) + f"-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+
+
+def identity(llm: Llama) -> dict[str, Any]:
+    """Everything that decides what a cell holds for a token, and how: equal for two contexts whose states fit both."""
+    stats = llm.kv_stats()
+    params = llm.context_params
+    trained = llm.metadata.get(f"{llm.metadata.get('general.architecture')}.rope.scaling.original_context_length")
+    return {
+        "model": weights_digest(llm),
+        "type_k": stats.type_k,
+        "type_v": stats.type_v,
+        "fingerprint": stats.fingerprint,
+        "n_sink": stats.n_sink,
+        "n_recent": stats.n_recent,
+        "n_rollback": stats.n_rollback,
+        "adapt": llm.cache_choice.adapting(llm._given["adapt"]),
+        **{name: getattr(params, name) for name in _PARAMETERS},
+        "long_rope": trained is not None and llm.n_ctx() > int(trained),  # models that rotate long contexts otherwise
+        "kv_overrides": None if llm.kv_overrides is None else sorted(map(str, llm.kv_overrides.items())),
+        "lora": None if not llm.lora_path else [file_digest(llm.lora_path), llm.lora_scale],
+        "versions": [__version__, llama_cpp.__version__],
+    }
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Hex SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def save(llm: Llama, logits: bool) -> llama_cpp.LlamaState:
+    """A copy of the context. logits: with the rows of `scores` in use."""
+    room = C.llama_state_get_size(llm.ctx)
+    buffer = (ctypes.c_uint8 * room)()
+    size = C.llama_state_get_data(llm.ctx, buffer, room)
+    if not 0 < size <= room:
+        raise StateError("state", last_error() or f"expected a state of at most {room} bytes, found {size}")
+    state = llama_cpp.LlamaState(
+        input_ids=llm._input_ids.copy(),
+        scores=llm._scores.copy() if logits else llm.scores[:0].copy(),
+        n_tokens=llm.n_tokens,
+        llama_state=bytes(memoryview(buffer)[:size]),
+        llama_state_size=size,
+        seed=llm._seed,
+    )
+    state.identity = llm.identity()
+    return state
+
+
+def load(llm: Llama, state: llama_cpp.LlamaState, logits: bool) -> None:
+    """Restore what save returned. Raises StateError; the context is then unchanged or empty, never half restored."""
+    if state.n_tokens > llm.n_ctx():
+        raise StateError("state", f"expected at most {llm.n_ctx()} tokens, found {state.n_tokens}")
+    own = llm.identity()
+    saved = getattr(state, "identity", own)  # absent in states of the parent class: the native check has the last word
+    for key, expected in own.items():
+        if saved.get(key) != expected:
+            raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
+    size = len(state.llama_state)
+    llm.reset()  # until everything is in place: an interrupt must not leave tokens of one text and cells of another
+    data = ctypes.cast(ctypes.c_char_p(state.llama_state), ctypes.POINTER(ctypes.c_uint8))
+    with captured_log(forward=llm.verbose) as log:
+        done = C.llama_state_set_data(llm.ctx, data, size)
+    if done != size:
+        reason = last_log_error(log) or last_error() or f"read {done} of {size} bytes"
+        llm._ctx.kv_cache_clear()
+        raise StateError("state", reason)
+    llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+    llm._seed = state.seed
+    if logits:
+        rows = min(state.n_tokens, state.scores.shape[0])
+        llm.scores[:rows] = state.scores[:rows]
+        llm.scores[rows:] = np.float32(0)
+    llm.n_tokens = state.n_tokens

@@ -1,0 +1,163 @@
+"""What a context's KV cache holds and takes."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from typing import Any
+
+from subkv.base.errors import CacheError
+from subkv.engine.cache import MIB, STOCK_TYPES, CacheChoice
+from subkv.native import library as _lib
+from subkv.native.binding import C, native
+
+
+@dataclasses.dataclass(frozen=True)
+class KVStats:
+    """A context's KV cache. Sizes are bytes as allocated; bpe is bits per K/V element, the exact window counted."""
+
+    type_k: str
+    type_v: str
+    n_cells: int
+    bytes_kv: int  # rows, exact window, adaptive bases and ordinary layers
+    bytes_f16: int  # the same context with an f16 cache
+    bytes_per_token: int  # rows of one cell, all layers
+    bpe: float
+    kernel: str
+    bytes_codes: int = 0
+    bytes_window: int = 0
+    bytes_stock: int = 0
+    bytes_bases: int = 0
+    bytes_adapt: int = 0  # adaptive bases and sketches as held now
+    n_chunks: int = 0  # adaptive bases alive, all heads
+    n_layer_coded: int = 0
+    n_zero_rows: int = 0
+    n_sink: int = 0
+    n_recent: int = 0
+    n_rollback: int = 0
+    fingerprint: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptStats:
+    """Adaptive bases of one layer's keys or values, over its heads.
+
+    residuals: relative, of every head's latest block.
+    """
+
+    il: int
+    side: str  # "k" or "v"
+    n_chunks: int  # bases alive
+    n_opened: int
+    n_refused: int  # candidates that did not gain enough
+    residuals: tuple[float, ...]
+
+
+def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
+    """Layers and sides whose bases follow the text."""
+    found = []
+    for il in range(n_layer):
+        for side in ("k", "v"):
+            heads: list[_lib.AdaptStats] = []
+            raw = _lib.AdaptStats()
+            while native().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", ctypes.byref(raw)):
+                heads.append(raw)
+                raw = _lib.AdaptStats()
+            if heads:
+                sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
+                found.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
+    return found
+
+
+def cache_line(stats: KVStats) -> str:
+    """The one line that every program prints about its cache."""
+    kind = stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"
+    bases = f" + {stats.bytes_bases / MIB:.1f} MiB bases" if stats.bytes_bases else ""
+    return (
+        f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {stats.bytes_kv / MIB:.1f} MiB{bases} "
+        f"(f16: {stats.bytes_f16 / MIB:.1f} MiB), kernel {stats.kernel}"
+    )
+
+
+def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> KVStats:
+    """Sizes of a context's cache. `log`: what llama.cpp said while creating it (lines of llama_kv_cache)."""
+    if not choice.coded:
+        return _stock_stats(model, ctx, choice, log)
+    raw = _lib.Stats()
+    if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
+        raise CacheError(
+            "kv_cache",
+            "expected a model with a K/V cache to hold coefficients, found one that keeps none (recurrent or "
+            "encoder-only); choose f16",
+        )
+    fingerprint = native().subkv_context_fingerprint(ctx)
+    name = native().subkv_kernel_name()
+    kernels = [name.decode() if name else "none"] if raw.n_layer_device < raw.n_layer_coded else []
+    kernels += ["cuda"] if raw.n_layer_device else []
+    same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
+    return KVStats(
+        type_k=choice.name_k,
+        type_v=choice.name_v,
+        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_adapt + raw.bytes_stock,
+        kernel=" and ".join(kernels),
+        fingerprint=fingerprint.decode() if fingerprint else None,
+        **{name: getattr(raw, name) for name in same},
+    )
+
+
+_SIZE_LINE = re.compile(
+    r"size = +[\d.]+ MiB \( *(\d+) cells, *(\d+) layers, *\d+/ *(\d+) seqs\), "
+    r"K \(\w+\): +([\d.]+) MiB, V \(\w+\): +([\d.]+)"
+)
+
+
+def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> KVStats:
+    """llama.cpp reports its allocation in its log, in MiB with two decimals; exact where all layers have one shape."""
+    width_k, width_v = _row_widths(model)
+    total = {"k": 0, "v": 0}
+    rows = 0.0
+    for line in log:
+        match = _SIZE_LINE.search(line)
+        if match is None:
+            continue
+        cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
+        for side, name, width, text in (
+            ("k", choice.name_k, width_k, match[4]),
+            ("v", choice.name_v, width_v, match[5]),
+        ):
+            exact = cells * streams * layers * width * STOCK_TYPES[name][1] / 8
+            size = exact if abs(exact / MIB - float(text)) < 0.006 else float(text) * MIB
+            total[side] += round(size)
+            rows += size / (cells * streams)
+    n_bytes = total["k"] + total["v"]
+    bits_k, bits_v = STOCK_TYPES[choice.name_k][1], STOCK_TYPES[choice.name_v][1]
+    in_f16 = total["k"] * 16 / bits_k + total["v"] * 16 / bits_v
+    return KVStats(
+        type_k=choice.name_k,
+        type_v=choice.name_v,
+        n_cells=C.llama_n_ctx(ctx),
+        bytes_kv=n_bytes,
+        bytes_f16=round(in_f16),
+        bytes_per_token=round(rows),
+        bpe=16.0 * n_bytes / in_f16 if in_f16 else 0.0,
+        kernel="ggml",
+        bytes_stock=n_bytes,
+    )
+
+
+def _row_widths(model: Any) -> tuple[int, int]:
+    """Elements of one cell's K and V in the first layer."""
+
+    def number(key: str) -> int | None:
+        buffer = ctypes.create_string_buffer(256)
+        n = C.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+        text = buffer.value.decode("utf-8", "replace")
+        return int(text) if n > 0 and text.isdigit() else None
+
+    buffer = ctypes.create_string_buffer(256)
+    C.llama_model_meta_val_str(model, b"general.architecture", buffer, len(buffer))
+    arch = buffer.value.decode("utf-8", "replace")
+    heads, heads_kv = C.llama_model_n_head(model), C.llama_model_n_head_kv(model)
+    default = C.llama_model_n_embd(model) // max(heads, 1)
+    return tuple(heads_kv * (number(f"{arch}.attention.{key}") or default) for key in ("key_length", "value_length"))  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""What files hold: calibrations, layouts, bases, the exact window (converter/FORMAT.md)."""

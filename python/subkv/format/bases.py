@@ -1,0 +1,48 @@
+"""What a file holds of one head and one layer: bands, bases, gamma (FORMAT.md §2, §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subkv.format.calibration import LayerShape
+
+Bands = tuple[tuple[int, int], ...]  # (coefficients, bits) per band, in order
+
+
+@dataclass(frozen=True)
+class StoredBasis:
+    """What the file holds for one head, K or V. encode, decode: [r, d] float16; ratio: [n_bands] float32, largest 1.
+
+    mean: [d] float16, subtracted before encoding and added after decoding; zeros for V.
+    """
+
+    bands: Bands
+    encode: NDArray[np.float16]
+    decode: NDArray[np.float16]
+    ratio: NDArray[np.float32]
+    mean: NDArray[np.float16]
+
+    def coefficients(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """c = E x − E μ of rows x [n, d] float32: [n, r], rounded where the kernels round."""
+        encode = self.encode.astype(np.float32)
+        offset = (self.encode.astype(np.float64) @ self.mean.astype(np.float64)).astype(np.float32)
+        c: NDArray[np.float32] = (x @ encode.T).astype(np.float32) - offset
+        return c
+
+
+@dataclass(frozen=True)
+class CodedHead:
+    """One KV head. gamma multiplies its logits."""
+
+    k: StoredBasis
+    v: StoredBasis
+    gamma: float
+
+
+@dataclass(frozen=True)
+class CodedLayer:
+    shape: LayerShape
+    heads: tuple[CodedHead, ...]

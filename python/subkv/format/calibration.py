@@ -1,0 +1,482 @@
+"""calib.safetensors: the in-memory statistics, a strict reader, a writer, and merging. Format: FORMAT.md §4."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from subkv.base.errors import SubkvError
+from subkv.base.files import atomic_file
+
+F64 = NDArray[np.float64]
+F16 = NDArray[np.float16]
+
+VERSION = "1"
+PREFIX = "subkv.calibration."
+PSD_TOLERANCE = 1e-4  # smallest eigenvalue may be −1e-4 × the largest
+MAX_SAMPLES = 32  # rows per layer and kind that are kept
+MAX_HEAD_SIZE = 256
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Attention shape of one layer. scale: softmax scale. tokens: rows accumulated in its moments."""
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    scale: float
+    tokens: int
+
+    @property
+    def n_group(self) -> int:
+        return self.n_head // self.n_head_kv
+
+    @property
+    def elements(self) -> int:
+        """K and V elements of one token."""
+        return self.n_head_kv * (self.d_k + self.d_v)
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """What an error in one layer's cache does to the next-token distributions, float64, post-RoPE frame.
+
+    k, v: [n_head_kv, d, d] symmetric, such that independent errors of covariance C in the coded keys (values) of one
+    head cost ½ tr(k C) nats of KLD per token (second order). Errors count where attention reads coded cells: beyond the
+    exact window of Sensitivity.n_recent. k0, v0: the same without a recent window.
+    """
+
+    k: F64
+    v: F64
+    k0: F64
+    v0: F64
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How the layers' sensitivities were measured.
+
+    tokens: positions whose distributions entered them. n_ctx: tokens of a chunk. correction: measured over
+    predicted KLD of a layout with this window, on other text; correction0: of q8_0 without.
+    """
+
+    method: str
+    tokens: int
+    n_recent: int
+    n_ctx: int
+    correction: float = 1.0
+    correction0: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Statistics of one layer in the post-RoPE frame, float64 unless noted.
+
+    k2, q2: [n_head_kv, d_k, d_k]; v2: [n_head_kv, d_v, d_v] symmetric second moments (not centred; q2 is the mean over
+    the group's heads). k1, q1: [n_head_kv, d_k]; v1: [n_head_kv, d_v] means. ks: [n_key, n_head_kv, d_k],
+    vs: [n_key, n_head_kv, d_v], qs: [n_query, n_head, d_k] float16 rows of held-out text, possibly none.
+    """
+
+    shape: LayerShape
+    k2: F64
+    q2: F64
+    v2: F64
+    k1: F64
+    q1: F64
+    v1: F64
+    ks: F16
+    vs: F16
+    qs: F16
+    sensitivity: LayerSensitivity | None = None
+
+    @property
+    def has_samples(self) -> bool:
+        return len(self.ks) > 0 and len(self.qs) > 0
+
+
+@dataclass(frozen=True)
+class TextSource:
+    name: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A whole calibration file. sha256: of the file it was read from, empty when not read from one."""
+
+    arch: str
+    name: str
+    block_count: int
+    n_ctx: int
+    n_skip: int
+    tokens: int
+    texts: tuple[TextSource, ...]
+    model_sha256: str
+    generator: str
+    layers: tuple[LayerStats, ...]
+    sensitivity: Sensitivity | None = None  # None: then no layer has one, else all have
+    sha256: str = field(default="", compare=False)
+
+
+def pack(moments: F64) -> NDArray[np.float32]:
+    """[n, d, d] symmetric -> [n, d(d+1)/2] float32, upper triangle by rows."""
+    row, column = np.triu_indices(moments.shape[-1])
+    return np.ascontiguousarray(moments[:, row, column], dtype=np.float32)
+
+
+def unpack(packed: NDArray[Any], d: int) -> F64:
+    """[n, d(d+1)/2] -> [n, d, d] float64, symmetric."""
+    row, column = np.triu_indices(d)
+    full = np.zeros((packed.shape[0], d, d), dtype=np.float64)
+    full[:, row, column] = packed
+    full[:, column, row] = packed
+    return full
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write atomically. Raises SubkvError (starting with `flag`) when the file cannot be written."""
+    tensors: dict[str, NDArray[Any]] = {}
+    shapes = []
+    for layer in calibration.layers:
+        shape = layer.shape
+        blk = f"blk.{shape.il}."
+        for key, moments in (("k2", layer.k2), ("q2", layer.q2), ("v2", layer.v2)):
+            tensors[blk + key] = pack(moments)
+        for key, mean in (("k1", layer.k1), ("q1", layer.q1), ("v1", layer.v1)):
+            tensors[blk + key] = np.ascontiguousarray(mean, dtype=np.float32)
+        if layer.has_samples:
+            for key, rows in (("ks", layer.ks), ("vs", layer.vs), ("qs", layer.qs)):
+                tensors[blk + key] = np.ascontiguousarray(rows, dtype=np.float16)
+        if layer.sensitivity is not None:
+            for name, field_name in _SENSITIVITY.items():
+                tensors[blk + name] = pack(getattr(layer.sensitivity, field_name))
+        shapes.append({key: getattr(shape, key) for key in _SHAPE_FIELDS})
+    values = {
+        "version": VERSION,
+        "arch": calibration.arch,
+        "name": calibration.name,
+        "block_count": str(calibration.block_count),
+        "n_ctx": str(calibration.n_ctx),
+        "n_skip": str(calibration.n_skip),
+        "tokens": str(calibration.tokens),
+        "texts": json.dumps([vars(text) for text in calibration.texts]),
+        "model_sha256": calibration.model_sha256,
+        "layers": json.dumps(shapes),
+        "generator": calibration.generator,
+    }
+    if calibration.sensitivity is not None:
+        values["sensitivity"] = json.dumps(vars(calibration.sensitivity))
+    blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
+    with atomic_file(path) as handle:
+        for part in canonical(blob):
+            handle.write(part)
+
+
+def canonical(blob: bytes) -> tuple[bytes, memoryview]:
+    """The same safetensors content with the header's members sorted: the library writes them in random order.
+
+    Layout: header length (u64), header (JSON padded with spaces to a multiple of 8), tensor data.
+    """
+    end = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:end])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, memoryview(blob)[end:]
+
+
+#
+# reading
+#
+
+_SENSITIVITY = {"ek": "k", "ev": "v", "ek0": "k0", "ev0": "v0"}  # tensor: field of LayerSensitivity
+METHODS = ("fisher",)
+_SHAPE_FIELDS = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read and validate a calibration file.
+
+    Raises SubkvError naming the key or tensor, what was expected and what was found: not a safetensors file,
+    missing or unknown tensors, wrong shape or dtype, NaN or infinity, moments that are not positive semi-definite,
+    unknown version, inconsistent metadata.
+    """
+    if not path.is_file():
+        raise SubkvError("calibration", f"expected a calibration file, found no file at {path}")
+    try:
+        with safe_open(path, framework="numpy") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
+        raise SubkvError("calibration", f"{path} is not a readable safetensors file: {error}") from error
+    header = _Header(metadata)
+    shapes = header.shapes()
+    sensitivity = header.sensitivity()
+    layers = tuple(_read_layer(tensors, shape, sensitivity is not None) for shape in shapes)
+    if tensors:
+        raise SubkvError(
+            f"{min(tensors)}", "expected only tensors of FORMAT.md §4 for the listed layers, found this one"
+        )
+    return Calibration(
+        arch=header.text("arch"),
+        name=header.text("name"),
+        block_count=header.integer("block_count", 1, MAX_LAYERS),
+        n_ctx=header.integer("n_ctx", 1, 2**31 - 1),
+        n_skip=header.integer("n_skip", 0, 2**31 - 1),
+        tokens=header.integer("tokens", 1, 2**63 - 1),
+        texts=header.texts(),
+        model_sha256=header.sha256("model_sha256"),
+        generator=header.text("generator"),
+        layers=layers,
+        sensitivity=sensitivity,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+class _Header:
+    """Typed access to __metadata__; every defect names the key."""
+
+    def __init__(self, metadata: dict[str, str]) -> None:
+        self.metadata = metadata
+        version = self.text("version")
+        if version != VERSION:
+            raise SubkvError(f"{PREFIX}version", f"expected {VERSION}, found {version!r}")
+
+    def text(self, key: str) -> str:
+        if PREFIX + key not in self.metadata:
+            raise SubkvError(f"{PREFIX}{key}", "expected this metadata string, found none")
+        return self.metadata[PREFIX + key]
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        text = self.text(key)
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+        if value is None or not low <= value <= high:
+            raise SubkvError(f"{PREFIX}{key}", f"expected an integer from {low} to {high}, found {text!r}")
+        return value
+
+    def sha256(self, key: str) -> str:
+        text = self.text(key)
+        if len(text) != 64 or set(text) - set("0123456789abcdef"):
+            raise SubkvError(f"{PREFIX}{key}", f"expected 64 lower-case hex digits, found {text!r}")
+        return text
+
+    def _json_list(self, key: str) -> list[dict[str, Any]]:
+        try:
+            value = json.loads(self.text(key))
+        except (ValueError, RecursionError) as error:
+            raise SubkvError(
+                f"{PREFIX}{key}", f"expected a JSON list, found text that does not parse ({error})"
+            ) from error
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise SubkvError(f"{PREFIX}{key}", f"expected a JSON list of objects, found {self.text(key)[:80]!r}")
+        return value
+
+    def texts(self) -> tuple[TextSource, ...]:
+        sources = []
+        for item in self._json_list("texts"):
+            if (
+                set(item) != {"name", "sha256", "bytes"}
+                or not isinstance(item["name"], str)
+                or not isinstance(item["sha256"], str)
+                or type(item["bytes"]) is not int
+            ):
+                raise SubkvError(f"{PREFIX}texts", f"expected objects {{name, sha256, bytes}}, found {item!r}")
+            sources.append(TextSource(**item))
+        return tuple(sources)
+
+    def sensitivity(self) -> Sensitivity | None:
+        """None when the file has none."""
+        if PREFIX + "sensitivity" not in self.metadata:
+            return None
+        text = self.text("sensitivity")
+        try:
+            item = json.loads(text)
+        except (ValueError, RecursionError):
+            item = None
+        members = ("method", "tokens", "n_recent", "n_ctx", "correction", "correction0")
+        if (
+            not isinstance(item, dict)
+            or set(item) != set(members)
+            or item["method"] not in METHODS
+            or any(type(item[key]) is not int for key in ("tokens", "n_recent", "n_ctx"))
+            or any(type(item[key]) is not float for key in ("correction", "correction0"))
+            or not (item["tokens"] >= 1 and item["n_recent"] >= 0 and item["n_ctx"] >= 1)
+            or not all(0.0 < item[key] < math.inf for key in ("correction", "correction0"))
+        ):
+            raise SubkvError(
+                f"{PREFIX}sensitivity",
+                f"expected a JSON object of {', '.join(members)} (method {' or '.join(METHODS)}, "
+                f"numbers positive), found {text[:80]!r}",
+            )
+        return Sensitivity(**item)
+
+    def shapes(self) -> list[LayerShape]:
+        block_count = self.integer("block_count", 1, MAX_LAYERS)
+        items = self._json_list("layers")
+        if not items:
+            raise SubkvError(f"{PREFIX}layers", "expected at least one layer, found none")
+        shapes = [_read_shape(item, block_count) for item in items]
+        order = [shape.il for shape in shapes]
+        if order != sorted(set(order)):
+            raise SubkvError(f"{PREFIX}layers", f"expected ascending distinct il, found {order}")
+        return shapes
+
+
+def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
+    key = f"{PREFIX}layers"
+    if set(item) != set(_SHAPE_FIELDS):
+        raise SubkvError(key, f"expected the members {', '.join(_SHAPE_FIELDS)}, found {', '.join(sorted(item))}")
+    limits = {
+        "il": (0, block_count - 1),
+        "n_head": (1, 65536),
+        "n_head_kv": (1, MAX_HEADS),
+        "d_k": (8, MAX_HEAD_SIZE),
+        "d_v": (8, MAX_HEAD_SIZE),
+        "tokens": (1, 2**63 - 1),
+    }
+    for name, (low, high) in limits.items():
+        if type(item[name]) is not int or not low <= item[name] <= high:
+            raise SubkvError(key, f"expected {name} to be an integer from {low} to {high}, found {item[name]!r}")
+    for name in ("d_k", "d_v"):
+        if item[name] % 8:
+            raise SubkvError(key, f"expected {name} to be a multiple of 8, found {item[name]}")
+    if item["n_head"] % item["n_head_kv"]:
+        raise SubkvError(
+            key, f"expected n_head to be a multiple of n_head_kv, found {item['n_head']} and {item['n_head_kv']}"
+        )
+    scale = item["scale"]
+    if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
+        raise SubkvError(key, f"expected scale to be a positive number, found {scale!r}")
+    return LayerShape(**{**item, "scale": float(scale)})
+
+
+def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: bool) -> LayerStats:
+    """Take the layer's tensors out of `tensors` and validate them. sensitive: the file says it has sensitivities."""
+    blk = f"blk.{shape.il}."
+
+    def take(key: str, dtype: type[np.generic], expected: tuple[int | None, ...]) -> NDArray[Any]:
+        name = blk + key
+        if name not in tensors:
+            raise SubkvError(name, "expected this tensor, found none")
+        tensor = tensors.pop(name)
+        wanted = "[" + ", ".join("n" if n is None else str(n) for n in expected) + "]"
+        fits = tensor.ndim == len(expected) and all(
+            n is None or n == m for n, m in zip(expected, tensor.shape, strict=True)
+        )
+        if tensor.dtype != dtype or not fits:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise SubkvError(name, f"expected {np.dtype(dtype)} {wanted}, found {found}")
+        if not np.isfinite(tensor).all():
+            raise SubkvError(name, "expected finite values, found NaN or infinity")
+        return tensor
+
+    def moments(key: str, d: int) -> F64:
+        full = unpack(take(key, np.float32, (shape.n_head_kv, d * (d + 1) // 2)), d)
+        eigenvalues = np.linalg.eigvalsh(full)
+        for head, values in enumerate(eigenvalues):
+            if values[-1] < 0 or values[0] < -PSD_TOLERANCE * values[-1]:
+                raise SubkvError(
+                    f"{blk}{key}",
+                    f"expected a positive semi-definite matrix for head {head}, "
+                    f"found eigenvalues from {values[0]:.3g} to {values[-1]:.3g}",
+                )
+        return full
+
+    def mean(key: str, d: int) -> F64:
+        return take(key, np.float32, (shape.n_head_kv, d)).astype(np.float64)
+
+    stats: dict[str, Any] = {
+        "k2": moments("k2", shape.d_k),
+        "q2": moments("q2", shape.d_k),
+        "v2": moments("v2", shape.d_v),
+        "k1": mean("k1", shape.d_k),
+        "q1": mean("q1", shape.d_k),
+        "v1": mean("v1", shape.d_v),
+    }
+    kinds = {"ks": (shape.n_head_kv, shape.d_k), "vs": (shape.n_head_kv, shape.d_v), "qs": (shape.n_head, shape.d_k)}
+    if any(blk + key in tensors for key in kinds):
+        samples = {key: take(key, np.float16, (None, *rest)) for key, rest in kinds.items()}
+        if len(samples["ks"]) != len(samples["vs"]):
+            raise SubkvError(f"{blk}vs", f"expected {len(samples['ks'])} rows as in ks, found {len(samples['vs'])}")
+    else:
+        samples = {key: np.zeros((0, *rest), dtype=np.float16) for key, rest in kinds.items()}
+    sensitivity = None
+    if sensitive:
+        sizes = {"ek": shape.d_k, "ev": shape.d_v, "ek0": shape.d_k, "ev0": shape.d_v}
+        sensitivity = LayerSensitivity(**{_SENSITIVITY[key]: moments(key, d) for key, d in sizes.items()})
+    return LayerStats(shape=shape, **stats, **samples, sensitivity=sensitivity)
+
+
+#
+# merging
+#
+
+
+def thin(rows: F16, limit: int = MAX_SAMPLES) -> F16:
+    """At most `limit` rows, spread evenly over the given ones."""
+    if len(rows) <= limit:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, limit).round().astype(np.int64)]
+
+
+def check_mergeable(earlier: Calibration, arch: str, name: str, block_count: int, n_skip: int) -> None:
+    """Refuse to merge with a file of another model. Raises SubkvError. Layer shapes are checked by merge()."""
+    wanted = {"arch": arch, "name": name, "block_count": block_count, "n_skip": n_skip}
+    for key, value in wanted.items():
+        found = getattr(earlier, key)
+        if found != value:
+            raise SubkvError("calibration", f"{PREFIX}{key}: expected {value!r} as in this run, found {found!r}")
+
+
+def merge(earlier: Calibration, later: Calibration) -> Calibration:
+    """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
+
+    n_ctx is the shorter one (positions.py spreads from there); model_sha256, generator and, where it has them,
+    sensitivities are those of `later`. Raises SubkvError when the models differ.
+    """
+    check_mergeable(earlier, later.arch, later.name, later.block_count, later.n_skip)
+    found = [replace(layer.shape, tokens=0) for layer in earlier.layers]
+    expected = [replace(layer.shape, tokens=0) for layer in later.layers]
+    if found != expected:
+        bad = next((pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]), None)
+        detail = f"expected {bad[0]}, found {bad[1]}" if bad else f"expected {len(expected)} layers, found {len(found)}"
+        raise SubkvError("calibration", f"{PREFIX}layers: {detail}")
+    layers = tuple(_merge_layer(a, b) for a, b in zip(earlier.layers, later.layers, strict=True))
+    texts = tuple(dict.fromkeys(earlier.texts + later.texts))
+    return replace(
+        later,
+        layers=layers,
+        tokens=earlier.tokens + later.tokens,
+        texts=texts,
+        n_ctx=min(earlier.n_ctx, later.n_ctx),
+        sensitivity=later.sensitivity or earlier.sensitivity,
+        sha256="",
+    )
+
+
+def _merge_layer(a: LayerStats, b: LayerStats) -> LayerStats:
+    total = a.shape.tokens + b.shape.tokens
+    share = a.shape.tokens / total
+    moments: dict[str, Any] = {
+        key: share * getattr(a, key) + (1 - share) * getattr(b, key) for key in ("k2", "q2", "v2", "k1", "q1", "v1")
+    }
+    samples: dict[str, Any] = {
+        key: thin(np.concatenate([getattr(a, key), getattr(b, key)])) for key in ("ks", "vs", "qs")
+    }
+    return LayerStats(
+        shape=replace(a.shape, tokens=total), **moments, **samples, sensitivity=b.sensitivity or a.sensitivity
+    )

@@ -1,0 +1,170 @@
+"""Layout + bases to GGUF keys (FORMAT.md §1 to §3). Reading and validating them is libsubkv's job; `read` asks it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subkv.base.errors import SubkvError
+from subkv.format.bases import CodedHead, CodedLayer, StoredBasis
+from subkv.format.calibration import Calibration
+from subkv.native import ggml as native
+from subkv.native.gguf import Gguf, Value
+
+VERSION = 2
+STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # of gamma, FORMAT.md §1
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything counted, in bits per K/V element at `context`."""
+
+    rows: float
+    window: float
+    bases: float
+    bytes_per_token: int
+    context: int
+
+    @property
+    def total(self) -> float:
+        return self.rows + self.window + self.bases
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Choices that go into the header keys; method names as the command line spells them."""
+
+    codec: str
+    basis_k: str
+    basis_v: str
+    gamma: str
+    n_sink: int
+    n_recent: int
+    adapt: str | None = None  # how contexts follow the text by default, subkv.adapt.parse
+
+
+def generator() -> str:
+    """Program and version, for the files' provenance."""
+    try:
+        return f"subkv {version('subkv')}"
+    except PackageNotFoundError:
+        return "subkv (not installed)"
+
+
+def layout_json(layers: Sequence[CodedLayer]) -> str:
+    """FORMAT.md §2, without spaces."""
+    items = [
+        {
+            "il": layer.shape.il,
+            "n_head_kv": layer.shape.n_head_kv,
+            "d_k": layer.shape.d_k,
+            "d_v": layer.shape.d_v,
+            "k": [head.k.bands for head in layer.heads],
+            "v": [head.v.bands for head in layer.heads],
+        }
+        for layer in layers
+    ]
+    return json.dumps({"layers": items}, separators=(",", ":"))
+
+
+def basis_block(layer: CodedLayer) -> bytes:
+    """FORMAT.md §3: for each head K then V, little-endian, no padding."""
+    parts = []
+    for head in layer.heads:
+        parts.append(np.array([head.gamma], dtype="<f4").tobytes())
+        for stored, key in ((head.k, True), (head.v, False)):
+            parts.append(stored.ratio.astype("<f4").tobytes())
+            if key:
+                parts.append(stored.mean.astype("<f2").tobytes())
+            parts.append(stored.encode.astype("<f2").tobytes())
+            parts.append(stored.decode.astype("<f2").tobytes())
+    return b"".join(parts)
+
+
+def keys(
+    layers: Sequence[CodedLayer], calibration: Calibration, settings: Settings, counted: Account
+) -> dict[str, Value]:
+    """Every subkv.* key of version 2 except subkv.base.sha256, which is known once the base has been read."""
+    values: dict[str, Value] = {
+        "subkv.version": ("u32", VERSION),
+        "subkv.codec": ("str", settings.codec),
+        "subkv.arch": ("str", calibration.arch),
+        "subkv.block_count": ("u32", calibration.block_count),
+        "subkv.n_sink": ("u32", settings.n_sink),
+        "subkv.n_recent": ("u32", settings.n_recent),
+        "subkv.bits_per_element": ("f32", counted.total),
+        "subkv.bits_per_element.rows": ("f32", counted.rows),
+        "subkv.bpe_context": ("u32", counted.context),
+        "subkv.gamma": ("str", STORED_NAMES[settings.gamma]),
+        "subkv.basis_k": ("str", settings.basis_k),
+        "subkv.basis_v": ("str", settings.basis_v),
+        "subkv.calibration.sha256": ("str", calibration.sha256),
+        "subkv.calibration.tokens": ("u64", calibration.tokens),
+        "subkv.calibration.text": ("str", ",".join(text.name for text in calibration.texts)),
+        "subkv.generator": ("str", generator()),
+        "subkv.layout": ("str", layout_json(layers)),
+    }
+    if settings.adapt is not None:
+        values["subkv.adapt"] = ("str", settings.adapt)
+    for layer in layers:
+        values[f"subkv.blk.{layer.shape.il}.basis"] = ("str", base64.b64encode(basis_block(layer)).decode("ascii"))
+    return values
+
+
+def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:
+    """Bands and bases of every coded layer of a converted model or sidecar: basis_block read back.
+
+    Raises SubkvError as read() does; what libsubkv accepts needs no further checks.
+    """
+    described = read(path)
+    with Gguf(path) as file:
+        return {
+            layer["il"]: _heads(layer, base64.b64decode(file.get(f"subkv.blk.{layer['il']}.basis")))
+            for layer in described["layers"]
+        }
+
+
+def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
+    at = 0
+
+    def take(dtype: str, *shape: int) -> NDArray[Any]:
+        nonlocal at
+        values = np.frombuffer(block, dtype, int(np.prod(shape)), at).reshape(shape)
+        at += values.nbytes
+        return values
+
+    def stored(head: dict[str, Any], d: int, key: bool) -> StoredBasis:
+        ratio = take("<f4", len(head["bands"]))
+        mean = take("<f2", d) if key else np.zeros(d, dtype=np.float16)
+        encode, decode = take("<f2", head["rank"], d), take("<f2", head["rank"], d)
+        return StoredBasis(tuple((b["n"], b["bits"]) for b in head["bands"]), encode, decode, ratio, mean)
+
+    heads = []
+    for k, v in zip(layer["k"], layer["v"], strict=True):
+        gamma = float(take("<f4", 1)[0])
+        heads.append(CodedHead(stored(k, layer["d_k"], True), stored(v, layer["d_v"], False), gamma))
+    return tuple(heads)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Everything about a converted model or sidecar except the matrices (fields: FORMAT.md §5).
+
+    Raises SubkvError with libsubkv's sentence when any key is missing or damaged.
+    """
+    library = native.subkv()
+    layout = library.subkv_layout_load(str(path).encode())
+    if not layout:
+        raise SubkvError("", (library.subkv_last_error() or b"unknown error").decode("utf-8", "replace"))
+    try:
+        described: dict[str, Any] = json.loads(library.subkv_layout_json(layout).decode("utf-8"))
+    finally:
+        library.subkv_layout_free(layout)
+    return described

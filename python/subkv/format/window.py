@@ -1,0 +1,41 @@
+"""The exact window: which tokens of a sequence are attended to in half precision instead of from codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+AS_FILE = -1  # a number that was not asked for: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
+N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 32  # defaults; N_ROLLBACK is libsubkv's
+MAX_SINK, MAX_RECENT = 4096, 65536  # FORMAT.md §1
+
+
+@dataclass(frozen=True)
+class Window:
+    """First tokens, last tokens, and rows kept beyond these so that a tail of as many tokens can be removed."""
+
+    n_sink: int = AS_FILE
+    n_recent: int = AS_FILE
+    n_rollback: int = AS_FILE
+
+    @classmethod
+    def of(cls, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None) -> Window:
+        """None: not asked for."""
+        return cls(*(AS_FILE if n is None else n for n in (n_sink, n_recent, n_rollback)))
+
+    def filled(self, n_sink: int = N_SINK, n_recent: int = N_RECENT, n_rollback: int = N_ROLLBACK) -> Window:
+        """With these numbers where none was asked for."""
+        own = (self.n_sink, self.n_recent, self.n_rollback)
+        return Window(*(given if n == AS_FILE else n
+                        for n, given in zip(own, (n_sink, n_recent, n_rollback), strict=True)))  # fmt: skip
+
+    def asked(self) -> dict[str, int]:
+        """The numbers that were asked for, by name."""
+        return {name: n for name, n in vars(self).items() if n != AS_FILE}
+
+    def with_rollback(self, n_rollback: int) -> Window:
+        return replace(self, n_rollback=n_rollback)
+
+    @property
+    def n_exact(self) -> int:
+        """Rows of a sequence."""
+        return self.n_sink + self.n_recent + self.n_rollback

@@ -1,0 +1,1 @@
+"""ctypes over libsubkv, llama.cpp and ggml."""

@@ -1,0 +1,88 @@
+"""llama_cpp and libsubkv, bound to each other, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from subkv.native import library as _lib
+
+_lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
+
+import llama_cpp  # noqa: E402
+from llama_cpp import _internals as internals  # noqa: E402
+from llama_cpp import _logger  # noqa: E402
+from llama_cpp import llama_cpp as C  # noqa: E402
+
+__all__ = ["C", "LogLines", "captured_log", "internals", "last_error", "last_log_error", "llama_cpp", "native"]
+
+# enum ggml_log_level; llama_cpp's own table is of an older version
+LOG_ERROR = 4
+LOG_CONT = 5
+
+
+def last_error() -> str:
+    """The reason of this thread's latest libsubkv failure, "" when there is none."""
+    return _lib.last_error()
+
+
+def native() -> ctypes.CDLL:
+    """libsubkv."""
+    return _lib.load()
+
+
+LogLines = list[tuple[int, str]]
+
+
+class _Logging:
+    """Who gets llama.cpp's log, one for the process: blocks of several threads wait for each other."""
+
+    def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)  # the lock may be held by a thread that the child does not have
+
+    def reset(self) -> None:
+        self.lock = threading.RLock()
+        self.callback = _logger.llama_log_callback
+
+
+_logging = _Logging()
+
+
+@contextlib.contextmanager
+def captured_log(forward: bool) -> Iterator[LogLines]:
+    """Collect (level, line) of everything llama.cpp logs inside the block; `forward` also prints it to stderr."""
+    lines: LogLines = []
+
+    def collect(level: int, text: bytes, _user: Any) -> None:
+        line = text.decode("utf-8", "replace")
+        if forward:
+            print(line, end="", file=sys.stderr, flush=True)
+        if level == LOG_CONT and lines:
+            lines[-1] = (lines[-1][0], lines[-1][1] + line.rstrip("\n"))
+        else:
+            lines.append((level, line.rstrip("\n")))
+
+    with _logging.lock:
+        outer, _logging.callback = _logging.callback, C.llama_log_callback(collect)
+        C.llama_log_set(_logging.callback, ctypes.c_void_p(0))
+        try:
+            yield lines
+        finally:
+            _logging.callback = outer
+            C.llama_log_set(outer, ctypes.c_void_p(0))
+
+
+def last_log_error(lines: LogLines) -> str:
+    """The most specific error sentence in a captured log, without the name of the C function; "" when there is none."""
+    errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
+    named = [line for line in errors if "error loading model" in line]
+    line = (named or errors or [""])[0]  # the first is the cause, later ones tell who gave up
+    line = re.sub(r"^\w+: ", "", line)
+    return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()

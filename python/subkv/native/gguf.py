@@ -1,0 +1,294 @@
+"""Reading metadata and single tensors of a GGUF and writing a copy with other metadata, through ggml's own functions.
+
+gguf-py reads the whole file into Python objects (seconds); ggml's parser takes milliseconds. The data section of a copy
+is copied as raw bytes, so tensors keep their bytes, order and alignment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from subkv.base.errors import SubkvError
+from subkv.base.files import atomic_file
+from subkv.base.progress import progress_bar
+from subkv.native import ggml as native
+from subkv.native.split import COUNT, NUMBER, split_files
+
+BLOCK = 4 << 20  # bytes copied at once
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TYPE_STRING, _TYPE_ARRAY = 8, 9
+_SETTERS = {"u32": "gguf_set_val_u32", "u64": "gguf_set_val_u64", "f32": "gguf_set_val_f32", "str": "gguf_set_val_str"}
+
+Value = tuple[str, int | float | str]  # type name of _SETTERS, value
+SHA256_KEY = "subkv.base.sha256"
+
+
+class Base(Protocol):
+    """What planning reads of a model; names are GGUF's. A Gguf, or whatever can answer for one."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def keys(self) -> list[str]: ...
+
+    def get(self, key: str) -> Any: ...
+
+    def has_tensor(self, name: str) -> bool: ...
+
+    def tensor(self, name: str, why: str) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A tensor in its file, which outlives the Gguf that it is of: raw [ne1, bytes of a row], its ggml type, ne0."""
+
+    name: str
+    raw: NDArray[np.uint8]
+    kind: int
+    n: int
+    why: str
+
+    def rows(self, which: Any) -> NDArray[np.float32]:
+        """Rows by index or slice, dequantized to float32, [rows, ne0]. Raises SubkvError."""
+        raw = np.ascontiguousarray(self.raw[which])
+        try:
+            values = dequantize(raw, GGMLQuantizationType(self.kind))
+        except (NotImplementedError, ValueError, KeyError) as error:
+            raise SubkvError(
+                self.name, f"expected a tensor type that can be dequantized, found type {self.kind}; {self.why}"
+            ) from error
+        return values.astype(np.float32, copy=False).reshape(len(raw), self.n)
+
+
+class Gguf:
+    """One GGUF opened for reading, or all files of a split model, given the first. Use as a context manager.
+
+    Metadata is the first file's, tensors are those of all. Raises SubkvError (starting with `flag`) for a missing
+    file, one that is not a GGUF, a damaged or truncated one, and a split model that is not complete.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._c = native.gguf()
+        self._opened: list[int] = []  # contexts of `files`
+        try:
+            self.files = split_files(path, self._open)
+        except ValueError as error:
+            self.close()
+            raise SubkvError("model", f"{error}") from None
+        except SubkvError:
+            self.close()
+            raise
+        self._ctx = self._opened[0]
+
+    def _open(self, path: Path) -> tuple[int, int]:
+        """Open one file; its number in a split model and the number of files."""
+        _check_header(path)
+        with native.captured_log() as log:
+            ctx = self._c.gguf_init_from_file(str(path).encode(), native.GgufInitParams(True, None))
+        if not ctx:
+            detail = f" ({log[0]})" if log else ""
+            raise SubkvError("model", f"{path}: expected a complete GGUF, found damaged or truncated metadata{detail}")
+        self._opened.append(ctx)
+        self._check_data(ctx, path)
+        number, count = self._get(ctx, NUMBER), self._get(ctx, COUNT)
+        return number if isinstance(number, int) else 0, count if isinstance(count, int) else 1
+
+    def close(self) -> None:
+        while self._opened:
+            self._c.gguf_free(self._opened.pop())
+
+    def __enter__(self) -> Gguf:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def data_offset(self) -> int:
+        """Where the tensor data of the first file begins."""
+        return int(self._c.gguf_get_data_offset(self._ctx))
+
+    def _check_data(self, ctx: int, path: Path) -> None:
+        """The file must reach to the end of its last tensor."""
+        end = 0
+        for i in range(self._c.gguf_get_n_tensors(ctx)):
+            end = max(end, self._c.gguf_get_tensor_offset(ctx, i) + self._c.gguf_get_tensor_size(ctx, i))
+        expected, found = self._c.gguf_get_data_offset(ctx) + end, path.stat().st_size
+        if end and found < expected:
+            raise SubkvError("model", f"{path}: expected {expected} bytes, found a file truncated to {found}")
+
+    def keys(self) -> list[str]:
+        n_kv = self._c.gguf_get_n_kv(self._ctx)
+        return [self._c.gguf_get_key(self._ctx, i).decode("utf-8", "replace") for i in range(n_kv)]
+
+    def get(self, key: str) -> Any:
+        """Value of a key: int, float, bool, str, or a list of numbers; None when absent. Arrays of strings: None."""
+        return self._get(self._ctx, key)
+
+    def _get(self, ctx: int, key: str) -> Any:
+        index = self._c.gguf_find_key(ctx, key.encode())
+        if index < 0:
+            return None
+        kind = self._c.gguf_get_kv_type(ctx, index)
+        if kind == _TYPE_STRING:
+            return self._c.gguf_get_val_str(ctx, index).decode("utf-8", "replace")
+        if kind == _TYPE_ARRAY:
+            code = _SCALARS.get(self._c.gguf_get_arr_type(ctx, index))
+            if code is None:
+                return None
+            n = self._c.gguf_get_arr_n(ctx, index)
+            raw = ctypes.string_at(self._c.gguf_get_arr_data(ctx, index), n * struct.calcsize(code)) if n else b""
+            return list(struct.unpack(f"={n}{code}", raw))
+        code = _SCALARS[kind]
+        raw = ctypes.string_at(self._c.gguf_get_val_data(ctx, index), struct.calcsize(code))
+        return struct.unpack(f"={code}", raw)[0]
+
+    def _find(self, name: str) -> tuple[int, Path, int] | None:
+        """Where a tensor is: context and path of its file, index in it."""
+        for ctx, path in zip(self._opened, self.files, strict=True):
+            index = self._c.gguf_find_tensor(ctx, name.encode())
+            if index >= 0:
+                return ctx, path, index
+        return None
+
+    def has_tensor(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def tensor(self, name: str, why: str) -> NDArray[np.float32]:
+        """A two-dimensional tensor dequantized to float32, [ne1, ne0]. `why` ends the error sentence.
+
+        Raises SubkvError when it is missing, not a matrix, or of a type gguf-py cannot dequantize.
+        """
+        return self.matrix(name, why).rows(slice(None))
+
+    def matrix(self, name: str, why: str) -> Matrix:
+        """A two-dimensional tensor that is read where it is asked for; as tensor()."""
+        found = self._find(name)
+        if found is None:
+            raise SubkvError(name, f"expected this tensor in {self.path}, found none; {why}")
+        ctx, path, index = found
+        ne = [self._c.gguf_get_tensor_ne(ctx, index)[i] for i in range(4)]
+        if ne[2] != 1 or ne[3] != 1:
+            raise SubkvError(name, f"expected a matrix, found shape {ne}; {why}")
+        offset = self._c.gguf_get_data_offset(ctx) + self._c.gguf_get_tensor_offset(ctx, index)
+        shape = ne[1], self._c.gguf_get_tensor_size(ctx, index) // ne[1]
+        raw = np.memmap(path, np.uint8, "r", offset, shape)
+        return Matrix(name, raw, self._c.gguf_get_tensor_type(ctx, index), ne[0], why)
+
+    def metadata_with(self, values: Mapping[str, Value]) -> bytes:
+        """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""
+        with self._copy() as ctx:
+            _set_values(self._c, ctx, values)
+            return _metadata(self._c, ctx)
+
+    @contextlib.contextmanager
+    def _copy(self) -> Iterator[int]:
+        """A second context of the same file, free to be changed."""
+        ctx = self._c.gguf_init_from_file(str(self.path).encode(), native.GgufInitParams(True, None))
+        if not ctx:
+            raise SubkvError("model", f"{self.path}: cannot be read a second time")
+        try:
+            yield ctx
+        finally:
+            self._c.gguf_free(ctx)
+
+
+def _check_header(path: Path) -> None:
+    if not path.is_file():
+        raise SubkvError("model", f"expected a GGUF file, found no file at {path}")
+    try:
+        with open(path, "rb") as handle:
+            head = handle.read(24)
+    except OSError as error:
+        raise SubkvError("model", f"cannot read {path}: {error.strerror}") from error
+    if head[:4] != b"GGUF":
+        raise SubkvError("model", f"{path}: expected a GGUF file, found first bytes {head[:4]!r}")
+    if len(head) < 24:
+        raise SubkvError("model", f"{path}: expected a complete GGUF, found a file truncated to {len(head)} bytes")
+
+
+def _set_values(c: Any, ctx: int, values: Mapping[str, Value]) -> None:
+    for key, (kind, value) in values.items():
+        getattr(c, _SETTERS[kind])(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
+
+
+def _metadata(c: Any, ctx: int) -> bytes:
+    buffer = ctypes.create_string_buffer(c.gguf_get_meta_size(ctx))
+    c.gguf_get_meta_data(ctx, buffer)
+    return buffer.raw
+
+
+def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
+    """Atomically write a copy of `base`, of one file, with `values` in its metadata and the same tensor data.
+
+    SHA256_KEY is filled in here: the hash is computed while the data is copied, and the metadata, whose size does not
+    depend on it, is written again at the end. progress: a bar. Raises SubkvError when the file cannot be written.
+    """
+    draft = base.metadata_with({**values, SHA256_KEY: ("str", "0" * 64)})
+    digest = hashlib.sha256()
+    skip = base.data_offset
+    with atomic_file(output) as handle:
+        handle.write(draft)
+        for block in blocks(base.files, f"writing {output.name}", progress):
+            digest.update(block)
+            handle.write(block[skip:])
+            skip = max(skip - len(block), 0)
+        final = base.metadata_with({**values, SHA256_KEY: ("str", digest.hexdigest())})
+        if len(final) != len(draft):
+            raise RuntimeError("the metadata changed its size with the hash")
+        handle.seek(0)
+        handle.write(final)
+
+
+def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
+    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`."""
+    digest = sha256(base.files, progress)
+    named = {key: base.get(key) for key in ("general.architecture", "general.name")}
+    general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
+    c = native.gguf()
+    ctx = c.gguf_init_empty()
+    try:
+        _set_values(c, ctx, {**general, **values, SHA256_KEY: ("str", digest)})
+        blob = _metadata(c, ctx)
+    finally:
+        c.gguf_free(ctx)
+    with atomic_file(output) as handle:
+        handle.write(blob)
+
+
+def sha256(files: Sequence[Path], progress: bool = False) -> str:
+    """Hex SHA-256 of files, one after another. Raises SubkvError as blocks does."""
+    digest = hashlib.sha256()
+    for block in blocks(files, f"hashing {files[0].name}", progress):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def blocks(files: Sequence[Path], what: str, progress: bool) -> Iterator[bytes]:
+    """The bytes of files, one after another, behind a progress bar. Raises SubkvError that starts with `flag`."""
+    path = files[0]
+    try:
+        with progress_bar(what, sum(file.stat().st_size for file in files), "B", progress) as bar:
+            for path in files:
+                with open(path, "rb") as handle:
+                    while block := handle.read(BLOCK):
+                        yield block
+                        bar.update(len(block))
+    except OSError as error:
+        raise SubkvError("model", f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Statistics to bases, and a budget to bands: the mathematics of `convert`."""

@@ -1,0 +1,237 @@
+"""The planner: importance of every coefficient + byte budget -> bands per head. A band is (coefficients, bits).
+
+Reverse water-filling in groups of 8 coefficients. A group of importance Λ (cost of independent errors as large as the
+coefficients) at b bits costs Λ·loss(b), which grows with the distortion of the best uniform quantizer on a Gaussian.
+Steps to the next useful width are taken in order of cost saved per bit, over all layers, heads, K and V at once, until
+the budget is spent. Within a head the bits never increase, so the bands are the runs of equal bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from subkv.base.errors import SubkvError
+from subkv.format.bases import Bands
+from subkv.format.codec import row_bytes
+from subkv.format.metadata import Account
+from subkv.plan.basis import F64
+from subkv.plan.quantizer import CODED_WIDTHS, WIDTHS, distortion
+
+GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
+N_ROLLBACK = 32  # exact rows the runtime keeps beyond n_recent (subkv_cache_params.n_rollback)
+DEFAULT_N_SINK = 4
+DEFAULT_N_RECENT = 128
+MAX_SINK = 4096
+
+# A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. What it takes away is the same for every cell, so it adds up
+# over the cells that attention sums, where independent errors average out. Errors of that kind, of energy D² of the
+# coefficient's, are taken to cost COHERENCE times as much. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
+# Sherlock (decoders that undo the shrinking, basis.py): 0.0018 at 1, 0.0013 at 10, 0.0013 at 25; at 4 bits 0.00090,
+# 0.00066 (and 0.00075 at 3); at 3 bits 0.0041, 0.0030.
+COHERENCE = 10.0
+
+# Bits per element left for rows from which bands of 16 bits are planned. Their coefficients are not integer codes,
+# which costs decoding speed; SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and
+# 0.00004 at 6.4.
+WIDE_FROM = 6.0
+MAX_RECENT = 65536
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep.
+
+    centred: coded less a mean, which the bases then hold too.
+    """
+
+    d: int
+    importance: F64
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What is counted besides the rows. context: tokens at which bits per element are stated."""
+
+    context: int
+    n_sink: int
+    n_recent: int
+
+    @property
+    def window_bits(self) -> float:
+        """Exact-window bits per K/V element at `context`: f16 rows of sinks, recent tokens and rollback."""
+        return 16.0 * (self.n_sink + self.n_recent + N_ROLLBACK) / self.context
+
+    def basis_bits(self, d: int, centred: bool = False) -> float:
+        """Bits per token that one kept coefficient costs in libsubkv's memory: E and D in f16, an offset in f32."""
+        return (2.0 * 16.0 * d + (32.0 if centred else 0.0)) / self.context
+
+    def mean_bits(self, head: Head) -> float:
+        """Bits per token of a head's mean, f16."""
+        return 16.0 * head.d / self.context if head.centred else 0.0
+
+
+def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -> Account:
+    """Count a layout. heads and bands are parallel."""
+    elements = sum(head.d for head in heads)
+    n_bytes = sum(row_bytes(b) for b in bands)
+    bases = sum(
+        overhead.mean_bits(head) + overhead.basis_bits(head.d, head.centred) * sum(n for n, _ in b)
+        for head, b in zip(heads, bands, strict=True)
+    )
+    return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
+
+
+def check_rank(flag: str, rank: int | None, d: int, il: int) -> int:
+    """The rank to use for head size d: d when none was asked for. Raises SubkvError when it does not fit."""
+    if rank is None:
+        return d
+    if rank > d:
+        raise SubkvError(flag, f"expected at most the head size {d} of layer {il}, found {rank}")
+    if rank < GROUP or rank % GROUP:
+        raise SubkvError(flag, f"expected a positive multiple of {GROUP}, found {rank}")
+    return rank
+
+
+def plan_int8(heads: Sequence[Head]) -> list[Bands]:
+    """One 8-bit band of every coefficient a head may keep."""
+    return [((len(head.importance), 8),) for head in heads]
+
+
+@functools.cache
+def loss(bits: int) -> float:
+    """Cost of a coefficient at `bits`, relative to independent errors of its own size; COHERENCE when dropped."""
+    relative = distortion(bits)
+    return relative + (COHERENCE - 1.0) * relative**2
+
+
+@functools.cache
+def _ladder(start: int, basis_bits: float, widest: int) -> tuple[int, ...]:
+    """Useful widths above `start` in order: the lower convex hull of (bits per coefficient, loss)."""
+
+    def cost(bits: int) -> float:
+        return bits + basis_bits if bits else 0.0
+
+    ladder, current = [], start
+    while current != widest:
+        above = [bits for bits in WIDTHS if current < bits <= widest]
+        saved = [(loss(current) - loss(bits)) / (cost(bits) - cost(current)) for bits in above]
+        current = above[int(np.argmax(saved))]
+        ladder.append(current)
+    return tuple(ladder)
+
+
+def _pooled(importance: F64) -> F64:
+    """Sum over groups of GROUP, made non-increasing by averaging violators (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in importance.reshape(-1, GROUP).sum(axis=1):
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] < mean:
+            last, n = blocks.pop()
+            mean, count = (last * n + mean * count) / (n + count), n + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+
+
+def _extremes(heads: Sequence[Head], overhead: Overhead) -> tuple[Account, Account]:
+    """The least and the largest layout: one group of the least width per head, and every coefficient at the largest."""
+    least: list[Bands] = [((GROUP, WIDTHS[0]),) for _ in heads]
+    most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
+    return account(heads, least, overhead), account(heads, most, overhead)
+
+
+def budget_range(heads: Sequence[Head], overhead: Overhead) -> tuple[float, float]:
+    """Bits per element that plan_banded can express."""
+    low, high = _extremes(heads, overhead)
+    return low.total, high.total
+
+
+def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> list[Bands]:
+    """Bands of every head within `kv_bits` bits per element, everything counted at overhead.context.
+
+    Raises SubkvError naming the expressible range when the budget lies outside it.
+    """
+    low, high = _extremes(heads, overhead)
+    if not low.total <= kv_bits <= high.total:
+        raise SubkvError(
+            "kv_bits",
+            f"expected {_up(low.total)} to {_down(high.total)} bits per element, everything counted at "
+            f"{overhead.context} tokens (exact window {low.window:.3f}, full-rank bases {high.bases:.3f}), "
+            f"found {kv_bits:g}",
+        )
+    elements = sum(head.d for head in heads)
+    widest = WIDTHS[-1] if kv_bits - high.window - high.bases >= WIDE_FROM else CODED_WIDTHS[-1]
+    return _Filling(heads, overhead, (kv_bits - low.total) * elements, widest).run()
+
+
+def _up(value: float) -> str:
+    return f"{np.ceil(value * 1000.0) / 1000.0:.3f}"
+
+
+def _down(value: float) -> str:
+    return f"{np.floor(value * 1000.0) / 1000.0:.3f}"
+
+
+class _Filling:
+    """Greedy state: width of every group, and a heap of next steps by error saved per bit."""
+
+    def __init__(self, heads: Sequence[Head], overhead: Overhead, spare: float, widest: int) -> None:
+        self.widest = widest
+        self.spare = spare * (1.0 + 1e-12)  # bits per token beyond the least layout
+        self.basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
+        self.weight = [_pooled(head.importance) for head in heads]
+        self.bits = [[0] * len(weight) for weight in self.weight]
+        self.heap: list[tuple[float, int, int, int]] = []  # (−gain, head, group, next width)
+        for h in range(len(heads)):
+            self.bits[h][0] = WIDTHS[0]
+        for h in range(len(heads)):
+            self._offer(h, 0)
+            self._offer(h, 1)
+
+    def _cost(self, h: int, old: int, new: int) -> float:
+        return GROUP * (new - old + (self.basis_bits[h] if old == 0 else 0.0))
+
+    def _offer(self, h: int, g: int) -> None:
+        """Put the group's next step on the heap unless the group before it is not wide enough yet."""
+        if g >= len(self.bits[h]):
+            return
+        old = self.bits[h][g]
+        start = WIDTHS[0] if g == 0 else 0  # the first group was started at the least width by decree
+        ladder = [bits for bits in _ladder(start, self.basis_bits[h], self.widest) if bits > old]
+        if not ladder or (g > 0 and self.bits[h][g - 1] < ladder[0]):
+            return
+        gain = self.weight[h][g] * (loss(old) - loss(ladder[0])) / self._cost(h, old, ladder[0])
+        heapq.heappush(self.heap, (-gain, h, g, ladder[0]))
+
+    def run(self) -> list[Bands]:
+        while self.heap:
+            _, h, g, new = heapq.heappop(self.heap)
+            old = self.bits[h][g]
+            if new <= old:
+                continue  # offered twice: after its own step and after the group before it moved
+            cost = self._cost(h, old, new)
+            if cost > self.spare:
+                continue  # a cheaper step of another group may still fit
+            self.spare -= cost
+            self.bits[h][g] = new
+            self._offer(h, g)
+            self._offer(h, g + 1)
+        return [_runs(widths) for widths in self.bits]
+
+
+def _runs(widths: Sequence[int]) -> Bands:
+    """Bands of a head from the widths of its groups; trailing zeros are dropped coefficients."""
+    bands: list[tuple[int, int]] = []
+    for bits in widths:
+        if bits == 0:
+            break
+        if bands and bands[-1][1] == bits:
+            bands[-1] = (bands[-1][0] + GROUP, bits)
+        else:
+            bands.append((GROUP, bits))
+    return tuple(bands)

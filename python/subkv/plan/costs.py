@@ -1,0 +1,136 @@
+"""What an error in a cached key or value costs: one matrix per KV head, from measured sensitivities if there are any.
+
+With sensitivities (FORMAT.md §4) the cost is nats of KLD per token. They are estimated from one gradient per cell, so
+they are noisy; a little of the structural metric, scaled to the same energy on the data, is mixed in. Without
+sensitivities the structural metric alone decides: the queries' second moment for keys, the output projection for
+values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from subkv.base.errors import SubkvError
+from subkv.format.calibration import Calibration, LayerShape, LayerStats
+from subkv.native.gguf import Base
+from subkv.plan.basis import F64, FullBasis, fit_metric, fit_pca
+
+# Share of the structural metric in the measured one. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
+# Sherlock: with sensitivities of 16k tokens 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and 0.1, 0.0029 at 0.3; of
+# 32k tokens and with the plan and decoder of today 0.00127 at 0.05, 0.00134 at 0.15, 0.00119 at 0.3.
+SHRINKAGE = 0.2
+
+# Weight of K against V without sensitivities. To first order a logit error δ and a value error ε change the output of
+# attention by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), so in units of the layer's centred value energy the weight would be 1.
+# But keys that draw much attention hold values close to the output o, so K weighs less. Measured on SmolLM2-135M at 3.2
+# bits per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1, 0.022 at 0.5 and 0.35.
+KEY_WEIGHT = 0.4
+
+BASES_K = ("pca", "query-aware", "kld-aware")
+BASES_V = ("pca", "output-aware", "kld-aware")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Per KV head of one layer. k, v: [n_head_kv, d, d]; an error e costs eᵀ M e. query, output: structural metrics."""
+
+    k: F64
+    v: F64
+    query: F64
+    output: F64
+
+
+def _shrunk(measured: F64, structural: F64, moment: F64) -> F64:
+    """(1 − SHRINKAGE) measured + SHRINKAGE structural, per head, the latter scaled to equal tr(M Σ)."""
+    energy = np.einsum("hij,hij->h", measured, moment)
+    other = np.einsum("hij,hij->h", structural, moment)
+    scale = np.divide(energy, other, out=np.zeros_like(energy), where=other > 0.0)
+    mixed: F64 = (1.0 - SHRINKAGE) * measured + SHRINKAGE * scale[:, None, None] * structural
+    return mixed
+
+
+def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibration) -> tuple[str, str]:
+    """The basis kinds to use: what was asked for, else the best that the calibration allows.
+
+    Raises SubkvError for kld-aware without sensitivities.
+    """
+    measured = calibration.sensitivity is not None
+    for flag, asked in (("--basis-k", basis_k), ("--basis-v", basis_v)):
+        if asked == "kld-aware" and not measured:
+            raise SubkvError(
+                flag,
+                "kld-aware expects a calibration with sensitivities, found none in it; "
+                "python -m converter.sensitivity adds them",
+            )
+    return (
+        basis_k or ("kld-aware" if measured else "query-aware"),
+        basis_v or ("kld-aware" if measured else "output-aware"),
+    )
+
+
+def output_metrics(base: Base, shape: LayerShape) -> F64:
+    """Σ over the group's heads of W_o,hᵀ W_o,h, per KV head: [n_head_kv, d_v, d_v].
+
+    W_o is blk.N.attn_output.weight, [n_embd, n_head·d_v]; query head h reads columns h·d_v … (h+1)·d_v.
+    Raises SubkvError when the model has no such tensor.
+    """
+    name = f"blk.{shape.il}.attn_output.weight"
+    weights = base.tensor(name, "bases that know the output need it, --basis-v pca does not")
+    columns = shape.n_head * shape.d_v
+    if weights.shape[1] != columns:
+        raise SubkvError(
+            name,
+            f"expected {columns} columns (heads × head size), found {weights.shape[1]}; --basis-v pca does not need it",
+        )
+    metrics = np.zeros((shape.n_head_kv, shape.d_v, shape.d_v))
+    for head in range(shape.n_head):
+        slice_ = weights[:, head * shape.d_v : (head + 1) * shape.d_v]
+        metrics[head // shape.n_group] += (slice_.T @ slice_).astype(np.float64)
+    return metrics
+
+
+def value_metrics(base: Base, shape: LayerShape, basis_v: str) -> F64:
+    """The structural metric of values, [n_head_kv, d_v, d_v]; for basis_v pca the identity, and no weight is read."""
+    if basis_v == "pca":
+        return np.broadcast_to(np.eye(shape.d_v), (shape.n_head_kv, shape.d_v, shape.d_v)).copy()
+    return output_metrics(base, shape)
+
+
+def layer_cost(stats: LayerStats, output: F64, exact_window: bool) -> LayerCost:
+    """The cost matrices of a layer. output: value_metrics; exact_window: the recent one is at least the calibrated."""
+    shape = stats.shape
+    if stats.sensitivity is not None:
+        k, v = (
+            (stats.sensitivity.k, stats.sensitivity.v) if exact_window else (stats.sensitivity.k0, stats.sensitivity.v0)
+        )
+        return LayerCost(
+            0.5 * _shrunk(k, stats.q2, stats.k2), 0.5 * _shrunk(v, output, stats.v2), query=stats.q2, output=output
+        )
+    centred = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]
+    energy = np.maximum(np.einsum("hde,hde->h", output, centred), 0.0)
+    total = float(energy.sum())
+    if total <= 0.0:
+        return LayerCost(0.0 * stats.q2, 0.0 * output, query=stats.q2, output=output)
+    weight = KEY_WEIGHT * shape.scale**2 * energy / total
+    return LayerCost(weight[:, None, None] * stats.q2, output / total, query=stats.q2, output=output)
+
+
+def fit_heads(kind: str, moments: F64, costs: F64, structural: F64) -> list[FullBasis]:
+    """The bases of a layer's heads, K or V, with importance in the units of `costs`. All matrices [n_head_kv, d, d]."""
+    bases = []
+    for moment, cost, metric in zip(moments, costs, structural, strict=True):
+        if kind == "pca":
+            bases.append(fit_pca(moment, cost))
+        elif kind == "kld-aware":
+            bases.append(fit_metric(moment, cost))
+        else:
+            bases.append(repriced(fit_metric(moment, metric), cost))
+    return bases
+
+
+def repriced(basis: FullBasis, cost: F64) -> FullBasis:
+    """The same basis with importance: the cost of dropping coefficient i, E c_i² · D_i M D_iᵀ."""
+    price = np.einsum("id,de,ie->i", basis.decode, cost, basis.decode)
+    return FullBasis(basis.encode, basis.decode, basis.variance, basis.variance * np.maximum(price, 0.0))

@@ -1,0 +1,90 @@
+"""The logit factor gamma of a head's key basis.
+
+gamma multiplies every approximate logit ℓ̂ = s·(D q)·ĉ. `calibrated` minimises E (ℓ − γ ℓ̂)², so γ = Σ ℓ ℓ̂ / Σ ℓ̂². Where
+keys are coded less their mean μ, ℓ is the logit less s·q·μ, which is added back exactly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from subkv.format.bases import StoredBasis
+from subkv.format.calibration import LayerStats
+from subkv.format.codec import round_trip
+from subkv.plan.basis import F64, gains
+
+METHODS = ("calibrated", "sqrt", "one")
+
+
+def sqrt_gamma(rank: int, d: int) -> float:
+    """√(r/d), the default of the paper on static bases."""
+    return math.sqrt(rank / d)
+
+
+def sampled_gamma(stats: LayerStats, head: int, stored: StoredBasis) -> float | None:
+    """Least squares over all pairs of sampled queries and keys, with the keys through the real codec.
+
+    Keys [n_key, d] and the group's queries [n_query·n_group, d] come from held-out text, the keys of a chunk before its
+    queries. Returns None when the samples cannot say (none, all approximate logits zero, or a factor that is not
+    positive).
+    """
+    if not stats.has_samples:
+        return None
+    group = stats.shape.n_group
+    keys = stats.ks[:, head].astype(np.float32)
+    queries = stats.qs[:, head * group : (head + 1) * group].reshape(-1, stats.shape.d_k).astype(np.float64)
+    decoded = round_trip(stored.coefficients(keys), stored.bands, stored.ratio).astype(np.float64)
+    exact = queries @ (keys.astype(np.float64) - stored.mean.astype(np.float64)).T
+    approximate = queries @ _least_squares_decoder(stored).T @ decoded.T
+    return _ratio(float(np.sum(exact * approximate)), float(np.sum(approximate**2)))
+
+
+def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> float | None:
+    """The same from second moments alone, keys and queries taken as independent and coefficients as Gaussian.
+
+    A best uniform quantizer of relative distortion δ acts like the gain 1 − δ and independent noise of variance
+    δ(1 − δ)·E c². Returns None as above. moments: [d, d], key_moment of the keys less the stored mean.
+    """
+    encode, decode = stored.encode.astype(np.float64), _least_squares_decoder(stored)
+    gain = gains(stored.bands)
+    delta = 1.0 - gain
+    covariance = encode @ key_moment @ encode.T
+    projected = decode @ query_moment @ decode.T
+    cross = float(np.sum(decode @ query_moment * ((gain[:, None] * encode) @ key_moment)))
+    noisy = gain[:, None] * covariance * gain[None, :] + np.diag(delta * gain * np.diag(covariance))
+    return _ratio(cross, float(np.sum(projected * noisy)))
+
+
+def _least_squares_decoder(stored: StoredBasis) -> F64:
+    """D [r, d] before it was divided by the quantizers' gains."""
+    decoder: F64 = stored.decode.astype(np.float64) * gains(stored.bands)[:, None]
+    return decoder
+
+
+def _ratio(cross: float, power: float) -> float | None:
+    if not (math.isfinite(cross) and math.isfinite(power)) or power <= 0.0:
+        return None
+    gamma = cross / power
+    return gamma if gamma > 1e-3 else None
+
+
+def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis, key_moment: F64) -> tuple[float, str]:
+    """gamma of one head and where it came from: `samples`, `moments`, `formula`, or `none` (no information: 1).
+
+    key_moment: [d, d], of the keys less the stored mean.
+    method: one of METHODS; calibrated uses the samples, and the moments where the samples cannot say.
+    """
+    rank, d = stored.encode.shape
+    if method == "sqrt":
+        return sqrt_gamma(rank, d), "formula"
+    if method == "one":
+        return 1.0, "formula"
+    sampled = sampled_gamma(stats, head, stored)
+    if sampled is not None:
+        return sampled, "samples"
+    estimated = moment_gamma(key_moment, stats.q2[head], stored)
+    if estimated is not None:
+        return estimated, "moments"
+    return 1.0, "none"

@@ -1,0 +1,333 @@
+"""From a calibration file and a base model to coded layers: costs, bases, plan, rounding, gamma, predicted KLD."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subkv.base.errors import SubkvError
+from subkv.base.progress import progress_bar, tracked
+from subkv.format.bases import Bands, CodedHead, CodedLayer
+from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
+from subkv.format.metadata import Account, Settings
+from subkv.native.gguf import Base
+from subkv.plan import budget as layout
+from subkv.plan import predict
+from subkv.plan.basis import F64, FullBasis, centred_moment, store, stored_mean
+from subkv.plan.budget import Head, Overhead
+from subkv.plan.costs import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
+from subkv.plan.gamma import gamma_of
+from subkv.plan.positions import spread
+
+CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
+TARGET = "q8_0"  # the stock type whose quality the default budget matches
+FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
+TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
+BUDGET_STEP = 0.05  # default budgets are multiples of it
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `convert` was asked for.
+
+    kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
+    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
+    their mean, unless n_sink is 0. adapt: subkv.adapt.parse's text, written into the file.
+    """
+
+    codec: str = "banded"
+    basis_k: str | None = None
+    basis_v: str | None = None
+    gamma: str = "calibrated"
+    n_sink: int = layout.DEFAULT_N_SINK
+    n_recent: int = layout.DEFAULT_N_RECENT
+    kv_bits: float | None = None
+    rank_k: int | None = None
+    rank_v: int | None = None
+    bpe_context: int | None = None
+    center_k: bool = True
+    adapt: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A layout with its bases. settings: as resolved. predicted: nats of KLD per token, None where it cannot be told.
+
+    stock: the same for llama.cpp's cache types, without a recent window. notes: sentences for the user.
+    """
+
+    layers: tuple[CodedLayer, ...]
+    settings: Settings
+    counted: Account
+    gamma_sources: dict[str, int]  # heads per source of gamma
+    predicted: float | None = None
+    stock: dict[str, float] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """One layer's full bases, importance in the planner's units, and what errors cost. Lists are per KV head.
+
+    mean: [n_head_kv, d_k] float16, what keys are coded less of; k2: [n_head_kv, d_k, d_k] second moments of the rest.
+    """
+
+    k: list[FullBasis]
+    v: list[FullBasis]
+    cost: LayerCost
+    mean: NDArray[np.float16]
+    k2: F64
+
+
+def check_model(base: Base, calibration: Calibration) -> None:
+    """Refuse a calibration made for another model, or a model that is already converted."""
+    if any(key.startswith("subkv.") for key in base.keys()):  # noqa: SIM118 (not a dict)
+        raise SubkvError("subkv.version", f"expected a base model without subkv keys, found them in {base.path}")
+    arch = base.get("general.architecture")
+    if arch != calibration.arch:
+        raise SubkvError(f"{PREFIX}arch", f"expected {arch!r} as in the model, found {calibration.arch!r}")
+    blocks = base.get(f"{arch}.block_count")
+    if blocks != calibration.block_count:
+        raise SubkvError(
+            f"{PREFIX}block_count", f"expected {blocks} layers as in the model, found {calibration.block_count}"
+        )
+    for layer in calibration.layers:
+        _check_shape(base, str(arch), layer.shape)
+
+
+def _check_shape(base: Base, arch: str, shape: LayerShape) -> None:
+    def per_layer(key: str) -> Any:
+        value = base.get(f"{arch}.{key}")
+        return value[shape.il] if isinstance(value, list) and shape.il < len(value) else value
+
+    n_head = per_layer("attention.head_count")
+    embedding = base.get(f"{arch}.embedding_length")
+    default_size = embedding // n_head if embedding and n_head else None
+    # sliding-window layers may have their own sizes, and the *_swa keys are not in every architecture
+    sizes_vary = base.get(f"{arch}.attention.key_length_swa") is not None
+    expected = {
+        "n_head": n_head,
+        "n_head_kv": per_layer("attention.head_count_kv") or n_head,
+        "d_k": None if sizes_vary else base.get(f"{arch}.attention.key_length") or default_size,
+        "d_v": None if sizes_vary else base.get(f"{arch}.attention.value_length") or default_size,
+    }
+    for key, value in expected.items():
+        if value is not None and value != getattr(shape, key):
+            raise SubkvError(
+                f"{PREFIX}layers",
+                f"expected {key} {value} in layer {shape.il} as in the model, found {getattr(shape, key)}",
+            )
+
+
+def default_context(base: Base) -> int:
+    """Context at which bits per element are stated unless --bpe-context says otherwise."""
+    trained = base.get(f"{base.get('general.architecture')}.context_length")
+    return min(int(trained), CALIBRATED_CONTEXT) if trained else CALIBRATED_CONTEXT
+
+
+class Fit:
+    """Bases and costs of all layers, ready to be planned and coded at any budget. progress: bars.
+
+    Raises SubkvError for anything in the input that does not fit.
+    """
+
+    def __init__(self, base: Base, calibration: Calibration, options: Options, progress: bool = False) -> None:
+        check_model(base, calibration)
+        self.progress = progress
+        basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
+        self.settings = settings = Settings(
+            options.codec,
+            basis_k,
+            basis_v,
+            options.gamma,
+            options.n_sink,
+            options.n_recent,
+            options.adapt,
+        )
+        # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
+        center_k = options.center_k and options.n_sink > 0
+        self.notes: list[str] = []
+        if options.center_k and not center_k:
+            self.notes.append(
+                "--center-k: off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
+            )
+        check_window(settings, calibration)
+        calibration, note = spread(base, calibration)
+        self.notes += [note] if note else []
+        self.calibration = calibration
+        context = default_context(base) if options.bpe_context is None else options.bpe_context
+        self.overhead = Overhead(context, settings.n_sink, settings.n_recent)
+        measured = calibration.sensitivity
+        self.windowed = measured is not None and settings.n_recent >= measured.n_recent
+        if measured is not None and not self.windowed:
+            self.notes.append(
+                f"--n-recent: expected at least {measured.n_recent}, for which sensitivities were measured, found "
+                f"{settings.n_recent}: those without a recent window are used"
+            )
+        self.layers: list[_Fitted] = []
+        self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
+        self.heads: list[Head] = []  # K, V of every head of every layer
+        for stats in tracked("bases", calibration.layers, "layer", progress):
+            rank_k = layout.check_rank("--rank-k", options.rank_k, stats.shape.d_k, stats.shape.il)
+            rank_v = layout.check_rank("--rank-v", options.rank_v, stats.shape.d_v, stats.shape.il)
+            output = value_metrics(base, stats.shape, basis_v)
+            cost = layer_cost(stats, output, self.windowed)
+            self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
+            mean, k2 = _centre(stats, center_k)
+            k = fit_heads(basis_k, k2, cost.k, cost.query)
+            v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
+            self.layers.append(_Fitted(k, v, cost, mean, k2))
+            for h in range(stats.shape.n_head_kv):
+                self.heads.append(Head(stats.shape.d_k, k[h].importance[:rank_k], centred=bool(mean[h].any())))
+                self.heads.append(Head(stats.shape.d_v, v[h].importance[:rank_v]))
+
+    def plan(self, kv_bits: float) -> list[Bands]:
+        """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
+        if self.settings.codec == "int8":
+            return layout.plan_int8(self.heads)
+        return layout.plan_banded(self.heads, kv_bits, self.overhead)
+
+    def account(self, plan: Sequence[Bands]) -> Account:
+        return layout.account(self.heads, plan, self.overhead)
+
+    def code(self, plan: Sequence[Bands]) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
+        """Rounded bases and gammas for a plan, and the number of heads per source of gamma."""
+        sources: Counter[str] = Counter()
+        bands = iter(plan)
+        layers = []
+        for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
+            coded = []
+            for h in range(stats.shape.n_head_kv):
+                head, source = _code_head(stats, fit, h, next(bands), next(bands), self.settings.gamma)
+                sources[source] += 1
+                coded.append(head)
+            layers.append(CodedLayer(stats.shape, tuple(coded)))
+        return tuple(layers), dict(sources)
+
+    def error(self, layers: Sequence[CodedLayer]) -> float | None:
+        """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples."""
+        error = predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
+        return self._corrected(error, self.windowed)
+
+    def stock_error(self, kind: str) -> float | None:
+        """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
+        return self._corrected(predict.stock_error(self.calibration, self._stock_costs, kind), False)
+
+    def _corrected(self, error: float | None, windowed: bool) -> float | None:
+        measured = self.calibration.sensitivity
+        if error is None or measured is None:
+            return error
+        return error * (measured.correction if windowed else measured.correction0)
+
+    def budget_like(self, kind: str) -> float | None:
+        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell.
+
+        Raises SubkvError when no budget reaches it.
+        """
+        target = self.stock_error(kind)
+        if target is None:
+            return None
+        low, high = layout.budget_range(self.heads, self.overhead)
+        first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
+        with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
+            while first <= last:
+                middle = (first + last) // 2
+                error = self.error(self.code(self.plan(middle * BUDGET_STEP))[0])
+                if error is None:
+                    return None
+                first, last = (first, middle - 1) if error <= target else (middle + 1, last)
+                bar.update()
+        if first * BUDGET_STEP > high:
+            raise SubkvError(
+                "kv_bits", f"expected a budget, since none reaches the quality of {kind} with these ranks, found none"
+            )
+        return round(first * BUDGET_STEP, 6)
+
+
+def convert(base: Base, calibration: Calibration, options: Options, progress: bool = False) -> Result:
+    """Fit, plan, round and calibrate all layers. progress: bars.
+
+    Raises SubkvError for anything in the input that does not fit.
+    """
+    fit = Fit(base, calibration, options, progress)
+    notes = [*fit.notes, *_token_notes(fit)]
+    kv_bits = options.kv_bits
+    if kv_bits is None and fit.settings.codec != "int8":
+        kv_bits = fit.budget_like(TARGET)
+        if kv_bits is None:
+            kv_bits = FALLBACK_KV_BITS
+            notes.append(
+                f"--kv-bits: {kv_bits:g} by default, since {TARGET}'s quality cannot be predicted here: that needs "
+                f"held-out samples in the calibration and head sizes in multiples of 32"
+            )
+        else:
+            what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
+            notes.append(f"--kv-bits: {kv_bits:g} by default, the smallest whose {what} is at most {TARGET}'s")
+    plan = fit.plan(kv_bits or 0.0)
+    layers, sources = fit.code(plan)
+    predicted, stock_types = None, None
+    if calibration.sensitivity is not None:
+        predicted = fit.error(layers)
+        errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
+        stock_types = {kind: error for kind, error in errors.items() if error is not None}
+    return Result(layers, fit.settings, fit.account(plan), sources, predicted, stock_types, tuple(notes))
+
+
+def _token_notes(fit: Fit) -> list[str]:
+    """A warning where the moments rest on too few tokens for the rank."""
+    notes = []
+    rank = max(len(head.importance) for head in fit.heads)
+    tokens = min(stats.shape.tokens for stats in fit.calibration.layers)
+    if tokens < TOKENS_PER_RANK * rank:
+        notes.append(
+            f"--bases: expected at least {TOKENS_PER_RANK * rank} calibrated tokens for rank {rank}, found {tokens}: "
+            f"the bases will describe this text and little else"
+        )
+    return notes
+
+
+def _centre(stats: LayerStats, center_k: bool) -> tuple[NDArray[np.float16], F64]:
+    """What a layer's keys are coded less of, zeros if not center_k, and the rest's second moments; per head."""
+    if not center_k:
+        return np.zeros(stats.k1.shape, dtype=np.float16), stats.k2
+    means, moments = [], []
+    for h in range(stats.shape.n_head_kv):
+        try:
+            means.append(stored_mean(stats.k1[h]))
+            moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
+        except SubkvError as error:
+            raise SubkvError(f"layer {stats.shape.il} head {h}", f"{error}") from error
+    return np.stack(means), np.stack(moments)
+
+
+def _code_head(
+    stats: LayerStats, fit: _Fitted, h: int, bands_k: Bands, bands_v: Bands, method: str
+) -> tuple[CodedHead, str]:
+    try:
+        k = store(fit.k[h], fit.k2[h], bands_k, fit.mean[h])
+        v = store(fit.v[h], stats.v2[h], bands_v)
+    except SubkvError as error:
+        raise SubkvError(f"layer {stats.shape.il} head {h}", f"{error}") from error
+    except np.linalg.LinAlgError as error:
+        raise SubkvError(f"layer {stats.shape.il} head {h}", f"statistics give no usable basis ({error})") from error
+    gamma, source = gamma_of(method, stats, h, k, fit.k2[h])
+    return CodedHead(k, v, gamma), source
+
+
+def check_window(settings: Settings, calibration: Calibration) -> None:
+    """The exact window must fit its limits and cover the positions that calibration left out."""
+    if not 0 <= settings.n_recent <= layout.MAX_RECENT:
+        raise SubkvError("n_recent", f"expected 0 to {layout.MAX_RECENT}, found {settings.n_recent}")
+    if not 0 <= settings.n_sink <= layout.MAX_SINK:
+        raise SubkvError("n_sink", f"expected 0 to {layout.MAX_SINK}, found {settings.n_sink}")
+    if settings.n_sink < calibration.n_skip:
+        raise SubkvError(
+            "n_sink",
+            f"expected at least {calibration.n_skip}, found {settings.n_sink}: "
+            f"the calibration left out the first {calibration.n_skip} positions, so the bases do not describe them",
+        )

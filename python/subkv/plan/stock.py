@@ -1,0 +1,50 @@
+"""llama.cpp's quantized cache types in numpy: what attention sees of keys and values kept as q8_0 … q4_0.
+
+Blocks of 32 after a Hadamard rotation, as llama.cpp 0.3.36 does by itself for head sizes in multiples of 64: keys with
+the largest power of two from 64 on that divides the head size, values with 64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+from subkv.base.errors import SubkvError
+from subkv.plan.basis import mixing_matrix
+
+F32 = NDArray[np.float32]
+
+BITS = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5}  # per element
+_BLOCK = 32
+
+
+def fits(d: int) -> bool:
+    """Whether llama.cpp can quantize a cache of this head size."""
+    return d % _BLOCK == 0
+
+
+def rotation_size(d: int, keys: bool) -> int:
+    """Side of the Hadamard matrix that rotates heads of size d, 1 for none."""
+    if d % 64:
+        return 1
+    size = 64
+    while keys and d % (2 * size) == 0:
+        size *= 2
+    return size
+
+
+def round_trip(kind: str, x: F32, keys: bool) -> F32:
+    """x [..., d] as attention sees it, stored as `kind`, one of BITS. Raises SubkvError for a d it cannot take."""
+    d = x.shape[-1]
+    if kind == "f16":
+        return x.astype(np.float16).astype(np.float32)
+    if not fits(d):
+        raise SubkvError(kind, f"expected a head size in multiples of {_BLOCK}, found {d}")
+    size = rotation_size(d, keys)
+    matrix = mixing_matrix(size).astype(np.float32)
+    rotated = np.ascontiguousarray((x.reshape(-1, size) @ matrix).reshape(-1, d))
+    dtype = GGMLQuantizationType[kind.upper()]
+    stored: F32 = quants.dequantize(quants.quantize(rotated, dtype), dtype)
+    out: F32 = (stored.reshape(-1, size) @ matrix.T).reshape(x.shape)
+    return out

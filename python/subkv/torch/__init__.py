@@ -1,0 +1,1 @@
+"""The cache of transformers on the same files. Extra `torch`."""

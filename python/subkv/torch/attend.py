@@ -1,0 +1,185 @@
+"""Attention over coefficients in torch: exact sinks, coded cells tile by tile, exact recent cells, one softmax.
+
+Shapes: b batch, h KV heads, g query heads of a KV head, n queries, t cells, d head size, r rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subkv.torch.rows import RowCodec
+
+LOGITS = 1 << 22  # logits held at once
+TILE = 2048  # cells dequantized at once, at most
+QUERIES = 256  # queries that share a piece of the recent band
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What a layer holds. Cells are counted from 0; the exact window counts from `start` [b], the first not padding.
+
+    rows_k, rows_v: [b, at least n_cells, row_bytes] uint8. sink_k, sink_v: [b, h, n_sink, d], of cells start,
+    start + 1, …. recent_k, recent_v: [b, h, at least n_recent, d], of the last cells.
+    """
+
+    codec_k: RowCodec
+    codec_v: RowCodec
+    rows_k: Tensor
+    rows_v: Tensor
+    sink_k: Tensor
+    sink_v: Tensor
+    recent_k: Tensor
+    recent_v: Tensor
+    start: Tensor
+    n_cells: int
+    n_recent: int
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a layer makes logits. softcap: cap·tanh(logit/cap); sinks: [n_head], logits of a token without a value."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class _Softmax:
+    """Running maximum, sum and weighted values of softmax over cells that come in pieces."""
+
+    def __init__(self, q: Tensor, d_v: int, rank: int, how: Logits) -> None:
+        shape = q.shape[:-1]  # [b, h, g, n]
+        self.how = how
+        if how.sinks is None:
+            self.top = q.new_full(shape, -torch.inf)
+        else:
+            self.top = how.sinks.float().view(1, shape[1], shape[2], 1).expand(shape).clone()
+        self.total = torch.full_like(self.top, 0.0 if how.sinks is None else 1.0)
+        self.exact, self.coded = q.new_zeros(*shape, d_v), q.new_zeros(*shape, rank)
+
+    def add(self, at: slice, logits: Tensor, seen: Tensor, values: Tensor, coded: bool) -> None:
+        """logits [b, h, g, n of `at`, t], scaled; seen: [b, n, t] bool; values [b, h, t, d or r]."""
+        if self.how.softcap is not None:
+            logits = self.how.softcap * torch.tanh(logits / self.how.softcap)
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        top = torch.maximum(self.top[..., at], logits.amax(-1))
+        level = torch.where(top.isinf(), 0.0, top)  # a query that has seen nothing yet
+        old, weight = torch.exp(self.top[..., at] - level), torch.exp(logits - level[..., None])
+        self.top[..., at] = top
+        self.total[..., at] = self.total[..., at] * old + weight.sum(-1)
+        self.exact[..., at, :] *= old[..., None]
+        self.coded[..., at, :] *= old[..., None]
+        (self.coded if coded else self.exact)[..., at, :] += _over_cells(weight, values)
+
+    def output(self, decode_basis: Tensor) -> Tensor:
+        """[b, h, g, n, d]; zeros for a query that has seen nothing."""
+        return (self.exact + _over_cells(self.coded, decode_basis)) / self.total.clamp(min=1e-30)[..., None]
+
+
+def _over_cells(a: Tensor, b: Tensor) -> Tensor:
+    """a [b, h, g, n, x] times b [(b,) h, x, y], shared by the queries of a KV head: [b, h, g, n, y]."""
+    out = a.flatten(2, 3) @ b
+    return out.unflatten(2, a.shape[2:4])
+
+
+class Sight:
+    """Which cells the queries of the last n cells see, by kind; no cell is of two kinds to a query.
+
+    mask: as of attend(). at: some of the queries. Results are bool, [b or 1, queries, cells].
+    """
+
+    def __init__(self, cells: Cells, mask: Tensor | None, n: int) -> None:
+        self._cells, self._mask, self.first = cells, mask, cells.n_cells - n
+        self._device = cells.start.device
+        self._position = torch.arange(self.first, cells.n_cells, device=self._device)[:, None]
+        self._start = cells.start[:, None, None]
+        self._window = self._start + cells.sink_k.shape[2]  # cells before are sinks or padding
+
+    def _allowed(self, at: slice, low: int, high: int) -> Tensor:
+        if self._mask is not None:
+            return self._mask[:, at, low:high]
+        return torch.arange(low, high, device=self._device)[None, None] <= self._position[at][None]
+
+    def sinks(self, at: slice) -> Tensor:
+        """Of the sinks, in their order."""
+        cell = self._start + torch.arange(self._cells.sink_k.shape[2], device=self._device)
+        seen = cell <= self._position[at]
+        if self._mask is None:
+            return seen
+        mask = self._mask[:, at]
+        return seen & mask.gather(2, cell.clamp(max=self._cells.n_cells - 1).expand(-1, mask.shape[1], -1))
+
+    def coded(self, at: slice, low: int, high: int) -> Tensor:
+        """Of the cells from low up to high, as coded ones."""
+        j = torch.arange(low, high, device=self._device)
+        far = (j <= self._position[at] - self._cells.n_recent) & (j >= self._window)
+        return self._allowed(at, low, high) & far
+
+    def recent(self, at: slice) -> tuple[slice, Tensor]:
+        """Of the recent cells that any of the queries sees; which those are of the cells held exactly."""
+        held = self._cells.n_cells - self._cells.recent_k.shape[2]  # the first that is held exactly
+        near, high = max(held, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
+        j = torch.arange(near, high, device=self._device)
+        close = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
+        return slice(near - held, high - held), self._allowed(at, near, high) & close
+
+
+def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
+    """Causal attention of the last n cells' queries.
+
+    q: [b, n_head, n, d_k]. mask: [b, n, n_cells] bool, True where a query may look, nowhere later than itself; None:
+    everywhere up to itself. Returns [b, n, n_head, d_v] in q's dtype, computed in float32.
+    """
+    n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
+    grouped = q.float().unflatten(1, (n_kv, -1))
+    softmax = _Softmax(grouped, cells.sink_v.shape[-1], cells.codec_v.rank, how)
+    sight = Sight(cells, mask, n)
+
+    def exact(at: slice, k: Tensor, v: Tensor, seen: Tensor) -> None:
+        softmax.add(at, how.scale * _over_cells(grouped[..., at, :], k.float().mT), seen, v.float(), False)
+
+    if cells.sink_k.shape[2]:
+        exact(slice(0, n), cells.sink_k, cells.sink_v, sight.sinks(slice(0, n)))
+
+    # coded cells: the query is projected once, and a cell dequantized once for all queries
+    codec = cells.codec_k
+    projected = how.scale * codec.gamma[:, None, None, None] * _over_cells(grouped, codec.decode_basis.mT)
+    of_mean = how.scale * _over_cells(grouped, codec.mean[:, :, None])
+    tile = min(TILE, max(64, LOGITS // (q.shape[0] * q.shape[1] * n)))
+    for low in range(0, cells.n_cells - cells.n_recent, tile):
+        high = min(low + tile, cells.n_cells - cells.n_recent)
+        at = slice(max(0, low + cells.n_recent - first), n)
+        c = codec.decode(cells.rows_k[:, low:high])
+        logits = _over_cells(projected[..., at, :], c.mT) + of_mean[..., at, :]
+        values = cells.codec_v.decode(cells.rows_v[:, low:high])
+        softmax.add(at, logits, sight.coded(at, low, high), values, True)
+
+    for low in range(0, n if cells.n_recent else 0, QUERIES):
+        at = slice(low, min(low + QUERIES, n))
+        here, seen = sight.recent(at)
+        exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], seen)
+
+    out = softmax.output(cells.codec_v.decode_basis).to(q.dtype)
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
+    """Attention of an ordinary layer whose logits torch's own function cannot make.
+
+    q: [b, n_head, n, d_k]; k, v: [b, n_head_kv, t, d]; mask: [b, n, t] bool, None: causal, the last query sees all of
+    k. Returns as attend().
+    """
+    n, n_cells = q.shape[2], k.shape[2]
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    softmax = _Softmax(grouped, v.shape[-1], 0, how)
+    j = torch.arange(n_cells, device=q.device)
+    for low in range(0, n, QUERIES):
+        at = slice(low, min(low + QUERIES, n))
+        i = torch.arange(low, at.stop, device=q.device)[:, None] + n_cells - n
+        seen = (j <= i)[None] if mask is None else mask[:, at]
+        softmax.add(at, how.scale * _over_cells(grouped[..., at, :], k.float().mT), seen, v.float(), False)
+    out = (softmax.exact / softmax.total.clamp(min=1e-30)[..., None]).to(q.dtype)
+    return out.flatten(1, 2).transpose(1, 2)

@@ -1,0 +1,355 @@
+"""`subkv.SubspaceCache`: a cache of transformers that holds coefficients. Extra `torch`.
+
+    cache = subkv.SubspaceCache.from_file("model.subkv.gguf", model)     # or a sidecar, or calib.safetensors
+    model.generate(**inputs, past_key_values=cache)
+
+The layout, the bytes of the rows and the exact window are those of the native engine. On a CUDA device the kernels of
+subkv_triton do the work where package triton is installed; elsewhere it is float32 arithmetic of torch, on the device
+of the model. kv_stats().kernel says which. The window has the model's dtype. Layers without bases (sliding windows)
+keep the layer cache that transformers gives them. from_file gives `model` the attention function "subkv"; with any
+other cache, or none, that computes what "sdpa" does. Importing this module changes nothing in transformers or in other
+models.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from subkv.base.errors import CacheError
+from subkv.engine.cache import CODED
+from subkv.engine.stats import KVStats
+from subkv.torch.attend import Cells, Logits, attend_exact
+from subkv.torch.bases import Bases, load
+from subkv.torch.kernels import Kernels, check, choose
+from subkv.torch.rows import RowCodec
+
+NAME = "subkv"  # of the attention and the mask function in transformers' registries
+STEP = 256  # cells are allocated in steps of this many, as llama.cpp pads them
+N_ROLLBACK = 32  # exact tokens kept beyond n_recent, so that a tail of that many can be cropped
+NEVER = 1 << 40  # a cell that will not come: the start of a row of which all has been padding
+
+
+class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One coded layer. Rows are written when keys and values come; the window is brought up to date after attention."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self, il: int, codecs: tuple[RowCodec, RowCodec], n_sink: int, n_recent: int, kernel: str | None = None
+    ) -> None:
+        super().__init__()
+        self.il, self.n_sink, self.n_recent = il, n_sink, n_recent
+        self._codecs, self._kernel = codecs, kernel
+        self.kernels: Kernels | None = None  # not before there is a device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        self.is_initialized = False
+        self.n_cells = 0
+        self._attended = True
+        self._tensors: dict[str, Tensor] = {}  # [batch, …]: rows, sinks, recent of k and v; start; zero_rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Empty tensors of the shapes, dtype and device of the first keys and values."""
+        self._codecs = (self._codecs[0].to(key_states.device), self._codecs[1].to(key_states.device))
+        batch, device = len(key_states), key_states.device
+        self.kernels = choose(device, self._kernel)
+        for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
+            if x.shape[1] != len(codec.mean) or x.shape[-1] != codec.d:
+                raise CacheError(
+                    "SubspaceCache",
+                    f"expected {len(codec.mean)} KV heads of size {codec.d} in layer {self.il}, found {x.shape[1]} of "
+                    f"{x.shape[-1]}: the bases belong to another model",
+                )
+            self._tensors |= {
+                f"rows_{side}": torch.empty(batch, 0, codec.row_bytes, dtype=torch.uint8, device=device),
+                f"sink_{side}": x.new_zeros(batch, x.shape[1], self.n_sink, x.shape[-1]),
+                f"recent_{side}": x.new_empty(batch, x.shape[1], 0, x.shape[-1]),
+            }
+        self._tensors["start"] = torch.full((batch,), NEVER, device=device)
+        self._tensors["zero_rows"] = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._fill_until = NEVER  # cells from here on are no sinks
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Code new keys and values [batch, n_head_kv, n, d] and return them, marked for the attention function."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if not self._attended:
+            raise CacheError(
+                "SubspaceCache",
+                f"expected the attention function {NAME!r} after every update, found none in layer {self.il}; "
+                f"SubspaceCache.from_file sets it; reset() the cache after a forward call that was interrupted",
+            )
+        n = key_states.shape[2]
+        assert self.kernels is not None
+        for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
+            rows = self._reserve(f"rows_{side}", self.n_cells + n)
+            self._tensors["zero_rows"] += self.kernels.encode(codec, x, rows, self.n_cells)
+            self._tensors[f"recent_{side}"] = torch.cat([self._tensors[f"recent_{side}"], x], 2)
+        self.n_cells += n
+        self._attended = False
+        seen: Any = key_states.view_as(key_states)
+        seen.subkv_layer = self
+        return seen, value_states
+
+    def _reserve(self, name: str, n_cells: int) -> Tensor:
+        rows = self._tensors[name]
+        if n_cells > rows.shape[1]:
+            grown = rows.new_empty(rows.shape[0], -(-n_cells // STEP) * STEP, rows.shape[2])
+            grown[:, : self.n_cells] = rows[:, : self.n_cells]
+            self._tensors[name] = grown
+        return self._tensors[name]
+
+    def attend(self, q: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
+        """Attention of the latest update's queries, arguments and result as of torch_attend.attend."""
+        if self._attended or self.kernels is None or q.shape[2] > self.n_cells:
+            raise CacheError(
+                "SubspaceCache", f"expected one attention per update, found another one in layer {self.il}"
+            )
+        first = self.n_cells - q.shape[2]
+        if first < self._fill_until:
+            self._find_starts(mask, first)
+            self._fill_sinks(first)
+        t = self._tensors
+        cells = Cells(
+            *self._codecs,
+            **{name: t[name] for name in ("rows_k", "rows_v", "sink_k", "sink_v", "recent_k", "recent_v", "start")},
+            n_cells=self.n_cells,
+            n_recent=self.n_recent,
+        )
+        out = self.kernels.attend(q, cells, mask, how)
+        for name in ("recent_k", "recent_v"):
+            if t[name].shape[2] > self.n_recent + N_ROLLBACK:
+                t[name] = t[name][:, :, -(self.n_recent + N_ROLLBACK) :].clone()
+        self._attended = True
+        return out
+
+    def _find_starts(self, mask: Tensor | None, first: int) -> None:
+        """Where sequences start: their first cell, from `first` on, that any query sees."""
+        start = self._tensors["start"]
+        if mask is None:
+            found, seen = torch.full_like(start, first), torch.ones_like(start, dtype=torch.bool)
+        else:
+            columns = mask.any(1)
+            found, seen = columns.int().argmax(-1).clamp(min=first), columns.any(-1)
+        self._tensors["start"] = torch.where((start == NEVER) & seen, found, start)
+        self._fill_until = int(self._tensors["start"].max()) + self.n_sink
+
+    def _fill_sinks(self, first: int) -> None:
+        """Keep the sinks among the new cells, those from `first` on."""
+        t = self._tensors
+        cell = t["start"][:, None] + torch.arange(self.n_sink, device=t["start"].device)
+        new = ((cell >= first) & (cell < self.n_cells))[:, None, :, None]
+        for side in "kv":
+            recent, sink = t[f"recent_{side}"], t[f"sink_{side}"]
+            at = (cell - (self.n_cells - recent.shape[2])).clamp(0, recent.shape[2] - 1)[:, None, :, None]
+            t[f"sink_{side}"] = torch.where(new, recent.gather(2, at.expand_as(sink)), sink)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.n_cells + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.n_cells
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises CacheError where fewer exact tokens than the window needs would be left."""
+        held = self._tensors["recent_k"].shape[2] if self.is_initialized else 0
+        most = self.n_cells if held == self.n_cells else max(0, held - self.n_recent)
+        if not 0 <= -tokens_to_remove <= most:
+            raise CacheError(
+                "crop",
+                f"expected to remove 0 to {most} tokens, given as a negative number, found {tokens_to_remove}: "
+                f"cells before are held as coefficients only; evaluate the text again",
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last −tokens_to_remove tokens. Raises CacheError as check_crop()."""
+        self.check_crop(tokens_to_remove)
+        n = -tokens_to_remove
+        if n == 0:
+            return
+        self.n_cells -= n
+        for name in ("recent_k", "recent_v"):
+            self._tensors[name] = self._tensors[name][:, :, :-n]
+        start = self._tensors["start"]
+        self._tensors["start"] = torch.where(start < self.n_cells, start, NEVER)
+        self._fill_until = int(self._tensors["start"].max()) + self.n_sink
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        self._tensors = {name: x[indices.to(x.device)] for name, x in self._tensors.items()}
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row of the batch `repeats` times."""
+        self._tensors = {name: x.repeat_interleave(repeats, dim=0) for name, x in self._tensors.items()}
+
+    def n_bytes(self, kind: str) -> int:
+        """Bytes allocated of a kind: rows, sink or recent."""
+        held = [self._tensors[f"{kind}_{side}"] for side in "kv"] if self.is_initialized else []
+        return sum(x.untyped_storage().nbytes() for x in held)
+
+    @property
+    def n_allocated(self) -> tuple[int, int]:
+        """Sequences and cells of each that there is room for."""
+        batch, n_cells, _ = self._tensors["rows_k"].shape if self.is_initialized else (0, 0, 0)
+        return batch, n_cells
+
+    @property
+    def n_zero_rows(self) -> int:
+        return int(self._tensors["zero_rows"].sum()) if self.is_initialized else 0
+
+    @property
+    def codecs(self) -> tuple[RowCodec, RowCodec]:
+        """Of keys and values, on the layer's device."""
+        return self._codecs
+
+
+class SubspaceCache(transformers.Cache):  # type: ignore[misc]
+    """A cache of coefficients for one model; SubspaceCache(cache.bases) is another, empty one for the same model.
+
+    Works with generate (greedy, sampling, beams, assisted), plain forward calls, prompts in parts, and batches with
+    left padding. The first n_sink tokens of every sequence and the last n_recent are exact; a tail of 32 tokens can be
+    cropped. Raises CacheError, one sentence, for what it cannot do.
+    """
+
+    def __init__(self, bases: Bases, *, kernel: str | None = None) -> None:
+        """kernel: "torch" or "triton" instead of what suits the device. Raises CacheError for others."""
+        check(kernel)
+        layers = transformers.DynamicCache(config=bases.config).layers
+        for il, codecs in bases.layers.items():
+            if type(layers[il]) is DynamicLayer:  # others, as sliding windows, stay what they are
+                layers[il] = SubspaceLayer(il, codecs, bases.n_sink, bases.n_recent, kernel)
+        super().__init__(layers=layers)
+        self.bases = bases
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        *,
+        kv_bits: float | None = None,
+        n_sink: int | None = None,
+        n_recent: int | None = None,
+        kernel: str | None = None,
+    ) -> SubspaceCache:
+        """An empty cache for `model`, a causal language model of transformers, which is given our attention function.
+
+        path: a converted GGUF or a sidecar, or a calibration (calib.safetensors), from which a layout is planned as
+        `convert` does: kv_bits, n_sink and n_recent are its options and only allowed then. kernel: as SubspaceCache's.
+        Raises CacheError or converter.errors.SubkvError for a file or a model that does not fit.
+        """
+        bases = load(os.fspath(path), model, kv_bits, n_sink, n_recent)
+        cache = cls(bases, kernel=kernel)
+        if not cache._coded:
+            raise CacheError("model", "expected a layer with ordinary full attention, found none")
+        _give_attention(model)
+        return cache
+
+    @property
+    def _coded(self) -> list[SubspaceLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SubspaceLayer)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        found = self.bases.config._attn_implementation
+        if found != NAME:
+            raise CacheError(
+                "model",
+                f"expected the attention function {NAME!r}, which SubspaceCache.from_file sets, found {found!r}",
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last −tokens_to_remove tokens, from all layers or, where one refuses, from none."""
+        for layer in self._coded:
+            layer.check_crop(tokens_to_remove)
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, SubspaceLayer)):
+            layer.crop(tokens_to_remove)  # the others first: they refuse alike
+
+    def kv_stats(self) -> KVStats:
+        """Sizes in bytes as allocated now, counted as the native engine does; bases are float32 here.
+
+        kernel: torch or triton, both where devices differ; none yet before the first keys.
+        """
+        coded = self._coded
+        sizes = [layer.n_allocated for layer in coded]
+        n_cells = max(n for _, n in sizes)
+        elements = [sum(c.d * len(c.mean) for c in layer.codecs) for layer in coded]
+        in_coded = sum(batch * n * e for (batch, n), e in zip(sizes, elements, strict=True))
+        rows = sum(layer.n_bytes("rows") for layer in coded)
+        window = sum(layer.n_bytes("sink") + layer.n_bytes("recent") for layer in coded)
+        held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
+        ordinary = [x for x in held if isinstance(x, Tensor)]
+        stock = sum(x.nbytes for x in ordinary)
+        return KVStats(
+            type_k=CODED,
+            type_v=CODED,
+            n_cells=n_cells,
+            bytes_kv=rows + window + stock,
+            bytes_f16=2 * (in_coded + sum(x.numel() for x in ordinary)),
+            bytes_per_token=sum(c.row_bytes for layer in coded for c in layer.codecs),
+            bpe=8.0 * (rows + window) / in_coded if in_coded else 0.0,
+            kernel=" and ".join(sorted({layer.kernels.name for layer in coded if layer.kernels})) or "none yet",
+            bytes_codes=rows,
+            bytes_window=window,
+            bytes_stock=stock,
+            bytes_bases=sum(c.n_bytes for layer in coded for c in layer.codecs),
+            n_layer_coded=len(coded),
+            n_zero_rows=sum(layer.n_zero_rows for layer in coded),
+            n_sink=self.bases.n_sink,
+            n_recent=self.bases.n_recent,
+            n_rollback=N_ROLLBACK,
+            fingerprint=self.bases.fingerprint,
+        )
+
+
+def _give_attention(model: Any) -> None:
+    """Register our functions and let the model's decoder use them; other models keep theirs."""
+    transformers.AttentionInterface.register(NAME, _attention)
+    transformers.AttentionMaskInterface.register(NAME, sdpa_mask)
+    decoder = model.get_decoder()
+    decoder.set_attn_implementation(NAME)
+    if decoder.config._attn_implementation != NAME:
+        raise CacheError(
+            "model", f"expected a model whose attention can be chosen, found {type(model).__name__}, which has its own"
+        )
+
+
+def _attention(module: Any, q: Tensor, k: Any, v: Tensor, mask: Tensor | None, **rest: Any) -> tuple[Tensor, None]:
+    """transformers' attention function: q [batch, n_head, n, d], k, v [batch, n_head_kv, n or all cells, d]."""
+    scaling, softcap, sinks = rest.get("scaling"), rest.get("softcap"), rest.get("s_aux")
+    layer: SubspaceLayer | None = getattr(k, "subkv_layer", None)
+    if layer is None and softcap is None and sinks is None:
+        return sdpa_attention_forward(module, q, k, v, mask, **rest)
+    for name, absent in (("position_bias", None), ("dropout", 0.0)):
+        if rest.get(name, absent) is not None and rest.get(name) != absent:
+            raise CacheError("model", f"expected attention without {name}, found it in {type(module).__name__}")
+    how = Logits(q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap, sinks)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape[1] != 1:
+            raise CacheError(
+                "attention_mask", f"expected one mask of bool for all heads, found {list(mask.shape)} of {mask.dtype}"
+            )
+        mask = mask[:, 0]
+    if layer is None:
+        return attend_exact(q, k, v, mask, how), None
+    if mask is not None and q.shape[2] > 1 and bool(mask.triu(layer.n_cells - q.shape[2] + 1).any()):
+        raise CacheError("attention_mask", "expected causal attention, found queries that see later tokens")
+    return layer.attend(q, mask, how), None

@@ -1,0 +1,110 @@
+"""The rows of `subkv.SubspaceCache` through the kernels of subkv_triton: what torch_kernels.py chooses on CUDA devices.
+
+Coded cells are attended to by Triton's attend, the exact window and D_v are combine's. Where they round: subkv_triton.
+Exact keys and values are halves here, as in the native engine, whatever the model's dtype; beyond their range they
+saturate. There are no gradients.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import subkv_triton as st
+from subkv.format.codec import HALF_MAX
+from subkv.torch.attend import QUERIES, Cells, Logits, Sight
+from subkv.torch.kernels import TRITON, Kernels
+from subkv.torch.rows import RowCodec
+
+BIAS = 1 << 26  # entries of attend's bias held at once
+ALIGN = 32  # cells: bias and splits then are multiples of what kernels are specialised for
+
+_TABLES: WeakKeyDictionary[RowCodec, st.Codecs] = WeakKeyDictionary()
+
+
+def tables(codec: RowCodec) -> st.Codecs:
+    """A codec as Triton's kernels read it, on its device; made once."""
+    if codec not in _TABLES:
+        ranks = [sum(n for n, _, _ in bands) for bands in codec.bands]
+
+        def of_heads(x: Tensor, dtype: type[np.generic]) -> list[np.ndarray]:
+            return [head[:rank].astype(dtype) for head, rank in zip(x.cpu().numpy(), ranks, strict=True)]
+
+        _TABLES[codec] = st.Codecs.make(
+            codec.bands,
+            of_heads(codec.encode_basis, np.float16),  # halves in the file
+            of_heads(codec.decode_basis, np.float16),
+            of_heads(codec.offset, np.float32),
+            codec.mean.device,
+        )
+    return _TABLES[codec]
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
+    """Kernels.encode."""
+    batch, n = x.shape[0], x.shape[2]
+    of_batch = rows.shape[1] * torch.arange(batch, device=x.device)
+    cells = (of_batch[:, None] + torch.arange(first, first + n, device=x.device)).flatten()
+    with torch.cuda.device_of(x):
+        bad = st.encode_rows(tables(codec), x.transpose(1, 2).flatten(0, 1), cells, rows.view(-1, rows.shape[2]))
+    return bad.view(batch, -1).sum(1)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
+    """torch_attend.attend; softmax over coded cells per split in attend, over all in combine."""
+    n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
+    k, v = tables(cells.codec_k), tables(cells.codec_v)
+    sight = Sight(cells, mask, n)
+    softcap = how.softcap or 0.0
+    sinks = None if how.sinks is None else how.sinks.float().view(n_kv, -1).contiguous()
+    grouped = q.float().unflatten(1, (n_kv, -1)).permute(0, 3, 1, 2, 4)  # [b, n, h, g, d]
+    out = q.new_empty(len(q), n, q.shape[1], cells.sink_v.shape[-1])
+    step = max(1, min(QUERIES, BIAS // (len(q) * cells.n_cells)))
+    with torch.cuda.device_of(q):
+        for low in range(0, n, step):
+            at = slice(low, min(low + step, n))
+            x = grouped[:, at].contiguous()
+            n_coded = max(0, first + at.stop - cells.n_recent)
+            width = min(-(-n_coded // ALIGN) * ALIGN, cells.rows_k.shape[1])
+            bias = pad(_bias(sight.coded(at, 0, n_coded)), (0, width - n_coded), value=-torch.inf)
+            of_mean = torch.einsum("bnhgd,hd->bnhg", x, cells.codec_k.mean).contiguous()
+            partial = st.attend(
+                k,
+                v,
+                cells.rows_k,
+                cells.rows_v,
+                st.project_queries(k, x, how.scale * cells.codec_k.gamma),
+                bias,
+                shift=how.scale * of_mean,
+                softcap=softcap,
+            )
+            of_exact = _exact(how.scale * x, cells, sight, at)
+            done = st.combine(v, partial, of_exact, softcap=softcap, sinks=sinks)
+            out[:, at] = done.flatten(2, 3).to(q.dtype)
+    return out
+
+
+def _exact(q: Tensor, cells: Cells, sight: Sight, at: slice) -> st.Exact:
+    """Sinks and recent cells that queries q [b, n, h, g, d] see, scaled."""
+    here, seen = sight.recent(at)
+    if not cells.n_recent:
+        here, seen = slice(0, 0), seen[..., :0]
+    k, v = (
+        torch.cat([sink, recent[:, :, here]], 2).transpose(1, 2).clamp(-HALF_MAX, HALF_MAX).half().contiguous()
+        for sink, recent in ((cells.sink_k, cells.recent_k), (cells.sink_v, cells.recent_v))
+    )
+    return st.Exact(k, v, q, _bias(torch.cat([sight.sinks(at), seen.expand(len(q), -1, -1)], 2)))
+
+
+def _bias(seen: Tensor) -> Tensor:
+    """0 where a cell is seen, -inf elsewhere."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+IN_TRITON = Kernels(TRITON, encode, attend)

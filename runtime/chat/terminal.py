@@ -1,0 +1,196 @@
+"""Where the chat's messages come from: an editor in the terminal (runtime/editor.py), a plain terminal, or a pipe.
+
+A message is one line, or several: joined over trailing backslashes, pasted at once, or typed in the editor with
+Alt-Enter. Prompts never go to a redirected stdout, which belongs to the answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+
+from runtime import options
+from subkv.base import folders
+
+PROMPT, MORE = "> ", "… "
+
+
+class Interrupts:
+    """Ctrl-C while the model works: the first asks the answer to stop, a second one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def stop(self) -> bool:
+        return self.seen
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        self.seen = False
+
+        def handler(_number: int, _frame: Any) -> None:
+            if self.seen:
+                raise KeyboardInterrupt
+            self.seen = True
+
+        try:
+            previous = signal.signal(signal.SIGINT, handler)
+        except ValueError:  # not the main thread: nobody can press Ctrl-C for us
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+class Input(Protocol):
+    """A source of messages; interactive: somebody sits there and sees prompts."""
+
+    interactive: bool
+
+    def read(self) -> str | None:
+        """The next message, None at the end of the input. Raises KeyboardInterrupt when Ctrl-C is pressed."""
+
+
+class Completer:
+    """Names of commands, and names of files for those that take one."""
+
+    def __init__(self, commands: Iterable[str], with_file: Iterable[str]) -> None:
+        self.commands = sorted(commands)
+        self.with_file = frozenset(with_file)
+
+    def lines(self, line: str) -> list[str]:
+        """What the line could become; a file's name goes to the end of the line, spaces included."""
+        if not line.startswith("/") or "\n" in line:
+            return []
+        command, space, name = line.partition(" ")
+        if not space:
+            return [name for name in self.commands if name.startswith(command)]
+        if command not in self.with_file:
+            return []
+        folder, slash, start = name.rpartition("/")
+        try:
+            with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
+                found = [f"{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries]
+        except (OSError, RuntimeError):  # no such folder, no such user's home
+            return []
+        found = [entry for entry in found if entry.startswith(start) and (start or not entry.startswith("."))]
+        return sorted(f"{command} {folder}{slash}{entry}" for entry in found)
+
+
+def history_file(name: str) -> Path | None:
+    """A file in the user's state folder, for the user's eyes only; None, and a warning, where it cannot be written."""
+    path = folders.state_folder() / name
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+    except OSError as error:
+        options.note(f"XDG_STATE_HOME: messages are not remembered, cannot write {path}: {error.strerror}")
+        return None
+    return path
+
+
+def joined(next_line: Callable[[str], str]) -> str | None:
+    """One message from next_line(prompt), which raises EOFError at the end of the input."""
+    parts: list[str] = []
+    while True:
+        try:
+            text = next_line(MORE if parts else PROMPT)
+        except EOFError:
+            return "\n".join(parts) if parts else None
+        if not text.endswith("\\"):
+            return "\n".join([*parts, text])
+        parts.append(text[:-1])
+
+
+class Pipe:
+    """Lines of stdin."""
+
+    interactive = False
+
+    def read(self) -> str | None:
+        return joined(self._line)
+
+    def _line(self, _prompt: str) -> str:
+        text = sys.stdin.readline()
+        if not text:
+            raise EOFError
+        return text.rstrip("\n")
+
+
+class Plain:
+    """input(), with the line editing, history and completion of module readline where Python has it."""
+
+    interactive = True
+
+    def __init__(self, completer: Completer) -> None:
+        self.completer = completer
+        self.history: Path | None = None
+        self.readline: Any = None
+        if sys.stdout.isatty():  # else input() does without
+            with contextlib.suppress(ImportError):
+                import readline
+
+                self.readline = readline
+                self._set_up()
+
+    def _set_up(self) -> None:
+        self.readline.set_completer_delims("")  # the whole line is completed
+        self.readline.set_completer(self._complete)
+        self.readline.parse_and_bind("tab: complete")
+        # Python turns it off; with it a pasted text stays one message
+        self.readline.parse_and_bind("set enable-bracketed-paste on")
+        self.history = history_file("chat_history.readline")
+        if self.history:
+            with contextlib.suppress(OSError):  # libedit refuses an empty file
+                self.readline.read_history_file(self.history)
+
+    def _complete(self, line: str, index: int) -> str | None:
+        return next(iter(self.completer.lines(line)[index:]), None)
+
+    def read(self) -> str | None:
+        message = joined(self._line)
+        if message is None:
+            click.echo(err=True)
+        return message
+
+    def _line(self, prompt: str) -> str:
+        if self.readline is None:
+            click.echo(prompt, nl=False, err=True)
+            return input()
+        before = self.readline.get_current_history_length()
+        try:
+            return input(prompt)
+        finally:
+            added = self.readline.get_current_history_length() - before
+            if self.history and added:
+                with contextlib.suppress(OSError):  # a disk that is full now
+                    self.readline.append_history_file(added, self.history)
+
+
+def has_editor() -> bool:
+    """Whether the extra `chat` is installed and the terminal can move its cursor."""
+    try:
+        from prompt_toolkit.utils import is_dumb_terminal
+    except ImportError:
+        return False
+    return not is_dumb_terminal() and (sys.stdout.isatty() or sys.stderr.isatty())
+
+
+def open_input(completer: Completer, simple: bool) -> Input:
+    """The best source of messages there is; simple: no editor."""
+    if not sys.stdin.isatty():
+        return Pipe()
+    if simple or not has_editor():
+        return Plain(completer)
+    from runtime.chat.editor import Editor
+
+    return Editor(completer, history_file("chat_history"))
