@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from subkv.base.errors import SubkvError
+from subkv.format.arrays import F64
 from subkv.format.calibration import Calibration, LayerShape, LayerStats
 from subkv.native.gguf import Base
-from subkv.plan.basis import F64, FullBasis, fit_metric, fit_pca
+from subkv.plan.basis import FullBasis, fit_metric, fit_pca
 
 # Share of the structural metric in the measured one. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
 # Sherlock: with sensitivities of 16k tokens 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and 0.1, 0.0029 at 0.3; of
@@ -57,10 +58,10 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
     Raises SubkvError for kld-aware without sensitivities.
     """
     measured = calibration.sensitivity is not None
-    for flag, asked in (("--basis-k", basis_k), ("--basis-v", basis_v)):
+    for key, asked in (("basis_k", basis_k), ("basis_v", basis_v)):
         if asked == "kld-aware" and not measured:
             raise SubkvError(
-                flag,
+                key,
                 "kld-aware expects a calibration with sensitivities, found none in it; "
                 "python -m converter.sensitivity adds them",
             )
