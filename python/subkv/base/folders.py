@@ -23,6 +23,6 @@ def state_folder() -> Path:
 
 
 def package_folders(name: str) -> list[Path]:
-    """Where the package may have a folder: more than one place in an editable install, the checkout and what was built."""
+    """Where the package may have a folder; an editable install has two places, the checkout and what was built."""
     spec = importlib.util.find_spec("subkv")
     return [Path(place) / name for place in (spec.submodule_search_locations or [] if spec else [])]
