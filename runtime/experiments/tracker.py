@@ -28,11 +28,11 @@ from subkv.base.errors import SubkvError
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
-    from converter.adaptive import Layout
     from runtime.experiments.bounds import F64
     from subkv.engine.model import Context
     from subkv.engine.observer import ObservedLayer, Observer
     from subkv.format.adapt import Adapt
+    from subkv.format.layout import Layout
 
 Lines = list[dict[str, Any]]
 
@@ -278,8 +278,7 @@ def main(
     picture: Path | None,
 ) -> None:
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
-    from converter.adaptive import Layout
-    from converter.calibrate import read_text
+    from converter.corpus import read_text
     from converter.plots import figure as plots
     from subkv.base.files import atomic_file, check_writable
     from subkv.engine.cache import CODED, MIB, choose_cache
@@ -287,6 +286,7 @@ def main(
     from subkv.engine.observer import SAMPLE, Observer
     from subkv.engine.stats import cache_line
     from subkv.format import adapt as adaptive
+    from subkv.format.layout import Layout
 
     check_writable(target)
     if picture is not None:

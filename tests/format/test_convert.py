@@ -20,7 +20,8 @@ from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
 from gguf import GGUFReader
 
-from converter.cli import convert, default_output
+from converter.cli import default_output
+from converter.cli import main as convert
 from subkv.base.errors import SubkvError
 from subkv.format.calibration import Calibration, write_calibration
 from subkv.format.codec import row_bytes

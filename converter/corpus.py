@@ -7,18 +7,24 @@ tokenized at once, at least two chunks without gaps, the first token of each rep
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import click
+
+from subkv.base.command import group
 from subkv.base.errors import SubkvError
+from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
     from subkv.format.calibration import TextSource
 
 MIN_TOKENS = 64  # shortest text worth a chunk
 PIECE = 1 << 18  # bytes of text tokenized at once
+HELD_OUT = 8  # calibration holds every 8th chunk out
+INTERRUPTED = "interrupted: nothing was written"  # what programs that write one file say on Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -95,3 +101,56 @@ def cut(
         pieces = [start + tuple(tokens[j : j + step]) for j in range(0, max(len(tokens) - step, 0) + 1, step)]
         out += pieces[:quota]
     return out
+
+
+#
+# flags
+#
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a program runs a model on, and how. n_ctx: tokens per chunk; chunks None: all; threads None: all."""
+
+    files: tuple[Path, ...]
+    n_ctx: int
+    chunks: int | None
+    threads: int | None
+
+    def read(self) -> list[Text]:
+        """Raises SubkvError as read_text does."""
+        return [read_text(path) for path in self.files]
+
+    @property
+    def n_threads(self) -> int:
+        return default_threads(self.threads)
+
+
+def corpus_options(
+    text: str = "UTF-8 text to calibrate on.",
+    chunks: str = "Most chunks, shared among the texts. [default: all]",
+    n_chunks: int | None = None,
+    required: bool = True,
+) -> Callable[..., Any]:
+    """-f, -c, --chunks and -t as one argument `corpus`. text, chunks: help; n_chunks: the default."""
+    return group(
+        "corpus",
+        Corpus,
+        click.option(
+            "-f",
+            "--file",
+            "files",
+            required=required,
+            multiple=True,
+            type=click.Path(path_type=Path),
+            help=text,
+        ),
+        click.option(
+            "-c", "--ctx-size", "n_ctx", default=2048, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
+        ),
+        click.option("--chunks", default=n_chunks, type=click.IntRange(1), help=chunks),
+        click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]"),
+    )
+
+
+model_option = click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")
