@@ -284,7 +284,7 @@ def test_refusals_of_the_command(run: Callable[..., Result], tiny_model: Callabl
     (tmp_path / "few.txt").write_bytes(b"too short")
     (tmp_path / "latin.txt").write_bytes(b"\xff" * 500)
     cases: list[tuple[Result, str]] = [
-        (run(model=tmp_path / "none.gguf"), "-m: expected a GGUF file, found no file at "),
+        (run(model=tmp_path / "none.gguf"), "-m: expected a GGUF file, found no file "),
         (run(model=tmp_path / "no.gguf"), "-m: "),
         (run(model=tmp_path / "cut.gguf"), "-m: "),
         (run(model=tmp_path / "head.gguf"), "-m: "),
