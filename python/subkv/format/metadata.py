@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from subkv.base.errors import SubkvError
 from subkv.format.bases import CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import Calibration
-from subkv.native import ggml as native
+from subkv.native.binding import native
 from subkv.native.gguf import Gguf, Value
 
 VERSION = 2
@@ -159,7 +159,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises SubkvError with libsubkv's sentence when any key is missing or damaged.
     """
-    library = native.subkv()
+    library = native()
     layout = library.subkv_layout_load(str(path).encode())
     if not layout:
         raise SubkvError("", (library.subkv_last_error() or b"unknown error").decode("utf-8", "replace"))
