@@ -105,7 +105,7 @@ def program(module: str) -> click.Command | None:
             continue
         try:
             found = importlib.import_module(candidate)
-        except ImportError:
+        except ModuleNotFoundError:
             return None
         for attribute in ("main", "command", "convert"):
             if isinstance(command := getattr(found, attribute, None), click.Command):
