@@ -27,6 +27,23 @@ SUBKV_API const char *
 subkv_kernel_name(void); // CPU kernels in use, e.g. "avx2"; NULL + last_error if none can be used
 
 //
+// format (converter/FORMAT.md)
+//
+
+// Every number that programs must agree on about rows, files and caches, as JSON: the constants of
+// kernels/include/subkv/format.h in lower case; "planes": bits of a band -> bits of its planes, low ones first;
+// "scales": [256] scale of a scale code, as the bits of an f32.
+SUBKV_API const char * subkv_constants(void);
+
+// Rows of one KV head: bands [n_bands][2] coefficients and bits, ratio [n_bands]; c [n][rank] f32 coefficients,
+// rows [n][row_bytes]. encode: returns the number of rows that are not finite (stored as zero rows), or -1.
+// The bytes are the same on every processor, and so are the coefficients that decode gives.
+SUBKV_API int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c,
+                                    int64_t n, uint8_t * rows);
+SUBKV_API bool    subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const uint8_t * rows,
+                                    int64_t n, float * c);
+
+//
 // layout
 //
 

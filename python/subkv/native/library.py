@@ -126,6 +126,9 @@ _i32_p = ctypes.POINTER(_i32)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_last_error": (_str, []),
     "subkv_kernel_name": (_str, []),
+    "subkv_constants": (_str, []),
+    "subkv_encode_rows": (_i64, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
+    "subkv_decode_rows": (ctypes.c_bool, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
     "subkv_layout_present": (_i32, [_str]),
     "subkv_layout_load": (_ptr, [_str]),
     "subkv_layout_free": (None, [_ptr]),
