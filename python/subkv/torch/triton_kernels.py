@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-import subkv_triton as st
-from subkv.format.codec import HALF_MAX
+import subkv_triton.ops as st
 from subkv.torch.attend import QUERIES, Cells, Logits, Sight
 from subkv.torch.kernels import TRITON, Kernels
 from subkv.torch.rows import RowCodec
+from subkv_triton.fields import HALF_MAX
 
 BIAS = 1 << 26  # entries of attend's bias held at once
 ALIGN = 32  # cells: bias and splits then are multiples of what kernels are specialised for
