@@ -13,6 +13,7 @@ Memory: all keys and values are kept beside the cache in single precision, twice
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.threads import default_threads
+from subkv.native.library import Signatures, declare
 
 if TYPE_CHECKING:
     from converter.adaptive import Layout
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
     from subkv.format.adapt import Adapt
 
 Lines = list[dict[str, Any]]
+
+_HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
+SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_read_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]),
+    "subkv_get_sketch_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_void_p, ctypes.c_int64]),
+}
 
 # error, its bound, what it is called; weights and outputs have another bound, from what was measured a step before
 STEPS = {"weight_error": "weight_step", "output_error": "output_step"}
@@ -151,7 +159,7 @@ class Tracker:
         from subkv.native.binding import last_error, native
 
         seen, chunk = np.empty(x.shape, np.float32), np.empty(len(x), np.int32)
-        n = native().subkv_read_rows(
+        n = declare(native(), SIGNATURES).subkv_read_rows(
             self._context.handle, layer.il, head, value, 0, 0, len(x), seen.ctypes.data, chunk.ctypes.data
         )
         if n < 0:
@@ -179,7 +187,9 @@ class Tracker:
         if rows == r:
             return None
         s = np.empty((2 * rows, a.shape[1]), np.float32)
-        n = native().subkv_get_sketch_rows(self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size)
+        n = declare(native(), SIGNATURES).subkv_get_sketch_rows(
+            self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size
+        )
         if n < 0:
             raise CacheError("kv_cache", last_error())
         if n == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import capi
 import codec_numpy
 import numpy as np
 import pytest
@@ -206,9 +207,7 @@ _DEQUANTIZE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] *
 
 
 def native_tables() -> list[Any]:
-    from subkv.native import library as _lib
-
-    lib = _lib.load()
+    lib = capi.load()
     tables = [lib.subkv_ops_table(i) for i in range(lib.subkv_ops_count())]
     return [ctypes.cast(table, ctypes.POINTER(_Ops)).contents for table in tables]
 
