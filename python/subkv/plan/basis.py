@@ -8,7 +8,7 @@ Keys are coded less their mean μ: c = E (k − μ), k̂ = γ Dᵀ c + μ; every
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,8 +87,13 @@ def fit_pca(moment: F64, metric: F64) -> FullBasis:
     """Eigenvectors of the second moment: E = Bᵀ = D. moment, metric: [d, d]; the metric only prices coefficients."""
     variance, vectors = _descending(moment)
     basis = np.ascontiguousarray(vectors.T)
-    price = np.einsum("id,de,ie->i", basis, metric, basis)
-    return FullBasis(basis, basis.copy(), variance, variance * np.maximum(price, 0.0))
+    return repriced(FullBasis(basis, basis, variance, variance), metric)
+
+
+def repriced(basis: FullBasis, cost: F64) -> FullBasis:
+    """The same basis with importance: the cost of dropping coefficient i, E c_i² · D_i M D_iᵀ."""
+    price = np.einsum("id,de,ie->i", basis.decode, cost, basis.decode)
+    return replace(basis, importance=basis.variance * np.maximum(price, 0.0))
 
 
 def fit_metric(moment: F64, metric: F64, ridge: float = METRIC_RIDGE) -> FullBasis:

@@ -18,8 +18,7 @@ from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
 from subkv.format.metadata import Account, Settings
 from subkv.format.window import DEFAULT, Window
 from subkv.native.gguf import Base
-from subkv.plan import budget as layout
-from subkv.plan import predict
+from subkv.plan import budget, predict
 from subkv.plan.basis import FullBasis, centred_moment, store, stored_mean
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
@@ -167,9 +166,9 @@ class Fit:
         self.heads: list[Head] = []  # K, V of every head of every layer
         for stats in tracked("bases", self.calibration.layers, "layer", progress):
             with concerning(rank="rank_k"):
-                rank_k = layout.check_rank(options.rank_k, stats.shape.d_k, stats.shape.il)
+                rank_k = budget.check_rank(options.rank_k, stats.shape.d_k, stats.shape.il)
             with concerning(rank="rank_v"):
-                rank_v = layout.check_rank(options.rank_v, stats.shape.d_v, stats.shape.il)
+                rank_v = budget.check_rank(options.rank_v, stats.shape.d_v, stats.shape.il)
             output = value_metrics(base, stats.shape, basis_v)
             cost = layer_cost(stats, output, self.windowed)
             self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
@@ -184,11 +183,11 @@ class Fit:
     def plan(self, kv_bits: float) -> list[Bands]:
         """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
         if self.settings.codec == "int8":
-            return layout.plan_int8(self.heads)
-        return layout.plan_banded(self.heads, kv_bits, self.overhead)
+            return budget.plan_int8(self.heads)
+        return budget.plan_banded(self.heads, kv_bits, self.overhead)
 
     def account(self, plan: Sequence[Bands]) -> Account:
-        return layout.account(self.heads, plan, self.overhead)
+        return budget.account(self.heads, plan, self.overhead)
 
     def code(self, plan: Sequence[Bands]) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
         """Rounded bases and gammas for a plan, and the number of heads per source of gamma."""
@@ -227,7 +226,7 @@ class Fit:
         target = self.stock_error(kind)
         if target is None:
             return None
-        low, high = layout.budget_range(self.heads, self.overhead)
+        low, high = budget.budget_range(self.heads, self.overhead)
         first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
             while first <= last:

@@ -1,6 +1,6 @@
 """Predicted cost of a layout: the real codec on sampled rows, each error priced by the layers' cost matrices.
 
-KLD ≈ Σ over layers and heads of E eᵀ M e, e = x − x̂ of a stored key or value, M = half its sensitivity (metrics.py):
+KLD ≈ Σ over layers and heads of E eᵀ M e, e = x − x̂ of a stored key or value, M = half its sensitivity (costs.py):
 second order in e, errors of different heads and tokens taken as independent. Without sensitivities the sum has no unit.
 """
 

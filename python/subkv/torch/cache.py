@@ -110,7 +110,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._tensors[name]
 
     def attend(self, q: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
-        """Attention of the latest update's queries, arguments and result as of torch_attend.attend."""
+        """Attention of the latest update's queries, arguments and result as of Kernels.attend."""
         if self._attended or self.kernels is None or q.shape[2] > self.n_cells:
             raise CacheError(
                 "SubspaceCache", f"expected one attention per update, found another one in layer {self.il}"
