@@ -307,7 +307,7 @@ PATH = click.Path(path_type=Path)
 @click.option("-m", "--model", type=PATH, help="GGUF model; default: the demo model, which the calibration belongs to")
 @click.option("--texts", "text_folder", type=PATH, default=REPO.parent / "shared" / "data", help="folder of the texts")
 @click.option("--build", type=PATH, help="build folder with bin/kernel-bench, for the table `kernels`")
-@click.option("--resume", is_flag=True, help="leave out tables that were measured at this commit")
+@click.option("--resume", is_flag=True, help="leave out tables that were measured whole at this commit")
 @click.option("--quick", is_flag=True, help="tiny settings, to try the programs; into build/results, documents stay")
 @click.option("--render", "only_render", is_flag=True, help="measure nothing, write pages and documents again")
 def main(
@@ -335,7 +335,8 @@ def measure_all(
     """Measure tables in their order and write each as soon as it is done; one that fails does not stop the others."""
     head, dirty = commit()
     there = results(output) if resume else {}
-    wanted = [TABLES[name] for name in TABLES if name in names and there.get(name, {}).get("commit") != head]
+    good = {n for n, r in there.items() if r["commit"] == head and not (r["dirty"] or r["skipped"])}
+    wanted = [TABLES[name] for name in TABLES if name in names and name not in good]
     failed = []
     with tempfile.TemporaryDirectory(prefix="results-") as scratch:
         folder = Path(scratch)

@@ -59,7 +59,7 @@ def label(name: str) -> str:
 
 def plain(value: float) -> str:
     """Two digits, never as 1e-05."""
-    return f"{value:.2g}" if value >= 1e-3 else f"{value:.1e}" if value < 1e-4 else f"{value:.5f}"
+    return f"{value:#.2g}" if value >= 1e-3 else f"{value:.1e}" if value < 1e-4 else f"{value:.5f}"
 
 
 def text(key: str) -> Callable[[Row], str]:
@@ -125,8 +125,8 @@ def page(table: Any, result: Result) -> str:
     ]
     if commands:
         about = (
-            "`M.gguf` is the demo model, `calib.safetensors` its calibration out of `models/`; `subkv` and `python` are "
-            "those of the environment."
+            "`M.gguf` is the demo model, `calib.safetensors` its calibration out of `models/`; `subkv` and `python` "
+            "are those of the environment."
         )
         parts.append(f"{wrapped(about)}\n\n```sh\n{commands}\n```")
     if numbers:
