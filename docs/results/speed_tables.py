@@ -92,12 +92,18 @@ def by_depth(rows: Rows) -> str:
 
 
 def numbers(rows: Rows) -> Numbers:
-    """best_stock_D, KIND_D: how many times as fast 4.5 bits are at depth D; kept_D: percent of the least depth's."""
+    """best_stock_D, KIND_D: how many times as fast 4.5 bits are at depth D; kept_D: percent of the least depth's.
+
+    cell_D: microseconds that a cell between the depth before and D adds to a token (generation only).
+    """
     found = {(row["cache"], row["n_depth"]): row for row in rows}
     depths = sorted({row["n_depth"] for row in rows})
     numbers = {}
-    for depth in depths:
+    for depth, before in zip(depths, [0, *depths], strict=False):
         ours = found["subkv", depth]
+        if before and ours["n_gen"]:
+            seconds = 1 / ours["median_ts"] - 1 / found["subkv", before]["median_ts"]
+            numbers[f"cell_{depth}"] = f"{1e6 * seconds / (depth - before):.2f}"
         numbers[f"best_stock_{depth}"] = f"{ours['median_ts'] / best_stock(rows, ours):.1f}"
         numbers[f"kept_{depth}"] = f"{100 * ours['median_ts'] / found['subkv', depths[0]]['median_ts']:.0f}"
         for kind in STOCK:
@@ -135,10 +141,11 @@ def by_test(rows: Rows) -> str:
         ("test", lambda row: row["test"].split(" @")[0]),
         ("depth", lambda row: str(row["n_depth"])),
         ("cache", lambda row: label(row["cache"])),
+        ("kernels", text("kernel")),
         ("tokens/s", ts),
         ("× best stock", lambda row: f"{row['median_ts'] / best_stock(rows, row):.2f}"),
     ]
-    return grid(rows, columns)
+    return grid(rows, columns, left=4)
 
 
 def parallel_numbers(rows: Rows) -> Numbers:
