@@ -1,54 +1,148 @@
-"""Files that hold a sequence: a JSON head and the cells, in a ZIP whose checksums tell damage."""
+"""The one format of files that hold tokens and the state of a context that has evaluated them.
+
+Saved chats, slots of the server, entries of the prompt cache:
+
+    offset  bytes  content, little-endian
+         0      8  b"subkvST1"
+         8      4  h, bytes of the head
+        12      4  n, number of tokens
+        16      8  m, bytes of the state
+        24      4  CRC-32 of everything before, of the head and of the tokens
+        28      h  head: a JSON object, what the state is bound to and whatever its writer wants to know
+         …     4n  tokens, i32
+         …      m  state, as llama.cpp wrote it
+         …     32  SHA-256 of everything before
+
+The head and the tokens can be read and trusted without the state, which is large. Files appear complete or not at all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
-import zipfile
+import struct
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from subkv.base.errors import StateError
+import numpy as np
+import numpy.typing as npt
 
-HEAD, CELLS = "head.json", "cells"
+from subkv.base.errors import StateError, concerning
+from subkv.base.files import atomic_file
+
+Tokens = npt.NDArray[np.int32]
+
+MAGIC = b"subkvST1"
+FIXED = struct.Struct("<8sIIQ")
+CRC = struct.Struct("<I")
+START = FIXED.size + CRC.size
+N_DIGEST = 32
+MAX_HEAD = 64 << 20  # bytes
 
 
-def write(path: Path, head: dict[str, Any], cells: bytes, key: str) -> int:
-    """Write both, completely or not at all; returns the size in bytes. Raises StateError that starts with `key`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+class ContainerError(ValueError):
+    """A damaged file, or none of this format."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Container:
+    """head: JSON object; tokens [n] i32; state: what llama_state_set_data takes."""
+
+    head: dict[str, Any]
+    tokens: Tokens
+    state: bytes
+
+    def pieces(self) -> list[bytes]:
+        """The file in pieces, in order."""
+        head = json.dumps(self.head, sort_keys=True).encode()
+        listed = np.asarray(self.tokens).astype("<i4").tobytes()
+        fixed = FIXED.pack(MAGIC, len(head), len(self.tokens), len(self.state))
+        begin = fixed + CRC.pack(_crc(fixed, head, listed)) + head + listed
+        digest = hashlib.sha256(begin)
+        digest.update(self.state)
+        return [begin, self.state, digest.digest()]
+
+
+def _crc(*parts: bytes | memoryview) -> int:
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
+
+
+def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
+    """Head, tokens and bytes of the state of a file, from the handle's position 0; reads no further than these.
+
+    Raises ContainerError, and OSError where it cannot be read.
+    """
+    start = handle.read(START)
+    if len(start) < START:
+        raise ContainerError(f"expected at least {START} bytes, found {len(start)}")
+    magic, n_head, n_tokens, n_state = FIXED.unpack_from(start)
+    if magic != MAGIC:
+        raise ContainerError(f"expected {MAGIC!r} at the start, found {magic!r}")
+    size = handle.seek(0, os.SEEK_END)
+    handle.seek(START)
+    expected = START + n_head + 4 * n_tokens + n_state + N_DIGEST
+    if size != expected or n_head > MAX_HEAD:
+        raise ContainerError(f"expected {expected} bytes, found {size}")
+    head, listed = handle.read(n_head), handle.read(4 * n_tokens)
+    if CRC.unpack_from(start, FIXED.size)[0] != _crc(start[: FIXED.size], head, listed):
+        raise ContainerError("checksum of head and tokens differs")
     try:
-        with zipfile.ZipFile(temporary, "x") as archive:
-            archive.writestr(HEAD, json.dumps(head))
-            archive.writestr(CELLS, cells)
-        size = temporary.stat().st_size
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StateError(key, f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return size
+        parsed = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise ContainerError(f"its head is no JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise ContainerError("its head is no object")
+    return parsed, np.frombuffer(listed, "<i4").astype(np.int32), n_state
 
 
-def read(path: Path, key: str, writer: str) -> tuple[dict[str, Any], bytes]:
-    """Head and cells of a file that write() made. Raises StateError that starts with `key` and names the writer."""
+def read_whole(handle: BinaryIO) -> Container:
+    """A file that begins at the handle's position 0, checked as a whole. Raises ContainerError and OSError."""
+    head, tokens, n_state = read_head(handle)
+    begin = handle.tell()
+    handle.seek(0)
+    digest = hashlib.sha256(handle.read(begin))
+    state = handle.read(n_state)
+    digest.update(state)
+    if digest.digest() != handle.read(N_DIGEST):
+        raise ContainerError("checksum of the state differs")
+    return Container(head, tokens, state)
+
+
+def load(path: Path) -> Container:
+    """read_whole() of a path."""
+    with open(path, "rb") as handle:
+        return read_whole(handle)
+
+
+def write(path: Path, container: Container) -> int:
+    """Write a file completely or not at all; returns its size in bytes. Raises StateError about `path`."""
+    pieces = container.pieces()
+    with concerning(output="path"), atomic_file(path, StateError) as handle:
+        for piece in pieces:
+            handle.write(piece)
+    return sum(len(piece) for piece in pieces)
+
+
+def read(path: Path, writer: str) -> Container:
+    """A file that `writer`, as the user knows it, has written. Raises StateError about `path`."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            head = json.loads(archive.read(HEAD))
-            cells = archive.read(CELLS)
-        if not isinstance(head, dict):
-            raise ValueError("its head is no object")
+        return load(path)
     except OSError as error:
-        raise StateError(key, f"cannot read {path}: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise StateError("path", f"cannot read {path}: {error.strerror or error}") from error
+    except ContainerError as error:
         raise StateError(
-            key, f"expected a file written by {writer}, found something else in {path} ({error})"
+            "path", f"expected a file written by {writer}, found something else in {path} ({error})"
         ) from error
-    return head, cells
 
 
-def check(head: dict[str, Any], expected: dict[str, Any], key: str, path: Path) -> None:
-    """Refuse a head that differs from what this context needs. Raises StateError."""
+def check(container: Container, expected: dict[str, Any], path: Path) -> None:
+    """Refuse a file whose head differs from what this context needs. Raises StateError about `path`."""
     for name, value in expected.items():
-        if head.get(name) != value:
-            raise StateError(key, f"{name}: expected {value}, found {head.get(name)} in {path}")
+        if container.head.get(name) != value:
+            raise StateError("path", f"{name}: expected {value}, found {container.head.get(name)} in {path}")

@@ -46,11 +46,10 @@ def _temporary_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Binary file that replaces `path` when the block ends well; on any exception nothing stays on disk.
 
-    Temporary file in the same folder, flushed and fsynced before the rename. An OSError raised in the block by an
-    operation on this file (disk full, file size limit) becomes a SubkvError about `output`.
+    Temporary file in the same folder, flushed and fsynced before the rename. Raises OSError.
     """
     temporary = _temporary_name(path)
     try:
@@ -59,12 +58,20 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise SubkvError("output", f"cannot write {path}: {_reason(error)}; no file was left behind") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[BinaryIO]:
+    """replacing(path) whose OSErrors (disk full, file size limit) become errors about `output`, of this kind."""
+    try:
+        with replacing(path) as handle:
+            yield handle
+    except OSError as error:
+        raise kind("output", f"cannot write {path}: {_reason(error)}; no file was left behind") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
@@ -36,32 +34,3 @@ def tracked(what: str, items: Collection[T], unit: str, show: bool = True) -> It
         for item in items:
             yield item
             bar.update()
-
-
-@contextlib.contextmanager
-def loading(path: str | os.PathLike[str], show: bool = True) -> Iterator[Any]:
-    """A bar while llama.cpp loads `path`; yields the value of llama_model_params.progress_callback that moves it.
-
-    Ctrl-C stops the loading: KeyboardInterrupt at the end of the block, whatever else the block raised.
-    """
-    from subkv.native.binding import C
-
-    with progress_bar(f"loading {os.path.basename(path)}", 100, "%", show) as bar:
-        if bar.disable:
-            yield C.llama_progress_callback(0)
-            return
-        interrupted = False
-
-        def report(fraction: float, _: Any) -> bool:
-            nonlocal interrupted
-            try:
-                bar.update(int(100 * fraction) - bar.n)
-            except KeyboardInterrupt:  # would be lost in the C code that called
-                interrupted = True
-            return not interrupted
-
-        try:
-            yield C.llama_progress_callback(report)
-        finally:
-            if interrupted:
-                raise KeyboardInterrupt

@@ -1,39 +1,135 @@
-"""What subkv.Llama changes about llama_cpp's wrapper of a native context."""
+"""One llama.cpp context by hand: batches in, logits out. The programs that measure use it; applications use Llama."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from subkv.base.errors import CacheError
-from subkv.native.binding import C, internals
+from subkv.base.threads import default_threads
+from subkv.engine.cache import CacheChoice, attached, creation_error, flash_attention
+from subkv.engine.memory import require_memory
+from subkv.engine.stats import context_stats
+from subkv.native.binding import C, captured_log, last_error
+
+Logits = npt.NDArray[np.float32]
 
 
-class Context(internals.LlamaContext):
-    """A context that refuses what its cache cannot do instead of aborting or hanging the process."""
+@dataclass(frozen=True)
+class ContextOptions:
+    """How a context is made, its cache aside. Sizes in tokens; n_threads None: all processors."""
 
-    process: int  # that created it
+    n_ctx: int
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    flash_attn: str = "auto"
+    n_seq_max: int = 1
 
-    @classmethod
-    def adopt(cls, context: internals.LlamaContext) -> None:
-        """Make a context of llama_cpp, which this process has just created, one of this class."""
-        context.__class__ = cls
-        context.process = os.getpid()
 
-    def decode(self, batch: Any) -> None:
-        if os.getpid() != self.process:
+def decode_batch(
+    handle: Any, batch: Any, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any, coded: bool = False
+) -> None:
+    """llama_decode of tokens at their positions and sequences; `logits` says which of them give logits.
+
+    `batch` has room for them all. coded: the context's cache is, so libsubkv knows why. Raises CacheError.
+    """
+    n = len(tokens)
+    batch.n_tokens = n
+    np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
+    np.ctypeslib.as_array(batch.pos, (n,))[:] = pos
+    np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
+    np.ctypeslib.as_array(batch.logits, (n,))[:] = logits
+    for i, seq in enumerate(seqs):
+        batch.seq_id[i][0] = seq
+    code = C.llama_decode(handle, batch)
+    if code != 0:
+        refused = last_error() if coded else ""
+        why = refused or ("no room in the cache" if code == 1 else f"llama_decode returned {code}")
+        raise CacheError("n_ctx", f"cannot evaluate {n} tokens at position {np.min(pos)}: {why}")
+
+
+class Context:
+    """Made by Model.context. Everything concerns sequence 0 unless a method says otherwise; they share its cells."""
+
+    def __init__(
+        self, path: Path, model: Any, n_vocab: int, n_gpu_layers: int, choice: CacheChoice, options: ContextOptions
+    ) -> None:
+        """path, model: of the weights, whose handle `model` is."""
+        params = C.llama_context_default_params()
+        params.n_ctx = options.n_ctx
+        params.n_seq_max = options.n_seq_max
+        params.kv_unified = options.n_seq_max > 1 and not choice.adaptive  # else every sequence needs its own cells
+        params.n_batch = min(options.n_batch, options.n_ctx)
+        params.n_ubatch = min(options.n_ubatch, params.n_batch)
+        params.n_threads = params.n_threads_batch = default_threads(options.n_threads)
+        params.flash_attn_type = flash_attention(options.flash_attn, choice)
+        params.type_k, params.type_v = choice.type_k, choice.type_v
+        params.no_perf = True
+        require_memory(path, choice, params, n_gpu_layers)
+        with captured_log(forward=False) as log, attached(choice):
+            self.handle = C.llama_init_from_model(model, params)
+            if not self.handle:
+                raise creation_error(choice, log, "llama.cpp made no context")
+        self.stats = context_stats(model, self.handle, choice, log)
+        self.choice, self.n_vocab, self.n_batch = choice, n_vocab, int(params.n_batch)
+        self.memory = C.llama_get_memory(self.handle)
+        self.batch = C.llama_batch_init(self.n_batch, 0, 1)
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int, seq: int = 0) -> int:
+        """Evaluate at most n_batch tokens at positions pos, pos+1, …; those at index ≥ first_logits give logits.
+
+        Returns how many rows of logits there are. Raises CacheError when there are more, or llama.cpp cannot decode.
+        """
+        n = len(tokens)
+        self._decode(tokens, np.arange(pos, pos + n), [seq] * n, np.arange(n) >= first_logits)
+        return max(n - max(first_logits, 0), 0)
+
+    def decode_each(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int) -> None:
+        """Evaluate one token for each of the sequences 0, 1, …, all at position pos; all give logits. As decode."""
+        self._decode(tokens, pos, range(len(tokens)), True)
+
+    def _decode(self, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any) -> None:
+        if len(tokens) > self.n_batch:  # llama.cpp would write past the end of the batch
+            raise CacheError("n_batch", f"expected at most {self.n_batch} tokens at once, found {len(tokens)}")
+        decode_batch(self.handle, self.batch, tokens, pos, seqs, logits, self.choice.coded)
+
+    def logits(self, n_rows: int) -> Logits:
+        """Logits of the last decode, [n_rows, n_vocab] f32: a view that the next decode overwrites."""
+        return np.ctypeslib.as_array(C.llama_get_logits(self.handle), (n_rows, self.n_vocab))
+
+    def synchronize(self) -> None:
+        C.llama_synchronize(self.handle)
+
+    def clear(self) -> None:
+        C.llama_memory_clear(self.memory, True)
+
+    def adopt(self, seq: int, to: int = 0) -> None:
+        """Give the cells of a sequence to another one."""
+        C.llama_memory_seq_cp(self.memory, seq, to, -1, -1)
+        C.llama_memory_seq_rm(self.memory, seq, -1, -1)
+
+    def drop_tail(self, pos: int, seq: int = 0) -> None:
+        """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""
+        if not C.llama_memory_seq_rm(self.memory, seq, pos, -1):
             raise CacheError(
-                "",
-                f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
-                "and devices do not survive a fork; create another Llama there",
+                "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )
-        super().decode(batch)
 
-    def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
-        if not C.llama_memory_can_shift(self.memory):
-            raise CacheError(
-                "kv_cache_seq_shift",
-                "expected a cache whose cells can move, found coded cells (their bases live after RoPE); "
-                "evaluate the shifted tokens again or use kv_cache='f16'",
-            )
-        super().kv_cache_seq_shift(seq_id, p0, p1, shift)
+    def close(self) -> None:
+        if self.handle:
+            with captured_log(forward=False):  # llama.cpp reports its buffer sizes on the way out
+                C.llama_batch_free(self.batch)
+                C.llama_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -21,19 +21,27 @@ from typing import Any
 
 import numpy as np
 
-from subkv.base.errors import CacheError, StateError, SubkvError
-from subkv.base.progress import loading
+from subkv.base.errors import CacheError, StateError, SubkvError, concerning
 from subkv.engine import states
-from subkv.engine.cache import CacheChoice, attached, check_model_file, choose_cache, creation_error, flash_attention
-from subkv.engine.context import Context
+from subkv.engine.cache import (
+    CacheChoice,
+    CacheOptions,
+    attached,
+    choose_cache,
+    creation_error,
+    flash_attention,
+    loading_error,
+)
+from subkv.engine.guarded import GuardedContext
 from subkv.engine.memory import require_memory
+from subkv.engine.model import Model
 from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
-from subkv.native.binding import C, captured_log, last_log_error, llama_cpp
+from subkv.format.window import N_ROLLBACK, Window
+from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
+from subkv.native.gguf import check_model_file
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
-
-N_ROLLBACK = 32  # what libsubkv keeps by default
 
 
 class Llama(llama_cpp.Llama):
@@ -45,7 +53,7 @@ class Llama(llama_cpp.Llama):
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
         so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
         draft_model predicts.
-    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (subkv.adapt.Adapt has the fields).
+    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
     flash_attn: "auto", "on"/True, "off"/False.
     progress: a bar on stderr, if that is a terminal, while the model is loaded.
     prompt_cache: states of earlier prompts on disk, a folder or a PromptCache; the same as set_cache(PromptCache(…)).
@@ -78,8 +86,21 @@ class Llama(llama_cpp.Llama):
         unknown = sorted(name for name in kwargs if name not in known or name in ("self", "kwargs"))
         if unknown:
             raise TypeError(f"Llama: unknown keyword argument{'s' if len(unknown) > 1 else ''}: {', '.join(unknown)}")
-        path = check_model_file(model_path, "model_path")
-        choice = choose_cache(path, kv_cache, None if bases is None else Path(bases), type_k, type_v)
+        with concerning(model="model_path"):
+            path = check_model_file(model_path)
+        arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
+        for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
+            if arguments[key] < least:
+                raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
+        n_draft = getattr(arguments["draft_model"], "num_pred_tokens", 0)
+        if n_draft >= arguments["n_batch"]:
+            raise SubkvError(
+                "draft_model", f"expected drafts shorter than n_batch, {arguments['n_batch']} tokens, found {n_draft}"
+            )
+        window = Window.of(n_sink, n_recent, n_rollback)
+        where = None if bases is None else Path(bases)
+        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, where, window, adapt))
+        choice = _with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
         self._given: dict[str, Any] = {
@@ -93,33 +114,27 @@ class Llama(llama_cpp.Llama):
             "progress": progress,
             "prompt_cache": prompt_cache,
         }
-        arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
-        for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
-            if arguments[key] < least:
-                raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
-        n_draft = getattr(arguments["draft_model"], "num_pred_tokens", 0)
-        if n_draft >= arguments["n_batch"]:
-            raise SubkvError(
-                "draft_model", f"expected drafts shorter than n_batch, {arguments['n_batch']} tokens, found {n_draft}"
-            )
-        if choice.coded:
-            n_rollback = _rollback(n_rollback, n_draft)
-        window: dict[str, Any] = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, "adapt": adapt}
-        require_memory(path, choice, self._expected_params(arguments), window, arguments["n_gpu_layers"])
+        require_memory(path, choice, self._expected_params(arguments), arguments["n_gpu_layers"])
         if isinstance(prompt_cache, (str, os.PathLike)):
             prompt_cache = PromptCache(prompt_cache)
         verbose = bool(arguments["verbose"])
-        with captured_log(forward=verbose) as log, attached(choice, **window):
+        with captured_log(forward=verbose) as log, attached(choice):
             try:
                 with loading(path, progress) as self._progress_callback:
                     super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
             except (ValueError, RuntimeError) as error:
-                raise creation_error(error, choice, log) from error
+                if "_model" not in self.__dict__:
+                    with concerning(model="model_path"):
+                        raise loading_error(log, str(error)) from error
+                if "_ctx" not in self.__dict__:
+                    raise creation_error(choice, log, str(error)) from error
+                raise SubkvError("", str(error)) from error
             if self.lora_path and not self._lora_adapter:  # the parent goes on without
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
-        Context.adopt(self._ctx)
+        GuardedContext.adopt(self._ctx)
+        self.opened = Model.borrowed(path, self._model.model, arguments["n_gpu_layers"])
         self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
-        self._kv_log = [line for _, line in log if line.startswith("llama_kv_cache")]
+        self._kv_log = log
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
             if self._logits_all:
@@ -133,6 +148,7 @@ class Llama(llama_cpp.Llama):
         if verbose:
             print(cache_line(stats), file=sys.stderr)
 
+    opened: Model  # this model, as the programs see one: metadata, tokens
     _unpooled = False  # known once there is a context
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     input_ids: Any  # of the parent: [n_ctx] i32
@@ -199,7 +215,12 @@ class Llama(llama_cpp.Llama):
     def identity(self) -> dict[str, Any]:
         """What a saved state is bound to (subkv.states.identity), made once."""
         if self._identity is None:
-            self._identity = states.identity(self)
+            overrides, lora = self.kv_overrides, self.lora_path
+            self._identity = {
+                **states.identity(self.opened, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
+                "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
+                "lora": None if not lora else [states.file_digest(lora), self.lora_scale],
+            }
         return self._identity
 
     @property
@@ -263,7 +284,7 @@ class Llama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
-        return states.save(self, self._logits_all)
+        return states.save(self, self.identity(), self._logits_all)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore what save_state returned, here or in another context of the same model, cache and parameters.
@@ -271,7 +292,7 @@ class Llama(llama_cpp.Llama):
         Raises StateError with the reason when it belongs to another one, or has more tokens than fit. The context is
         then unchanged or empty, never half restored.
         """
-        states.load(self, state, self._logits_all)
+        states.load(self, self.identity(), state, self._logits_all)
 
     def close(self) -> None:
         """Free context and model now. Safe to call twice and on an object whose construction failed."""
@@ -296,14 +317,13 @@ class Llama(llama_cpp.Llama):
         return state
 
 
-def _rollback(asked: int | None, n_draft: int) -> int | None:
-    """n_rollback for drafts of n_draft tokens: rejected tails are as long."""
-    if asked is None:
-        return n_draft if n_draft > N_ROLLBACK else None
-    if n_draft > asked:
+def _with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
+    """The choice with n_rollback for drafts of n_draft tokens: rejected tails are as long."""
+    asked = choice.window.asked().get("n_rollback")
+    if choice.coded and asked is not None and n_draft > asked:
         warnings.warn(
             f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {asked}; rejected "
             "drafts may then evaluate the whole context again",
             stacklevel=3,
         )
-    return asked
+    return choice.with_rollback(n_draft) if asked is None and n_draft > N_ROLLBACK else choice

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from subkv.base.errors import CacheError
-from subkv.engine.cache import MIB, CacheChoice, attached, gguf_numbers
+from subkv.engine.cache import MIB, CacheChoice, attached
 from subkv.engine.stats import context_stats
 from subkv.native.binding import C, captured_log
+from subkv.native.gguf import Gguf
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
 N_SIMULATED = 1 << 18  # tokens; llama.cpp's list of cells, 50 bytes each, is made all the same
@@ -63,20 +64,20 @@ def _fields(text: str) -> dict[str, int]:
     return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
 
 
-def require_memory(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_gpu_layers: int = 0) -> None:
+def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0) -> None:
     """Refuse a context that would not fit. Raises CacheError with the sum.
 
-    params: llama_context_params; window: what attached() takes beside the choice. Devices' memory is not looked at:
-    with layers on one nothing is refused, nor where $LLAMA_ARG_FIT is off.
+    params: llama_context_params. Devices' memory is not looked at: with layers on one nothing is refused, nor where
+    $LLAMA_ARG_FIT is off.
     """
     if os.environ.get(FIT, "").lower() in ("off", "0", "false") or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
     free = available_memory()
-    numbers = gguf_numbers(path, "block_count", "embedding_length", "context_length")
+    numbers = _numbers(path)
     n_ctx = params.n_ctx or numbers.get("context_length", 0)
     if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
-    sizes = needed(path, choice, params, window, n_ctx)
+    sizes = needed(path, choice, params, n_ctx)
     total = sum(sizes.values())
     if total <= free:
         return
@@ -91,6 +92,14 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, window: dict[st
     )
 
 
+def _numbers(path: Path) -> dict[str, int]:
+    """What bounds a model's cache, as far as its file says."""
+    with Gguf(path) as file:
+        arch = file.get("general.architecture")
+        found = {name: file.get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
 def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
     """More bytes than a context can take: K and V in f32, twice as wide as the model, for every layer and cell."""
     width = numbers.get("block_count", 1024) * numbers.get("embedding_length", 1 << 16)
@@ -98,20 +107,20 @@ def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
     return n_ctx * width * 16 + attention + 2048 * MIB
 
 
-def needed(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
     """Bytes of a context by what they are for; 0 where it cannot be made: making it in earnest gives the reason.
 
     Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are
     continued from two smaller ones: never too much.
     """
     if n_ctx <= N_SIMULATED:
-        return _simulate(path, choice, params, window, n_ctx)
-    half, whole = (_simulate(path, choice, params, window, n) for n in (N_SIMULATED // 2, N_SIMULATED))
+        return _simulate(path, choice, params, n_ctx)
+    half, whole = (_simulate(path, choice, params, n) for n in (N_SIMULATED // 2, N_SIMULATED))
     ratio = (n_ctx - N_SIMULATED) / (N_SIMULATED // 2)
     return {name: size + (size - half[name]) * ratio for name, size in whole.items()}
 
 
-def _simulate(path: Path, choice: CacheChoice, params: Any, window: dict[str, Any], n_ctx: int) -> dict[str, float]:
+def _simulate(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
     """needed(), from a context that llama.cpp makes without memory."""
     C.llama_backend_init()
     params = type(params).from_buffer_copy(params)
@@ -121,12 +130,12 @@ def _simulate(path: Path, choice: CacheChoice, params: Any, window: dict[str, An
     model_params.load_mode = C.LLAMA_LOAD_MODE_NONE
     model = context = None
     try:
-        with captured_log(forward=False) as log, attached(choice, **window):
+        with captured_log(forward=False) as log, attached(choice):
             model = C.llama_model_load_from_file(os.fsencode(path), model_params)
             context = C.llama_init_from_model(model, params) if model else None
         if not context:
             return {"cells": 0.0, "exact window": 0.0, "compute buffers": 0.0}
-        stats = context_stats(model, context, choice, [line for _, line in log if line.startswith("llama_kv_cache")])
+        stats = context_stats(model, context, choice, log)
         sizes = [float(match[1]) for _, line in log if (match := _COMPUTE_LINE.search(line))]
         return {
             "cells": float(stats.bytes_kv - stats.bytes_window),

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
-from subkv.native import ggml as native
-from subkv.native.library import Observed, last_error
+from subkv.native.binding import last_error, native
+from subkv.native.library import Observed
 
 PAUSE, ACCUMULATE, SAMPLE = 0, 1, 2  # observer modes of subkv.h
 UBATCH = 512  # tokens decoded at once
@@ -39,7 +39,7 @@ class Observer:
     """A subkv_observer; it must outlive the context that it is attached to. All methods raise SubkvError."""
 
     def __init__(self, n_skip: int) -> None:
-        self._subkv = native.subkv()
+        self._subkv = native()
         self._handle = self._subkv.subkv_observer_new(n_skip)
         if not self._handle:
             raise _unobservable()

@@ -23,20 +23,37 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 
+from subkv.base.container import ContainerError, Tokens
 from subkv.base.errors import CacheError, StateError
-from subkv.engine.entries import Entry, EntryError, Folder, Tokens
+from subkv.engine.entries import Entry, Folder
 from subkv.native.binding import llama_cpp
-
-if TYPE_CHECKING:
-    from subkv.engine.llama import Llama
 
 BLOCK = 128  # tokens; checkpoints lie at multiples of it, and shorter prompts get none
 LARGE_BLOCK = 512
 MIN_GAIN = 64  # tokens by which a checkpoint is ahead of what is stored already
+
+
+class Host(Protocol):
+    """A subkv.Llama, as far as a cache of its states knows it."""
+
+    _logits_all: bool
+    _input_ids: Tokens
+    _seed: int
+
+    @property
+    def n_removable(self) -> int | None: ...
+
+    def identity(self) -> dict[str, Any]: ...
+
+    def n_ctx(self) -> int: ...
+
+    def n_vocab(self) -> int: ...
+
+    def load_state(self, state: Any) -> None: ...
 
 
 class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
@@ -57,18 +74,18 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         if os.path.exists(path) and not os.path.isdir(path):  # False, not an error, where it cannot be looked at
             raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
         self.entries = Folder(path)
-        self._llm: Llama | None = None
+        self._llm: Host | None = None
         self._identity = b""
         self._n_removable: int | None = None
         self._warned: set[str] = set()  # shared by all contexts that use this object
 
-    def attached(self, llm: Llama) -> PromptCache:
+    def attached(self, llm: Host) -> PromptCache:
         """This cache for one context."""
         if llm._logits_all:
             raise CacheError("prompt_cache", "expected logits_all=False (no logits are stored), found True")
         bound = PromptCache(self.entries.path, self.capacity_bytes)
         bound.entries, bound._warned = self.entries, self._warned
-        bound._llm = cast("Llama", weakref.proxy(llm))
+        bound._llm = weakref.proxy(llm)
         bound._n_removable = llm.n_removable
         bound._identity = hashlib.sha256(json.dumps(llm.identity(), sort_keys=True).encode()).digest()
         return bound
@@ -76,7 +93,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def __reduce__(self) -> tuple[Any, ...]:
         return PromptCache, (self.entries.path, self.capacity_bytes)
 
-    def _context(self) -> Llama:
+    def _context(self) -> Host:
         if self._llm is None:
             raise CacheError("prompt_cache", "expected a subkv.Llama that has it (set_cache), found none")
         return self._llm
@@ -95,7 +112,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     def _heads(self) -> dict[str, Tokens]:
         try:
-            return self.entries.heads(self._identity)
+            return {name: head.tokens for name, head in self.entries.heads(self._identity).items()}
         except FileNotFoundError:  # nothing stored yet
             return {}
         except OSError as error:
@@ -139,7 +156,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                 )
                 llm.load_state(state)
                 return state
-            except (EntryError, StateError) as error:
+            except (ContainerError, StateError) as error:
                 self.entries.discard(name)
                 warnings.warn(
                     f"prompt cache {self.entries.path}: dropped the damaged entry {name}: {error}", stacklevel=2

@@ -10,17 +10,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from subkv import __version__
 from subkv.base.errors import StateError
+from subkv.base.version import __version__
+from subkv.engine.cache import CacheChoice
+from subkv.engine.model import Model
+from subkv.engine.stats import KVStats
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
-
-if TYPE_CHECKING:
-    from subkv.engine.llama import Llama
 
 N_SAMPLE, SAMPLE_BYTES = 64, 4096
 
@@ -40,20 +39,7 @@ _PARAMETERS = (
 )
 
 
-class Weights(Protocol):
-    """What weights_digest reads: a Llama, or whatever can answer for one. model: llama.cpp's handle."""
-
-    @property
-    def model_path(self) -> str: ...
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def metadata(self) -> dict[str, str]: ...
-
-
-def weights_digest(llm: Weights) -> str:
+def weights_digest(model: Model) -> str:
     """Hex SHA-256 that tells models apart without reading them whole.
 
     Over llama.cpp's metadata except subkv.*, the size of the tensors, and 64 blocks of 4 KiB spread evenly over their
@@ -61,12 +47,12 @@ def weights_digest(llm: Weights) -> str:
     and the model it was made from are the same.
     """
     digest = hashlib.sha256()
-    for key in sorted(llm.metadata):
+    for key, value in sorted(model.metadata().items()):
         if not key.startswith("subkv."):
-            digest.update(f"{key}\0{llm.metadata[key]}\0".encode("utf-8", "surrogateescape"))
-    size = C.llama_model_size(llm.model)
+            digest.update(f"{key}\0{value}\0".encode("utf-8", "surrogateescape"))
+    size = C.llama_model_size(model.handle)
     digest.update(size.to_bytes(8, "little"))
-    for path in _model_files(llm):
+    for path in model.files():
         with open(path, "rb") as handle:
             end = os.fstat(handle.fileno()).st_size
             start = max(end - size, 0)
@@ -76,33 +62,23 @@ def weights_digest(llm: Weights) -> str:
     return digest.hexdigest()
 
 
-def _model_files(llm: Weights) -> list[Path]:
-    count = int(llm.metadata.get("split.count", "0"))
-    path = Path(llm.model_path)
-    if count < 2:
-        return [path]
-    ending = f"-00001-of-{count:05d}.gguf"  # llama.cpp loads a split model by its first file only
-    return [path.with_name(path.name.removesuffix(ending) + f"-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_ctx: int) -> dict[str, Any]:
+    """Everything that decides what a cell holds for a token, and how: equal for two contexts whose states fit both.
 
-
-def identity(llm: Llama) -> dict[str, Any]:
-    """Everything that decides what a cell holds for a token, and how: equal for two contexts whose states fit both."""
-    stats = llm.kv_stats()
-    params = llm.context_params
-    trained = llm.metadata.get(f"{llm.metadata.get('general.architecture')}.rope.scaling.original_context_length")
+    params: llama_context_params. What an adapter or overridden metadata change is the caller's to add.
+    """
+    trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {
-        "model": weights_digest(llm),
+        "model": weights_digest(model),
         "type_k": stats.type_k,
         "type_v": stats.type_v,
         "fingerprint": stats.fingerprint,
         "n_sink": stats.n_sink,
         "n_recent": stats.n_recent,
         "n_rollback": stats.n_rollback,
-        "adapt": llm.cache_choice.adapting(llm._given["adapt"]),
+        "adapt": choice.adapt,
         **{name: getattr(params, name) for name in _PARAMETERS},
-        "long_rope": trained is not None and llm.n_ctx() > int(trained),  # models that rotate long contexts otherwise
-        "kv_overrides": None if llm.kv_overrides is None else sorted(map(str, llm.kv_overrides.items())),
-        "lora": None if not llm.lora_path else [file_digest(llm.lora_path), llm.lora_scale],
+        "long_rope": bool(trained) and n_ctx > int(trained),  # models that rotate long contexts otherwise
         "versions": [__version__, llama_cpp.__version__],
     }
 
@@ -116,8 +92,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def save(llm: Llama, logits: bool) -> llama_cpp.LlamaState:
-    """A copy of the context. logits: with the rows of `scores` in use."""
+def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_cpp.LlamaState:
+    """A copy of the context, bound to `identity`. logits: with the rows of `scores` in use."""
     room = C.llama_state_get_size(llm.ctx)
     buffer = (ctypes.c_uint8 * room)()
     size = C.llama_state_get_data(llm.ctx, buffer, room)
@@ -131,17 +107,17 @@ def save(llm: Llama, logits: bool) -> llama_cpp.LlamaState:
         llama_state_size=size,
         seed=llm._seed,
     )
-    state.identity = llm.identity()
+    state.identity = identity
     return state
 
 
-def load(llm: Llama, state: llama_cpp.LlamaState, logits: bool) -> None:
+def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaState, logits: bool) -> None:
     """Restore what save returned. Raises StateError; the context is then unchanged or empty, never half restored."""
     if state.n_tokens > llm.n_ctx():
         raise StateError("state", f"expected at most {llm.n_ctx()} tokens, found {state.n_tokens}")
-    own = llm.identity()
-    saved = getattr(state, "identity", own)  # absent in states of the parent class: the native check has the last word
-    for key, expected in own.items():
+    # absent in states of the parent class: the native check has the last word
+    saved = getattr(state, "identity", identity)
+    for key, expected in identity.items():
         if saved.get(key) != expected:
             raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
     size = len(state.llama_state)

@@ -10,7 +10,7 @@ from typing import Any
 from subkv.base.errors import CacheError
 from subkv.engine.cache import MIB, STOCK_TYPES, CacheChoice
 from subkv.native import library as _lib
-from subkv.native.binding import C, native
+from subkv.native.binding import C, LogLines, model_meta, native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,8 @@ def cache_line(stats: KVStats) -> str:
     )
 
 
-def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> KVStats:
-    """Sizes of a context's cache. `log`: what llama.cpp said while creating it (lines of llama_kv_cache)."""
+def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
+    """Sizes of a context's cache. model: llama.cpp's handle; log: what llama.cpp said while creating the context."""
     if not choice.coded:
         return _stock_stats(model, ctx, choice, log)
     raw = _lib.Stats()
@@ -112,14 +112,14 @@ _SIZE_LINE = re.compile(
 )
 
 
-def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> KVStats:
+def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
     """llama.cpp reports its allocation in its log, in MiB with two decimals; exact where all layers have one shape."""
     width_k, width_v = _row_widths(model)
     total = {"k": 0, "v": 0}
     rows = 0.0
-    for line in log:
+    for _, line in log:
         match = _SIZE_LINE.search(line)
-        if match is None:
+        if match is None or not line.startswith("llama_kv_cache"):
             continue
         cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
         for side, name, width, text in (
@@ -148,16 +148,9 @@ def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: list[str]) -> K
 
 def _row_widths(model: Any) -> tuple[int, int]:
     """Elements of one cell's K and V in the first layer."""
-
-    def number(key: str) -> int | None:
-        buffer = ctypes.create_string_buffer(256)
-        n = C.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-        text = buffer.value.decode("utf-8", "replace")
-        return int(text) if n > 0 and text.isdigit() else None
-
-    buffer = ctypes.create_string_buffer(256)
-    C.llama_model_meta_val_str(model, b"general.architecture", buffer, len(buffer))
-    arch = buffer.value.decode("utf-8", "replace")
+    arch = model_meta(model, "general.architecture")
     heads, heads_kv = C.llama_model_n_head(model), C.llama_model_n_head_kv(model)
     default = C.llama_model_n_embd(model) // max(heads, 1)
-    return tuple(heads_kv * (number(f"{arch}.attention.{key}") or default) for key in ("key_length", "value_length"))  # type: ignore[return-value]
+    sizes = (model_meta(model, f"{arch}.attention.{key}") for key in ("key_length", "value_length"))
+    width_k, width_v = (heads_kv * (int(size) if size.isdigit() else default) for size in sizes)
+    return width_k, width_v

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from subkv.native import library as _lib
+from subkv.base.progress import progress_bar
+from subkv.native import library
 
-_lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
+library.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
 
 import llama_cpp  # noqa: E402
 from llama_cpp import _internals as internals  # noqa: E402
@@ -27,15 +29,8 @@ LOG_ERROR = 4
 LOG_CONT = 5
 
 
-def last_error() -> str:
-    """The reason of this thread's latest libsubkv failure, "" when there is none."""
-    return _lib.last_error()
-
-
-def native() -> ctypes.CDLL:
-    """libsubkv."""
-    return _lib.load()
-
+native = library.load  # libsubkv
+last_error = library.last_error  # the reason of this thread's latest libsubkv failure, "" when there is none
 
 LogLines = list[tuple[int, str]]
 
@@ -86,3 +81,45 @@ def last_log_error(lines: LogLines) -> str:
     line = (named or errors or [""])[0]  # the first is the cause, later ones tell who gave up
     line = re.sub(r"^\w+: ", "", line)
     return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
+
+
+def model_meta(handle: Any, key: str) -> str:
+    """A value of a loaded model's metadata as text, "" where there is none."""
+    return text_of(functools.partial(C.llama_model_meta_val_str, handle, key.encode()))
+
+
+def text_of(read: Callable[[Any, int], int]) -> str:
+    """Text that a C function writes to a buffer of n bytes, returning its length; asked again where it is longer."""
+    buffer = ctypes.create_string_buffer(4096)
+    n = read(buffer, len(buffer))
+    if n >= len(buffer):
+        buffer = ctypes.create_string_buffer(n + 1)
+        n = read(buffer, len(buffer))
+    return buffer.value.decode("utf-8", "surrogateescape") if n >= 0 else ""
+
+
+@contextlib.contextmanager
+def loading(path: str | os.PathLike[str], show: bool = True) -> Iterator[Any]:
+    """A bar while llama.cpp loads `path`; yields the value of llama_model_params.progress_callback that moves it.
+
+    Ctrl-C stops the loading: KeyboardInterrupt at the end of the block, whatever else the block raised.
+    """
+    with progress_bar(f"loading {os.path.basename(path)}", 100, "%", show) as bar:
+        if bar.disable:
+            yield C.llama_progress_callback(0)
+            return
+        interrupted = False
+
+        def report(fraction: float, _: Any) -> bool:
+            nonlocal interrupted
+            try:
+                bar.update(int(100 * fraction) - bar.n)
+            except KeyboardInterrupt:  # would be lost in the C code that called
+                interrupted = True
+            return not interrupted
+
+        try:
+            yield C.llama_progress_callback(report)
+        finally:
+            if interrupted:
+                raise KeyboardInterrupt

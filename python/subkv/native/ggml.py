@@ -1,18 +1,10 @@
-"""The native libraries as the converter uses them: libsubkv, llama_cpp, and prototypes for ggml's gguf_* functions.
-
-libllama is bound by llama_cpp; a symbol of libggml-base is found through its handle, because dlsym also searches the
-libraries it depends on.
-"""
+"""Prototypes of ggml's gguf_* functions, which llama_cpp does not bind."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
 from typing import Any
-
-from subkv.base.errors import SubkvError
 
 c_str = ctypes.c_char_p
 c_ptr = ctypes.c_void_p
@@ -55,17 +47,13 @@ _GGUF: Prototypes = {
     "gguf_get_meta_data": (None, [c_ptr, c_ptr]),
 }
 
-_LLAMA_LOG: Prototypes = {
-    "llama_log_get": (None, [ctypes.POINTER(c_ptr), ctypes.POINTER(c_ptr)]),
-    "llama_log_set": (None, [c_ptr, c_ptr]),
-}
-
-_LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, c_str, c_ptr)
-_LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR
-
 
 class Functions:
-    """Own prototypes for a handle's functions, so that no other user of the same handle can change them."""
+    """Own prototypes for a handle's functions, so that no other user of the same handle can change them.
+
+    libllama is bound by llama_cpp; a symbol of libggml-base is found through its handle, because dlsym also searches
+    the libraries it depends on.
+    """
 
     def __init__(self, handle: ctypes.CDLL, prototypes: Prototypes) -> None:
         for name, (result, arguments) in prototypes.items():
@@ -77,46 +65,8 @@ class Functions:
 
 
 @functools.cache
-def subkv() -> ctypes.CDLL:
-    """libsubkv with the functions of subkv.h declared. Raises SubkvError when it is not installed."""
-    from subkv.native import library as _lib
-
-    try:
-        return _lib.load()
-    except ImportError as error:
-        raise SubkvError("", str(error)) from error
-
-
-@functools.cache
-def llama() -> Any:
-    """The llama_cpp low-level module, bound to the libllama that libsubkv was built with."""
-    subkv()  # first: it decides which libllama llama_cpp binds
-    from llama_cpp import llama_cpp
-
-    return llama_cpp
-
-
-@functools.cache
 def gguf() -> Any:
     """ggml's gguf_* functions."""
-    return Functions(llama()._lib, _GGUF)
+    from subkv.native.binding import C  # loads the native libraries: not for a --help
 
-
-@contextlib.contextmanager
-def captured_log() -> Iterator[list[str]]:
-    """Collect what llama.cpp logs at level error inside the block, instead of printing anything."""
-    lines: list[str] = []
-
-    def collect(level: int, text: bytes | None, _user: Any) -> None:
-        if level == _LOG_LEVEL_ERROR and text:
-            lines.append(text.decode("utf-8", "replace").strip())
-
-    functions = Functions(llama()._lib, _LLAMA_LOG)
-    callback, user = c_ptr(), c_ptr()
-    functions.llama_log_get(ctypes.byref(callback), ctypes.byref(user))
-    own = _LOG_CALLBACK(collect)
-    functions.llama_log_set(ctypes.cast(own, c_ptr), None)
-    try:
-        yield lines
-    finally:
-        functions.llama_log_set(callback, user)
+    return Functions(C._lib, _GGUF)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,10 +21,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import ModelFileError, SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
-from subkv.native import ggml as native
+from subkv.native.ggml import GgufInitParams, gguf
 from subkv.native.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
@@ -76,36 +76,47 @@ class Matrix:
 class Gguf:
     """One GGUF opened for reading, or all files of a split model, given the first. Use as a context manager.
 
-    Metadata is the first file's, tensors are those of all. Raises SubkvError (starting with `flag`) for a missing
-    file, one that is not a GGUF, a damaged or truncated one, and a split model that is not complete.
+    Metadata is the first file's, tensors are those of all. Raises ModelFileError about `model` for a missing file, one
+    that is not a GGUF, a damaged or truncated one, and a split model that is not complete.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._c = native.gguf()
+    def __init__(self, path: str | os.PathLike[str], split: bool = True) -> None:
+        """split False: only this file, whatever it says of others."""
+        self.path = Path(path)
         self._opened: list[int] = []  # contexts of `files`
         try:
-            self.files = split_files(path, self._open)
-        except ValueError as error:
-            self.close()
-            raise SubkvError("model", f"{error}") from None
-        except SubkvError:
+            self._c = gguf()
+            found = self._open(self.path)
+            self.files = split_files(self.path, found, self._open) if split else [self.path]
+        except BaseException:
             self.close()
             raise
         self._ctx = self._opened[0]
 
     def _open(self, path: Path) -> tuple[int, int]:
         """Open one file; its number in a split model and the number of files."""
-        _check_header(path)
-        with native.captured_log() as log:
-            ctx = self._c.gguf_init_from_file(str(path).encode(), native.GgufInitParams(True, None))
+        size = _check_header(path)
+        from subkv.native.binding import captured_log, last_log_error  # loads the native libraries: not for a --help
+
+        with captured_log(forward=False) as log:
+            ctx = self._c.gguf_init_from_file(os.fsencode(path), GgufInitParams(True, None))
         if not ctx:
-            detail = f" ({log[0]})" if log else ""
-            raise SubkvError("model", f"{path}: expected a complete GGUF, found damaged or truncated metadata{detail}")
+            reason = last_log_error(log) or "no reason given"
+            raise ModelFileError(
+                "model", f"expected a complete GGUF, found a damaged or truncated header in {path}: {reason}"
+            )
         self._opened.append(ctx)
-        self._check_data(ctx, path)
+        end = max((self._span(ctx, i)[1] for i in range(self._c.gguf_get_n_tensors(ctx))), default=0)
+        expected = self._c.gguf_get_data_offset(ctx) + end
+        if end and size < expected:
+            raise ModelFileError("model", f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
         number, count = self._get(ctx, NUMBER), self._get(ctx, COUNT)
         return number if isinstance(number, int) else 0, count if isinstance(count, int) else 1
+
+    def _span(self, ctx: int, i: int) -> tuple[int, int]:
+        """Where a tensor begins and ends, in bytes from the file's data."""
+        begin = self._c.gguf_get_tensor_offset(ctx, i)
+        return begin, begin + self._c.gguf_get_tensor_size(ctx, i)
 
     def close(self) -> None:
         while self._opened:
@@ -114,24 +125,18 @@ class Gguf:
     def __enter__(self) -> Gguf:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def n_tensors(self) -> int:
+        """Of all files."""
+        return sum(self._c.gguf_get_n_tensors(ctx) for ctx in self._opened)
 
     @property
     def data_offset(self) -> int:
         """Where the tensor data of the first file begins."""
         return int(self._c.gguf_get_data_offset(self._ctx))
-
-    def _check_data(self, ctx: int, path: Path) -> None:
-        """The file must reach to the end of its last tensor."""
-        end = 0
-        for i in range(self._c.gguf_get_n_tensors(ctx)):
-            end = max(end, self._c.gguf_get_tensor_offset(ctx, i) + self._c.gguf_get_tensor_size(ctx, i))
-        expected, found = self._c.gguf_get_data_offset(ctx) + end, path.stat().st_size
-        if end and found < expected:
-            raise SubkvError("model", f"{path}: expected {expected} bytes, found a file truncated to {found}")
 
     def keys(self) -> list[str]:
         n_kv = self._c.gguf_get_n_kv(self._ctx)
@@ -200,7 +205,7 @@ class Gguf:
     @contextlib.contextmanager
     def _copy(self) -> Iterator[int]:
         """A second context of the same file, free to be changed."""
-        ctx = self._c.gguf_init_from_file(str(self.path).encode(), native.GgufInitParams(True, None))
+        ctx = self._c.gguf_init_from_file(os.fsencode(self.path), GgufInitParams(True, None))
         if not ctx:
             raise SubkvError("model", f"{self.path}: cannot be read a second time")
         try:
@@ -209,18 +214,41 @@ class Gguf:
             self._c.gguf_free(ctx)
 
 
-def _check_header(path: Path) -> None:
-    if not path.is_file():
-        raise SubkvError("model", f"expected a GGUF file, found no file at {path}")
+def _check_header(path: Path) -> int:
+    """Size in bytes of a file that begins as a GGUF. Raises ModelFileError."""
     try:
+        if path.is_dir():
+            raise ModelFileError("model", f"expected a GGUF file, found the folder {path}")
         with open(path, "rb") as handle:
             head = handle.read(24)
+            size = os.fstat(handle.fileno()).st_size
+    except FileNotFoundError:
+        raise ModelFileError("model", f"expected a GGUF file, found no file {path}") from None
     except OSError as error:
-        raise SubkvError("model", f"cannot read {path}: {error.strerror}") from error
+        raise ModelFileError("model", f"cannot read {path}: {error.strerror or error}") from error
     if head[:4] != b"GGUF":
-        raise SubkvError("model", f"{path}: expected a GGUF file, found first bytes {head[:4]!r}")
-    if len(head) < 24:
-        raise SubkvError("model", f"{path}: expected a complete GGUF, found a file truncated to {len(head)} bytes")
+        hint = " (a safetensors file: bases come from `convert --bases` with it)" if b'{"' in head[8:] else ""
+        raise ModelFileError("model", f"expected a GGUF file, found {head[:4]!r} at the start of {path}{hint}")
+    version = int.from_bytes(head[4:8], "little")
+    if len(head) < 24 or version not in (2, 3):
+        found = f"version {version}" if len(head) == 24 else f"{size} bytes"
+        raise ModelFileError("model", f"expected a complete GGUF of version 2 or 3, found {found} in {path}")
+    return size
+
+
+def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path:
+    """Refuse a file that llama.cpp could not load, with the reason, before anything is loaded.
+
+    Reads headers only, those of all files of a split model, which `path` is the first of. weights: a model without
+    tensors (a sidecar) is refused, too. Raises ModelFileError about `model`.
+    """
+    with Gguf(path, split=weights) as file:
+        if weights and not file.n_tensors:
+            raise ModelFileError(
+                "model",
+                f"expected a model with weights, found a GGUF without tensors: {path} (a sidecar only gives bases)",
+            )
+        return file.path
 
 
 def _set_values(c: Any, ctx: int, values: Mapping[str, Value]) -> None:
@@ -261,7 +289,7 @@ def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progres
     digest = sha256(base.files, progress)
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
-    c = native.gguf()
+    c = gguf()
     ctx = c.gguf_init_empty()
     try:
         _set_values(c, ctx, {**general, **values, SHA256_KEY: ("str", digest)})

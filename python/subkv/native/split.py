@@ -7,27 +7,30 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from subkv.base.errors import ModelFileError
+
 NUMBER, COUNT = "split.no", "split.count"  # keys of every file, u16; numbers count from 0
 _ROOM = 4096  # bytes of the longest path
 
 
-def split_files(path: Path, read: Callable[[Path], tuple[int, int]]) -> list[Path]:
+def split_files(path: Path, found: tuple[int, int], read: Callable[[Path], tuple[int, int]]) -> list[Path]:
     """All files of the model whose first file is `path`, in order; only itself for a model of one file.
 
-    read: NUMBER and COUNT of a GGUF, (0, 1) for a file without them; asked once per file; its errors pass through.
-    Raises ValueError, with a reason to follow the name of a flag, for a later file, a missing or foreign one, and a
-    name that is not llama.cpp's.
+    found: NUMBER and COUNT of the first file, (0, 1) for a file without them; read: the same of the others, asked once
+    per file; its errors pass through. Raises ModelFileError for a later file, a missing or foreign one, and a name that
+    is not llama.cpp's.
     """
-    from subkv.native.binding import C
-
-    number, count = read(path)
+    number, count = found
     if count <= 1:
         return [path]
+    from subkv.native.binding import C  # loads the native libraries: not for a --help
+
     buffer = ctypes.create_string_buffer(_ROOM)
     if not C.llama_split_prefix(buffer, _ROOM, os.fsencode(path), number, count):
-        raise ValueError(
+        raise ModelFileError(
+            "model",
             f"expected a name that ends in -{number + 1:05d}-of-{count:05d}.gguf, since the model is split into "
-            f"{count} files, found {path}"
+            f"{count} files, found {path}",
         )
     prefix = buffer.value
     files = []
@@ -35,13 +38,16 @@ def split_files(path: Path, read: Callable[[Path], tuple[int, int]]) -> list[Pat
         C.llama_split_path(buffer, _ROOM, prefix, i, count)
         files.append(Path(os.fsdecode(buffer.value)))
     if number:
-        raise ValueError(f"expected the first file of a split model, {files[0]}, found file {number + 1}: {path}")
+        raise ModelFileError(
+            "model", f"expected the first file of a split model, {files[0]}, found file {number + 1}: {path}"
+        )
     for i, file in enumerate(files[1:], 1):
         if not file.is_file():
-            raise ValueError(f"expected all {count} files of a split model, found no {file}")
-        found = read(file)
-        if found != (i, count):
-            raise ValueError(
-                f"expected file {i + 1} of {count} of a split model, found file {found[0] + 1} of {found[1]}: {file}"
+            raise ModelFileError("model", f"expected all {count} files of a split model, found no {file}")
+        other = read(file)
+        if other != (i, count):
+            raise ModelFileError(
+                "model",
+                f"expected file {i + 1} of {count} of a split model, found file {other[0] + 1} of {other[1]}: {file}",
             )
     return files

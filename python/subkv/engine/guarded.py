@@ -1,0 +1,39 @@
+"""What subkv.Llama changes about llama_cpp's wrapper of a native context."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from subkv.base.errors import CacheError
+from subkv.native.binding import C, internals
+
+
+class GuardedContext(internals.LlamaContext):
+    """A context that refuses what its cache cannot do instead of aborting or hanging the process."""
+
+    process: int  # that created it
+
+    @classmethod
+    def adopt(cls, context: internals.LlamaContext) -> None:
+        """Make a context of llama_cpp, which this process has just created, one of this class."""
+        context.__class__ = cls
+        context.process = os.getpid()
+
+    def decode(self, batch: Any) -> None:
+        if os.getpid() != self.process:
+            raise CacheError(
+                "",
+                f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
+                "and devices do not survive a fork; create another Llama there",
+            )
+        super().decode(batch)
+
+    def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
+        if not C.llama_memory_can_shift(self.memory):
+            raise CacheError(
+                "kv_cache_seq_shift",
+                "expected a cache whose cells can move, found coded cells (their bases live after RoPE); "
+                "evaluate the shifted tokens again or use kv_cache='f16'",
+            )
+        super().kv_cache_seq_shift(seq_id, p0, p1, shift)
