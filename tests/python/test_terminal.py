@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from runtime.chat import terminal
+from runtime.chat.completer import Completer
 from runtime.chat.program import command_of
 from subkv.base import container as statefile
 
@@ -164,7 +165,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a folder").mkdir()
     for name in ("a folder/one", "a folder/two", "about", ".hidden"):
         (tmp_path / name).touch()
-    lines = terminal.Completer(["/stats", "/save", "/read"], ["/save", "/read"]).lines
+    lines = Completer(["/stats", "/save", "/read"], ["/save", "/read"]).lines
     assert lines("/s") == ["/save", "/stats"]
     assert lines("/read a") == ["/read a folder/", "/read about"]
     assert lines("/read a folder/t") == ["/read a folder/two"]
