@@ -22,7 +22,7 @@ def open_llama(
     kind: Llama or a subclass; more: arguments of its constructor that no flag sets.
     """
     if not model:  # an ordinary cache asked for by name needs no bases
-        coded = cache.kv_cache in (AUTO, CODED) and cache.type_v is None and cache.bases is None
+        coded = cache.type_v in (None, AUTO, CODED) and cache.bases is None
         model = str(demo.converted() if coded else demo.model_path())
     n_threads = default_threads(context.n_threads)
     more |= cache.window.asked()

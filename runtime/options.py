@@ -21,6 +21,23 @@ FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": 
 N_BATCH, N_UBATCH = 2048, 512
 
 
+class IntList(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated numbers, as llama-bench takes them."""
+
+    name = "N,N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            numbers = [int(item) for item in str(value).split(",")]
+        except ValueError:
+            self.fail(f"expected numbers separated by commas, found {value!r}", param, ctx)
+        if min(numbers) < 0:
+            self.fail(f"expected numbers that are not negative, found {value!r}", param, ctx)
+        return numbers
+
+
 def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
     return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
 
@@ -155,12 +172,15 @@ def cache_asked(
     **window: int | None,
 ) -> CacheOptions:
     """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
-    from subkv.engine.cache import AUTO, CacheOptions  # native libraries: not for a --help
+    from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
-    both = type_v is None or type_v == type_k
-    where = Path(bases) if bases else None
-    kind = (type_k or AUTO, None, None) if both else (AUTO, type_k, type_v)
-    return CacheOptions(*kind, where, Window.of(**window), adapt)
+    return CacheOptions(
+        type_k=type_k,
+        type_v=type_v or type_k,
+        bases=Path(bases) if bases else None,
+        window=Window.of(**window),
+        adapt=adapt,
+    )
 
 
 def cache_options(*more: Option) -> Option:

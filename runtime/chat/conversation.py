@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.chat.template import KEY, Message, Template, TemplateError
+from runtime.template import KEY, Message, Template, TemplateError
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama

@@ -15,7 +15,6 @@ from runtime.warmstart import MAX_KL, MODES, THRESHOLD
 from subkv.base.command import group
 
 if TYPE_CHECKING:
-    from runtime.chat.conversation import Opening
     from runtime.warmstart.start import WarmStart
     from subkv.engine.llama import Llama
 
@@ -33,7 +32,7 @@ class WarmOptions:
     @contextlib.contextmanager
     def opened(
         self, open_llm: Callable[[], contextlib.AbstractContextManager[Llama]]
-    ) -> Iterator[tuple[Llama, Opening | None]]:
+    ) -> Iterator[tuple[Llama, Begin | None]]:
         """The model that open_llm opens, made so that answers may begin warm; None with --warm-start off.
 
         Raises UsageError, WarmStartError and SubkvError.
@@ -74,7 +73,7 @@ class WarmOptions:
 
 
 class Begin:
-    """The conversation's Opening: the first tokens of a WarmStart."""
+    """The first tokens of a WarmStart, as runtime.chat.conversation asks for them (Opening)."""
 
     n_cells = 0
 

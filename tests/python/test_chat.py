@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
-from runtime.chat.template import Template, TemplateError
 from runtime.chat.terminal import Interrupts
+from runtime.template import Template, TemplateError
 from subkv.base.errors import StateError, SubkvError
 from subkv.engine.llama import Llama
 

@@ -14,7 +14,7 @@ import pytest
 from runtime.chat import terminal
 from runtime.chat.completer import Completer
 from runtime.chat.program import command_of
-from subkv.base import container as statefile
+from subkv.base import container
 
 pexpect = pytest.importorskip("pexpect")
 pytest.importorskip("prompt_toolkit")
@@ -62,7 +62,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
 def messages(path: Path) -> list[str]:
     """What the user said in a conversation written by /save."""
-    saved = statefile.read(path, "/load", "/save")[0]["messages"]
+    saved = container.read(path, "/save").head["messages"]
     return [message["content"] for message in saved if message["role"] == "user"]
 
 
