@@ -330,15 +330,8 @@ cache_options = group(
         metavar="T,T,…",
         help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
     ),
-    click.option(
-        "-ctv",
-        "--cache-type-v",
-        "type_v",
-        default=None,
-        metavar="T,T,…",
-        help="V caches combined with every -ctk",
-    ),
-    click.option("--bases", default=None, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model"),
+    click.option("-ctv", "--cache-type-v", "type_v", metavar="T,T,…", help="V caches combined with every -ctk"),
+    click.option("--bases", metavar="FILE", help="bases of 'subkv': a sidecar or a converted model"),
     click.option(
         "-fa", "--flash-attn", "flash_attn", default="auto", metavar="on|off|auto,…", help="flash attention settings"
     ),

@@ -73,13 +73,10 @@ def summary(layout: dict[str, Any]) -> list[str]:
 @command()
 @click.argument("model", metavar="M.gguf")
 @click.option(
-    "--bases",
-    default=None,
-    metavar="FILE",
-    help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
+    "--bases", metavar="FILE", help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too"
 )
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
-@click.option("--plot", default=None, metavar="FILE.png", help="draw bits per coefficient")
+@click.option("--plot", metavar="FILE.png", help="draw bits per coefficient")
 @options.form_option("text", "json")
 def main(model: str, bases: str | None, bands: bool, plot: str | None, form: str) -> None:
     """Show the bases and the coefficient layout of a converted model or a sidecar."""

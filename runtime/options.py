@@ -57,13 +57,7 @@ def predict_option(text: str) -> Option:
 
 
 threads_option = click.option(
-    "-t",
-    "--threads",
-    "n_threads",
-    type=int,
-    default=None,
-    envvar="LLAMA_ARG_THREADS",
-    help="threads, default: all processors",
+    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads, default: all processors"
 )
 gpu_option = click.option(
     "-ngl",
@@ -129,7 +123,6 @@ type_option = click.option(
     "-ctk",
     "--cache-type-k",
     "type_k",
-    default=None,
     envvar="LLAMA_ARG_CACHE_TYPE_K",
     metavar="TYPE",
     help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
@@ -138,28 +131,24 @@ type_v_option = click.option(
     "-ctv",
     "--cache-type-v",
     "type_v",
-    default=None,
     envvar="LLAMA_ARG_CACHE_TYPE_V",
     metavar="TYPE",
     help="the same for V; default: as -ctk",
 )
-bases_option = click.option(
-    "--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"
-)
+bases_option = click.option("--bases", metavar="FILE", help="bases for -m: a sidecar or a converted model")
 sink_option = click.option(
-    "--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"
+    "--n-sink", type=click.IntRange(min=0), help="first tokens kept exact; default: as converted"
 )
 recent_option = click.option(
-    "--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"
+    "--n-recent", type=click.IntRange(min=0), help="last tokens kept exact; default: as converted"
 )
 adapt_option = click.option(
     "--adapt",
-    default=None,
     metavar="SIDES[,NAME=VALUE…]",
     help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
 )
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back; default 32"
 )
 window_options = stack(sink_option, recent_option, adapt_option)
 

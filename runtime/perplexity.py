@@ -170,10 +170,7 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
     n_ctx, chunks = scored.n_ctx, scored.chunks
     first = n_ctx // 2
     n_batch = min(run.context.n_batch for run in runs)
-    with (
-        ThreadPoolExecutor(n_threads) as pool,
-        progress_bar("perplexity", chunks * n_ctx * len(runs), "tok") as bar,
-    ):
+    with ThreadPoolExecutor(n_threads) as pool, progress_bar("perplexity", chunks * n_ctx * len(runs), "tok") as bar:
         for chunk in range(chunks):
             part = scored.tokens[chunk * n_ctx : (chunk + 1) * n_ctx]
             feed = part.copy()
@@ -184,8 +181,7 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
             for start, end in batches(n_ctx, n_batch):
                 low = max(start, first)
                 n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last position predicts a token of the next chunk
-                rows = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None
-                base = None
+                base: Any = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None
                 for run in runs:
                     n_logits = run.context.decode(feed[start:end], start, low - start)
                     bar.update(end - start)
@@ -196,9 +192,6 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
                     targets = part[low + 1 : low + 1 + n_rows]
                     if writer is not None:
                         scoring.write_rows(writer, logits)
-                    if rows is not None:
-                        run.scores.add(scoring.score_against_rows(logits, targets, rows, pool, n_threads))
-                        continue
                     run.scores.add(scoring.score(logits, targets, base, pool, n_threads))
                     if base is None and len(runs) > 1:
                         base = np.array(logits)
@@ -256,7 +249,7 @@ def report(r: dict[str, Any]) -> str:
 @group(
     "text",
     Text,
-    click.option("-f", "--file", "file", default=None, metavar="FILE", help="text to score"),
+    click.option("-f", "--file", "file", metavar="FILE", help="text to score"),
     click.option("--chunks", type=int, default=-1, help="chunks to evaluate, -1: all"),
 )
 @options.cache_options()
@@ -271,24 +264,18 @@ def report(r: dict[str, Any]) -> str:
     Comparison.of,
     click.option(
         "--compare",
-        default=None,
         metavar="T,T[:FILE],…",
         help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
     ),
     click.option(
         "--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped"
     ),
-    click.option("--plot", default=None, metavar="FILE.png", help="with --compare: draw bits against KLD"),
+    click.option("--plot", metavar="FILE.png", help="with --compare: draw bits against KLD"),
 )
 @group(
     "base",
     Base,
-    click.option(
-        "--kl-divergence-base",
-        default=None,
-        metavar="FILE",
-        help="base logits: written, or read with --kl-divergence",
-    ),
+    click.option("--kl-divergence-base", metavar="FILE", help="base logits: written, or read with --kl-divergence"),
     click.option("--kl-divergence", is_flag=True, help="compare against --kl-divergence-base (no -f needed)"),
 )
 @options.gpu_option

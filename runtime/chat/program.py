@@ -253,12 +253,12 @@ class Talk:
 talk_options = group(
     "talk",
     Talk,
-    click.option("-p", "--prompt", default=None, metavar="TEXT", help="first message"),
+    click.option("-p", "--prompt", metavar="TEXT", help="first message"),
     click.option(
         "-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)"
     ),
     click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages"),
-    click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message"),
+    click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="system message"),
 )
 
 

@@ -134,7 +134,7 @@ listening_options = group(
         help="port, 0: a free one, which is printed",
     ),
     click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="key that requests must give"),
-    click.option("--api-key-file", default=None, metavar="FILE", help="file of keys, one per line"),
+    click.option("--api-key-file", metavar="FILE", help="file of keys, one per line"),
 )
 offer_options = group(
     "offer",
@@ -151,24 +151,15 @@ offer_options = group(
         None,
         f"context in tokens, divided by the slots, 0: what the model was trained with; default: {N_CTX_SLOT} a slot",
     ),
-    click.option("-a", "--alias", default=None, envvar="LLAMA_ARG_ALIAS", help="the model's name in answers"),
-    click.option(
-        "--chat-format", default=None, help="llama_cpp's name of a chat format; default: the model's template"
-    ),
-    click.option(
-        "--slot-save-path",
-        default=None,
-        envvar="LLAMA_ARG_SLOT_SAVE_PATH",
-        metavar="FOLDER",
-        help="where slots are saved",
-    ),
+    click.option("-a", "--alias", envvar="LLAMA_ARG_ALIAS", help="the model's name in answers"),
+    click.option("--chat-format", help="llama_cpp's name of a chat format; default: the model's template"),
+    click.option("--slot-save-path", envvar="LLAMA_ARG_SLOT_SAVE_PATH", metavar="FOLDER", help="where slots are saved"),
     click.option(
         "--embedding", "--embeddings", "embeddings", is_flag=True, envvar="LLAMA_ARG_EMBEDDINGS", help="embeddings only"
     ),
     click.option(
         "--pooling",
         type=click.Choice(list(POOLING)),
-        default=None,
         envvar="LLAMA_ARG_POOLING",
         help="how embeddings are pooled; default: the model's way",
     ),
