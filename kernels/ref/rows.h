@@ -1,18 +1,7 @@
-// rows.h: what every version must agree on bit for bit about rows.
+// rows.h: the reference's ops.
 #pragma once
 
 #include "subkv/ops.h"
-
-namespace subkv {
-
-constexpr int32_t SCALE_ONE = 160; // scale code of s = 1
-// Scale codes tried by encode: the smallest one that clips nothing and this many below it (factor 2^(-10/8)).
-constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
-constexpr float   HALF_MAX               = 65504.0f;
-
-extern const float SCALES[256]; // SCALES[0] = 0, else 2^((u - 160)/8) rounded to float
-
-} // namespace subkv
 
 namespace subkv::ref {
 

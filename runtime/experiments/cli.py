@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
-from subkv.base.command import command
+from subkv.base.command import command, sentence
 from subkv.base.errors import SubkvError
 from subkv.base.threads import default_threads
 
@@ -181,12 +181,12 @@ def main(
     folder: Path,
 ) -> None:
     """Run the papers' experiments and answer their falsifiers."""
-    from converter.calibrate import read_text
-    from converter.reference import Reference, check_length, check_shapes, cut
+    from converter.corpus import cut, read_text
+    from converter.reference import Reference, check_length, check_shapes
     from runtime.experiments.lab import Lab, Text
     from subkv.format.calibration import read_calibration
+    from subkv.format.window import N_RECENT, N_SINK, Window
     from subkv.native.gguf import Gguf, sha256
-    from subkv.plan import budget as layout
     from subkv.plan.pipeline import Options
 
     if every == (only is not None):
@@ -198,8 +198,7 @@ def main(
         texts = [read_text(path) for path in files]
         base = stack.enter_context(Gguf(model))
         chosen = Options(
-            n_sink=layout.DEFAULT_N_SINK if n_sink is None else n_sink,
-            n_recent=layout.DEFAULT_N_RECENT if n_recent is None else n_recent,
+            window=Window(N_SINK if n_sink is None else n_sink, N_RECENT if n_recent is None else n_recent),
             bpe_context=bpe_context,
         )
         settings = {
@@ -209,8 +208,8 @@ def main(
             "n_ctx": n_ctx,
             "chunks": chunks,
             "kv_bits": kv_bits,
-            "n_sink": chosen.n_sink,
-            "n_recent": chosen.n_recent,
+            "n_sink": chosen.window.n_sink,
+            "n_recent": chosen.window.n_recent,
             "bpe_context": bpe_context or "as of convert",
             "versions": _versions(),
             "format": FORMAT,
@@ -225,16 +224,15 @@ def main(
             check_length(reference, n_ctx)
             long = min(2 * n_ctx, reference.n_ctx_train)
             pieces = []
-            for i, path in enumerate(files):
-                own = cut(reference, (path,), n_ctx, chunks)
+            for i, text in enumerate(texts):
+                own = cut(reference, [text], n_ctx, chunks)
                 # only the in-domain text has to be long, and only if it can be
-                longest = own[0] if i else _longest(reference, path, long, own[0])
-                pieces.append(Text(path.name, own, longest))
-            moments = [layer.k2 for layer in calibration.layers]
-            reference.match(moments, pieces[0].chunks[0], calibration.n_skip)
+                longest = own[0] if i else _longest(reference, text, long, own[0])
+                pieces.append(Text(text.source.name, own, longest))
+            reference.match(calibration, pieces[0].chunks[0])
             lab = Lab(base, calibration, reference, pieces, chosen, kv_bits, n_ctx, default_threads(n_threads), stack)
             for note in lab.fit().notes:
-                options.note(note)
+                options.note(sentence(note))
             lab.fit().plan(kv_bits)  # refuses a budget that cannot be had
             for i, name in enumerate(wanted):
                 options.note(f"{name} ({i + 1} of {len(wanted)})")
@@ -249,12 +247,11 @@ def main(
         click.echo(line)
 
 
-def _longest(reference: Any, path: Path, n: int, otherwise: list[int]) -> list[int]:
+def _longest(reference: Any, text: Any, n: int, otherwise: tuple[int, ...]) -> tuple[int, ...]:
     """The first n tokens of a text, or `otherwise` if it is shorter."""
-    from converter.reference import cut
-    from subkv.base.errors import SubkvError
+    from converter.corpus import cut
 
     try:
-        return cut(reference, (path,), n, 1)[0]
+        return cut(reference, [text], n, 1)[0]
     except SubkvError:
         return otherwise

@@ -13,6 +13,7 @@ Memory: all keys and values are kept beside the cache in single precision, twice
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +27,22 @@ from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.threads import default_threads
+from subkv.native.library import Signatures, declare
 
 if TYPE_CHECKING:
-    from converter.adaptive import Layout
+    from converter.adaptive import ResearchLayout
     from runtime.experiments.bounds import F64
     from subkv.engine.model import Context
     from subkv.engine.observer import ObservedLayer, Observer
     from subkv.format.adapt import Adapt
 
 Lines = list[dict[str, Any]]
+
+_HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
+SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_read_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]),
+    "subkv_get_sketch_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_void_p, ctypes.c_int64]),
+}
 
 # error, its bound, what it is called; weights and outputs have another bound, from what was measured a step before
 STEPS = {"weight_error": "weight_step", "output_error": "output_step"}
@@ -60,7 +68,7 @@ class Tracker:
     """Measures one sequence of a context that an observer in mode SAMPLE watches."""
 
     def __init__(
-        self, context: Context, observer: Observer, layout: Layout, adapting: tuple[str, Adapt] | None
+        self, context: Context, observer: Observer, layout: ResearchLayout, adapting: tuple[str, Adapt] | None
     ) -> None:
         """adapting: sides and how they follow the text, None if none does."""
         self._context, self._observer, self._layout = context, observer, layout
@@ -151,7 +159,7 @@ class Tracker:
         from subkv.native.binding import last_error, native
 
         seen, chunk = np.empty(x.shape, np.float32), np.empty(len(x), np.int32)
-        n = native().subkv_read_rows(
+        n = declare(native(), SIGNATURES).subkv_read_rows(
             self._context.handle, layer.il, head, value, 0, 0, len(x), seen.ctypes.data, chunk.ctypes.data
         )
         if n < 0:
@@ -179,7 +187,9 @@ class Tracker:
         if rows == r:
             return None
         s = np.empty((2 * rows, a.shape[1]), np.float32)
-        n = native().subkv_get_sketch_rows(self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size)
+        n = declare(native(), SIGNATURES).subkv_get_sketch_rows(
+            self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size
+        )
         if n < 0:
             raise CacheError("kv_cache", last_error())
         if n == 0:
@@ -278,8 +288,8 @@ def main(
     picture: Path | None,
 ) -> None:
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
-    from converter.adaptive import Layout
-    from converter.calibrate import read_text
+    from converter.adaptive import ResearchLayout
+    from converter.corpus import read_text
     from converter.plots import figure as plots
     from subkv.base.files import atomic_file, check_writable
     from subkv.engine.cache import CODED, MIB, choose_cache
@@ -301,7 +311,7 @@ def main(
         choice = choose_cache(loaded.path, CODED, Path(bases) if bases else None)
         assert choice.layout is not None
         adapt = choice.adapting(adapt)
-        layout = Layout(choice.layout)
+        layout = ResearchLayout(choice.layout)
         cleanup.callback(layout.close)
         observer = Observer(0)
         cleanup.callback(observer.close)

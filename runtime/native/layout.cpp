@@ -24,8 +24,7 @@ namespace subkv {
 
 namespace {
 
-constexpr int    FORMAT_VERSION = 2;
-constexpr size_t MATRIX_ALIGN   = 64;
+constexpr size_t MATRIX_ALIGN = 64;
 
 struct Invalid {
     std::string why;
@@ -33,6 +32,10 @@ struct Invalid {
 
 [[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found) {
     throw Invalid{ key + ": expected " + expected + ", found " + found };
+}
+
+uint32_t le32(const uint8_t * p) {
+    return p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;
 }
 
 struct GgufFree {
@@ -89,7 +92,7 @@ Gguf open_gguf(const char * path_or_null) {
         refuse(path, "a complete GGUF file", "one of " + std::to_string(size) + " bytes");
     }
     file.close();
-    const uint32_t version = head[4] | (uint32_t) head[5] << 8 | (uint32_t) head[6] << 16 | (uint32_t) head[7] << 24;
+    const uint32_t version = le32(head + 4);
     if (version < 2 || version > GGUF_VERSION) {
         refuse(path, "GGUF version 2.." + std::to_string(GGUF_VERSION), "version " + std::to_string(version));
     }
@@ -290,7 +293,7 @@ struct BlockReader {
     const uint8_t *     p;
 
     float positive(const std::string & what) {
-        const uint32_t bits = p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;
+        const uint32_t bits = le32(p);
         float          value;
         std::memcpy(&value, &bits, sizeof(value));
         p += 4;
@@ -341,18 +344,10 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
                     KeyCentre * centre) {
     HeadCodec head = {};
     head.d         = d;
-    head.rank      = spec.rank();
-    head.row_bytes = spec.row_bytes();
-    head.n_bands   = spec.n_bands;
-
-    int first  = 0;
-    int offset = 1; // after the scale byte
+    head.row_bytes = 1;
     for (int b = 0; b < spec.n_bands; ++b) {
-        const HeadSpec::BandSpec band = spec.bands[b];
-        head.bands[b]                 = { band.n, band.bits, first, offset,
-                                          block.positive("ratio of band " + std::to_string(b) + " of " + name) };
-        first += band.n;
-        offset += band.n / 8 * band.bits;
+        add_band(head, spec.bands[b].n, spec.bands[b].bits,
+                 block.positive("ratio of band " + std::to_string(b) + " of " + name));
     }
     if (centre) {
         centre->mean = read_mean(d, name, block);
@@ -471,6 +466,12 @@ template <typename T, typename F> T sentence(T failed, std::string & err, F body
 
 void Layout::AlignedDelete::operator()(uint16_t * p) const {
     ::operator delete[](p, std::align_val_t(MATRIX_ALIGN));
+}
+
+void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio) {
+    head.bands[head.n_bands++] = { n, bits, head.rank, head.row_bytes, ratio };
+    head.rank += n;
+    head.row_bytes += n * bits / 8;
 }
 
 const LayerCodec * Layout::layer(int il) const {

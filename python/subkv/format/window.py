@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from subkv.base.errors import CacheError
+from subkv.base.errors import CacheError, SubkvError
 
 AS_FILE = -1  # a number that was not asked for: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 32  # defaults; N_ROLLBACK is libsubkv's
@@ -30,9 +30,7 @@ class Window:
 
     def filled(self, n_sink: int = N_SINK, n_recent: int = N_RECENT, n_rollback: int = N_ROLLBACK) -> Window:
         """With these numbers where none was asked for."""
-        own = (self.n_sink, self.n_recent, self.n_rollback)
-        return Window(*(given if n == AS_FILE else n
-                        for n, given in zip(own, (n_sink, n_recent, n_rollback), strict=True)))  # fmt: skip
+        return Window(**{"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, **self.asked()})
 
     def asked(self) -> dict[str, int]:
         """The numbers that were asked for, by name."""
@@ -41,7 +39,16 @@ class Window:
     def with_rollback(self, n_rollback: int) -> Window:
         return replace(self, n_rollback=n_rollback)
 
+    def check(self) -> None:
+        """Raises SubkvError where a number of a file's window does not fit its limits."""
+        for name, n, most in (("n_recent", self.n_recent, MAX_RECENT), ("n_sink", self.n_sink, MAX_SINK)):
+            if not 0 <= n <= most:
+                raise SubkvError(name, f"expected 0 to {most}, found {n}")
+
     @property
     def n_exact(self) -> int:
         """Rows of a sequence."""
         return self.n_sink + self.n_recent + self.n_rollback
+
+
+DEFAULT = Window().filled()
