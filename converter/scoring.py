@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from subkv.base.errors import SubkvError
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -96,10 +97,11 @@ def perplexity(nll: F64) -> tuple[float, float]:
     return ppl, ppl * _stderr(nll)
 
 
-def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
+def score(logits: F32, targets: I32, base: npt.NDArray[Any] | None, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
     """Score rows of logits [n, n_vocab] f32 against the tokens that follow, targets [n].
 
-    base: the base cache's logits of the same rows; without it only nll is filled.
+    base: the base cache's logits of the same rows, or rows of a base file; without it only nll is filled. As in
+    llama-perplexity a file's ln p ≤ −16 add nothing to the KLD.
     """
 
     def piece(rows: slice) -> Scores:
@@ -107,17 +109,19 @@ def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor,
         index = np.arange(len(log_p))
         part = Scores(nll=[-log_p[index, targets[rows]]])
         if base is not None:
-            log_base = log_softmax(base[rows])
+            if base.dtype == np.uint16:
+                log_base = decode_rows(base[rows], logits.shape[1]).astype(np.float64)
+                weight = np.where(log_base > -CLIP, np.exp(log_base), 0.0)
+            else:
+                log_base = log_softmax(base[rows])
+                weight = np.exp(log_base)
             part.nll_base = [-log_base[index, targets[rows]]]
             part.same = [log_p.argmax(axis=1) == log_base.argmax(axis=1)]
             np.subtract(log_base, log_p, out=log_p)
-            part.kld = [np.einsum("ij,ij->i", np.exp(log_base), log_p)]
+            part.kld = [np.einsum("ij,ij->i", weight, log_p)]
         return part
 
-    return _collect(piece, len(targets), pool, n_threads)
-
-
-def _collect(piece: Callable[[slice], Scores], n: int, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
+    n = len(targets)
     slices = [slice(i, min(i + ROWS, n)) for i in range(0, n, ROWS)]
     out = Scores()
     for part in pool.map(piece, slices) if n_threads > 1 else map(piece, slices):
@@ -133,10 +137,6 @@ def _collect(piece: Callable[[slice], Scores], n: int, pool: ThreadPoolExecutor,
 
 MAGIC = b"_logits_"
 CLIP = 16.0
-
-
-class BaseFileError(ValueError):
-    """A base file that is damaged or does not fit; the message is one sentence."""
 
 
 def encode_rows(logits: F32) -> U16:
@@ -161,26 +161,8 @@ def decode_rows(rows: U16, n_vocab: int) -> F32:
     return log_p
 
 
-def score_against_rows(logits: F32, targets: I32, rows: U16, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
-    """As score(), against rows of a base file; as in llama-perplexity, base ln p ≤ −16 adds nothing to the KLD."""
-    n_vocab = logits.shape[1]
-
-    def piece(part: slice) -> Scores:
-        log_p, log_base = log_softmax(logits[part]), decode_rows(rows[part], n_vocab).astype(np.float64)
-        index = np.arange(len(log_p))
-        weight = np.where(log_base > -CLIP, np.exp(log_base), 0.0)
-        return Scores(
-            nll=[-log_p[index, targets[part]]],
-            nll_base=[-log_base[index, targets[part]]],
-            kld=[np.einsum("ij,ij->i", weight, log_base - log_p)],
-            same=[log_p.argmax(axis=1) == log_base.argmax(axis=1)],
-        )
-
-    return _collect(piece, len(targets), pool, n_threads)
-
-
 class BaseReader:
-    """A base file opened for reading. Raises BaseFileError."""
+    """A base file opened for reading. Raises SubkvError about `path`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -188,21 +170,22 @@ class BaseReader:
             size = os.fstat(self.file.fileno()).st_size
             head = self.file.read(20)
         except OSError as error:
-            raise BaseFileError(f"cannot read {path}: {error.strerror or error}") from error
+            raise SubkvError("path", f"cannot read {path}: {error.strerror or error}") from error
         if head[:8] != MAGIC or len(head) < 20:
-            raise BaseFileError(
-                f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}"
+            raise SubkvError(
+                "path", f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}"
             )
         self.n_ctx, self.n_vocab, self.n_chunk = (int(x) for x in np.frombuffer(head[8:], dtype="<i4"))
         if min(self.n_ctx - 3, self.n_vocab, self.n_chunk) <= 0:
-            raise BaseFileError(
-                f"n_ctx, n_vocab, n_chunk: expected positive, found {self.n_ctx}, {self.n_vocab}, {self.n_chunk}"
+            raise SubkvError(
+                "path",
+                f"n_ctx, n_vocab, n_chunk: expected positive, found {self.n_ctx}, {self.n_vocab}, {self.n_chunk}",
             )
         self.width = 2 * ((self.n_vocab + 1) // 2) + 4
         self.n_rows = self.n_ctx - 1 - self.n_ctx // 2
         expected = 20 + 4 * self.n_chunk * self.n_ctx + 2 * self.n_chunk * self.n_rows * self.width
         if size != expected:
-            raise BaseFileError(f"expected {expected} bytes, found {size}: {path} is incomplete")
+            raise SubkvError("path", f"expected {expected} bytes, found {size}: {path} is incomplete")
         self.tokens = np.frombuffer(self.file.read(4 * self.n_chunk * self.n_ctx), dtype="<i4").astype(np.int32)
 
     def read(self, n: int) -> U16:
@@ -212,6 +195,12 @@ class BaseReader:
 
     def close(self) -> None:
         self.file.close()
+
+
+def write_rows(file: BinaryIO, logits: F32) -> None:
+    """Logits [n, n_vocab] f32 in a base file, behind the header and earlier rows."""
+    for i in range(0, len(logits), ROWS):
+        file.write(encode_rows(logits[i : i + ROWS]).astype("<u2").tobytes())
 
 
 def write_header(file: BinaryIO, tokens: I32, n_ctx: int, n_vocab: int, n_chunk: int) -> None:

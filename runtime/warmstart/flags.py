@@ -1,9 +1,10 @@
-"""--warm-start of chat and server: from flags to a WarmStart."""
+"""--warm-start of the chat: from flags to what its conversation asks for first tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,103 @@ import click
 
 from runtime import options
 from runtime.warmstart import MAX_KL, MODES, THRESHOLD
+from subkv.base.command import group
 
 if TYPE_CHECKING:
-    from runtime.warmstart.planting import Planting
     from runtime.warmstart.start import WarmStart
     from subkv.engine.llama import Llama
 
-warm_options = options.stack(
+
+@dataclasses.dataclass(frozen=True)
+class WarmOptions:
+    """The flags; fields are named as they are."""
+
+    warm_start: str = "off"
+    warm_file: str | None = None
+    warm_library: str | None = None
+    warm_threshold: float = THRESHOLD
+    warm_kl: float = MAX_KL
+
+    @contextlib.contextmanager
+    def opened(
+        self, open_llm: Callable[[], contextlib.AbstractContextManager[Llama]]
+    ) -> Iterator[tuple[Llama, Begin | None]]:
+        """The model that open_llm opens, made so that answers may begin warm; None with --warm-start off.
+
+        Raises UsageError, WarmStartError and SubkvError.
+        """
+        if self.warm_start == "off":
+            with open_llm() as llm:
+                yield llm, None
+            return
+        needed = {"--warm-file": self.warm_file, "--warm-library": self.warm_library}
+        missing = [flag for flag, given in needed.items() if not given]
+        if missing:
+            raise click.UsageError(f"--warm-start: expected {' and '.join(missing)} beside it, found none")
+        assert self.warm_file and self.warm_library
+        from runtime.warmstart.library import Library
+        from runtime.warmstart.planting import Planting
+        from runtime.warmstart.start import WarmStart
+        from runtime.warmstart.trained import Trained
+
+        with contextlib.closing(Planting()) as planting:
+            with planting.attach():
+                opening = open_llm()
+            with opening as llm:
+                trained = Trained.load(Path(self.warm_file), Path(llm.model_path))
+                library = Library(
+                    Path(self.warm_library),
+                    trained.identity,
+                    trained.digest,
+                    trained.centre,
+                    embedding=trained.embedding,
+                )
+                start = WarmStart(llm, planting, trained, library, self.warm_start, self.warm_threshold, self.warm_kl)
+                with start:
+                    options.note(
+                        f"warm start (experimental): {len(library.entries())} prompts in {library.folder.path}; first "
+                        "tokens may come from a similar prompt, and cannot be taken back"
+                    )
+                    yield llm, Begin(start)
+
+
+class Begin:
+    """The first tokens of a WarmStart, as runtime.chat.conversation asks for them (Opening)."""
+
+    n_cells = 0
+
+    def __init__(self, start: WarmStart) -> None:
+        self.start = start
+        self._n_first = 0
+
+    def begin(self, prompt: list[int], n_held: int, sampler: Any) -> Iterator[int]:
+        self._n_first = 0
+        decision = self.start.begin(prompt, n_held)
+        if decision.warm:
+            self.n_cells = decision.n_cells
+            for token in self.start.head(prompt, sampler):
+                self._n_first += 1
+                yield token
+
+    def reading(self, prompt: list[int]) -> contextlib.AbstractContextManager[None]:
+        return self.start.remembering(prompt)
+
+    def told(self) -> tuple[str, list[str]]:
+        decision, mark, others = self.start.decision, "", []
+        assert decision is not None
+        if decision.warm:
+            head = "first token" if self._n_first == 1 else f"first {self._n_first} tokens"
+            mark = f"warm start: {decision.similarity:.2f} similar, {head}"
+        elif decision.cause != "prefix":
+            others.append(f"warm start: cold; {decision.reason}")
+        if self.start.problem:
+            others.append(f"warm start: {self.start.problem}")
+        return mark, others
+
+
+warm_options = group(
+    "warm",
+    WarmOptions,
     click.option(
         "--warm-start",
         type=click.Choice(MODES),
@@ -54,51 +145,3 @@ warm_options = options.stack(
         help="auto: most nats predicted between warm and cold",
     ),
 )
-
-
-@contextlib.contextmanager
-def planted(given: dict[str, Any]) -> Iterator[Planting | None]:
-    """What the model's context has to be made with; None with --warm-start off. Open the model inside the block."""
-    if given["warm_start"] == "off":
-        yield None
-        return
-    missing = [flag for flag in ("--warm-file", "--warm-library") if not given[flag[2:].replace("-", "_")]]
-    if missing:
-        raise click.UsageError(f"--warm-start: expected {' and '.join(missing)} beside it, found none")
-    from runtime.warmstart.planting import Planting
-
-    planting = Planting()
-    try:
-        yield planting
-    finally:
-        planting.close()
-
-
-@contextlib.contextmanager
-def started(given: dict[str, Any], llm: Llama, planting: Planting | None) -> Iterator[WarmStart | None]:
-    """Warm starts of a model opened inside planting.attach(). Raises WarmStartError and SubkvError."""
-    if planting is None:
-        yield None
-        return
-    from runtime.warmstart.library import Library
-    from runtime.warmstart.start import WarmStart
-    from runtime.warmstart.trained import Trained
-
-    trained = Trained.load(Path(given["warm_file"]), Path(llm.model_path))
-    library = Library(
-        given["warm_library"], trained.identity, trained.digest, trained.centre, embedding=trained.embedding
-    )
-    with WarmStart(
-        llm,
-        planting,
-        trained,
-        library,
-        mode=given["warm_start"],
-        threshold=given["warm_threshold"],
-        max_kl=given["warm_kl"],
-    ) as warm:
-        options.note(
-            f"warm start (experimental): {len(library.entries())} prompts in {library.folder.path}; first tokens may "
-            "come from a similar prompt, and cannot be taken back"
-        )
-        yield warm

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converter import scoring
+from subkv.base.errors import SubkvError
 
 F32 = npt.NDArray[np.float32]
 
@@ -88,7 +89,7 @@ def test_rows_against_themselves() -> None:
     x = logits(9, 40, 300)
     targets = np.arange(40, dtype=np.int32)
     with ThreadPoolExecutor(1) as pool:
-        got = scoring.score_against_rows(x, targets, scoring.encode_rows(x), pool, 1).summary()
+        got = scoring.score(x, targets, scoring.encode_rows(x), pool, 1).summary()
     assert abs(got["mean_kld"]) < 1e-5
     assert got["same_top"] == 1.0
     assert got["ppl_ratio"] == pytest.approx(1.0, abs=1e-4)
@@ -127,5 +128,5 @@ def test_damaged_base_files(tmp_path: Path, damage: object, message: str) -> Non
     path = tmp_path / "base"
     data = write_base(path)
     path.write_bytes(damage(data))  # type: ignore[operator]
-    with pytest.raises(scoring.BaseFileError, match=message):
+    with pytest.raises(SubkvError, match=message):
         scoring.BaseReader(path)
