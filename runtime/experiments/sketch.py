@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from runtime.experiments.bounds import F64
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import KINDS
-from subkv.native import ggml as native
-from subkv.native.library import Signatures, declare, last_error
+from subkv.native.library import Signatures, declare, last_error, load
 
 
 class SketchParams(ctypes.Structure):
@@ -37,7 +36,7 @@ SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
 
 @functools.cache
 def _subkv() -> ctypes.CDLL:
-    return declare(native.subkv(), SIGNATURES)
+    return declare(load(), SIGNATURES)
 
 
 class Sketch:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.experiments import bounds
-from subkv.base.errors import SubkvError
-from subkv.native import ggml as native
+from subkv.native import library
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1.0 + 1e-9  # float64 against float64
@@ -104,8 +103,8 @@ def test_bounds_over_chunks(seed: int, n_chunks: int, d: int) -> None:
 @settings(max_examples=40, deadline=None)
 def test_residual_behind_a_frequent_directions_sketch(seed: int, d: int, n: int) -> None:
     try:
-        native.subkv()
-    except SubkvError as error:
+        library.load()
+    except ImportError as error:
         pytest.skip(str(error))
     from runtime.experiments.sketch import Sketch
 
