@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from subkv.base.errors import SubkvError
 from subkv.format import metadata
 from subkv.format.adapt import Adapt, native_params
+from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration
-from subkv.format.codec import F32
+from subkv.format.codec import rank
+from subkv.format.layout import Layout
 from subkv.format.metadata import Account, Settings
-from subkv.native import ggml as native
 from subkv.native import library as _lib
 from subkv.native.gguf import Gguf, write_sidecar
 from subkv.plan.predict import reconstructed
@@ -40,7 +41,7 @@ SIGNATURES: _lib.Signatures = {  # of runtime/native/subkv_research.h
 
 @functools.cache
 def _subkv() -> ctypes.CDLL:
-    return _lib.declare(native.subkv(), SIGNATURES)
+    return _lib.declare(_lib.load(), SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,8 @@ class Replayed:
     stats: dict[str, int]
 
 
-class Layout:
-    """A subkv_layout of libsubkv."""
-
-    def __init__(self, path: Path) -> None:
-        self.handle = _subkv().subkv_layout_load(str(path).encode())
-        if not self.handle:
-            raise SubkvError("", _lib.last_error())
-
-    def close(self) -> None:
-        _subkv().subkv_layout_free(self.handle)
+class ReplayLayout(Layout):
+    """A Layout whose heads can be run without a context (runtime/native/subkv_research.h)."""
 
     def project(self, il: int, head: int, value: bool, x: F32) -> F32:
         """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises SubkvError."""
@@ -94,7 +87,7 @@ class Layout:
 
 
 class AdaptiveCoder:
-    """What attention sees through coded layers that adapt to the text; a Coder of converter/reference.py.
+    """What attention sees through coded layers that adapt to the text; a Coder of reference.py.
 
     Every call is a text of its own, from an empty cache. Rows are those at the end of the text: what a merge coded anew
     late is seen so by early queries, too, which is the worse for it. sides: coded; adapted: those of them that adapt.
@@ -103,7 +96,7 @@ class AdaptiveCoder:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ReplayLayout,
         layers: Sequence[CodedLayer],
         sides: str,
         adapted: str,
@@ -135,7 +128,7 @@ class AdaptiveCoder:
                 if side in self._adapted:
                     own = dataclasses.replace(self._params, tau=self._tau.get((il, h), self._params.tau))
                     replayed = self._layout.replay(own, il, h, side == "v", x)
-                    n = sum(n for n, _ in basis.bands)
+                    n = rank(basis.bands)
                     self._seen.append((len(x), 2 * n * n + 4 * len(basis.bands), replayed.stats))
                     heads.append(replayed.seen)
                 else:
@@ -171,14 +164,11 @@ class AdaptiveCoder:
 @contextlib.contextmanager
 def loaded(
     base: Gguf, calibration: Calibration, settings: Settings, counted: Account, layers: Sequence[CodedLayer]
-) -> Iterator[Layout]:
+) -> Iterator[ReplayLayout]:
     """Coded layers as libsubkv reads them from a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.gguf"
-        values = metadata.keys(layers, calibration, settings, counted)
-        write_sidecar(base, path, values)
-        layout = Layout(path)
-    try:
+        write_sidecar(base, path, metadata.keys(layers, calibration, settings, counted))
+        layout = ReplayLayout(path)
+    with layout:
         yield layout
-    finally:
-        layout.close()

@@ -181,8 +181,8 @@ def main(
     folder: Path,
 ) -> None:
     """Run the papers' experiments and answer their falsifiers."""
-    from converter.calibrate import read_text
-    from converter.reference import Reference, check_length, check_shapes, cut
+    from converter.corpus import cut, read_text
+    from converter.reference import Reference, check_length, check_shapes
     from runtime.experiments.lab import Lab, Text
     from subkv.format.calibration import read_calibration
     from subkv.format.window import N_RECENT, N_SINK, Window
@@ -224,13 +224,12 @@ def main(
             check_length(reference, n_ctx)
             long = min(2 * n_ctx, reference.n_ctx_train)
             pieces = []
-            for i, path in enumerate(files):
-                own = cut(reference, (path,), n_ctx, chunks)
+            for i, text in enumerate(texts):
+                own = cut(reference, [text], n_ctx, chunks)
                 # only the in-domain text has to be long, and only if it can be
-                longest = own[0] if i else _longest(reference, path, long, own[0])
-                pieces.append(Text(path.name, own, longest))
-            moments = [layer.k2 for layer in calibration.layers]
-            reference.match(moments, pieces[0].chunks[0], calibration.n_skip)
+                longest = own[0] if i else _longest(reference, text, long, own[0])
+                pieces.append(Text(text.source.name, own, longest))
+            reference.match(calibration, pieces[0].chunks[0])
             lab = Lab(base, calibration, reference, pieces, chosen, kv_bits, n_ctx, default_threads(n_threads), stack)
             for note in lab.fit().notes:
                 options.note(sentence(note))
@@ -248,12 +247,11 @@ def main(
         click.echo(line)
 
 
-def _longest(reference: Any, path: Path, n: int, otherwise: list[int]) -> list[int]:
+def _longest(reference: Any, text: Any, n: int, otherwise: tuple[int, ...]) -> tuple[int, ...]:
     """The first n tokens of a text, or `otherwise` if it is shorter."""
-    from converter.reference import cut
-    from subkv.base.errors import SubkvError
+    from converter.corpus import cut
 
     try:
-        return cut(reference, (path,), n, 1)[0]
+        return cut(reference, [text], n, 1)[0]
     except SubkvError:
         return otherwise

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import Layout, loaded
-from converter.evaluate import Cache, adaptive_cache, coded_cache, layer_coder, result, run
+from converter.adaptive import ReplayLayout, loaded
+from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
 from converter.reference import Reference, attend
 from converter.scoring import F64, score
 from subkv.base.progress import tracked
-from subkv.format.adapt import parse
 from subkv.format.bases import Bands, CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.format.codec import F32
@@ -34,8 +33,8 @@ class Text:
     """Chunks of n_ctx tokens from the start of a file; long: one chunk for the experiment on length."""
 
     name: str
-    chunks: list[list[int]]
-    long: list[int]
+    chunks: list[tuple[int, ...]]
+    long: tuple[int, ...]
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Lab:
     stack: contextlib.ExitStack
     progress: bool = True
     _fits: dict[Options, Fit] = field(default_factory=dict)
-    _loaded: list[tuple[Layout, tuple[CodedLayer, ...]]] = field(default_factory=list)
+    _loaded: list[tuple[ReplayLayout, tuple[CodedLayer, ...]]] = field(default_factory=list)
 
     def fit(self, **changes: Any) -> Fit:
         """Bases under `options` with some of them changed; fitted once."""
@@ -62,7 +61,7 @@ class Lab:
             self._fits[options] = Fit(self.base, self.calibration, options, self.progress)
         return self._fits[options]
 
-    def coded(self) -> tuple[Layout, tuple[CodedLayer, ...]]:
+    def coded(self) -> tuple[ReplayLayout, tuple[CodedLayer, ...]]:
         """The layout at kv_bits, in libsubkv and here."""
         if not self._loaded:
             fit = self.fit()
@@ -78,7 +77,7 @@ class Lab:
 
     def adaptive(self, text: str, name: str | None = None) -> Cache:
         """The layout at kv_bits with bases that follow the text; `text` as of --adapt."""
-        cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, parse(text), self.stack)
+        cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, self.stack)
         return dataclasses.replace(cache, name=name or f"adaptive {text}")
 
     def planned(self, fit: Fit, plan: Sequence[Bands], name: str, n_recent: int) -> Cache:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.evaluate import Cache
+from converter.caches import Cache
 from runtime.experiments.lab import GROUP, Lab, Rows, Text, paired
 from subkv.format.bases import Bands
 from subkv.plan import budget as layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from converter import evaluate
+from converter import tables
 from runtime.experiments import verdicts
 from runtime.experiments.lab import Rows
 
@@ -82,7 +82,7 @@ def _plain(found: dict[str, Any]) -> str:
 
 
 def _matched(found: dict[str, Any]) -> str:
-    return f"{evaluate.table(found['rows'])}\n\nAt equal bytes:\n\n{grid(found['pairs'], PAIRS)}"
+    return f"{tables.scores(found['rows'])}\n\nAt equal bytes:\n\n{grid(found['pairs'], PAIRS)}"
 
 
 def _domain(found: dict[str, Any]) -> str:
