@@ -58,17 +58,17 @@ class Replayed:
     stats: dict[str, int]
 
 
-class ReplayLayout(Layout):
-    """A Layout whose heads can be run without a context (runtime/native/subkv_research.h)."""
+class ResearchLayout(Layout):
+    """A layout whose rows can be coded apart from a context."""
 
     def project(self, il: int, head: int, value: bool, x: F32) -> F32:
         """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises SubkvError."""
         x = np.ascontiguousarray(x, dtype=np.float32)
         out = np.empty_like(x)  # the rank is at most d
-        rank = _subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
-        if rank < 0:
+        r = _subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
+        if r < 0:
             raise SubkvError("", _lib.last_error())
-        return out.reshape(-1)[: len(x) * rank].reshape(len(x), rank)
+        return out.reshape(-1)[: len(x) * r].reshape(len(x), r)
 
     def replay(self, params: Adapt, il: int, head: int, value: bool, x: F32) -> Replayed:
         """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises SubkvError."""
@@ -80,9 +80,8 @@ class ReplayLayout(Layout):
             self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
         ):
             raise SubkvError("", _lib.last_error())
-        out.stats.update(
-            {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}
-        )  # rho has it
+        named = {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}  # rho has it
+        out.stats.update(named)
         return out
 
 
@@ -96,7 +95,7 @@ class AdaptiveCoder:
 
     def __init__(
         self,
-        layout: ReplayLayout,
+        layout: ResearchLayout,
         layers: Sequence[CodedLayer],
         sides: str,
         adapted: str,
@@ -164,11 +163,11 @@ class AdaptiveCoder:
 @contextlib.contextmanager
 def loaded(
     base: Gguf, calibration: Calibration, settings: Settings, counted: Account, layers: Sequence[CodedLayer]
-) -> Iterator[ReplayLayout]:
+) -> Iterator[ResearchLayout]:
     """Coded layers as libsubkv reads them from a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.gguf"
         write_sidecar(base, path, metadata.keys(layers, calibration, settings, counted))
-        layout = ReplayLayout(path)
+        layout = ResearchLayout(path)
     with layout:
         yield layout

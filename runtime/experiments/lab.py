@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import ReplayLayout, loaded
+from converter.adaptive import ResearchLayout, loaded
 from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
 from converter.reference import Reference, attend
 from converter.scoring import F64, score
@@ -52,7 +52,7 @@ class Lab:
     stack: contextlib.ExitStack
     progress: bool = True
     _fits: dict[Options, Fit] = field(default_factory=dict)
-    _loaded: list[tuple[ReplayLayout, tuple[CodedLayer, ...]]] = field(default_factory=list)
+    _loaded: list[tuple[ResearchLayout, tuple[CodedLayer, ...]]] = field(default_factory=list)
 
     def fit(self, **changes: Any) -> Fit:
         """Bases under `options` with some of them changed; fitted once."""
@@ -61,7 +61,7 @@ class Lab:
             self._fits[options] = Fit(self.base, self.calibration, options, self.progress)
         return self._fits[options]
 
-    def coded(self) -> tuple[ReplayLayout, tuple[CodedLayer, ...]]:
+    def coded(self) -> tuple[ResearchLayout, tuple[CodedLayer, ...]]:
         """The layout at kv_bits, in libsubkv and here."""
         if not self._loaded:
             fit = self.fit()

@@ -30,7 +30,7 @@ from subkv.base.threads import default_threads
 from subkv.native.library import Signatures, declare
 
 if TYPE_CHECKING:
-    from converter.adaptive import ReplayLayout
+    from converter.adaptive import ResearchLayout
     from runtime.experiments.bounds import F64
     from subkv.engine.model import Context
     from subkv.engine.observer import ObservedLayer, Observer
@@ -68,7 +68,7 @@ class Tracker:
     """Measures one sequence of a context that an observer in mode SAMPLE watches."""
 
     def __init__(
-        self, context: Context, observer: Observer, layout: ReplayLayout, adapting: tuple[str, Adapt] | None
+        self, context: Context, observer: Observer, layout: ResearchLayout, adapting: tuple[str, Adapt] | None
     ) -> None:
         """adapting: sides and how they follow the text, None if none does."""
         self._context, self._observer, self._layout = context, observer, layout
@@ -288,7 +288,7 @@ def main(
     picture: Path | None,
 ) -> None:
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
-    from converter.adaptive import ReplayLayout
+    from converter.adaptive import ResearchLayout
     from converter.corpus import read_text
     from converter.plots import figure as plots
     from subkv.base.files import atomic_file, check_writable
@@ -311,7 +311,7 @@ def main(
         choice = choose_cache(loaded.path, CODED, Path(bases) if bases else None)
         assert choice.layout is not None
         adapt = choice.adapting(adapt)
-        layout = ReplayLayout(choice.layout)
+        layout = ResearchLayout(choice.layout)
         cleanup.callback(layout.close)
         observer = Observer(0)
         cleanup.callback(observer.close)
