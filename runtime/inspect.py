@@ -11,7 +11,7 @@ import click
 from converter.tables import mean_bits, span
 from runtime import options
 from subkv.base.command import command
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, concerning
 
 
 def head_bands(head: dict[str, Any]) -> str:
@@ -74,13 +74,15 @@ def summary(layout: dict[str, Any]) -> list[str]:
 def main(model: str, bases: Path | None, bands: bool, plot: Path | None, form: str) -> None:
     """Show the bases and the coefficient layout of a converted model or a sidecar."""
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import layout_json, layout_present
+    from subkv.format.layout import Layout, present
     from subkv.native.gguf import check_model_file
 
     path = check_model_file(model, weights=False)
-    if not layout_present(path):
-        raise SubkvError("model", f"expected subkv.* keys (a converted model or a sidecar), found none in {path}")
-    layout = json.loads(layout_json(path))
+    with concerning(path="model"):
+        if not present(path):
+            raise SubkvError("model", f"expected subkv.* keys (a converted model or a sidecar), found none in {path}")
+        with Layout(path) as read:
+            layout = read.description
     if bases is not None and plot is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
     if plot is not None:

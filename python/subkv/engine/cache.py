@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
-import json
-import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from subkv.base.errors import CacheError, ModelFileError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format import adapt as adaptive
+from subkv.format.layout import Layout, present
 from subkv.format.window import Window
 from subkv.native import library
 from subkv.native.binding import C, LogLines, last_error, last_log_error, native
@@ -87,25 +86,6 @@ class CacheChoice:
 #
 
 
-def layout_present(path: Path) -> bool:
-    """Whether a GGUF carries subkv.* keys. Raises CacheError about `model` when it cannot be read."""
-    present: int = native().subkv_layout_present(os.fsencode(path))
-    if present < 0:
-        raise CacheError("model", last_error())
-    return present > 0
-
-
-def layout_json(path: Path) -> str:
-    """subkv_layout_json of a converted model or sidecar. Raises CacheError about `model`."""
-    layout = native().subkv_layout_load(os.fsencode(path))
-    if not layout:
-        raise CacheError("model", last_error())
-    try:
-        return (native().subkv_layout_json(layout) or b"").decode("utf-8")
-    finally:
-        native().subkv_layout_free(layout)
-
-
 def _stock_type(value: str | int, key: str) -> str:
     for name, (number, _) in STOCK_TYPES.items():
         if value == name or (not isinstance(value, str) and value == number):
@@ -149,13 +129,13 @@ def choose_cache(model: Path, asked: CacheOptions = CacheOptions()) -> CacheChoi
         with concerning(model="bases"):
             check_model_file(bases, weights=False)
     source = bases or model
-    with concerning(model="bases" if bases else "model_path"):
-        if layout_present(source):
-            default = json.loads(layout_json(source))["adapt"] or adaptive.NONE
+    with concerning(path="bases" if bases else "model_path"):
+        if present(source):
+            with Layout(source) as layout:
+                default = layout.description["adapt"] or adaptive.NONE
             number = STOCK_TYPES["f16"][0]
-            return CacheChoice(
-                CODED, CODED, number, number, source, asked.window, default if asked.adapt is None else asked.adapt
-            )
+            adapt = default if asked.adapt is None else asked.adapt
+            return CacheChoice(CODED, CODED, number, number, source, asked.window, adapt)
     if bases is not None:
         raise CacheError("bases", f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}")
     if kv_cache == CODED:
@@ -181,14 +161,14 @@ def parse_cache(spec: str, model: Path, asked: CacheOptions = CacheOptions()) ->
         return choice if asked.adapt is not None else dataclasses.replace(choice, adapt=sides.replace(";", ","))
     kind, _, file = spec.partition(":")
     type_k, slash, type_v = kind.partition("/")
-    with concerning(type_k="kv_cache", type_v="kv_cache", bases="kv_cache"):
+    with concerning(type_k="kv_cache", type_v="kv_cache", bases="kv_cache", path="model"):
         if file:
             if kind != CODED:
                 raise CacheError("kv_cache", f"expected a file only after 'subkv:', found {spec!r}")
             return choose_cache(model, dataclasses.replace(asked, kv_cache=kind, bases=Path(file)))
         if slash:
             return choose_cache(model, CacheOptions(type_k=type_k, type_v=type_v))
-        if kind == CODED or (kind == AUTO and (asked.bases or layout_present(model))):
+        if kind == CODED or (kind == AUTO and (asked.bases or present(model))):
             return choose_cache(model, dataclasses.replace(asked, kv_cache=kind))
         return choose_cache(model, CacheOptions(kind))
 
@@ -211,13 +191,8 @@ def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
 #
 
 
-class _Beside(threading.local):
-    """What else this thread wants of the next context."""
-
-    attach: Callable[[], None] | None = None
-
-
-_beside = _Beside()
+# what else this thread wants of the next context
+_beside: contextvars.ContextVar[Callable[[], None] | None] = contextvars.ContextVar("beside", default=None)
 
 
 @contextlib.contextmanager
@@ -226,41 +201,31 @@ def beside(attach: Callable[[], None]) -> Iterator[None]:
 
     For observers, which libsubkv gives to the next context that is made, and which subkv_attach forgets.
     """
-    _beside.attach = attach
+    _beside.set(attach)
     try:
         yield
     finally:
-        _beside.attach = None
+        _beside.set(None)
         native().subkv_attach(None, None)  # nothing to cancel when a context consumed it
 
 
 @contextlib.contextmanager
 def attached(choice: CacheChoice) -> Iterator[None]:
     """The next context that this thread creates inside the block uses the choice's layout (none for ordinary types)."""
-    layout = None
-    try:
+    with contextlib.ExitStack() as stack:
         if choice.layout is not None:
-            layout = native().subkv_layout_load(os.fsencode(choice.layout))
-            if not layout:
-                raise CacheError("", last_error())
+            with concerning(path=""):
+                layout = stack.enter_context(Layout(choice.layout))
+            stack.callback(native().subkv_attach, None, None)  # nothing to cancel when the context consumed it
             params = library.CacheParams(choice.window.n_sink, choice.window.n_recent, choice.window.n_rollback)
             if choice.adapt is not None and choice.adapt != adaptive.NONE:
                 sides, how = adaptive.parse(choice.adapt)
                 params.adapt, params.adaptive = adaptive.SIDES[sides], adaptive.native_params(how)
-            if not native().subkv_attach(layout, ctypes.byref(params)):
+            if not native().subkv_attach(layout.handle, ctypes.byref(params)):
                 raise CacheError("kv_cache", last_error())
-        if _beside.attach is not None:
-            _beside.attach()
+        if attach := _beside.get():
+            attach()
         yield
-    finally:
-        if layout:
-            native().subkv_attach(None, None)  # nothing to cancel when the context consumed it
-            native().subkv_layout_free(layout)
-
-
-def loading_error(log: LogLines, otherwise: str) -> ModelFileError:
-    """Why llama.cpp did not load a model: the reason in its log."""
-    return ModelFileError("model", last_log_error(log) or otherwise)
 
 
 def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvError:

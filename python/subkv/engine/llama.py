@@ -11,6 +11,7 @@ failures carry the native reason, and a state without logits_all does not copy u
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from subkv.base.errors import CacheError, StateError, SubkvError, concerning
+from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import states
 from subkv.engine.cache import (
     CacheChoice,
@@ -30,7 +31,6 @@ from subkv.engine.cache import (
     choose_cache,
     creation_error,
     flash_attention,
-    loading_error,
 )
 from subkv.engine.guarded import GuardedContext
 from subkv.engine.memory import require_memory
@@ -39,7 +39,7 @@ from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
 from subkv.format.window import N_ROLLBACK, Window
 from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
-from subkv.native.gguf import check_model_file
+from subkv.native.gguf import check_model_file, sha256
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
@@ -124,8 +124,7 @@ class Llama(llama_cpp.Llama):
                     super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
             except (ValueError, RuntimeError) as error:
                 if "_model" not in self.__dict__:
-                    with concerning(model="model_path"):
-                        raise loading_error(log, str(error)) from error
+                    raise ModelFileError("model_path", last_log_error(log) or str(error)) from error
                 if "_ctx" not in self.__dict__:
                     raise creation_error(choice, log, str(error)) from error
                 raise SubkvError("", str(error)) from error
@@ -219,7 +218,7 @@ class Llama(llama_cpp.Llama):
             self._identity = {
                 **states.identity(self.opened, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
                 "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
-                "lora": None if not lora else [states.file_digest(lora), self.lora_scale],
+                "lora": None if not lora else [sha256([Path(lora)]), self.lora_scale],
             }
         return self._identity
 
@@ -298,10 +297,8 @@ class Llama(llama_cpp.Llama):
         """Free context and model now. Safe to call twice and on an object whose construction failed."""
         if "_stack" not in self.__dict__:
             return
-        if self.verbose or sys.is_finalizing():
-            super().close()
-            return
-        with captured_log(forward=False):  # llama.cpp reports its buffer sizes on the way out
+        loud = self.verbose or sys.is_finalizing()  # llama.cpp reports its buffer sizes on the way out
+        with contextlib.nullcontext() if loud else captured_log(forward=False):
             super().close()
 
     def __enter__(self) -> Llama:

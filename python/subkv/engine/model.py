@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from subkv.base.errors import ModelFileError, SubkvError
-from subkv.engine.cache import CacheChoice, loading_error
+from subkv.engine.cache import CacheChoice
 from subkv.engine.context import Context, ContextOptions
-from subkv.native.binding import C, captured_log, loading, model_meta, text_of
+from subkv.native.binding import C, captured_log, last_log_error, loading, model_meta, text_of
 from subkv.native.gguf import check_model_file
 
 ALL_LAYERS = 0x7FFFFFFF
@@ -36,7 +36,7 @@ class Model:
         with captured_log(forward=False) as log, loading(path) as params.progress_callback:
             handle = C.llama_model_load_from_file(os.fsencode(path), params)
         if not handle:
-            raise loading_error(log, f"llama.cpp cannot load {path}")
+            raise ModelFileError("model", last_log_error(log) or f"llama.cpp cannot load {path}")
         self._take(path, handle, n_gpu_layers)
 
     @classmethod

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,25 +35,6 @@ from subkv.native.binding import llama_cpp
 BLOCK = 128  # tokens; checkpoints lie at multiples of it, and shorter prompts get none
 LARGE_BLOCK = 512
 MIN_GAIN = 64  # tokens by which a checkpoint is ahead of what is stored already
-
-
-class Host(Protocol):
-    """A subkv.Llama, as far as a cache of its states knows it."""
-
-    _logits_all: bool
-    _input_ids: Tokens
-    _seed: int
-
-    @property
-    def n_removable(self) -> int | None: ...
-
-    def identity(self) -> dict[str, Any]: ...
-
-    def n_ctx(self) -> int: ...
-
-    def n_vocab(self) -> int: ...
-
-    def load_state(self, state: Any) -> None: ...
 
 
 class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
@@ -74,13 +55,13 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         if os.path.exists(path) and not os.path.isdir(path):  # False, not an error, where it cannot be looked at
             raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
         self.entries = Folder(path)
-        self._llm: Host | None = None
+        self._llm: Any = None  # the subkv.Llama it is attached to
         self._identity = b""
         self._n_removable: int | None = None
         self._warned: set[str] = set()  # shared by all contexts that use this object
 
-    def attached(self, llm: Host) -> PromptCache:
-        """This cache for one context."""
+    def attached(self, llm: llama_cpp.Llama) -> PromptCache:
+        """This cache for one subkv.Llama."""
         if llm._logits_all:
             raise CacheError("prompt_cache", "expected logits_all=False (no logits are stored), found True")
         bound = PromptCache(self.entries.path, self.capacity_bytes)
@@ -93,7 +74,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def __reduce__(self) -> tuple[Any, ...]:
         return PromptCache, (self.entries.path, self.capacity_bytes)
 
-    def _context(self) -> Host:
+    def _context(self) -> llama_cpp.Llama:
         if self._llm is None:
             raise CacheError("prompt_cache", "expected a subkv.Llama that has it (set_cache), found none")
         return self._llm

@@ -23,6 +23,7 @@ from subkv.native.binding import C, captured_log, last_error, last_log_error, ll
 
 N_SAMPLE, SAMPLE_BYTES = 64, 4096
 
+_STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback")
 # of llama_context_params: with another value the same tokens have other keys and values
 _PARAMETERS = (
     "n_seq_max",
@@ -70,26 +71,12 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
     trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {
         "model": weights_digest(model),
-        "type_k": stats.type_k,
-        "type_v": stats.type_v,
-        "fingerprint": stats.fingerprint,
-        "n_sink": stats.n_sink,
-        "n_recent": stats.n_recent,
-        "n_rollback": stats.n_rollback,
+        **{name: getattr(stats, name) for name in _STATS},
         "adapt": choice.adapt,
         **{name: getattr(params, name) for name in _PARAMETERS},
         "long_rope": bool(trained) and n_ctx > int(trained),  # models that rotate long contexts otherwise
         "versions": [__version__, llama_cpp.__version__],
     }
-
-
-def file_digest(path: str | os.PathLike[str]) -> str:
-    """Hex SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_cpp.LlamaState:

@@ -114,25 +114,21 @@ _SIZE_LINE = re.compile(
 
 def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
     """llama.cpp reports its allocation in its log, in MiB with two decimals; exact where all layers have one shape."""
-    width_k, width_v = _row_widths(model)
-    total = {"k": 0, "v": 0}
-    rows = 0.0
+    widths = _row_widths(model)
+    bits = [STOCK_TYPES[name][1] for name in (choice.name_k, choice.name_v)]
+    total, rows = [0, 0], 0.0
     for _, line in log:
         match = _SIZE_LINE.search(line)
         if match is None or not line.startswith("llama_kv_cache"):
             continue
         cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
-        for side, name, width, text in (
-            ("k", choice.name_k, width_k, match[4]),
-            ("v", choice.name_v, width_v, match[5]),
-        ):
-            exact = cells * streams * layers * width * STOCK_TYPES[name][1] / 8
-            size = exact if abs(exact / MIB - float(text)) < 0.006 else float(text) * MIB
+        for side, mib in enumerate(map(float, match.group(4, 5))):
+            exact = cells * streams * layers * widths[side] * bits[side] / 8
+            size = exact if abs(exact / MIB - mib) < 0.006 else mib * MIB
             total[side] += round(size)
             rows += size / (cells * streams)
-    n_bytes = total["k"] + total["v"]
-    bits_k, bits_v = STOCK_TYPES[choice.name_k][1], STOCK_TYPES[choice.name_v][1]
-    in_f16 = total["k"] * 16 / bits_k + total["v"] * 16 / bits_v
+    n_bytes = sum(total)
+    in_f16 = total[0] * 16 / bits[0] + total[1] * 16 / bits[1]
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
@@ -146,11 +142,10 @@ def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KV
     )
 
 
-def _row_widths(model: Any) -> tuple[int, int]:
+def _row_widths(model: Any) -> list[int]:
     """Elements of one cell's K and V in the first layer."""
     arch = model_meta(model, "general.architecture")
     heads, heads_kv = C.llama_model_n_head(model), C.llama_model_n_head_kv(model)
     default = C.llama_model_n_embd(model) // max(heads, 1)
     sizes = (model_meta(model, f"{arch}.attention.{key}") for key in ("key_length", "value_length"))
-    width_k, width_v = (heads_kv * (int(size) if size.isdigit() else default) for size in sizes)
-    return width_k, width_v
+    return [heads_kv * (int(size) if size.isdigit() else default) for size in sizes]
