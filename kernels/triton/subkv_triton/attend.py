@@ -16,14 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import HIGH, HIGH_MASK, HIGH_SHIFT, KIND, LOW, LOW_MASK, LOW_SHIFT, UP, Codecs
+from subkv_triton.codecs import HIGH, KIND, LOW, UP, Codecs
 from subkv_triton.encode import scales
 from subkv_triton.fields import CODED, HALF
 
 BLOCK_CELLS = 32
-_LOW, _LOW_SHIFT, _LOW_MASK, _HIGH, _HIGH_SHIFT, _HIGH_MASK, _UP, _KIND, _CODED, _HALF = (
-    tl.constexpr(i) for i in (LOW, LOW_SHIFT, LOW_MASK, HIGH, HIGH_SHIFT, HIGH_MASK, UP, KIND, CODED, HALF)
-)
+_LOW, _HIGH, _UP, _KIND, _CODED, _HALF = (tl.constexpr(i) for i in (LOW, HIGH, UP, KIND, CODED, HALF))
 
 
 @dataclass
@@ -39,24 +37,19 @@ class Partial:
 
 
 @triton.jit
+def _bits(rows, seen, entry, R: tl.constexpr):
+    """Low or high bits of codes, i32 [C, R]; entry: pointers [R] to LOW or HIGH, before their shifts and masks."""
+    mask = tl.load(entry + 2 * R)
+    byte = tl.load(rows[:, None] + tl.load(entry)[None, :], mask=seen[:, None] & (mask > 0)[None, :], other=0)
+    return (byte.to(tl.int32) >> tl.load(entry + R)[None, :]) & mask[None, :]
+
+
+@triton.jit
 def _codes(rows, seen, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros):
     """rows: pointers [C] to a head's rows -> codes less zero point, f16 [C, R]; stored halves, f16 [C, R]."""
-    low_mask = tl.load(table + _LOW_MASK * R + j)
-    high_mask = tl.load(table + _HIGH_MASK * R + j)
     kind = tl.load(table + _KIND * R + j)
-    low = tl.load(
-        rows[:, None] + tl.load(table + _LOW * R + j)[None, :],
-        mask=seen[:, None] & (low_mask > 0)[None, :],
-        other=0,
-    ).to(tl.int32)
-    high = tl.load(
-        rows[:, None] + tl.load(table + _HIGH * R + j)[None, :],
-        mask=seen[:, None] & (high_mask > 0)[None, :],
-        other=0,
-    ).to(tl.int32)
-    u = (low >> tl.load(table + _LOW_SHIFT * R + j)[None, :]) & low_mask[None, :]
-    h = (high >> tl.load(table + _HIGH_SHIFT * R + j)[None, :]) & high_mask[None, :]
-    u = u | (h << tl.load(table + _UP * R + j)[None, :])
+    high = _bits(rows, seen, table + _HIGH * R + j, R)
+    u = _bits(rows, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
     centred = tl.where((kind == _CODED)[None, :], u.to(tl.float32) - zeros[None, :], 0.0).to(tl.float16)
     if ANY_HALF:
         stored = u.to(tl.int16).to(tl.float16, bitcast=True)
@@ -64,6 +57,13 @@ def _codes(rows, seen, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros)
     else:
         stored = centred  # nobody looks
     return centred, stored
+
+
+@triton.jit
+def _halves(x):
+    """x [M, R] as halves relative to the largest of a row, and that, [M]."""
+    top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
+    return (x / top[:, None]).to(tl.float16), top
 
 
 @triton.jit
@@ -137,13 +137,10 @@ def _attend(
     v_zero = tl.load(v_zeros + head * RV + jv)
     q = tl.load(qt_ptr + at[:, None] * RK + jk[None, :], mask=live[:, None], other=0.0)
     kinds = tl.load(k_table + (head * 8 + _KIND) * RK + jk)
-    q_coded = tl.where((kinds == _CODED)[None, :], q * tl.load(k_ratios + head * RK + jk)[None, :], 0.0)
-    top = tl.maximum(tl.max(tl.abs(q_coded), axis=1), 1e-30)
-    q_coded = (q_coded / top[:, None]).to(tl.float16)
+    scaled = q * tl.load(k_ratios + head * RK + jk)[None, :]
+    q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
     if K_HALF:
-        q_half = tl.where((kinds == _HALF)[None, :], q, 0.0)
-        top_half = tl.maximum(tl.max(tl.abs(q_half), axis=1), 1e-30)
-        q_half = (q_half / top_half[:, None]).to(tl.float16)
+        q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
     if HAS_SHIFT:
         shift = tl.load(shift_ptr + at, mask=live, other=0.0)
     slope = tl.load(slope_ptr + head * G + group)

@@ -48,11 +48,15 @@ class Logits:
 
 
 class _Softmax:
-    """Running maximum, sum and weighted values of softmax over cells that come in pieces."""
+    """Running maximum, sum and weighted values of softmax over cells that come in pieces.
 
-    def __init__(self, q: Tensor, d_v: int, rank: int, how: Logits) -> None:
-        shape = q.shape[:-1]  # [b, h, g, n]
-        self.how = how
+    q: [b, n_head, n, d_k], of n_kv KV heads; here, grouped, [b, h, g, n, d_k] float32.
+    """
+
+    def __init__(self, q: Tensor, n_kv: int, d_v: int, rank: int, how: Logits) -> None:
+        self.dtype, self.how = q.dtype, how
+        self.q = q = q.float().unflatten(1, (n_kv, -1))
+        shape = q.shape[:-1]
         if how.sinks is None:
             self.top = q.new_full(shape, -torch.inf)
         else:
@@ -74,9 +78,15 @@ class _Softmax:
         self.coded[..., at, :] *= old[..., None]
         (self.coded if coded else self.exact)[..., at, :] += _over_cells(weight, values)
 
-    def output(self, decode_basis: Tensor) -> Tensor:
-        """[b, h, g, n, d]; zeros for a query that has seen nothing."""
-        return (self.exact + _over_cells(self.coded, decode_basis)) / self.total.clamp(min=1e-30)[..., None]
+    def add_exact(self, at: slice, k: Tensor, v: Tensor, seen: Tensor) -> None:
+        """k, v [b, h, t, d]; seen as of add()."""
+        self.add(at, self.how.scale * _over_cells(self.q[..., at, :], k.float().mT), seen, v.float(), False)
+
+    def output(self, decode_basis: Tensor | None = None) -> Tensor:
+        """[b, n, n_head, d] in q's dtype; zeros for a query that has seen nothing. None: no cell was coded."""
+        out = self.exact if decode_basis is None else self.exact + _over_cells(self.coded, decode_basis)
+        out = (out / self.total.clamp(min=1e-30)[..., None]).to(self.dtype)
+        return out.flatten(1, 2).transpose(1, 2)
 
 
 def _over_cells(a: Tensor, b: Tensor) -> Tensor:
@@ -134,20 +144,15 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
     everywhere up to itself. Returns [b, n, n_head, d_v] in q's dtype, computed in float32.
     """
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
-    grouped = q.float().unflatten(1, (n_kv, -1))
-    softmax = _Softmax(grouped, cells.sink_v.shape[-1], cells.codec_v.rank, how)
+    softmax = _Softmax(q, n_kv, cells.sink_v.shape[-1], cells.codec_v.rank, how)
     sight = Sight(cells, mask, n)
-
-    def exact(at: slice, k: Tensor, v: Tensor, seen: Tensor) -> None:
-        softmax.add(at, how.scale * _over_cells(grouped[..., at, :], k.float().mT), seen, v.float(), False)
-
     if cells.sink_k.shape[2]:
-        exact(slice(0, n), cells.sink_k, cells.sink_v, sight.sinks(slice(0, n)))
+        softmax.add_exact(slice(0, n), cells.sink_k, cells.sink_v, sight.sinks(slice(0, n)))
 
     # coded cells: the query is projected once, and a cell dequantized once for all queries
     codec = cells.codec_k
-    projected = how.scale * codec.gamma[:, None, None, None] * _over_cells(grouped, codec.decode_basis.mT)
-    of_mean = how.scale * _over_cells(grouped, codec.mean[:, :, None])
+    projected = how.scale * codec.gamma[:, None, None, None] * _over_cells(softmax.q, codec.decode_basis.mT)
+    of_mean = how.scale * _over_cells(softmax.q, codec.mean[:, :, None])
     tile = min(TILE, max(64, LOGITS // (q.shape[0] * q.shape[1] * n)))
     for low in range(0, cells.n_cells - cells.n_recent, tile):
         high = min(low + tile, cells.n_cells - cells.n_recent)
@@ -160,10 +165,9 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
     for low in range(0, n if cells.n_recent else 0, QUERIES):
         at = slice(low, min(low + QUERIES, n))
         here, seen = sight.recent(at)
-        exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], seen)
+        softmax.add_exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], seen)
 
-    out = softmax.output(cells.codec_v.decode_basis).to(q.dtype)
-    return out.flatten(1, 2).transpose(1, 2)
+    return softmax.output(cells.codec_v.decode_basis)
 
 
 def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
@@ -173,13 +177,11 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Logi
     k. Returns as attend().
     """
     n, n_cells = q.shape[2], k.shape[2]
-    grouped = q.float().unflatten(1, (k.shape[1], -1))
-    softmax = _Softmax(grouped, v.shape[-1], 0, how)
+    softmax = _Softmax(q, k.shape[1], v.shape[-1], 0, how)
     j = torch.arange(n_cells, device=q.device)
     for low in range(0, n, QUERIES):
         at = slice(low, min(low + QUERIES, n))
         i = torch.arange(low, at.stop, device=q.device)[:, None] + n_cells - n
         seen = (j <= i)[None] if mask is None else mask[:, at]
-        softmax.add(at, how.scale * _over_cells(grouped[..., at, :], k.float().mT), seen, v.float(), False)
-    out = (softmax.exact / softmax.total.clamp(min=1e-30)[..., None]).to(q.dtype)
-    return out.flatten(1, 2).transpose(1, 2)
+        softmax.add_exact(at, k, v, seen)
+    return softmax.output()

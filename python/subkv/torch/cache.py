@@ -46,7 +46,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, il: int, codecs: tuple[RowCodec, RowCodec], window: Window, kernel: str | None = None) -> None:
         super().__init__()
         self.il, self.window = il, window
-        self._codecs, self._kernel = codecs, kernel
+        self.codecs, self._kernel = codecs, kernel  # those of keys and values, on the layer's device once there is one
         self.kernels: Kernels | None = None  # not before there is a device
         self.reset()
 
@@ -59,10 +59,10 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty tensors of the shapes, dtype and device of the first keys and values."""
-        self._codecs = (self._codecs[0].to(key_states.device), self._codecs[1].to(key_states.device))
         batch, device = len(key_states), key_states.device
+        self.codecs = (self.codecs[0].to(device), self.codecs[1].to(device))
         self.kernels = choose(device, self._kernel)
-        for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
+        for side, codec, x in zip("kv", self.codecs, (key_states, value_states), strict=True):
             if x.shape[1] != len(codec.mean) or x.shape[-1] != codec.d:
                 raise CacheError(
                     "SubspaceCache",
@@ -91,7 +91,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         n = key_states.shape[2]
         assert self.kernels is not None
-        for side, codec, x in zip("kv", self._codecs, (key_states, value_states), strict=True):
+        for side, codec, x in zip("kv", self.codecs, (key_states, value_states), strict=True):
             rows = self._reserve(f"rows_{side}", self.n_cells + n)
             self._tensors["zero_rows"] += self.kernels.encode(codec, x, rows, self.n_cells)
             self._tensors[f"recent_{side}"] = torch.cat([self._tensors[f"recent_{side}"], x], 2)
@@ -120,17 +120,13 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._find_starts(mask, first)
             self._fill_sinks(first)
         t = self._tensors
-        cells = Cells(
-            *self._codecs,
-            **{name: t[name] for name in ("rows_k", "rows_v", "sink_k", "sink_v", "recent_k", "recent_v", "start")},
-            n_cells=self.n_cells,
-            n_recent=self.window.n_recent,
-        )
+        held = {name: x for name, x in t.items() if name != "zero_rows"}
+        cells = Cells(*self.codecs, **held, n_cells=self.n_cells, n_recent=self.window.n_recent)
         out = self.kernels.attend(q, cells, mask, how)
-        held = self.window.n_recent + self.window.n_rollback
+        n_held = self.window.n_recent + self.window.n_rollback
         for name in ("recent_k", "recent_v"):
-            if t[name].shape[2] > held:
-                t[name] = t[name][:, :, -held:].clone()
+            if t[name].shape[2] > n_held:
+                t[name] = t[name][:, :, -n_held:].clone()
         self._attended = True
         return out
 
@@ -188,12 +184,11 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         self._tensors["start"] = torch.where(start < self.n_cells, start, NEVER)
         self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         self._tensors = {name: x[indices.to(x.device)] for name, x in self._tensors.items()}
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row of the batch `repeats` times."""
@@ -205,19 +200,13 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return sum(x.untyped_storage().nbytes() for x in held)
 
     @property
-    def n_allocated(self) -> tuple[int, int]:
+    def n_allocated(self) -> tuple[int, ...]:
         """Sequences and cells of each that there is room for."""
-        batch, n_cells, _ = self._tensors["rows_k"].shape if self.is_initialized else (0, 0, 0)
-        return batch, n_cells
+        return tuple(self._tensors["rows_k"].shape[:2]) if self.is_initialized else (0, 0)
 
     @property
     def n_zero_rows(self) -> int:
         return int(self._tensors["zero_rows"].sum()) if self.is_initialized else 0
-
-    @property
-    def codecs(self) -> tuple[RowCodec, RowCodec]:
-        """Of keys and values, on the layer's device."""
-        return self._codecs
 
 
 class SubspaceCache(transformers.Cache):  # type: ignore[misc]
