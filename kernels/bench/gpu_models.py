@@ -11,6 +11,7 @@ engine (installed, or SUBKV_LIB_PATH).
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import os
 import subprocess
@@ -28,7 +29,7 @@ sys.path += [str(ROOT / "python"), str(ROOT)]  # after an installed package: it 
 import tiny  # noqa: E402
 import writer  # noqa: E402
 from gpu_ops import BANDS  # noqa: E402
-from gpu_report import say  # noqa: E402
+from gpu_report import failed, say  # noqa: E402
 
 SHAPE_8B = {
     "n_layer": 32,
@@ -57,13 +58,10 @@ def make_model(folder: Path, **shape: Any) -> tuple[Path, Path]:
     return model, writer.write(folder / "bases.gguf", writer.metadata(coded, block_count=dims["n_layer"]))
 
 
-def longest(fits: Callable[[int], bool], step: int = STEP, most: int = MOST) -> int:
-    """The largest multiple of `step` up to `most` that fits, given that all smaller ones do; 0: none."""
-    low, high = 0, most // step + 1  # fits, does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
+def longest(fits: Callable[[int], bool]) -> int:
+    """The largest multiple of STEP up to MOST that fits, given that all smaller ones do; 0: none."""
+    n_fit = bisect.bisect_left(range(STEP, MOST + 1, STEP), True, key=lambda n: not fits(n))
+    return n_fit * STEP
 
 
 def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -109,33 +107,11 @@ def engine_folder() -> Path:
     return lib_dir()
 
 
-def no_cuda_engine() -> str | None:
-    """None, or why none can be used."""
-    try:
-        folder = engine_folder()
-    except ImportError as error:
-        return f"skipped: {error}"
-    if list(folder.glob("*ggml-cuda*")):
-        return None
-    return f"skipped: the engine in {folder} was built without CUDA; --engine builds one"
-
-
 def bench(model: Path, bases: Path, depth: int, repetitions: int, n_gpu_layers: int, n_gen: int = 32) -> None:
     """runtime.bench at a depth, caches taking turns; ratios to the fastest ordinary cache."""
-    command = [
-        sys.executable,
-        "-m",
-        "runtime.bench",
-        "-m",
-        model,
-        "--bases",
-        bases,
-        "-ctk",
-        ",".join(TIMED),
-        "-fa",
-        "on",
-    ]
-    command += ["-p", "512", "-n", n_gen, "-d", depth, "-ngl", n_gpu_layers, "-r", repetitions, "-o", "json"]
+    command = [sys.executable, "-m", "runtime.bench", "-m", model, "--bases", bases, "-ctk", ",".join(TIMED)]
+    command += ["-fa", "on", "-ngl", n_gpu_layers, "-r", repetitions, "-o", "json"]
+    command += ["-p", "512", "-n", n_gen, "-d", depth]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([str(word) for word in command], env=env, capture_output=True, text=True)
     if done.returncode != 0:
@@ -165,13 +141,15 @@ def main() -> int:
     given = parser.parse_args()
     if (given.model is None) != (given.bases is None):
         parser.error("-m: expected --bases with it, found one without the other")
-    if given.part == "bench" and given.ngl and (reason := no_cuda_engine()):
-        say("decoding of a whole model", reason)
-        return 0
+    on_gpu = given.part == "bench" and given.ngl
+    what = "decoding of a whole model" if on_gpu else "whole models"
     try:
-        engine_folder()
+        engine = engine_folder()
     except ImportError as error:
-        say("whole models", f"skipped: {error}")
+        say(what, f"skipped: {error}")
+        return 0
+    if on_gpu and not list(engine.glob("*ggml-cuda*")):
+        say(what, f"skipped: the engine in {engine} was built without CUDA; --engine builds one")
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
@@ -190,7 +168,7 @@ def main() -> int:
                 bench(model, bases, int(depth), given.repetitions, given.ngl)
             except Exception as error:
                 ok = False
-                say(f"whole model at depth {depth}", f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+                say(f"whole model at depth {depth}", failed(error))
     return 0 if ok else 1
 
 

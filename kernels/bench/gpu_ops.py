@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "kernels" / "triton"
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_report import interleaved_ms, missing, say  # noqa: E402
+from gpu_report import failed, interleaved_ms, missing, say  # noqa: E402
 
 # The shape of an 8B Llama: 8 KV heads of 128, groups of 4. Mixed bands take 71 + 67 bytes per cell and head.
 N_HEAD, GROUP, D = 8, 4, 128
@@ -221,7 +221,7 @@ def time_shape(library: c.Library | None, name: str, shape: tuple[int, int, int]
             calls |= triton.calls()
             encoding["Triton encode"] = triton.encode
         except Exception as error:
-            say(f"Triton: {what}", f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+            say(f"Triton: {what}", failed(error))
     report(interleaved_ms(calls, n), what, work, copy_gbs)
     if encoding:  # last: it changes rows
         report(interleaved_ms(encoding, n), f"{name}, {shape[0]} x {shape[1]} tokens", None, copy_gbs)
@@ -245,7 +245,7 @@ def main() -> int:
             time_shape(library, given.bands, shape, given.copy, given.repetitions)
         except Exception as error:
             ok = False
-            say(f"{given.bands}, {shape}", f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+            say(f"{given.bands}, {shape}", failed(error))
     return 0 if ok else 1
 
 

@@ -45,8 +45,9 @@ def _bits(rows, seen, entry, R: tl.constexpr):
 
 
 @triton.jit
-def _codes(rows, seen, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros):
-    """rows: pointers [C] to a head's rows -> codes less zero point, f16 [C, R]; stored halves, f16 [C, R]."""
+def _codes(rows, seen, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros):
+    """rows: pointers [C] to a head's rows -> scales f32 [C]; codes less zero point and stored halves, f16 [C, R]."""
+    s = tl.load(scales_ptr + tl.load(rows, mask=seen, other=0).to(tl.int32))
     kind = tl.load(table + _KIND * R + j)
     high = _bits(rows, seen, table + _HIGH * R + j, R)
     u = _bits(rows, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
@@ -56,7 +57,7 @@ def _codes(rows, seen, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros)
         stored = tl.where((kind == _HALF)[None, :], stored, 0.0)
     else:
         stored = centred  # nobody looks
-    return centred, stored
+    return s, centred, stored
 
 
 @triton.jit
@@ -163,8 +164,7 @@ def _attend(
         seen = tl.max(bias, axis=0) > float("-inf")
         if tl.max(seen.to(tl.int32), axis=0) > 0:
             k_row = k_head + cell.to(tl.int64) * k_stride
-            s = tl.load(scales_ptr + tl.load(k_row, mask=seen, other=0).to(tl.int32))
-            codes, halves = _codes(k_row, seen, k_table + head * 8 * RK, jk, RK, K_HALF, k_zero)
+            s, codes, halves = _codes(k_row, seen, scales_ptr, k_table + head * 8 * RK, jk, RK, K_HALF, k_zero)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -174,8 +174,7 @@ def _attend(
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + cell.to(tl.int64) * v_stride
-            s = tl.load(scales_ptr + tl.load(v_row, mask=seen, other=0).to(tl.int32))
-            codes, halves = _codes(v_row, seen, v_table + head * 8 * RV, jv, RV, V_HALF, v_zero)
+            s, codes, halves = _codes(v_row, seen, scales_ptr, v_table + head * 8 * RV, jv, RV, V_HALF, v_zero)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest

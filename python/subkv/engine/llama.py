@@ -131,7 +131,7 @@ class Llama(llama_cpp.Llama):
             if self.lora_path and not self._lora_adapter:  # the parent goes on without
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         GuardedContext.adopt(self._ctx)
-        self.opened = Model.borrowed(path, self._model.model, arguments["n_gpu_layers"])
+        self.opened = Model(path, arguments["n_gpu_layers"], self._model.model)
         self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
         self._kv_log = log
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked

@@ -28,26 +28,18 @@ class Model:
     not. Raises ModelFileError about `model`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], n_gpu_layers: int = 0) -> None:
-        path = check_model_file(path)
-        C.llama_backend_init()
-        params = C.llama_model_default_params()
-        params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
-        with captured_log(forward=False) as log, loading(path) as params.progress_callback:
-            handle = C.llama_model_load_from_file(os.fsencode(path), params)
-        if not handle:
-            raise ModelFileError("model", last_log_error(log) or f"llama.cpp cannot load {path}")
-        self._take(path, handle, n_gpu_layers)
-
-    @classmethod
-    def borrowed(cls, path: Path, handle: Any, n_gpu_layers: int = 0) -> Model:
-        """A model that somebody else has loaded and will free."""
-        model = cls.__new__(cls)
-        model._take(path, handle, n_gpu_layers)
-        return model
-
-    def _take(self, path: Path, handle: Any, n_gpu_layers: int) -> None:
-        self.path, self.handle, self.n_gpu_layers = path, handle, n_gpu_layers
+    def __init__(self, path: str | os.PathLike[str], n_gpu_layers: int = 0, handle: Any = None) -> None:
+        """handle: of a model that somebody else has loaded and will free; None: the model is loaded."""
+        self.path, self.n_gpu_layers = check_model_file(path), n_gpu_layers
+        if handle is None:
+            C.llama_backend_init()
+            params = C.llama_model_default_params()
+            params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
+            with captured_log(forward=False) as log, loading(self.path) as params.progress_callback:
+                handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+            if not handle:
+                raise ModelFileError("model", last_log_error(log) or f"llama.cpp cannot load {self.path}")
+        self.handle = handle
         self.vocab = C.llama_model_get_vocab(handle)
         self.n_vocab: int = C.llama_vocab_n_tokens(self.vocab)
         self.add_bos: bool = C.llama_vocab_get_add_bos(self.vocab)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -57,16 +58,13 @@ class AdaptStats:
 def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
     """Layers and sides whose bases follow the text."""
     found = []
-    for il in range(n_layer):
-        for side in ("k", "v"):
-            heads: list[_lib.AdaptStats] = []
-            raw = _lib.AdaptStats()
-            while native().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", ctypes.byref(raw)):
-                heads.append(raw)
-                raw = _lib.AdaptStats()
-            if heads:
-                sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
-                found.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
+    for il, side in itertools.product(range(n_layer), "kv"):
+        heads: list[_lib.AdaptStats] = []
+        while native().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := _lib.AdaptStats()):
+            heads.append(raw)
+        if heads:
+            sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
+            found.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
     return found
 
 

@@ -301,10 +301,8 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
             bytes_bases=sum(c.n_bytes for layer in coded for c in layer.codecs),
             n_layer_coded=len(coded),
             n_zero_rows=sum(layer.n_zero_rows for layer in coded),
-            n_sink=self.bases.window.n_sink,
-            n_recent=self.bases.window.n_recent,
-            n_rollback=self.bases.window.n_rollback,
             fingerprint=self.bases.fingerprint,
+            **vars(self.bases.window),
         )
 
 
