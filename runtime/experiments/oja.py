@@ -43,11 +43,10 @@ def salient(scale: float, q: F32, k: F32, prompt: int) -> Indices:
     q [n_group, n, d], k [n, d] of one KV head.
     """
     at = np.arange(prompt - QUERIES, prompt)
-    later = np.arange(prompt)[None, :] > at[:, None]
     weights = np.zeros(prompt)
     for rows in q:
         logits = scale * rows[at].astype(np.float64) @ k[:prompt].astype(np.float64).T
-        weights += bounds.softmax(np.where(later, -np.inf, logits)).sum(axis=0)
+        weights += bounds.attention_weights(logits, at).sum(axis=0)
     count = max(1, round(SALIENT * (prompt - EXACT)))
     return np.sort(EXACT + np.argsort(-weights[EXACT:])[:count])
 

@@ -8,34 +8,31 @@ from numpy.typing import NDArray
 from runtime.experiments.bounds import F64
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import KINDS
-from subkv.native import ggml as native
+from subkv.native.binding import last_error, native
+from subkv.native.library import SketchParams
 
 
 class Sketch:
-    """One sketch of rows [d]. kind: one of subkv.adapt.KINDS; rows: ℓ; rate: Oja's η."""
+    """One sketch of rows [d]. kind: one of subkv.format.adapt.KINDS; rows: ℓ; rate: Oja's η."""
 
     def __init__(self, kind: str, d: int, rows: int, rate: float = 0.1) -> None:
-        from subkv.native import library as _lib
-
         self.d = d
-        self._handle = native.subkv().subkv_sketch_new(_lib.SketchParams(KINDS.index(kind), d, rows, 1.0, rate))
+        self._handle = native().subkv_sketch_new(SketchParams(KINDS.index(kind), d, rows, 1.0, rate))
         if not self._handle:
-            raise SubkvError("", _lib.last_error())
+            raise SubkvError("", last_error())
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
-            native.subkv().subkv_sketch_free(self._handle)
+            native().subkv_sketch_free(self._handle)
 
     def absorb(self, x: NDArray[np.float32]) -> None:
         """Rows x [n, d]."""
         x = np.ascontiguousarray(x, np.float32)
-        native.subkv().subkv_sketch_absorb(self._handle, x.ctypes.data, len(x))
+        native().subkv_sketch_absorb(self._handle, x.ctypes.data, len(x))
 
     def top(self, r: int) -> F64:
         """The r directions of most energy, [r, d] with orthonormal rows. Raises SubkvError for r > ℓ."""
-        from subkv.native import library as _lib
-
         rows, energy = np.empty((r, self.d)), np.empty(r)
-        if not native.subkv().subkv_sketch_top(self._handle, r, rows.ctypes.data, energy.ctypes.data):
-            raise SubkvError("", _lib.last_error())
+        if not native().subkv_sketch_top(self._handle, r, rows.ctypes.data, energy.ctypes.data):
+            raise SubkvError("", last_error())
         return rows

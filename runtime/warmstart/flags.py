@@ -1,23 +1,74 @@
-"""--warm-start of chat and server: from flags to a WarmStart."""
+"""--warm-start of the chat: from flags to answers that may begin warm."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from runtime import options
 from runtime.warmstart import MAX_KL, MODES, THRESHOLD
+from subkv.base.command import group
+from subkv.base.errors import concerning
 
 if TYPE_CHECKING:
-    from runtime.warmstart.planting import Planting
     from runtime.warmstart.start import WarmStart
     from subkv.engine.llama import Llama
 
-warm_options = options.stack(
+
+@dataclass(frozen=True)
+class WarmOptions:
+    """The flags, under their names."""
+
+    warm_start: str
+    warm_file: Path | None
+    warm_library: Path | None
+    warm_threshold: float
+    warm_kl: float
+
+    @contextlib.contextmanager
+    def opened(self, open_llm: Callable[[], AbstractContextManager[Llama]]) -> Iterator[tuple[Llama, WarmStart | None]]:
+        """The model that open_llm() opens, made so that answers may begin warm; None with --warm-start off.
+
+        Raises click.UsageError for flags that miss each other, SubkvError for files that cannot be used.
+        """
+        if self.warm_start == "off":
+            with open_llm() as llm:
+                yield llm, None
+            return
+        if self.warm_file is None or self.warm_library is None:
+            given = {"--warm-file": self.warm_file, "--warm-library": self.warm_library}
+            missing = " and ".join(flag for flag, path in given.items() if path is None)
+            raise click.UsageError(f"--warm-start: expected {missing} beside it, found none")
+        # numpy and the native libraries: not for a --help
+        from runtime.warmstart.planting import Planting
+        from runtime.warmstart.start import WarmStart
+        from runtime.warmstart.summaries import Library
+        from runtime.warmstart.trained import Trained
+
+        with contextlib.closing(Planting()) as planting, contextlib.ExitStack() as stack:
+            with planting.attach():
+                llm = stack.enter_context(open_llm())
+            with concerning(path="warm_file", folder="warm_library"):
+                trained = Trained.load(self.warm_file, llm.opened)
+                library = Library(self.warm_library, trained)
+                n_prompts = len(library.entries())
+            warm = WarmStart(llm, planting, trained, library, self.warm_start, self.warm_threshold, self.warm_kl)
+            options.note(
+                f"warm start (experimental): {n_prompts} prompts in {library.folder.path}; first tokens may "
+                "come from a similar prompt, and cannot be taken back"
+            )
+            yield llm, warm
+
+
+warm_options = group(
+    "warm",
+    WarmOptions,
     click.option(
         "--warm-start",
         type=click.Choice(MODES),
@@ -27,13 +78,15 @@ warm_options = options.stack(
     ),
     click.option(
         "--warm-file",
+        type=click.Path(path_type=Path),
         default=None,
         envvar="LLAMA_ARG_WARM_FILE",
         metavar="FILE",
-        help="what converter.warmstart trained for -m",
+        help="what runtime.warmstart trained for -m",
     ),
     click.option(
         "--warm-library",
+        type=click.Path(path_type=Path),
         default=None,
         envvar="LLAMA_ARG_WARM_LIBRARY",
         metavar="FOLDER",
@@ -54,51 +107,3 @@ warm_options = options.stack(
         help="auto: most nats predicted between warm and cold",
     ),
 )
-
-
-@contextlib.contextmanager
-def planted(given: dict[str, Any]) -> Iterator[Planting | None]:
-    """What the model's context has to be made with; None with --warm-start off. Open the model inside the block."""
-    if given["warm_start"] == "off":
-        yield None
-        return
-    missing = [flag for flag in ("--warm-file", "--warm-library") if not given[flag[2:].replace("-", "_")]]
-    if missing:
-        raise click.UsageError(f"--warm-start: expected {' and '.join(missing)} beside it, found none")
-    from runtime.warmstart.planting import Planting
-
-    planting = Planting()
-    try:
-        yield planting
-    finally:
-        planting.close()
-
-
-@contextlib.contextmanager
-def started(given: dict[str, Any], llm: Llama, planting: Planting | None) -> Iterator[WarmStart | None]:
-    """Warm starts of a model opened inside planting.attach(). Raises WarmStartError and SubkvError."""
-    if planting is None:
-        yield None
-        return
-    from runtime.warmstart.library import Library
-    from runtime.warmstart.start import WarmStart
-    from runtime.warmstart.trained import Trained
-
-    trained = Trained.load(Path(given["warm_file"]), Path(llm.model_path))
-    library = Library(
-        given["warm_library"], trained.identity, trained.digest, trained.centre, embedding=trained.embedding
-    )
-    with WarmStart(
-        llm,
-        planting,
-        trained,
-        library,
-        mode=given["warm_start"],
-        threshold=given["warm_threshold"],
-        max_kl=given["warm_kl"],
-    ) as warm:
-        options.note(
-            f"warm start (experimental): {len(library.entries())} prompts in {library.folder.path}; first tokens may "
-            "come from a similar prompt, and cannot be taken back"
-        )
-        yield warm

@@ -11,10 +11,10 @@ import numpy as np
 
 from runtime.warmstart.embedding import embedder
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.library import Library
 from runtime.warmstart.planting import Planting
-from runtime.warmstart.shapes import Plan
+from runtime.warmstart.slots import Plan
 from runtime.warmstart.start import WarmStart
+from runtime.warmstart.summaries import Library
 from runtime.warmstart.trained import HeadShape, Trained
 from subkv.engine.llama import Llama
 

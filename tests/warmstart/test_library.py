@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.warmstart.errors import WarmStartError
-from runtime.warmstart.library import HEAD, Library
+from runtime.warmstart.summaries import HEAD, Library
 from runtime.warmstart.summary import Summary
+from subkv.base.errors import SubkvError
 from subkv.engine import entries as files
 
 REPO = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_entries_of_others(tmp_path: Path, other: dict[str, Any]) -> None:
     opened(tmp_path).add([1, 2], vector(1), summary(2))
     library = opened(tmp_path, **other)
     assert library.entries() == []
-    with pytest.raises(WarmStartError) as caught:
+    with pytest.raises(SubkvError) as caught:
         library.nearest(vector(1), 1)
     expected = "expected prompts summarised for this model and trained file, found 1 of others in"
     assert str(caught.value) == f"--warm-library: {expected} {tmp_path}"
@@ -78,17 +78,17 @@ def test_entries_of_others(tmp_path: Path, other: dict[str, Any]) -> None:
 
 def test_bad_arguments(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(WarmStartError, match="--warm-library: expected a folder, found the file"):
+    with pytest.raises(SubkvError, match="--warm-library: expected a folder, found the file"):
         opened(tmp_path / "file")
     library = opened(tmp_path)
-    with pytest.raises(WarmStartError, match=r"embedding: expected 6 numbers, found \[3\]"):
+    with pytest.raises(SubkvError, match=r"embedding: expected 6 numbers, found \[3\]"):
         library.nearest(np.ones(3, np.float32), 1)
     for tokens, embedding in (([1], vector(1)), ([1, 2], np.ones(3, np.float32))):
-        with pytest.raises(WarmStartError, match="--warm-library: expected an embedding of 6 numbers and the summary"):
+        with pytest.raises(SubkvError, match="--warm-library: expected an embedding of 6 numbers and the summary"):
             library.add(tokens, embedding, summary(2))
     huge = summary(2)
     huge.k[0][0, 0, 0] = 1e6
-    with pytest.raises(WarmStartError, match="expected slots that fit 16 bits"):
+    with pytest.raises(SubkvError, match="expected slots that fit 16 bits"):
         library.add([1, 2], vector(1), huge)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
@@ -96,9 +96,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
     library = opened(tmp_path / ("x" * 300))  # longer than names may be
     assert [1, 2] not in library
-    with pytest.raises(WarmStartError, match="--warm-library: cannot read"):
+    with pytest.raises(SubkvError, match="--warm-library: cannot read"):
         library.nearest(vector(1), 1)
-    with pytest.raises(WarmStartError, match="--warm-library: cannot write"):
+    with pytest.raises(SubkvError, match="--warm-library: cannot write"):
         library.add([1, 2], vector(1), summary(2))
 
 
@@ -122,21 +122,21 @@ def test_damage_is_told_and_dropped(tmp_path: Path) -> None:
         path.write_bytes(damaged(data, at))
         fresh = opened(tmp_path)
         (found,) = fresh.entries()
-        with pytest.raises(WarmStartError, match=f"--warm-library: dropped the damaged entry {entry.name}: "):
+        with pytest.raises(SubkvError, match=f"--warm-library: dropped the damaged entry {entry.name}: "):
             fresh.load(found)
         assert fresh.entries() == [] and not path.exists()
     for n in (0, 20, state + 3, state + 30, len(data) - 5):
         path.write_bytes(data[:n])
         fresh = opened(tmp_path)
         for found in fresh.entries():
-            with pytest.raises(WarmStartError, match="dropped the damaged entry"):
+            with pytest.raises(SubkvError, match="dropped the damaged entry"):
                 fresh.load(found)
         assert fresh.entries() == []
     path.write_bytes(data)
     fresh = opened(tmp_path)
     (found,) = fresh.entries()
     path.unlink()
-    with pytest.raises(WarmStartError, match="found it removed by another process"):
+    with pytest.raises(SubkvError, match="found it removed by another process"):
         fresh.load(found)
 
 
@@ -151,7 +151,7 @@ def test_shapes_that_lie(tmp_path: Path) -> None:
         state[at + offset : at + offset + 4] = struct.pack("<I", value)
         library.folder.write(dataclasses.replace(whole, state=bytes(state)))
         fresh = opened(tmp_path)
-        with pytest.raises(WarmStartError, match="dropped the damaged entry"):
+        with pytest.raises(SubkvError, match="dropped the damaged entry"):
             fresh.load(fresh.entries()[0])
 
 
@@ -204,7 +204,7 @@ def test_readers_beside_a_writer_that_is_killed(tmp_path: Path) -> None:
                 for entry, _ in reader.nearest(vector(1, 3), 5):
                     try:
                         found = reader.load(entry)
-                    except WarmStartError as error:
+                    except SubkvError as error:
                         assert "removed by another process" in str(error)
                         continue
                     np.testing.assert_array_equal(found.k[0], summary(2, int(entry.tokens[1])).k[0].astype(np.float16))
@@ -227,5 +227,5 @@ def test_readers_beside_a_writer_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(WarmStartError, match="--warm-library: cannot write"):
+    with pytest.raises(SubkvError, match="--warm-library: cannot write"):
         opened(tmp_path / "library").add([1, 2], vector(1), summary(2))

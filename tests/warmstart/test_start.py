@@ -15,11 +15,10 @@ from starting import N_CTX, PLAN, cold, library, logits, opened, prompt, remembe
 
 from runtime.warmstart import guard
 from runtime.warmstart.embedding import N_BATCH, embedder
-from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.refine import Refiner
-from runtime.warmstart.shapes import Plan
+from runtime.warmstart.slots import Plan
 from runtime.warmstart.start import WarmStart
-from subkv.base.errors import CacheError
+from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
@@ -205,9 +204,9 @@ def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
         expected = cold(start.llm, B, 3)
         start.llm.reset()
         assert take(start.generate(B, temp=0.0), 3) == expected
-        with pytest.raises(WarmStartError, match="prompt: expected at least one token"):
+        with pytest.raises(SubkvError, match="prompt: expected at least one token"):
             next(start.generate([]))
-        with pytest.raises(WarmStartError, match="refine: expected one of first, background, never, found 'later'"):
+        with pytest.raises(SubkvError, match="refine: expected one of first, background, never, found 'later'"):
             next(start.generate(A, "later"))
 
 
@@ -222,10 +221,10 @@ def test_another_model_is_refused_and_its_library_a_cold_start(tiny_model: Model
             assert "expected prompts summarised for this model and trained file, found 1 of others" in decision.reason
         with opened(tiny_model("llama")) as (other, others):
             foreign = untrained(other, others)
-        with pytest.raises(WarmStartError, match="--warm-file: expected a file trained for this model"):
+        with pytest.raises(SubkvError, match="--warm-file: expected a file trained for this model"):
             WarmStart(llm, planting, foreign, library(foreign, tmp_path))
         for mode in ("off", "maybe"):
-            with pytest.raises(WarmStartError, match=f"--warm-start: expected on or auto, found '{mode}'"):
+            with pytest.raises(SubkvError, match=f"--warm-start: expected on or auto, found '{mode}'"):
                 WarmStart(llm, planting, trained, library(trained, tmp_path), mode=mode)
 
 
@@ -286,7 +285,7 @@ def test_any_function_embeds(tiny_model: Models, tmp_path: Path) -> None:
             decision = start.first(B)
             assert (decision.cause, decision.touched) == ("error", False)
             assert decision.reason.startswith("embedding: expected a finite vector")
-        with pytest.raises(WarmStartError, match="embedding: expected tokens, hidden or a function"):
+        with pytest.raises(SubkvError, match="embedding: expected tokens, hidden or a function"):
             WarmStart(llm, planting, trained, shelf)
 
 
@@ -337,11 +336,11 @@ def test_the_guard_finds_a_law() -> None:
     covered = [k <= guard.predict(found, s, c) for s, c, k in zip(similarity, check, kl, strict=True)]
     assert np.mean(covered) == pytest.approx(0.9, abs=0.02)
     assert guard.predict({}, 1.0, 0.0) == np.inf
-    with pytest.raises(WarmStartError, match="guard: expected 8 pairs or more, found 3 and 3"):
+    with pytest.raises(SubkvError, match="guard: expected 8 pairs or more, found 3 and 3"):
         guard.fit(np.ones((3, 2)), np.ones(3))
-    with pytest.raises(WarmStartError, match="guard: expected finite features"):
+    with pytest.raises(SubkvError, match="guard: expected finite features"):
         guard.fit(np.full((9, 2), np.nan), np.ones(9))
-    with pytest.raises(WarmStartError, match="found no margin"):
+    with pytest.raises(SubkvError, match="found no margin"):
         guard.predict(dict.fromkeys(guard.NAMES[:3], 0.0), 1.0, 0.0)
     p, q = np.log([0.5, 0.5]), np.log([0.9, 0.1])
     assert guard.self_check(p, q) == pytest.approx(0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1))

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import subkv
-from runtime.warmstart.capture import Capture, Captured, attention
-from runtime.warmstart.errors import WarmStartError
+from runtime.warmstart.contexts import Capture, Captured, attention
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.shapes import Plan, counts, placed, pooling
+from runtime.warmstart.slots import Plan, counts, placed, pooling
 from runtime.warmstart.summary import Summary, summarise
 from runtime.warmstart.trained import HeadShape, LayerMaps, Slots, Trained, identity_of
+from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
 from subkv.engine.states import weights_digest
 
@@ -71,12 +71,12 @@ def test_positions_lie_within_the_pooled_tokens(m: int, n_sink: int, n_last: int
 
 
 def test_prompts_and_plans_that_do_not_fit() -> None:
-    with pytest.raises(WarmStartError, match=r"^prompt: expected at least 28 tokens \(4 sinks, 16 .*found 27$"):
+    with pytest.raises(SubkvError, match=r"^prompt: expected at least 28 tokens \(4 sinks, 16 .*found 27$"):
         Plan(16, 4, 8).span(27)
-    with pytest.raises(WarmStartError, match="^prompt: expected at least 3 tokens to pool, found 2$"):
+    with pytest.raises(SubkvError, match="^prompt: expected at least 3 tokens to pool, found 2$"):
         pooling(2, 3)
     for bad in ((0, 4, 8), (16, -1, 8), (16, 4, 0), (5000, 4, 8)):
-        with pytest.raises(WarmStartError, match=r"^n_(slots|sink|last): expected a number of tokens from \d to 4096"):
+        with pytest.raises(SubkvError, match=r"^n_(slots|sink|last): expected a number of tokens from \d to 4096"):
             Plan(*bad)
 
 
@@ -158,7 +158,7 @@ def test_part_of_a_head_may_be_rotated() -> None:
     ],
 )
 def test_models_that_are_not_understood(base: Keys, message: str) -> None:
-    with pytest.raises(WarmStartError, match=message):
+    with pytest.raises(SubkvError, match=message):
         Frame.read(base)
 
 
@@ -210,7 +210,7 @@ def test_captures_do_not_depend_on_each_other(tiny_model: Callable[..., Path]) -
         for a, b in zip((*first.k, *first.v, *first.q), (*again.k, *again.v, *again.q), strict=True):
             np.testing.assert_array_equal(a, b)
         for bad, n in (([], 0), ([5] * 601, 601)):
-            with pytest.raises(WarmStartError, match=rf"^prompt: expected 1 to 600 tokens \(the context\), found {n}$"):
+            with pytest.raises(SubkvError, match=rf"^prompt: expected 1 to 600 tokens \(the context\), found {n}$"):
                 capture.prompt(bad)
 
 
@@ -219,7 +219,7 @@ def test_rows_that_are_not_numbers() -> None:
     k = [np.ones((20, 2, 32), np.float32), np.ones((20, 2, 32), np.float32)]
     v = [x.copy() for x in k]
     v[1][9, 0, 3] = np.nan
-    with pytest.raises(WarmStartError, match=r"^prompt: expected finite keys and values, found NaN .* in layer 1$"):
+    with pytest.raises(SubkvError, match=r"^prompt: expected finite keys and values, found NaN .* in layer 1$"):
         summarise(k, v, Plan(4, 2, 2), frame)
 
 
@@ -258,9 +258,9 @@ def test_slots_are_adapted_projected_weighted_and_turned() -> None:
     static = trained.static()
     np.testing.assert_array_equal(static.k[0], trained.layers[0].prefix_k)
     assert [x[1].shape for x in trained.place(static, 10)] == [(5, 2, 32)] * 2
-    with pytest.raises(WarmStartError, match=r"^summary: expected 2 layers, found 1$"):
+    with pytest.raises(SubkvError, match=r"^summary: expected 2 layers, found 1$"):
         trained.slots(Summary(60, summary.k[:1], summary.v[:1]), project=False)
-    with pytest.raises(WarmStartError, match=r"^summary: layer 1: expected slots of .*\(2, 5, 32\).*found .*4, 32\)"):
+    with pytest.raises(SubkvError, match=r"^summary: layer 1: expected slots of .*\(2, 5, 32\).*found .*4, 32\)"):
         trained.slots(Summary(60, [summary.k[0], summary.k[1][:, :4]], summary.v), project=False)
 
 
@@ -303,5 +303,5 @@ def test_a_file_of_another_model_is_refused(tiny_model: Callable[..., Path]) -> 
     frame = Frame.of(tiny_model("llama"))
     trained = Trained.untrained(own, Plan(4, 1, 1), shapes, frame, "tokens", np.zeros(4, np.float32))
     trained.check(own)
-    with pytest.raises(WarmStartError, match=rf"^--warm-file: expected a file trained for this .*{foreign[:12]}…\)"):
+    with pytest.raises(SubkvError, match=rf"^--warm-file: expected a file trained for this .*{foreign[:12]}…\)"):
         trained.check(foreign)

@@ -12,10 +12,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.shapes import Plan
+from runtime.warmstart.slots import Plan
 from runtime.warmstart.trained import PREFIX, HeadShape, Trained, read
+from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs
 
 FRAME = Frame(Pairs.none(8))
@@ -56,7 +56,7 @@ def damaged(whole: Path, path: Path, damage: Damage) -> str:
         metadata = {key.removeprefix(PREFIX): value for key, value in handle.metadata().items()}
     damage(tensors, metadata)
     save_file(tensors, path, {PREFIX + key: value for key, value in metadata.items()})
-    with pytest.raises(WarmStartError) as caught:
+    with pytest.raises(SubkvError) as caught:
         read(path, FRAME, "--warm-file")
     return str(caught.value)
 
@@ -129,8 +129,8 @@ def test_layers_and_tensors_that_do_not_fit(whole: Path, tmp_path: Path) -> None
 
 
 def test_no_file_and_no_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(WarmStartError, match=r"^--warm-file: expected a file of python -m converter.warmstart, found"):
+    with pytest.raises(SubkvError, match=r"^--warm-file: expected a file of python -m converter.warmstart, found"):
         read(tmp_path / "none.safetensors", FRAME, "--warm-file")
     (tmp_path / "text").write_text("not a safetensors file at all, but long enough")
-    with pytest.raises(WarmStartError, match=r"^--warm-file: .* is not a readable safetensors file: "):
+    with pytest.raises(SubkvError, match=r"^--warm-file: .* is not a readable safetensors file: "):
         read(tmp_path / "text", FRAME, "--warm-file")

@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 torch = pytest.importorskip("torch")
 
 from runtime.warmstart import train as warmstart  # noqa: E402
-from runtime.warmstart.capture import Capture  # noqa: E402
-from runtime.warmstart.errors import WarmStartError  # noqa: E402
+from runtime.warmstart.contexts import Capture  # noqa: E402
 from runtime.warmstart.frame import Frame  # noqa: E402
 from runtime.warmstart.learn import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
-from runtime.warmstart.shapes import Plan  # noqa: E402
+from runtime.warmstart.slots import Plan  # noqa: E402
 from runtime.warmstart.trained import Trained, identity_of  # noqa: E402
+from subkv.base.errors import SubkvError  # noqa: E402
 from subkv.engine.model import Model  # noqa: E402
 
 WORDS = "the sun and a fox run over an old hill in the rain that sings of no end"
@@ -147,7 +147,7 @@ def test_training_is_seeded_and_heads_may_share(collected: Callable[..., Any]) -
     assert same == losses and np.array_equal(again.a_k, maps.a_k)
     other, _ = train_layer(*arguments, Settings(epochs=1, seed=1))
     train_layer(*arguments, Settings(epochs=1, seed=10**30))
-    with pytest.raises(WarmStartError, match="--lr: expected a rate at which training converges, found 1e\\+30"):
+    with pytest.raises(SubkvError, match="--lr: expected a rate at which training converges, found 1e\\+30"):
         train_layer(*arguments, Settings(epochs=2, lr=1e30))
     assert not np.array_equal(other.a_k, maps.a_k)
     shared, _ = train_layer(*arguments, Settings(epochs=1, shared=True))

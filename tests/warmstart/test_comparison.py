@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from test_prompts import text
 
 from runtime.warmstart import evaluate, guard, metrics, prompts, report
-from runtime.warmstart.capture import Capture
 from runtime.warmstart.cli import main
+from runtime.warmstart.contexts import Capture
 from runtime.warmstart.decode import ColdContext, WarmContext, prompt_tokens
 from runtime.warmstart.embedding import Tokens
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.shapes import Plan
+from runtime.warmstart.slots import Plan
 from runtime.warmstart.summary import summarise
 from runtime.warmstart.trained import Trained, identity_of
 from subkv.engine.cache import choose_cache
