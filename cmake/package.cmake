@@ -17,3 +17,7 @@ install(FILES ${CMAKE_SOURCE_DIR}/runtime/native/subkv.h ${headers}
     DESTINATION ${SUBKV_INCLUDE_DESTINATION} COMPONENT subkv)
 install(FILES ${CMAKE_BINARY_DIR}/package/subkvConfig.cmake ${CMAKE_BINARY_DIR}/package/subkvConfigVersion.cmake
     DESTINATION ${SUBKV_CMAKE_DESTINATION} COMPONENT subkv)
+if(NOT SKBUILD) # a wheel has them in its metadata
+    install(FILES ${CMAKE_SOURCE_DIR}/LICENSE ${CMAKE_SOURCE_DIR}/THIRD_PARTY.md
+        DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/licenses/subkv COMPONENT subkv)
+endif()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,31 @@ def test_python(command: list[str], tmp_path: Path) -> None:
         [tool(command[0]), *command[1:], *env_python, *cache], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_imports() -> None:
+    """The contracts of pyproject.toml: floors, rooms, research apart, no circle."""
+    paths = os.pathsep.join(str(REPO / folder) for folder in ("python", "", "kernels/triton"))
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [tool("lint-imports"), "--no-cache"], cwd=REPO, capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SAME_ROLE: set[str] = {"cache", "report"}
+# Modules of one name, by what they are everywhere: what a program's folder starts with, and its flags.
+ROLES = {"__init__", "__main__", "cli"}
+
+
+def test_names() -> None:
+    """No two modules of one name, unless they are the same role in sibling rooms (ROLES and those listed here)."""
+    modules: dict[str, list[str]] = {}
+    for folder in ("converter", "runtime", "python/subkv"):
+        for path in (REPO / folder).rglob("*.py"):
+            modules.setdefault(path.stem, []).append(str(path.relative_to(REPO)))
+    twice = {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in ROLES}
+    assert set(twice) <= SAME_ROLE, twice
 
 
 def test_cpp() -> None:

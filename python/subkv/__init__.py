@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from subkv.base.errors import SubkvError
+from subkv.base.version import __version__
+
 if TYPE_CHECKING:
     from subkv.engine.llama import Llama
     from subkv.engine.prompt_cache import PromptCache
     from subkv.torch.cache import SubspaceCache
 
-__all__ = ["Llama", "PromptCache", "SubspaceCache", "__version__"]
-__version__ = "0.1.0"
+__all__ = ["Llama", "PromptCache", "SubkvError", "SubspaceCache", "__version__"]
 
 _LAZY = {
     "Llama": "subkv.engine.llama",

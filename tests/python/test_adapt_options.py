@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, parse
 
 
@@ -30,7 +31,7 @@ def test_what_is_written_is_what_is_asked_for() -> None:
     ],
 )
 def test_bad_text(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SubkvError, match=message):
         parse(text)
 
 
@@ -82,11 +83,11 @@ def test_refusals_name_the_argument(coded_model: Callable[..., Path], tiny_model
 
 def test_a_cache_by_name(coded_model: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
     from subkv.base.errors import CacheError
-    from subkv.engine.model import parse_cache
+    from subkv.engine.cache import parse_cache
 
     path = coded_model("--n-recent", "32", "--kv-bits", "8")
-    assert parse_cache("subkv", path, None).adapt is None
-    assert parse_cache("subkv+v;length=64", path, None).adapt == "v,length=64"
-    assert parse_cache(f"subkv:{path}+kv", tiny_model("llama"), None).adapt == "kv"
-    with pytest.raises(CacheError, match="-ctk: expected a coefficient cache before '\\+v', found 'f16\\+v'"):
-        parse_cache("f16+v", path, None)
+    assert parse_cache("subkv", path).adapt == "none"
+    assert parse_cache("subkv+v;length=64", path).adapt == "v,length=64"
+    assert parse_cache(f"subkv:{path}+kv", tiny_model("llama")).adapt == "kv"
+    with pytest.raises(CacheError, match="kv_cache: expected a coefficient cache before '\\+v', found 'f16\\+v'"):
+        parse_cache("f16+v", path)

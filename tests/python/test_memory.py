@@ -14,6 +14,7 @@ from opening import opened
 from subkv.base.errors import CacheError
 from subkv.engine import memory
 from subkv.engine.cache import MIB, choose_cache
+from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
 from subkv.native.binding import C
@@ -43,7 +44,7 @@ def test_a_context_larger_than_memory(tiny_model: Models, coded_model: Models) -
 def test_the_engine_refuses_as_well(coded_model: Models) -> None:
     path = coded_model()
     with Model(str(path)) as model, pytest.raises(CacheError, match="n_ctx: expected a context that fits"):
-        model.context(choose_cache(path), n_ctx=HUGE, n_batch=64, n_ubatch=64, n_threads=1)
+        model.context(choose_cache(path), ContextOptions(HUGE, 64, 64, 1))
 
 
 def test_programs_name_the_flag(coded_model: Models, program: Callable[..., Any]) -> None:
@@ -87,9 +88,9 @@ def check_sizes(path: Path, monkeypatch: pytest.MonkeyPatch, n_ctx: int, options
 
 def test_large_contexts_are_continued_from_smaller_ones(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     path, params = coded_model(), C.llama_context_default_params()
-    exact = memory.needed(path, choose_cache(path), params, {}, 16384)
+    exact = memory.needed(path, choose_cache(path), params, 16384)
     monkeypatch.setattr(memory, "N_SIMULATED", 4096)
-    guess = memory.needed(path, choose_cache(path), params, {}, 16384)
+    guess = memory.needed(path, choose_cache(path), params, 16384)
     assert guess["cells"] == exact["cells"]
     assert guess["exact window"] == exact["exact window"]
     assert guess["compute buffers"] <= exact["compute buffers"] + 16384  # the log has two decimals
@@ -101,12 +102,12 @@ def test_switched_off_and_unknown(coded_model: Models, monkeypatch: pytest.Monke
     path = coded_model()
     choice = choose_cache(path)
     with pytest.raises(CacheError):
-        memory.require_memory(path, choice, params, {})
+        memory.require_memory(path, choice, params)
     monkeypatch.setenv(memory.FIT, "off")
-    memory.require_memory(path, choice, params, {})
+    memory.require_memory(path, choice, params)
     monkeypatch.delenv(memory.FIT)
     monkeypatch.setattr(memory, "available_memory", lambda: None)
-    memory.require_memory(path, choice, params, {})
+    memory.require_memory(path, choice, params)
 
 
 def test_a_bound_that_fits_asks_nobody(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 import pytest
 
 import subkv
+from subkv.native.library import lib_dir
 
 REPO = Path(__file__).resolve().parents[2]
+LICENSES = ("LICENSE", "THIRD_PARTY.md")
 
 
 def test_what_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "subkv.subspace", raising=False)
+    monkeypatch.delitem(sys.modules, "subkv.torch.cache", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"SubspaceCache: expected package torch, .*subkv\[torch\]"):
         _ = subkv.SubspaceCache
 
@@ -48,8 +51,23 @@ def test_source_archive_is_the_repository(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(packed) == sorted(["PKG-INFO", *(name for name in tracked if Path(name).exists())])
 
 
+def test_licences_are_declared() -> None:
+    """One file of ours, one of others' texts, in the wheel's metadata; the pinned source's own text is among them."""
+    project = (REPO / "pyproject.toml").read_text("utf-8")
+    assert re.search(r'^license = "MIT"$', project, re.M)
+    assert re.search(rf"^license-files = {re.escape(json.dumps(LICENSES))}$", project, re.M)
+    ours, others = (" ".join((REPO / name).read_text("utf-8").split()) for name in LICENSES)
+    permission = ours[ours.index("Permission is hereby granted") :]
+    assert permission in others
+    upstream = lib_dir() / "llama.cpp" / "LICENSE"
+    if not upstream.is_file():
+        pytest.skip(f"licence of llama.cpp: a build without {upstream}")
+    copyright_line, text = upstream.read_text("utf-8").strip().removeprefix("MIT License").strip().split("\n\n", 1)
+    assert copyright_line in others and " ".join(text.split()) in others
+
+
 def test_installed_files() -> None:
-    """Programs, libraries, headers and the demo calibration, and nothing that only a build needs."""
+    """Programs, libraries, headers, licences and the demo calibration, and nothing that only a build needs."""
     try:
         files = {str(path) for path in metadata.files("subkv") or []}
     except metadata.PackageNotFoundError:
@@ -57,8 +75,9 @@ def test_installed_files() -> None:
     if "subkv/__init__.py" not in files:
         pytest.skip("wheel: an editable install has no file list")
     upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, as they are
-    expected = {"runtime/chat.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
+    expected = {"runtime/chat/program.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
+    expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
     assert expected <= files
     kinds = {Path(name).suffix for name in files if not name.startswith(("..", "subkv-", upstream))}
     assert kinds <= {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake", ".safetensors", ".json", ".txt"}

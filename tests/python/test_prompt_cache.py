@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
@@ -22,8 +23,9 @@ from hypothesis import strategies as st
 from opening import prompt
 
 from subkv import PromptCache
-from subkv.base.errors import CacheError
-from subkv.engine.entries import TEMPORARY, Entry, EntryError, Folder, decode, decode_head, encode
+from subkv.base.container import Container, ContainerError, load, read, read_head, read_whole
+from subkv.base.errors import CacheError, StateError
+from subkv.engine.entries import TEMPORARY, Entry, Folder
 from subkv.engine.llama import Llama
 from subkv.engine.prompt_cache import common_prefix
 
@@ -45,6 +47,12 @@ def answer(llm: Llama, tokens: list[int], n: int = 8) -> tuple[Any, int]:
     finally:
         del llm._ctx.decode, llm.sample
     return out["choices"][0]["text"], sampled[0]
+
+
+def named(path: Path) -> Entry:
+    """The entry in a file, whatever the file is called."""
+    found = load(path)
+    return Entry(bytes.fromhex(found.head["identity"]), found.tokens, found.state)
 
 
 def own_files(folder: Path) -> list[Path]:
@@ -194,7 +202,7 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
     assert (again, n_evaluated) == (text, len(DOCUMENT))
     assert all("dropped the damaged entry" in str(warning.message) for warning in caught)
     for path in own_files(tmp_path / "cache"):  # stored anew
-        assert decode(path.read_bytes()).name() == path.name
+        assert named(path).name() == path.name
 
 
 def test_damaged_entries_that_stay_are_not_used(
@@ -222,7 +230,7 @@ def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama]
     text, _ = answer(cached(), DOCUMENT)
     folder = Folder(tmp_path / "cache")
     for path in own_files(tmp_path / "cache"):
-        entry = decode(path.read_bytes())
+        entry = named(path)
         folder.write(Entry(entry.identity, entry.tokens, entry.state[: len(entry.state) // 2]))
     with pytest.warns(UserWarning, match="dropped the damaged entry"):
         again, n_evaluated = answer(cached(), DOCUMENT)
@@ -294,7 +302,7 @@ def test_a_read_only_folder(cached: Callable[..., Llama], tmp_path: Path) -> Non
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     entries = [Entry(b"i" * 32, np.array(prompt(10, seed), np.int32), bytes(1000)) for seed in range(4)]
-    size = sum(map(len, encode(entries[0])))
+    size = sum(map(len, entries[0].container().pieces()))
     for age, entry in enumerate(entries[:3]):
         folder.write(entry)
         os.utime(tmp_path / entry.name(), (1000 + age, 1000 + age))
@@ -313,24 +321,36 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda tokens: np.array(tokens, np.int32))
 
 
-@given(st.binary(min_size=32, max_size=32), TOKENS, st.binary(max_size=200))
-def test_entries_come_back(identity: bytes, tokens: Any, state: bytes) -> None:
-    data = b"".join(encode(Entry(identity, tokens, state)))
-    back = decode(data)
-    assert (back.identity, back.tokens.tolist(), back.state) == (identity, tokens.tolist(), state)
-    found, listed, n_state = decode_head(data)
-    assert (found, listed.tolist(), n_state) == (identity, tokens.tolist(), len(state))
+HEADS = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5), max_size=3)
+
+
+@given(HEADS, TOKENS, st.binary(max_size=200))
+def test_containers_come_back(head: dict[str, Any], tokens: Any, state: bytes) -> None:
+    data = b"".join(Container(head, tokens, state).pieces())
+    back = read_whole(io.BytesIO(data))
+    assert (back.head, back.tokens.tolist(), back.state) == (head, tokens.tolist(), state)
+    found, listed, n_state = read_head(io.BytesIO(data))
+    assert (found, listed.tolist(), n_state) == (head, tokens.tolist(), len(state))
 
 
 @given(TOKENS, st.binary(max_size=200), st.data())
 def test_every_damage_is_noticed(tokens: Any, state: bytes, data: st.DataObject) -> None:
-    good = b"".join(encode(Entry(b"x" * 32, tokens, state)))
+    good = b"".join(Container({"identity": "x"}, tokens, state).pieces())
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = bytearray(good)
     flipped[at] ^= 1 << data.draw(st.integers(0, 7))
     for bad in (bytes(flipped), good[:at], good + b"\0"):
-        with pytest.raises(EntryError):
-            decode(bad)
+        with pytest.raises(ContainerError):
+            read_whole(io.BytesIO(bad))
+
+
+def test_a_container_that_is_none(tmp_path: Path) -> None:
+    """A state of an earlier version is a ZIP: refused, as any other file."""
+    (tmp_path / "old").write_bytes(b"PK\x03\x04" + bytes(60))
+    with pytest.raises(StateError, match=r"path: expected a file written by /save, found something else in .*b'PK"):
+        read(tmp_path / "old", "/save")
+    with pytest.raises(StateError, match="path: cannot read"):
+        read(tmp_path / "none", "/save")
 
 
 @given(TOKENS, TOKENS)
@@ -348,7 +368,7 @@ WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
-from subkv.entries import Entry, Folder
+from subkv.engine.entries import Entry, Folder
 folder, rng = Folder(Path(sys.argv[1])), np.random.default_rng(int(sys.argv[2]))
 identity, n_rounds = b"i" * 32, int(sys.argv[3])
 print("ready", flush=True)
@@ -359,7 +379,7 @@ for _ in range(n_rounds):
     folder.trim(2_000_000)
     for name, held in folder.heads(identity).items():
         entry = folder.read(name)
-        assert entry is None or entry.state == bytes([held[0]]) * 300_000
+        assert entry is None or entry.state == bytes([held.tokens[0]]) * 300_000
 """
 
 
@@ -379,7 +399,7 @@ def test_processes_at_once(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (0, "")
     assert 0 < Folder(tmp_path).size() <= 2_000_000
-    assert not list(tmp_path.glob(f"*{TEMPORARY}"))
+    assert not list(tmp_path.glob(f".*{TEMPORARY}"))
 
 
 def test_kill_while_writing(tmp_path: Path) -> None:
@@ -392,8 +412,8 @@ def test_kill_while_writing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         for path in own_files(tmp_path):
-            assert decode(path.read_bytes()).name() == path.name
-    left = tmp_path / f"{'0' * 24}-{'0' * 32}.prompt.7.00000000{TEMPORARY}"
+            assert named(path).name() == path.name
+    left = tmp_path / f".{'0' * 24}-{'0' * 32}.prompt.7.00000000{TEMPORARY}"
     left.write_bytes(b"half an entry")
     os.utime(left, (0, 0))
     Folder(tmp_path).trim(1 << 40)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tiny
 
-from subkv.engine.model import Model, parse_cache
+from subkv.engine.cache import parse_cache
+from subkv.engine.context import ContextOptions
+from subkv.engine.model import Model
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -35,9 +37,9 @@ def test_tiles_are_configured_for_every_product(release: ctypes.CDLL, tmp_path: 
     path = tiny.build(tmp_path / "q.gguf", "llama", dtype="q4_0", n_embd=128, n_ff=256)
     tokens = list(range(3, 67))
     found = []
-    choice = parse_cache("f16", path, None)
+    choice = parse_cache("f16", path)
     with Model(str(path)) as model:
-        context = model.context(choice, n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1)
+        context = model.context(choice, ContextOptions(64, 64, 64, 1))
         for _ in range(2):
             context.clear()
             context.decode(tokens, 0, len(tokens) - 1)

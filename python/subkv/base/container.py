@@ -74,7 +74,7 @@ def _crc(*parts: bytes | memoryview) -> int:
 
 
 def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
-    """Head, tokens and bytes of the state of a file that begins at the handle's position; reads no further than these.
+    """Head, tokens and bytes of the state of a file, from the handle's position 0; reads no further than these.
 
     Raises ContainerError, and OSError where it cannot be read.
     """
@@ -101,18 +101,23 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
     return parsed, np.frombuffer(listed, "<i4").astype(np.int32), n_state
 
 
-def load(path: Path) -> Container:
-    """A file, checked as a whole. Raises ContainerError for a damaged one and OSError."""
-    with open(path, "rb") as handle:
-        head, tokens, n_state = read_head(handle)
-        begin = handle.tell()
-        handle.seek(0)
-        digest = hashlib.sha256(handle.read(begin))
-        state = handle.read(n_state)
-        digest.update(state)
-        if digest.digest() != handle.read(N_DIGEST):
-            raise ContainerError("checksum of the state differs")
+def read_whole(handle: BinaryIO) -> Container:
+    """A file that begins at the handle's position 0, checked as a whole. Raises ContainerError and OSError."""
+    head, tokens, n_state = read_head(handle)
+    begin = handle.tell()
+    handle.seek(0)
+    digest = hashlib.sha256(handle.read(begin))
+    state = handle.read(n_state)
+    digest.update(state)
+    if digest.digest() != handle.read(N_DIGEST):
+        raise ContainerError("checksum of the state differs")
     return Container(head, tokens, state)
+
+
+def load(path: Path) -> Container:
+    """read_whole() of a path."""
+    with open(path, "rb") as handle:
+        return read_whole(handle)
 
 
 def write(path: Path, container: Container) -> int:

@@ -1,7 +1,8 @@
-"""The user's folders, by the XDG variables."""
+"""The user's folders, by the XDG variables, and those of the installed package."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -19,3 +20,9 @@ def cache_folder() -> Path:
 def state_folder() -> Path:
     """What the user would miss, a history of messages for one: $XDG_STATE_HOME/subkv or ~/.local/state/subkv."""
     return _user_folder("XDG_STATE_HOME", ".local/state")
+
+
+def package_folders(name: str) -> list[Path]:
+    """Where the package may have a folder; an editable install has two places, the checkout and what was built."""
+    spec = importlib.util.find_spec("subkv")
+    return [Path(place) / name for place in (spec.submodule_search_locations or [] if spec else [])]

@@ -53,7 +53,7 @@ class Llama(llama_cpp.Llama):
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
         so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
         draft_model predicts.
-    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (fields of subkv.format.adapt.Adapt).
+    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
     flash_attn: "auto", "on"/True, "off"/False.
     progress: a bar on stderr, if that is a terminal, while the model is loaded.
     prompt_cache: states of earlier prompts on disk, a folder or a PromptCache; the same as set_cache(PromptCache(…)).

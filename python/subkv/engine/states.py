@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from subkv import __version__
 from subkv.base.errors import StateError
+from subkv.base.version import __version__
 from subkv.engine.cache import CacheChoice
 from subkv.engine.model import Model
 from subkv.engine.stats import KVStats

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import CacheError
 from subkv.native import library as _lib
 
 NONE = "none"  # what a user says to have static bases, whatever the file says
@@ -43,34 +43,34 @@ class Adapt:
 def parse(text: str) -> tuple[str, Adapt]:
     """What adapts, "k", "v" or "kv", and how: `v` or `v,length=512,gain=0.9`, fields of Adapt.
 
-    Raises SubkvError; limits of the numbers are libsubkv's to check.
+    Raises CacheError; limits of the numbers are libsubkv's to check.
     """
     sides, *changes = text.split(",")
     if sides not in SIDES:
-        raise SubkvError("adapt", f"expected k, v or kv, found {sides!r}")
+        raise CacheError("adapt", f"expected k, v or kv, found {sides!r}")
     kinds = {name: type(value) for name, value in vars(Adapt()).items()}
     given: dict[str, Any] = {}
     for change in changes:
         name, _, value = change.partition("=")
         if name not in kinds:
-            raise SubkvError("adapt", f"expected one of {', '.join(kinds)}, found {name!r}")
+            raise CacheError("adapt", f"expected one of {', '.join(kinds)}, found {name!r}")
         try:
             given[name] = kinds[name](value)
         except ValueError as error:
-            raise SubkvError("adapt", f"{name}: expected a number, found {value!r}") from error
+            raise CacheError("adapt", f"{name}: expected a number, found {value!r}") from error
     # what switches a trigger off is for the defaults to say: a user who names one wants it
     if not 0.0 < given.get("tau", 0.5) < 1.0:
-        raise SubkvError("adapt", f"tau: expected a relative residual between 0 and 1, found {given['tau']:g}")
+        raise CacheError("adapt", f"tau: expected a relative residual between 0 and 1, found {given['tau']:g}")
     if given.get("length", 1) < 1:
-        raise SubkvError("adapt", f"length: expected at least 1 token, found {given['length']}")
+        raise CacheError("adapt", f"length: expected at least 1 token, found {given['length']}")
     adapt = Adapt(**given)
     native_params(adapt)
     return sides, adapt
 
 
 def native_params(params: Adapt) -> ctypes.Structure:
-    """subkv_adapt_params. Raises SubkvError for an unknown kind."""
+    """subkv_adapt_params. Raises CacheError for an unknown kind."""
     if params.kind not in KINDS:
-        raise SubkvError("adapt", f"kind: expected one of {', '.join(KINDS)}, found {params.kind!r}")
+        raise CacheError("adapt", f"kind: expected one of {', '.join(KINDS)}, found {params.kind!r}")
     fields: dict[str, Any] = {**vars(params), "kind": KINDS.index(params.kind)}
     return _lib.AdaptParams(**fields)

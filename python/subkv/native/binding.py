@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from subkv.base.progress import progress_bar
-from subkv.native import library as _lib
+from subkv.native import library
 
-_lib.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
+library.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
 
 import llama_cpp  # noqa: E402
 from llama_cpp import _internals as internals  # noqa: E402
@@ -29,15 +29,8 @@ LOG_ERROR = 4
 LOG_CONT = 5
 
 
-def last_error() -> str:
-    """The reason of this thread's latest libsubkv failure, "" when there is none."""
-    return _lib.last_error()
-
-
-def native() -> ctypes.CDLL:
-    """libsubkv."""
-    return _lib.load()
-
+native = library.load  # libsubkv
+last_error = library.last_error  # the reason of this thread's latest libsubkv failure, "" when there is none
 
 LogLines = list[tuple[int, str]]
 

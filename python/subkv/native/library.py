@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from subkv.base.folders import package_folders
+
 LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable: the folder of libllama
 SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -191,13 +193,7 @@ def lib_dir() -> Path:
     """
     name = f"libsubkv{SUFFIX}"
     override = os.environ.get(SUBKV_LIB_PATH)
-    if override:
-        folders = [Path(override)]
-    else:
-        import subkv
-
-        # more than one folder in an editable install: the checkout and the libraries' place
-        folders = [Path(p) / "lib" for p in subkv.__path__]
+    folders = [Path(override)] if override else package_folders("lib")
     for folder in folders:
         if (folder / name).is_file():
             return folder.resolve()

@@ -1,0 +1,219 @@
+"""Documents as tests: links resolve, commands and flags exist, README stays short."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from runtime.cli import COMMANDS
+from runtime.cli import main as subkv
+
+REPO = Path(__file__).resolve().parent.parent
+SKIPPED = {"build", "dist", "wheels", "node_modules"}
+ALL = sorted(
+    path
+    for path in REPO.rglob("*.md")
+    if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(REPO).parts)
+)
+GUIDES = [path for path in ALL if path.parent in (REPO, REPO / "docs")]
+PAGES = [*GUIDES, REPO / "models" / "README.md"]
+HELP = {"-h", "--help", "--version"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+MARK = re.compile(r"^<!-- (results: \w+|/results) -->$")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPO))
+
+
+#
+# links
+#
+
+
+@functools.cache
+def anchors(path: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#{1,6} (.+)$", FENCE.sub("", path.read_text("utf-8")), re.M):
+        text = LINK.sub(lambda link: re.sub(r"!?\[(.*)\]\(.*", r"\1", link[0]), heading)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {f"{slug}-{i}" if i else slug for slug, last in found.items() for i in range(last + 1)}
+
+
+@pytest.mark.parametrize("page", ALL, ids=name)
+def test_links_resolve(page: Path) -> None:
+    text = CODE.sub("", FENCE.sub("", page.read_text("utf-8")))
+    broken = []
+    for target in LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        if not path.exists() or not path.is_relative_to(REPO) or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+#
+# commands
+#
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Words of every command in a shell text: comments dropped, lines joined, pipelines and substitutions apart."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        command: list[str] = []
+        for word in words:
+            if re.fullmatch(r"[();&|<>]+", word):
+                yield command
+                command = []
+            elif command or not re.match(r"\w+=", word):  # NAME=value in front of a command
+                command.append(word)
+        yield command
+
+
+def shown(page: Path) -> Iterator[list[str]]:
+    """Commands of a page: of its shell blocks, and what stands alone in backticks."""
+    text = page.read_text("utf-8")
+    for language, block in FENCE.findall(text):
+        if language == "sh":
+            yield from commands(block)
+    for code in CODE.findall(FENCE.sub("", text)):
+        line = " ".join(code.split()).replace("'", "" if code.count("'") % 2 else "'").replace('"', "")
+        if re.match(r"(subkv|convert|python -m|python) ", line):
+            yield from commands(line.replace(";", ","))
+
+
+def program(module: str) -> click.Command | None:
+    """The click command behind `python -m module`; None where it has none, or an extra of it is not installed."""
+    for candidate in (module, f"{module}.program", f"{module}.cli"):
+        if not importlib.util.find_spec(candidate):
+            continue
+        try:
+            found = importlib.import_module(candidate)
+        except ModuleNotFoundError:
+            return None
+        for attribute in ("main", "command", "convert"):
+            if isinstance(command := getattr(found, attribute, None), click.Command):
+                return command
+    return None
+
+
+def wrong(command: click.Command | None, words: list[str]) -> list[str]:
+    """What of the words after a command it does not have: commands of a group, and flags."""
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        context = click.Context(command)
+        if (inner := command.get_command(context, words[0])) is None:
+            return words[:1]
+        command, words = inner, words[1:]
+    if command is None:
+        return []
+    known = HELP | {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    return [word for word in words if re.match(r"--?[a-zA-Z]", word) and word.partition("=")[0] not in known]
+
+
+def unknown(words: list[str]) -> list[str]:
+    """What does not exist of one command. Programs of others are not looked at."""
+    match words:
+        case ["subkv", *rest]:
+            return wrong(subkv, rest)
+        case ["convert", *rest]:
+            return wrong(program("converter.cli"), rest)
+        case ["python" | "python3", "-m", module, *rest] if module.split(".")[0] in ("runtime", "converter", "subkv"):
+            spec = importlib.util.find_spec(module)
+            package = spec is not None and spec.submodule_search_locations is not None
+            if spec is None or (package and not importlib.util.find_spec(f"{module}.__main__")):
+                return [module]
+            return wrong(program(module), rest)
+        case ["python" | "python3", script, *flags] if script.endswith(".py"):
+            if not (REPO / script).is_file():
+                return [script]
+            text = (REPO / script).read_text("utf-8")
+            return [flag for flag in flags if flag.startswith("--") and f'"{flag}"' not in text]
+        case ["pytest", *paths]:
+            return [path for path in paths if not path.startswith("-") and not (REPO / path).exists()]
+        case ["pip", _, *rest]:
+            extras = re.findall(r"\[([\w,]+)\]", " ".join(rest))
+            declared = re.findall(r"^(\w+) = \[", (REPO / "pyproject.toml").read_text("utf-8"), re.M)
+            return [extra for given in extras for extra in given.split(",") if extra not in declared]
+    return []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_commands_exist(page: Path) -> None:
+    assert {" ".join(words): bad for words in shown(page) if (bad := unknown(words))} == {}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_flags_exist(page: Path) -> None:
+    """A flag in backticks, without its command, is a flag of some program, or of a script that the page names."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    every = {flag for command in COMMANDS for flag in flags_of(command)}
+    scripts = [REPO / script for script in re.findall(r"[\w/]+\.py", page.read_text("utf-8"))]
+    sources = "".join(script.read_text("utf-8") for script in scripts if script.is_file())
+    single = [re.split(r"[ =|]", code)[0] for code in CODE.findall(text) if re.match(r"--[a-z]", code)]
+    assert [flag for flag in single if flag not in every | HELP and f'"{flag}"' not in sources] == []
+
+
+@functools.cache
+def flags_of(command: str) -> set[str]:
+    module, function, _ = COMMANDS[command]
+    params = getattr(importlib.import_module(module), function).params
+    return {flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_documented(command: str) -> None:
+    text = "".join(page.read_text("utf-8") for page in GUIDES)
+    assert re.search(rf"(subkv|python -m runtime\.) ?{command}\b", text)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_paths_exist(page: Path) -> None:
+    """A path in backticks that begins with a folder of the repository."""
+    folders = "|".join(sorted(path.name for path in REPO.iterdir() if path.is_dir() and path.name != "build"))
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", FENCE.sub("", page.read_text("utf-8")))
+    assert [path for path in paths if "NAME" not in path and not (REPO / path).exists()] == []
+
+
+#
+# shape
+#
+
+
+def one_line(line: str) -> bool:
+    """What cannot be broken: a row of a table, a picture or a link alone, README's two commands."""
+    return line.startswith(("|", "  |")) or " " not in line.strip() or "CMAKE_ARGS=" in line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_width(page: Path) -> None:
+    lines = page.read_text("utf-8").splitlines()
+    assert {i: line for i, line in enumerate(lines, 1) if len(line) > 100 and not one_line(line)} == {}
+
+
+def test_readme_is_short() -> None:
+    assert len((REPO / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_marks(page: Path) -> None:
+    """Places of generated numbers: blocks open and close in turn; no other comment begins a line of a paragraph."""
+    lines = page.read_text("utf-8").splitlines()
+    marks = [match[1] for line in lines if (match := MARK.match(line))]
+    assert all(mark.startswith("results: ") == (i % 2 == 0) for i, mark in enumerate(marks)) and len(marks) % 2 == 0
+    assert [line for line in lines if line.startswith("<!-- ") and not MARK.match(line)] == []
