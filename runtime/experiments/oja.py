@@ -18,8 +18,9 @@ from converter.evaluate import Cache
 from converter.reference import Coder
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64
-from runtime.experiments.lab import Lab, Rows, Text
+from runtime.experiments.lab import Lab, Text
 from runtime.experiments.sketch import Sketch
+from runtime.experiments.tables import Rows
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
 from subkv.plan import budget as layout

@@ -14,7 +14,7 @@ from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
 
 Row = dict[str, Any]
-Rows = Sequence[Row]
+Rows = list[Row]
 # title; what of a row: a key, or a function that writes the cell; how its number is written, "": as text, "±": with the
 # standard error beside it
 Column = tuple[str, str | Callable[[Row], str], str]

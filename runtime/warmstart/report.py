@@ -184,9 +184,8 @@ def markdown(about: Row, outcomes: Sequence[Outcome], latencies: Sequence[Latenc
 def jsonl(about: Row, outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> str:
     """Settings, outcomes and latencies, one JSON object a line; numbers that are not finite are null."""
     lines = [{"what": "settings", **about}]
-    lines += [{"what": "outcome", **asdict(o)} for o in outcomes] + [
-        {"what": "latency", **asdict(t)} for t in latencies
-    ]
+    lines += [{"what": "outcome", **asdict(o)} for o in outcomes]
+    lines += [{"what": "latency", **asdict(t)} for t in latencies]
     return "".join(json.dumps(_finite(line), ensure_ascii=False) + "\n" for line in lines)
 
 
@@ -207,8 +206,8 @@ def _similarity_figure(outcomes: Sequence[Outcome]) -> Any:
     labels = {"xlabel": "cosine of prompt and neighbour", "ylabel": "KL(warm‖cold) [nats]"}
     figure, axis = axes(7.5, 4.5, **labels, yscale="log")
     paired = [o for o in outcomes if o.similarity is not None and o.kl > 0]
-    bound = {(o.target, o.neighbour): o for o in paired if o.system == metrics.NEIGHBOUR}.values()
-    drawn = [(bound, "x", {"color": "0.4", "label": metrics.NEIGHBOUR})]
+    bound = {(o.target, o.neighbour): o for o in paired if o.system == metrics.NEIGHBOUR}
+    drawn = [([*bound.values()], "x", {"color": "0.4", "label": metrics.NEIGHBOUR})]
     for m, own in grouped([o for o in paired if o.system == metrics.METHOD], lambda o: o.n_slots).items():
         drawn.append((own, "o", {"label": f"{metrics.METHOD}, m = {m}"}))
     for some, mark, look in drawn:

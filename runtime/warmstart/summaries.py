@@ -3,8 +3,8 @@
 A library is a folder of files as the prompt cache's (subkv.engine.entries): complete or absent, checksummed, those used
 longest ago removed first, so that processes read while another one writes or is killed. The head of an entry has the
 embedding (base64 of f32, not centred) and, for each layer, KV heads, slots, size of a key and of a value; its state is
-the keys [n_head_kv, n_slots, d_k] f16 of each layer, then the values. Its identity is a digest of the model, of what was
-trained for it, and of the kind of embedding.
+the keys [n_head_kv, n_slots, d_k] f16 of each layer, then the values. Its identity is a digest of the model, of what
+was trained for it, and of the kind of embedding.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _encode(summary: Slots) -> bytes:
 
 def _decode(entry: files.Entry) -> Slots:
     """Raises ContainerError where shapes and state do not fit each other."""
-    shapes = entry.more.get("shapes")
+    shapes: Any = entry.more.get("shapes")
     try:
         listed = [(h, m, d_k) for h, m, d_k, _ in shapes] + [(h, m, d_v) for h, m, _, d_v in shapes]
         sizes = [math.prod(shape) for shape in listed]

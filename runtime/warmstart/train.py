@@ -123,7 +123,7 @@ def collect(model: Model, found: Sequence[Example], how: How, frame: Frame, trai
             rows.append(condense(captured, how.plan, frame))
             if i in train:
                 vectors.append(embed(example.tokens))
-    centre = np.mean(vectors, axis=0, dtype=np.float64).astype(np.float32)
+    centre: F32 = np.mean(np.stack(vectors), axis=0, dtype=np.float64).astype(np.float32)
     return Collected(rows, captured.scale, captured.shapes, centre)
 
 
