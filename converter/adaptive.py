@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,22 @@ from subkv.native import library as _lib
 from subkv.native.gguf import Gguf, write_sidecar
 from subkv.plan.predict import reconstructed
 
+_ptr, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+SIGNATURES: _lib.Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr]),
+    "subkv_adapt_replay": (
+        ctypes.c_bool,
+        [_ptr, ctypes.POINTER(_lib.AdaptParams), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
+        + [ctypes.POINTER(_lib.AdaptStats)],
+    ),
+}
+
+
+@functools.cache
+def _subkv() -> ctypes.CDLL:
+    return _lib.declare(native.subkv(), SIGNATURES)
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -43,18 +61,18 @@ class Layout:
     """A subkv_layout of libsubkv."""
 
     def __init__(self, path: Path) -> None:
-        self.handle = native.subkv().subkv_layout_load(str(path).encode())
+        self.handle = _subkv().subkv_layout_load(str(path).encode())
         if not self.handle:
             raise SubkvError("", _lib.last_error())
 
     def close(self) -> None:
-        native.subkv().subkv_layout_free(self.handle)
+        _subkv().subkv_layout_free(self.handle)
 
     def project(self, il: int, head: int, value: bool, x: F32) -> F32:
         """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises SubkvError."""
         x = np.ascontiguousarray(x, dtype=np.float32)
         out = np.empty_like(x)  # the rank is at most d
-        rank = native.subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
+        rank = _subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
         if rank < 0:
             raise SubkvError("", _lib.last_error())
         return out.reshape(-1)[: len(x) * rank].reshape(len(x), rank)
@@ -65,7 +83,7 @@ class Layout:
         out = Replayed(np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32), {})
         stats = _lib.AdaptStats()
         arrays = (out.seen.ctypes.data, out.chunk_of.ctypes.data, out.rho.ctypes.data)
-        if not native.subkv().subkv_adapt_replay(
+        if not _subkv().subkv_adapt_replay(
             self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
         ):
             raise SubkvError("", _lib.last_error())

@@ -13,14 +13,15 @@ from converter.calibrate import text_options
 from converter.quantize import TYPES
 from converter.sources import Sources, prepared
 from subkv.base.command import command as command_of
+from subkv.base.command import sentence
 from subkv.base.errors import SubkvError, exit_on_error
 from subkv.base.files import check_not_input, check_writable
 from subkv.format import metadata
 from subkv.format.adapt import parse as parse_adapt
 from subkv.format.bases import CodedLayer, StoredBasis
 from subkv.format.calibration import read_calibration
+from subkv.format.window import N_RECENT, N_SINK, Window
 from subkv.native.gguf import Gguf, write_copy, write_sidecar
-from subkv.plan import budget as layout
 from subkv.plan.costs import BASES_K, BASES_V
 from subkv.plan.gamma import METHODS
 from subkv.plan.pipeline import Options, Result
@@ -57,12 +58,8 @@ from subkv.plan.pipeline import convert as run_pipeline
 @click.option(
     "--center-k/--no-center-k", default=True, show_default=True, help="Code keys less their mean; needs sinks."
 )
-@click.option(
-    "--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions kept exact."
-)
-@click.option(
-    "--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions kept exact."
-)
+@click.option("--n-sink", type=int, default=N_SINK, show_default=True, help="First positions kept exact.")
+@click.option("--n-recent", type=int, default=N_RECENT, show_default=True, help="Last positions kept exact.")
 @click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]")
 @click.option("--adapt", help="How bases follow the text by default, of k, v or kv: v,length=512. [default: not]")
 @click.option("--sidecar", is_flag=True, help="Write the keys to a GGUF without weights.")
@@ -110,8 +107,7 @@ def convert(
         basis_k=basis_k,
         basis_v=basis_v,
         gamma=gamma,
-        n_sink=n_sink,
-        n_recent=n_recent,
+        window=Window(n_sink, n_recent),
         kv_bits=kv_bits,
         rank_k=rank_k,
         rank_v=rank_v,
@@ -131,7 +127,7 @@ def convert(
         for line in table(result):
             click.echo(line)
         for note in result.notes:
-            click.echo(note, err=True)
+            click.echo(sentence(note), err=True)
         click.echo("dry run: nothing was written" if dry_run else f"wrote {target}")
 
 

@@ -26,6 +26,7 @@ from converter.plots import figure, frontier
 from converter.reference import F32, Coder, Reference, check_length, check_shapes, cut
 from converter.scoring import Scores, score
 from subkv.base.command import command as command_of
+from subkv.base.command import sentence
 from subkv.base.errors import SubkvError, exit_on_error
 from subkv.base.progress import progress_bar
 from subkv.base.threads import default_threads
@@ -33,8 +34,8 @@ from subkv.format.adapt import Adapt, parse
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration, read_calibration
 from subkv.format.metadata import Account
+from subkv.format.window import N_RECENT, N_SINK, Window
 from subkv.native.gguf import Gguf
-from subkv.plan import budget as layout
 from subkv.plan import stock
 from subkv.plan.costs import BASES_K, BASES_V
 from subkv.plan.pipeline import Fit, Options
@@ -98,7 +99,7 @@ def stock_coder(kind: str, sides: str = "kv") -> Coder:
 def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
     """Rows for llama.cpp's types, each as it is and with the exact window of `fit`."""
     window = fit.overhead.window_bits
-    n_sink, n_recent = fit.settings.n_sink, fit.settings.n_recent
+    n_sink, n_recent = fit.settings.window.n_sink, fit.settings.window.n_recent
     caches = []
     for kind in kinds:
         bits = stock.BITS[kind]
@@ -124,8 +125,8 @@ def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -
         layer_coder(layers, sides),
         counted.total,
         counted.rows,
-        fit.settings.n_sink,
-        fit.settings.n_recent,
+        fit.settings.window.n_sink,
+        fit.settings.window.n_recent,
         fit.error(layers) if fit.calibration.sensitivity and sides == "kv" else None,
     )
 
@@ -137,7 +138,7 @@ def adaptive_cache(
     layers, counted = _coded(fit, kv_bits)
     coded = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
     coder = AdaptiveCoder(coded, layers, sides, *adapt)
-    window = fit.settings.n_sink, fit.settings.n_recent
+    window = fit.settings.window.n_sink, fit.settings.window.n_recent
     name = f"subkv {kv_bits:g} adapt {text}"
     return Cache(name, coder, counted.total, counted.rows, *window, adaptive=coder, context=counted.context)
 
@@ -254,8 +255,8 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
     metavar="SIDES[,NAME=VALUE...]",
     help="A row more per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
 )
-@click.option("--n-sink", type=int, default=layout.DEFAULT_N_SINK, show_default=True, help="First positions exact.")
-@click.option("--n-recent", type=int, default=layout.DEFAULT_N_RECENT, show_default=True, help="Last positions exact.")
+@click.option("--n-sink", type=int, default=N_SINK, show_default=True, help="First positions exact.")
+@click.option("--n-recent", type=int, default=N_RECENT, show_default=True, help="Last positions exact.")
 @click.option("--bpe-context", type=click.IntRange(1), help="Context of the bit count. [default: as of convert]")
 @click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]")
 @click.option("--plot", "target", type=click.Path(path_type=Path), help="Draw bits against KLD (extra plot).")
@@ -296,8 +297,7 @@ def command(
         options = Options(
             basis_k=basis_k,
             basis_v=basis_v,
-            n_sink=n_sink,
-            n_recent=n_recent,
+            window=Window(n_sink, n_recent),
             bpe_context=bpe_context,
             center_k=center_k,
         )
@@ -306,7 +306,7 @@ def command(
         with Gguf(model) as base:
             fit = Fit(base, calibration, options, progress=True)
             for note in fit.notes:
-                click.echo(note, err=True)
+                click.echo(sentence(note), err=True)
             planned = []
             for bits in kv_bits:
                 planned.append(coded_cache(fit, bits, SIDES[sides]))

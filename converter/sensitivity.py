@@ -22,8 +22,8 @@ from subkv.base.errors import SubkvError, exit_on_error
 from subkv.base.files import check_writable
 from subkv.base.threads import default_threads
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
+from subkv.format.window import MAX_RECENT, N_RECENT, Window
 from subkv.native.gguf import Gguf
-from subkv.plan.budget import DEFAULT_N_RECENT, MAX_RECENT
 from subkv.plan.pipeline import TARGET, Fit, Options
 
 DEFAULT_CHUNKS = 16
@@ -34,7 +34,7 @@ ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 
 def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
     """The calibration's bases as `convert` would fit them. Raises SubkvError for what convert would refuse."""
-    options = Options(n_sink=calibration.n_skip, n_recent=n_recent, bpe_context=ROWS_ONLY)
+    options = Options(window=Window(calibration.n_skip, n_recent), bpe_context=ROWS_ONLY)
     return Fit(base, calibration, options, progress=True)
 
 
@@ -79,7 +79,7 @@ def with_corrections(
 @click.option("--chunks", default=DEFAULT_CHUNKS, show_default=True, type=click.IntRange(1), help="Most chunks.")
 @click.option(
     "--n-recent",
-    default=DEFAULT_N_RECENT,
+    default=N_RECENT,
     show_default=True,
     type=click.IntRange(0, MAX_RECENT),
     help="Exact window that convert will be given, or a smaller one.",

@@ -127,7 +127,7 @@ class Triton:
     def __init__(self, work: Workload) -> None:
         import torch
 
-        import subkv_triton as st
+        import subkv_triton.ops as st
 
         self.st, self.work, self.codecs = st, work, []
         for side in work.sides:

@@ -57,7 +57,8 @@ static inline __m512 scales_of(__m128i codes) {
     const __m512i u     = _mm512_cvtepu8_epi32(codes);
     const __m512  roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
     const __m512  root  = _mm512_permutexvar_ps(u, _mm512_insertf32x8(roots, _mm512_castps512_ps256(roots), 1));
-    const __m512i power = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_srli_epi32(u, 3), _mm512_set1_epi32(20)), 23);
+    const __m512i power =
+        _mm512_slli_epi32(_mm512_sub_epi32(_mm512_srli_epi32(u, 3), _mm512_set1_epi32(SCALE_ONE / 8)), 23);
     return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(u, u),
                                _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
 }

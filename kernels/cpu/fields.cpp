@@ -3,10 +3,6 @@
 
 namespace subkv::cpu {
 
-static int32_t low_bits(int32_t bits) {
-    return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
-}
-
 // The field of coefficient j in a plane of `width` bits that begins at byte `first`.
 static Field in_plane(const Band & band, int32_t j, int32_t first, int32_t width, int32_t to) {
     const int32_t m = band.n * width / 8;
@@ -17,7 +13,7 @@ std::vector<std::vector<Field>> fields_of(const HeadCodec & codec) {
     std::vector<std::vector<Field>> fields;
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band &  band = codec.bands[i];
-        const int32_t low  = low_bits(band.bits);
+        const int32_t low  = low_plane(band.bits);
         for (int32_t j = 0; j < band.n; ++j) {
             fields.emplace_back();
             if (band.bits == 16) {

@@ -13,8 +13,6 @@
 
 namespace subkv::neon {
 
-using cpu::half_range;
-
 enum Slot { SLOT_COEF = 10 };
 
 constexpr int64_t TOKENS = 32; // projected together
@@ -92,7 +90,7 @@ int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64
     int64_t n_bad = 0;
     for (int64_t first = 0; first < n; first += TOKENS) {
         const int64_t count = n - first < TOKENS ? n - first : TOKENS;
-        project(codec.encode, codec.rank, codec.d, x + first * ldx, ldx, count, 1.0f, c, codec.rank);
+        cpu::coefficients(project, codec, x + first * ldx, ldx, count, c);
         for (int64_t t = 0; t < count; ++t) {
             float * row_c  = c + t * codec.rank;
             bool    finite = true;

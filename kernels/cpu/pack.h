@@ -1,15 +1,25 @@
-// pack.h: what encode_rows does alike in every version: the search of a scale code, codes to planes. Definition:
-// ref/encode.cpp. Static, as all that ISA files include.
+// pack.h: what encode_rows does alike in every version: coefficients, the search of a scale code, codes to planes.
+// Definition: ref/encode.cpp. Static, as all that ISA files include.
 #pragma once
 
 #include "../ref/rows.h"
 
 #include <stdint.h>
+#include <string.h>
 
 namespace subkv::cpu {
 
-static inline float half_range(int32_t bits) {
-    return 0.5f * (float) ((1 << bits) - 1);
+// c [n][rank] = E x of x [n][ldx], by a version's project.
+template <typename Project>
+static inline void coefficients(const Project & project, const HeadCodec & codec, const float * x, int64_t ldx,
+                                int64_t n, float * c) {
+    if (codec.encode != nullptr) {
+        project(codec.encode, codec.rank, codec.d, x, ldx, n, 1.0f, c, codec.rank);
+        return;
+    }
+    for (int64_t t = 0; t < n; ++t) {
+        memcpy(c + t * codec.rank, x + t * ldx, (size_t) codec.rank * sizeof(float));
+    }
 }
 
 // The scale code of a row of coefficients c. largest(x, n): largest magnitude of n of them; error(s): squared error of
@@ -66,7 +76,7 @@ static inline void put_plane(const uint8_t * code, int32_t n, int32_t w, int32_t
 }
 
 static inline void put_codes(const uint8_t * code, int32_t n, int32_t bits, uint8_t * planes) {
-    const int32_t low = bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
+    const int32_t low = low_plane(bits);
     put_plane(code, n, low, 0, planes);
     if (low < bits) {
         put_plane(code, n, bits - low, low, planes + n * low / 8);

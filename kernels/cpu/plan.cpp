@@ -69,7 +69,7 @@ void build(const HeadCodec & codec, StoredPlan & stored) {
     std::vector<float>                    middle; // of every coefficient's codes
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         plan.has_half = plan.has_half || codec.bands[i].bits == 16;
-        middle.insert(middle.end(), (size_t) codec.bands[i].n, 0.5f * (float) ((1 << codec.bands[i].bits) - 1));
+        middle.insert(middle.end(), (size_t) codec.bands[i].n, half_range(codec.bands[i].bits));
     }
     for (float & unit : plan.unit) {
         unit = 1.0f;

@@ -77,7 +77,7 @@ __device__ float tile_bound(const HeadCodec & codec, const Place * places, const
     float reach = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
         if (codec.bands[i].bits != 16) {
-            reach = fmaxf(reach, codec.bands[i].ratio * zero_code(codec.bands[i].bits));
+            reach = fmaxf(reach, codec.bands[i].ratio * half_range(codec.bands[i].bits));
         }
     }
     float bound = 1e-30f;

@@ -101,12 +101,13 @@ __device__ inline uint16_t to_half(float x) {
     return __half_as_ushort(__float2half_rn(x));
 }
 
-static __constant__ float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
-                                         1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f }; // 2^(i/8)
+// EIGHTHS where a device can index it
+static __constant__ float ROOTS[8] = { EIGHTHS[0], EIGHTHS[1], EIGHTHS[2], EIGHTHS[3],
+                                       EIGHTHS[4], EIGHTHS[5], EIGHTHS[6], EIGHTHS[7] };
 
-// The scale of a row: 2^((code - 160)/8) rounded to f32, 0 for code 0.
+// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0.
 __device__ inline float row_scale(uint32_t code) {
-    return code == 0 ? 0.0f : __uint_as_float((code / 8 + 107) << 23) * EIGHTHS[code % 8]; // 107 = 127 - 160/8
+    return code == 0 ? 0.0f : __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
 }
 
 // Copies n <= 4 bytes from a 4-byte aligned address into a word of shared memory, the rest becomes 0; asynchronous where

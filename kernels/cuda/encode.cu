@@ -6,9 +6,7 @@ namespace subkv::cuda {
 
 namespace {
 
-constexpr int SCALE_ONE        = 160;
-constexpr int CANDIDATES_BELOW = 10;
-constexpr int CANDIDATES       = CANDIDATES_BELOW + 1;
+constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
 static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
 
 __device__ float quantize(float c, float inverse, float zero) {
@@ -25,7 +23,7 @@ __device__ float lane_error(const HeadCodec & codec, const float * c, float s, i
         }
         const float step    = __fmul_rn(s, band.ratio);
         const float inverse = __fdiv_rn(1.0f, step);
-        const float zero    = zero_code(band.bits);
+        const float zero    = half_range(band.bits);
         for (int j = lane; j < band.n; j += 8) {
             const float x = c[band.first + j];
             const float e = fmaf(-step, quantize(x, inverse, zero) - zero, x);
@@ -45,7 +43,7 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
             continue;
         }
         quantized        = true;
-        const float full = __fmul_rn(band.ratio, zero_code(band.bits));
+        const float full = __fmul_rn(band.ratio, half_range(band.bits));
         for (int j = (int) threadIdx.x; j < band.n; j += THREADS) {
             reach = fmaxf(reach, __fdiv_rn(fabsf(c[band.first + j]), full));
         }
@@ -79,7 +77,7 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
 // Byte `at` of a band's planes: what its up to eight coefficients put there.
 __device__ uint32_t plane_byte(const Band & band, const float * c, float inverse, int at) {
     if (band.bits == 16) {
-        const float    x = fminf(fmaxf(c[band.first + at / 2], -65504.0f), 65504.0f);
+        const float    x = fminf(fmaxf(c[band.first + at / 2], -HALF_MAX), HALF_MAX);
         const uint32_t h = to_half(x);
         return at % 2 == 0 ? h & 255 : h >> 8;
     }
@@ -93,7 +91,7 @@ __device__ uint32_t plane_byte(const Band & band, const float * c, float inverse
     const int m    = band.n * w / 8;
     uint32_t  byte = 0;
     for (int slot = 0; slot < 8 / w; ++slot) {
-        const auto u = (uint32_t) quantize(c[band.first + at + slot * m], inverse, zero_code(band.bits));
+        const auto u = (uint32_t) quantize(c[band.first + at + slot * m], inverse, half_range(band.bits));
         byte |= (u >> up & ((1u << w) - 1)) << (w * slot);
     }
     return byte;

@@ -41,7 +41,7 @@ __device__ inline Entry band_entry(const Band & band, int e) {
     int       w     = low_plane(band.bits);
     int       start = band.offset;
     const int n_low = (band.n * w / 8 + 3) / 4 * (8 / w);
-    entry.zero      = zero_code(band.bits);
+    entry.zero      = half_range(band.bits);
     if (e >= n_low) {
         e -= n_low;
         start += band.n * w / 8;

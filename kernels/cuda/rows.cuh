@@ -5,19 +5,6 @@
 
 namespace subkv::cuda {
 
-// The bit planes of a band of b bits, low bits first: widths 8, 4 2, 4 1, 4, 2 1, 2.
-__device__ inline int n_planes(int bits) {
-    return bits == 6 || bits == 5 || bits == 3 ? 2 : 1;
-}
-
-__device__ inline int low_plane(int bits) {
-    return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
-}
-
-__device__ inline float zero_code(int bits) {
-    return 0.5f * (float) ((1 << bits) - 1);
-}
-
 // Where one coefficient's code is: (row[low] >> low_shift & low_mask) | (row[high] >> high_shift & high_mask) << up
 struct Place {
     uint16_t low, high;
@@ -51,7 +38,7 @@ __device__ inline Place place_of(const HeadCodec & codec, int coefficient) {
     p.low_shift = (uint8_t) (w * (j / m));
     p.low_mask  = (uint8_t) ((1 << w) - 1);
     p.high      = p.low; // read and masked away where there is no second plane
-    if (n_planes(band.bits) == 2) {
+    if (w < band.bits) {
         const int rest   = band.bits - w;
         const int m_high = band.n * rest / 8;
         p.high           = (uint16_t) (band.offset + m + j % m_high);
@@ -60,7 +47,7 @@ __device__ inline Place place_of(const HeadCodec & codec, int coefficient) {
         p.up             = (uint8_t) w;
     }
     p.step = band.ratio;
-    p.zero = zero_code(band.bits);
+    p.zero = half_range(band.bits);
     return p;
 }
 

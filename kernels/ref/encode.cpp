@@ -22,13 +22,9 @@
 
 namespace subkv::ref {
 
-static float half_range(const Band & band) {
-    return 0.5f * (float) ((1 << band.bits) - 1);
-}
-
 static float quantize(float c, float inverse, const Band & band) {
-    const float u = std::nearbyint(std::fma(c, inverse, half_range(band)));
-    return std::fmin(std::fmax(u, 0.0f), 2.0f * half_range(band));
+    const float u = std::nearbyint(std::fma(c, inverse, half_range(band.bits)));
+    return std::fmin(std::fmax(u, 0.0f), 2.0f * half_range(band.bits));
 }
 
 static float squared_error(const HeadCodec & codec, const float * c, float s) {
@@ -42,7 +38,7 @@ static float squared_error(const HeadCodec & codec, const float * c, float s) {
         const float inverse = 1.0f / step;
         for (int32_t j = 0; j < band.n; ++j) {
             const float x = c[band.first + j];
-            const float e = std::fma(-step, quantize(x, inverse, band) - half_range(band), x);
+            const float e = std::fma(-step, quantize(x, inverse, band) - half_range(band.bits), x);
             lane[j % 8]   = std::fma(e, e, lane[j % 8]);
         }
     }
@@ -60,7 +56,7 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
             for (int32_t j = 0; j < band.n; ++j) {
                 largest = std::fmax(largest, std::fabs(c[band.first + j]));
             }
-            reach = std::fmax(reach, largest / (band.ratio * half_range(band)));
+            reach = std::fmax(reach, largest / (band.ratio * half_range(band.bits)));
         }
     }
     if (!quantized) {
@@ -88,20 +84,10 @@ static void put_plane(uint8_t * plane, int32_t n, int32_t w, int32_t j, uint32_t
 }
 
 static void put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u) {
-    switch (bits) {
-        case 6:
-            put_plane(planes, n, 4, j, u);
-            put_plane(planes + n / 2, n, 2, j, u >> 4);
-            break;
-        case 5:
-            put_plane(planes, n, 4, j, u);
-            put_plane(planes + n / 2, n, 1, j, u >> 4);
-            break;
-        case 3:
-            put_plane(planes, n, 2, j, u);
-            put_plane(planes + n / 4, n, 1, j, u >> 2);
-            break;
-        default: put_plane(planes, n, bits, j, u);
+    const int32_t low = low_plane(bits);
+    put_plane(planes, n, low, j, u);
+    if (low < bits) {
+        put_plane(planes + n * low / 8, n, bits - low, j, u >> low);
     }
 }
 
@@ -130,7 +116,11 @@ int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64
     std::vector<float> c((size_t) codec.rank);
     int64_t            n_bad = 0;
     for (int64_t t = 0; t < n; ++t) {
-        project(codec.encode, codec.rank, codec.d, x + t * ldx, ldx, 1, 1.0f, c.data(), codec.rank);
+        if (codec.encode != nullptr) {
+            project(codec.encode, codec.rank, codec.d, x + t * ldx, ldx, 1, 1.0f, c.data(), codec.rank);
+        } else {
+            c.assign(x + t * ldx, x + t * ldx + codec.rank);
+        }
         for (int32_t i = 0; codec.offset != nullptr && i < codec.rank; ++i) {
             c[(size_t) i] -= codec.offset[i];
         }

@@ -12,9 +12,9 @@
 namespace subkv {
 
 #define S7(e)                                                                                                          \
-    1.09050775f * e, 1.18920708f * e, 1.29683959f * e, 1.41421354f * e, 1.54221082f * e, 1.68179286f * e, 1.8340081f * e
-#define S8(e) 1.0f * e, S7(e)
-// Literals, not exp2(): the table must not depend on a libm. Powers of two are exact, so is each product.
+    EIGHTHS[1] * e, EIGHTHS[2] * e, EIGHTHS[3] * e, EIGHTHS[4] * e, EIGHTHS[5] * e, EIGHTHS[6] * e, EIGHTHS[7] * e
+#define S8(e) EIGHTHS[0] * e, S7(e)
+// Powers of two are exact, so is each product.
 const float SCALES[256] = {
     0.0f,         S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f), S8(0x1p-16f), S8(0x1p-15f),
     S8(0x1p-14f), S8(0x1p-13f), S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f), S8(0x1p-9f),  S8(0x1p-8f),
@@ -35,12 +35,9 @@ static uint32_t plane_value(const uint8_t * plane, int32_t n, int32_t w, int32_t
 }
 
 static uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j) {
-    switch (bits) {
-        case 6: return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 2, j) << 4;
-        case 5: return plane_value(planes, n, 4, j) | plane_value(planes + n / 2, n, 1, j) << 4;
-        case 3: return plane_value(planes, n, 2, j) | plane_value(planes + n / 4, n, 1, j) << 2;
-        default: return plane_value(planes, n, bits, j);
-    }
+    const int32_t  low = low_plane(bits);
+    const uint32_t u   = plane_value(planes, n, low, j);
+    return low == bits ? u : u | plane_value(planes + n * low / 8, n, bits - low, j) << low;
 }
 
 void dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c) {
@@ -57,8 +54,8 @@ void dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_
                 } else if (band.bits == 16) {
                     out[band.first + j] = half_to_float((uint16_t) (planes[2 * j] | planes[2 * j + 1] << 8));
                 } else {
-                    const float half_range = 0.5f * (float) ((1 << band.bits) - 1);
-                    out[band.first + j]    = s * band.ratio * ((float) code(planes, band.n, band.bits, j) - half_range);
+                    const float u       = (float) code(planes, band.n, band.bits, j);
+                    out[band.first + j] = s * band.ratio * (u - half_range(band.bits));
                 }
             }
         }

@@ -5,11 +5,6 @@
 
 namespace subkv {
 
-constexpr int32_t SCALE_ONE = 160; // scale code of s = 1
-// Scale codes tried by encode: the smallest one that clips nothing and this many below it (factor 2^(-10/8)).
-constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
-constexpr float   HALF_MAX               = 65504.0f;
-
 extern const float SCALES[256]; // SCALES[0] = 0, else 2^((u - 160)/8) rounded to float
 
 } // namespace subkv

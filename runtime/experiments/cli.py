@@ -23,7 +23,7 @@ from runtime import options
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.threads import default_threads
-from subkv.format.window import N_RECENT, N_SINK
+from subkv.format.window import N_RECENT, N_SINK, Window
 
 # what runs is imported by the command: numpy, torch and the native libraries are not for a --help
 if TYPE_CHECKING:
@@ -93,12 +93,14 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Budget:
-    """Of the coded caches, and the window whose tokens are exact."""
+    """Of the coded caches."""
 
     kv_bits: float
-    n_sink: int
-    n_recent: int
     bpe_context: int | None
+
+
+def _window(n_sink: int | None, n_recent: int | None) -> Window:
+    return Window(N_SINK if n_sink is None else n_sink, N_RECENT if n_recent is None else n_recent)
 
 
 class Results:
@@ -204,22 +206,25 @@ def _version(name: str) -> str:
     "budget",
     Budget,
     click.option("--kv-bits", type=float, default=4.25, help="budget in bits per element, as of convert"),
-    click.option(
-        "--n-sink", type=int, default=N_SINK, show_default=False, help="first positions exact; default: as of convert"
-    ),
-    click.option(
-        "--n-recent",
-        type=int,
-        default=N_RECENT,
-        show_default=False,
-        help="last positions exact; default: as of convert",
-    ),
     click.option("--bpe-context", type=click.IntRange(1), help="context of the bit count; default: as of convert"),
+)
+@group(
+    "window",
+    _window,
+    click.option("--n-sink", type=int, help="first positions exact; default: as of convert"),
+    click.option("--n-recent", type=int, help="last positions exact; default: as of convert"),
 )
 @options.threads_option
 @click.option("-o", "--output", "output", required=True, type=FILE, help="folder of the report")
 def main(
-    chosen: Chosen, model: Path, bases: Path, corpus: Corpus, budget: Budget, n_threads: int | None, output: Path
+    chosen: Chosen,
+    model: Path,
+    bases: Path,
+    corpus: Corpus,
+    budget: Budget,
+    window: Window,
+    n_threads: int | None,
+    output: Path,
 ) -> None:
     """Run the papers' experiments and answer their falsifiers."""
     from converter.calibrate import read_text
@@ -241,7 +246,9 @@ def main(
             "texts": [f"{path.name} ({digest[:16]})" for path, digest in zip(corpus.files, digests, strict=True)],
             "n_ctx": corpus.n_ctx,
             "chunks": corpus.chunks,
-            **vars(budget),
+            "kv_bits": budget.kv_bits,
+            "n_sink": window.n_sink,
+            "n_recent": window.n_recent,
             "bpe_context": budget.bpe_context or "as of convert",
             "versions": {name: _version(name) for name in PACKAGES},
             "format": FORMAT,
@@ -257,11 +264,11 @@ def main(
             texts = _texts(reference, corpus)
             moments = [layer.k2 for layer in calibration.layers]
             reference.match(moments, texts[0].chunks[0], calibration.n_skip)
-            asked = Options(n_sink=budget.n_sink, n_recent=budget.n_recent, bpe_context=budget.bpe_context)
+            asked = Options(window=window, bpe_context=budget.bpe_context)
             threads = default_threads(n_threads)
             lab = Lab(base, calibration, reference, texts, asked, budget.kv_bits, corpus.n_ctx, threads, stack)
             for note in lab.fit().notes:
-                options.note(note)
+                options.note(sentence(note))
             lab.fit().plan(budget.kv_bits)  # refuses a budget that cannot be had
             for i, name in enumerate(wanted):
                 options.note(f"{name} ({i + 1} of {len(wanted)})")
@@ -279,7 +286,7 @@ def _texts(reference: Reference, corpus: Corpus) -> list[Text]:
     from converter.reference import cut
     from runtime.experiments.lab import Text
 
-    found = []
+    found: list[Text] = []
     for path in corpus.files:
         own = cut(reference, (path,), corpus.n_ctx, corpus.chunks)
         longest = own[0]

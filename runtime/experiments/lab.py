@@ -84,9 +84,9 @@ class Lab:
     def planned(self, fit: Fit, plan: Sequence[Bands], name: str, n_recent: int) -> Cache:
         """A cache of bands of one's own. n_recent: of the window; what it costs is counted."""
         layers, _ = fit.code(plan)
-        overhead = layout.Overhead(fit.overhead.context, fit.settings.n_sink, n_recent)
+        overhead = layout.Overhead(fit.overhead.context, dataclasses.replace(fit.settings.window, n_recent=n_recent))
         counted = layout.account(fit.heads, plan, overhead)
-        return Cache(name, layer_coder(layers), counted.total, counted.rows, fit.settings.n_sink, n_recent)
+        return Cache(name, layer_coder(layers), counted.total, counted.rows, fit.settings.window.n_sink, n_recent)
 
     def measure(self, caches: Sequence[Cache], text: Text) -> Rows:
         """Rows as of converter.evaluate, one per cache. The caches keep the scores of this text."""

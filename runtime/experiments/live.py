@@ -1,4 +1,4 @@
-"""What attention over a coefficient cache loses while a text is read, measured in the engine (runtime.experiments.tracker).
+"""What attention over a coefficient cache loses while a text is read, measured in the engine (program: tracker.py).
 
 Exact attention and the bounds (bounds.py) are computed in float64.
 """
@@ -6,6 +6,7 @@ Exact attention and the bounds (bounds.py) are computed in float64.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,13 @@ from subkv.engine.observer import SAMPLE, UBATCH, ObservedLayer, Observer
 from subkv.engine.stats import cache_line
 from subkv.format import adapt as adaptive
 from subkv.format.adapt import Adapt
-from subkv.native.binding import last_error, native
+from subkv.native.library import Signatures, declare, last_error, load
+
+_HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
+SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_read_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]),
+    "subkv_get_sketch_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_void_p, ctypes.c_int64]),
+}
 
 # error, its bound, what it is called; weights and outputs have another bound, from what was measured a step before
 STEPS = {"weight_error": "weight_step", "output_error": "output_step"}
@@ -147,7 +154,7 @@ class Tracker:
     def _rows(self, layer: ObservedLayer, head: int, value: bool, x: F64, coded: Any) -> tuple[F64, Any]:
         """What attention sees of rows x [n, d], stored ones where `coded` [n]; the chunk of each, −1 if not stored."""
         seen, chunk = np.empty(x.shape, np.float32), np.empty(len(x), np.int32)
-        n = native().subkv_read_rows(
+        n = declare(load(), SIGNATURES).subkv_read_rows(
             self._context.handle, layer.il, head, value, 0, 0, len(x), seen.ctypes.data, chunk.ctypes.data
         )
         if n < 0:
@@ -173,7 +180,9 @@ class Tracker:
         if rows == r:
             return None
         s = np.empty((2 * rows, a.shape[1]), np.float32)
-        n = native().subkv_get_sketch_rows(self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size)
+        n = declare(load(), SIGNATURES).subkv_get_sketch_rows(
+            self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size
+        )
         if n < 0:
             raise CacheError("kv_cache", last_error())
         if n == 0:

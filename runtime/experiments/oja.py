@@ -23,6 +23,7 @@ from runtime.experiments.sketch import Sketch
 from runtime.experiments.tables import Rows
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
+from subkv.format.window import Window
 from subkv.plan import budget as layout
 
 EXACT = 32  # first tokens, and last ones
@@ -149,7 +150,7 @@ def _caches(lab: Lab, r: int, learned: dict[tuple[int, int], Indices]) -> list[C
     """Caches of r coefficients in half precision; bases are not counted."""
     stats = _stats(lab)
     rows = 16.0 * r / lab.reference.d
-    window = layout.Overhead(lab.fit().overhead.context, EXACT, EXACT).window_bits
+    window = layout.Overhead(lab.fit().overhead.context, Window(EXACT, EXACT).filled()).window_bits
 
     def coder(name: str) -> Coder:
         def see(il: int, x: F32, moments: F64) -> F32:

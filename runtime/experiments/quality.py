@@ -50,7 +50,7 @@ def ranks(lab: Lab) -> dict[str, Any]:
     for energy in ENERGIES:
         exact, rounded = energy_ranks(fit, energy)
         plan: list[Bands] = [((r, 8),) for r in rounded]
-        for n_recent in sorted({0, lab.options.n_recent}):
+        for n_recent in sorted({0, lab.options.window.n_recent}):
             caches.append(lab.planned(fit, plan, f"{100 * energy:g}%, window {n_recent}", n_recent))
             kept.append((energy, exact, rounded, n_recent))
     rows = lab.measure(caches, lab.texts[0])
@@ -140,7 +140,7 @@ def coefficients(lab: Lab) -> dict[str, Any]:
     for name, held in (("95% energy", energy_ranks(fit, 0.95)[1]), ("full rank", [head.d for head in fit.heads])):
         for bits in (8, 16):
             plan: list[Bands] = [((r, bits),) for r in held]
-            caches.append(lab.planned(fit, plan, f"{name}, {bits} bits", lab.options.n_recent))
+            caches.append(lab.planned(fit, plan, f"{name}, {bits} bits", lab.options.window.n_recent))
     return {"rows": lab.measure(caches, lab.texts[0])}
 
 
@@ -148,7 +148,7 @@ def length(lab: Lab) -> dict[str, Any]:
     """KLD and ΔPPL by position range of one long chunk, static and adaptive."""
     tokens = lab.texts[0].long
     n = len(tokens)
-    first = min(n // 8, lab.options.n_sink + lab.options.n_recent)  # before that nothing is coded
+    first = min(n // 8, lab.options.window.n_sink + lab.options.window.n_recent)  # before that nothing is coded
     caches = [lab.static(), *(lab.adaptive(ADAPTIVE[name], name) for name in list(ADAPTIVE)[:3])]
     edges = [first, *(n * i // POSITIONS for i in range(1, POSITIONS)), n - 1]
     rows: Rows = []

@@ -86,7 +86,7 @@ def _reconstruction_of(lab: Lab, text: Text, r: int) -> dict[str, float]:
     """name of a basis -> error."""
     stats = {layer.shape.il: layer for layer in lab.calibration.layers}
     tokens = text.chunks[0]
-    start = max(lab.options.n_sink, len(tokens) // 4 // PERIOD * PERIOD)
+    start = max(lab.options.window.n_sink, len(tokens) // 4 // PERIOD * PERIOD)
     found: list[dict[str, float]] = []
     with _bar(lab, f"values of {text.name}") as bar:
 

@@ -32,7 +32,7 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
              const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter) :
     layout_(std::move(layout)), observer_(observer), planter_(std::move(planter)),
     window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0,
-            layout_ ? or_default(params.n_recent, layout_->n_recent) : 0, or_default(params.n_rollback, 32),
+            layout_ ? or_default(params.n_recent, layout_->n_recent) : 0, or_default(params.n_rollback, N_ROLLBACK),
             layout_ ? desc.n_seq_max : 0),
     n_cells_(desc.n_cells), n_stream_(desc.n_stream) {
     for (const auto & layer : desc.layers) {

@@ -4,7 +4,7 @@
 #include "hook.h"
 #include "observer.h"
 #include "planter.h"
-#include "subkv.h"
+#include "subkv_test.h"
 
 #include <stdexcept>
 

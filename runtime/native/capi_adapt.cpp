@@ -1,7 +1,8 @@
-// capi_adapt.cpp: section "adaptive bases" of subkv.h.
+// capi_adapt.cpp: the adaptive coder of subkv_research.h and subkv_test.h.
 #include "adapt_replay.h"
 #include "error.h"
 #include "layout.h"
+#include "subkv_test.h"
 
 #include <algorithm>
 #include <exception>
@@ -118,11 +119,6 @@ int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, 
         adapt->replay.read(xhat, chunk_of, rho);
         return adapt->replay.size();
     });
-}
-
-void subkv_adapt_get_stats(const subkv_adapt * adapt, subkv_adapt_stats * out) {
-    *out = {};
-    add_stats(adapt->replay.adapter(), *out);
 }
 
 bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out) {

@@ -1,8 +1,9 @@
-// capi_layout.cpp: section "layout" of subkv.h.
+// capi_layout.cpp: section "layout" of subkv.h, and what research and tests ask a layout.
 #include "adapt.h"
 #include "error.h"
 #include "ggml.h"
 #include "layout.h"
+#include "subkv_test.h"
 
 #include <algorithm>
 #include <exception>
@@ -70,10 +71,6 @@ void subkv_layout_free(subkv_layout * layout) {
 
 const char * subkv_layout_json(const subkv_layout * layout) {
     return layout ? layout->json.c_str() : nullptr;
-}
-
-const char * subkv_layout_fingerprint(const subkv_layout * layout) {
-    return layout ? layout->p->fingerprint.c_str() : nullptr;
 }
 
 int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,

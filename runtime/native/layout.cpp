@@ -24,8 +24,7 @@ namespace subkv {
 
 namespace {
 
-constexpr int    FORMAT_VERSION = 2;
-constexpr size_t MATRIX_ALIGN   = 64;
+constexpr size_t MATRIX_ALIGN = 64;
 
 struct Invalid {
     std::string why;
@@ -341,18 +340,10 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
                     KeyCentre * centre) {
     HeadCodec head = {};
     head.d         = d;
-    head.rank      = spec.rank();
-    head.row_bytes = spec.row_bytes();
-    head.n_bands   = spec.n_bands;
-
-    int first  = 0;
-    int offset = 1; // after the scale byte
+    head.row_bytes = 1;
     for (int b = 0; b < spec.n_bands; ++b) {
-        const HeadSpec::BandSpec band = spec.bands[b];
-        head.bands[b]                 = { band.n, band.bits, first, offset,
-                                          block.positive("ratio of band " + std::to_string(b) + " of " + name) };
-        first += band.n;
-        offset += band.n / 8 * band.bits;
+        add_band(head, spec.bands[b].n, spec.bands[b].bits,
+                 block.positive("ratio of band " + std::to_string(b) + " of " + name));
     }
     if (centre) {
         centre->mean = read_mean(d, name, block);
@@ -471,6 +462,12 @@ template <typename T, typename F> T sentence(T failed, std::string & err, F body
 
 void Layout::AlignedDelete::operator()(uint16_t * p) const {
     ::operator delete[](p, std::align_val_t(MATRIX_ALIGN));
+}
+
+void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio) {
+    head.bands[head.n_bands++] = { n, bits, head.rank, head.row_bytes, ratio };
+    head.rank += n;
+    head.row_bytes += n * bits / 8;
 }
 
 const LayerCodec * Layout::layer(int il) const {

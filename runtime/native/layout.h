@@ -15,10 +15,6 @@
 
 namespace subkv {
 
-constexpr int    MAX_LAYERS       = 1024;
-constexpr int    MAX_HEADS_KV     = 1024;
-constexpr int    MAX_SINK         = 4096;
-constexpr int    MAX_RECENT       = 65536;
 constexpr size_t MAX_LAYOUT_BYTES = 16u << 20; // of the subkv.layout string
 
 // The bands of one head as subkv.layout states them.
@@ -32,7 +28,6 @@ struct HeadSpec {
     BandSpec bands[MAX_BANDS] = {};
 
     int rank() const;
-    int row_bytes() const;
 };
 
 struct LayerSpec {
@@ -41,6 +36,9 @@ struct LayerSpec {
 
     size_t basis_bytes() const; // of the decoded subkv.blk.N.basis
 };
+
+// Appends a band to a head that begins with its scale byte (row_bytes = 1).
+void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio);
 
 // Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
 bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);

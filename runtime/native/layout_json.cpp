@@ -18,14 +18,6 @@ int HeadSpec::rank() const {
     return r;
 }
 
-int HeadSpec::row_bytes() const {
-    int bytes = 1;
-    for (int i = 0; i < n_bands; ++i) {
-        bytes += bands[i].n / 8 * bands[i].bits;
-    }
-    return bytes;
-}
-
 size_t LayerSpec::basis_bytes() const {
     size_t bytes = 0;
     for (int h = 0; h < n_head_kv; ++h) {
@@ -138,7 +130,7 @@ private:
             !integer("bits", 2, 16, bits) || !expect(']')) {
             return false;
         }
-        if (bits == 7 || (bits > 8 && bits != 16)) {
+        if (!is_width(bits)) {
             return fail("expected bits of a band to be one of 16, 8, 6, 5, 4, 3, 2, found " + std::to_string(bits));
         }
         head.bands[head.n_bands++] = { (uint16_t) n, (uint16_t) bits };

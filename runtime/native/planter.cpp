@@ -2,7 +2,7 @@
 
 #include "error.h"
 #include "nodes.h"
-#include "subkv.h"
+#include "subkv_research.h"
 
 #include <algorithm>
 #include <cmath>

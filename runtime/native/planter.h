@@ -1,4 +1,4 @@
-// planter.h: K and V rows computed elsewhere, put in place of those of a batch's tokens (see subkv.h, "planted rows").
+// planter.h: K and V rows computed elsewhere, put in place of those of a batch's tokens (subkv_research.h).
 #pragma once
 
 #include "hook.h"

@@ -8,7 +8,7 @@
         …  # decode a batch with any tokens at those positions
         planter.clear()
 
-runtime/native/subkv.h, section "planted rows", says what becomes of them.
+runtime/native/subkv_research.h, section "planted rows", says what becomes of them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,30 @@ from numpy.typing import ArrayLike, NDArray
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.native.binding import last_error, native
-from subkv.native.library import Planted
+from subkv.native.library import Signatures, declare
 
 __all__ = ["PlantedLayer", "Planter"]
 
 LAST_POSITION = 2**31 - 1
+
+_ptr, _i32 = ctypes.c_void_p, ctypes.c_int32
+
+
+class Planted(ctypes.Structure):
+    """subkv_planted."""
+
+    _fields_ = [("n_head_kv", _i32), ("d_k", _i32), ("d_v", _i32), ("n_planted", ctypes.c_uint64)]
+
+
+SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_planter_new": (_ptr, []),
+    "subkv_planter_free": (None, [_ptr]),
+    "subkv_plant": (ctypes.c_bool, [_ptr]),
+    "subkv_planter_n_layer": (_i32, [_ptr]),
+    "subkv_planter_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Planted)]),
+    "subkv_planter_set": (ctypes.c_bool, [_ptr, _i32, _ptr, _i32, _ptr, _ptr]),
+    "subkv_planter_clear": (None, [_ptr]),
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ class Planter:
     """
 
     def __init__(self) -> None:
-        self._subkv = native()
+        self._subkv = declare(native(), SIGNATURES)
         self._handle: int | None = self._subkv.subkv_planter_new()
 
     def __enter__(self) -> Planter:

@@ -1,4 +1,4 @@
-"""The layout functions of runtime/native/subkv.h through ctypes, for tests."""
+"""The layout functions of libsubkv through ctypes, for tests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import capi
 import numpy as np
 import numpy.typing as npt
-
-from subkv.native import library as _lib
 
 
 class MetadataError(Exception):
@@ -19,7 +18,7 @@ class MetadataError(Exception):
 
 def last_error() -> str:
     """The sentence of the last failure; always valid UTF-8."""
-    return str(_lib.load().subkv_last_error().decode())
+    return str(capi.load().subkv_last_error().decode())
 
 
 class Layout:
@@ -27,16 +26,16 @@ class Layout:
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.json: dict[str, Any] = json.loads(_lib.load().subkv_layout_json(handle).decode())
-        self.fingerprint: str = _lib.load().subkv_layout_fingerprint(handle).decode()
+        self.json: dict[str, Any] = json.loads(capi.load().subkv_layout_json(handle).decode())
+        self.fingerprint: str = self.json["fingerprint"]
 
     def __del__(self) -> None:
-        _lib.load().subkv_layout_free(self.handle)
+        capi.load().subkv_layout_free(self.handle)
 
     def basis(self, il: int, head: int, value: bool, decode: bool, n: int) -> npt.NDArray[np.float32]:
         """subkv_layout_basis into room for n values. Raises MetadataError."""
         out = np.full(n, np.nan, np.float32)
-        found = _lib.load().subkv_layout_basis(self.handle, il, head, value, decode, out.ctypes.data, n)
+        found = capi.load().subkv_layout_basis(self.handle, il, head, value, decode, out.ctypes.data, n)
         if found < 0:
             raise MetadataError(last_error())
         return out[:found]
@@ -44,7 +43,7 @@ class Layout:
 
 def load(path: Path | None) -> Layout:
     """Reads a file (None: a null pointer). Raises MetadataError."""
-    handle = _lib.load().subkv_layout_load(os.fsencode(path) if path else None)
+    handle = capi.load().subkv_layout_load(os.fsencode(path) if path else None)
     if not handle:
         raise MetadataError(last_error())
     return Layout(handle)
@@ -52,4 +51,4 @@ def load(path: Path | None) -> Layout:
 
 def present(path: Path) -> int:
     """subkv_layout_present."""
-    return int(_lib.load().subkv_layout_present(os.fsencode(path)))
+    return int(capi.load().subkv_layout_present(os.fsencode(path)))

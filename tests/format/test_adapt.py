@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import capi
 import numpy as np
 import pytest
 import writer
@@ -21,7 +22,6 @@ from converter.adaptive import Layout, Replayed
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, native_params
 from subkv.format.bases import StoredBasis
-from subkv.native import ggml as native
 from subkv.native import library as _lib
 from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
@@ -82,7 +82,7 @@ class Stream:
     """subkv_adapt: rows handed over a few at a time."""
 
     def __init__(self, layout: Layout, params: Adapt, head: int, value: bool) -> None:
-        self.lib = native.subkv()
+        self.lib = capi.load()
         self.handle = self.lib.subkv_adapt_new(layout.handle, native_params(params), 0, head, value)
         assert self.handle, _lib.last_error()
 
@@ -124,7 +124,7 @@ def relative(x: F32, y: F32) -> float:
 def test_quantizer_constants() -> None:
     step, error = ctypes.c_double(), ctypes.c_double()
     for bits in WIDTHS:
-        native.subkv().subkv_quantizer(bits, step, error)
+        capi.load().subkv_quantizer(bits, step, error)
         assert error.value == pytest.approx(distortion(bits), rel=1e-6)
         if bits != 16:
             assert step.value == pytest.approx(best_step(bits), rel=1e-6)
@@ -206,7 +206,7 @@ def test_any_split_gives_the_same(cuts: list[int], max_chunks: int, kind: str) -
         stream.push(part)
     for one, other in zip((whole.seen, whole.chunk_of, whole.rho), stream.read(), strict=True):
         assert np.array_equal(one, other)
-    assert native.subkv().subkv_adapt_read(stream.handle, None, None, None) == 400
+    assert capi.load().subkv_adapt_read(stream.handle, None, None, None) == 400
 
 
 _LAYOUT: list[Layout] = []

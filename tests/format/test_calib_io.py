@@ -236,7 +236,7 @@ def test_unknown_tensors_and_unequal_samples(damaged: Callable[..., str]) -> Non
 def test_not_a_safetensors_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.safetensors"
     path.write_bytes(content)
-    with pytest.raises(SubkvError, match=r"^--bases: .* is not a readable safetensors file"):
+    with pytest.raises(SubkvError, match=r"^calibration: .* is not a readable safetensors file"):
         read_calibration(path)
 
 
@@ -244,9 +244,9 @@ def test_truncated_and_missing_files(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     write_calibration(path, random_calibration())
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SubkvError, match=r"^--bases: .* is not a readable safetensors file"):
+    with pytest.raises(SubkvError, match=r"^calibration: .* is not a readable safetensors file"):
         read_calibration(path)
-    with pytest.raises(SubkvError, match=r"^--bases: expected a calibration file, found no file at "):
+    with pytest.raises(SubkvError, match=r"^calibration: expected a calibration file, found no file at "):
         read_calibration(tmp_path / "none")
 
 
@@ -284,7 +284,7 @@ def test_merge_weights_by_tokens() -> None:
 def test_merge_refuses_other_models(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(SubkvError) as caught:
         merge(random_calibration(**change), random_calibration())
-    assert str(caught.value).startswith(f"--in-file: {PREFIX}{expected}")
+    assert str(caught.value).startswith(f"calibration: {PREFIX}{expected}")
 
 
 def test_thinning_spreads() -> None:
@@ -308,7 +308,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(SubkvError, match=r"^-o: cannot write .*; no file was left behind$"):
+        with pytest.raises(SubkvError, match=r"^output: cannot write .*; no file was left behind$"):
             write_calibration(path, random_calibration())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -324,11 +324,11 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_unwritable_outputs_are_refused_early(tmp_path: Path) -> None:
-    with pytest.raises(SubkvError, match=r"^-o: expected a file name, found the folder "):
+    with pytest.raises(SubkvError, match=r"^output: expected a file name, found the folder "):
         check_writable(tmp_path)
-    with pytest.raises(SubkvError, match=r"^-o: cannot write .*: No such file or directory$"):
+    with pytest.raises(SubkvError, match=r"^output: cannot write .*: No such file or directory$"):
         check_writable(tmp_path / "none" / "x")
-    with pytest.raises(SubkvError, match=r"^-o: cannot write .*: Not a directory$"):
+    with pytest.raises(SubkvError, match=r"^output: cannot write .*: Not a directory$"):
         (tmp_path / "file").write_bytes(b"")
         check_writable(tmp_path / "file" / "x")
     check_writable(tmp_path / "x")

@@ -25,6 +25,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.calibration import Calibration, write_calibration
 from subkv.format.codec import row_bytes
 from subkv.format.metadata import read
+from subkv.format.window import DEFAULT
 from subkv.native.gguf import Gguf
 from subkv.plan.basis import gains
 from subkv.plan.budget import Head, Overhead, account
@@ -121,7 +122,7 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
                 heads.append(Head(32, np.ones(32)))
                 bands.append(plan)
         assert offset == len(block)
-    counted = account(heads, bands, Overhead(4096, 4, 128))
+    counted = account(heads, bands, Overhead(4096, DEFAULT))
     assert rows == pytest.approx(counted.rows)
     assert total == pytest.approx(counted.total)
     assert 0.98 * 6 <= counted.total <= 6

@@ -1,18 +1,25 @@
-"""Rows in numpy: the format, byte by byte, and the same bytes from the native kernels."""
+"""Rows: the format, byte by byte, and the same bytes from its definition in numpy and from every kernel."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
+import capi
+import codec_numpy
 import numpy as np
 import pytest
+from codec_numpy import SCALE_ONE, scale_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from subkv.format import calibration, metadata, window
 from subkv.format.bases import Bands
-from subkv.format.codec import SCALE_ONE, decode, encode, rank, round_trip, row_bytes, scale_table
+from subkv.format.codec import decode, encode, rank, round_trip, row_bytes
+from subkv.native.constants import constants
+from subkv.plan.budget import GROUP
 from subkv.plan.quantizer import WIDTHS
+from subkv_triton import fields
 
 BANDS = st.lists(
     st.tuples(st.integers(1, 4).map(lambda n: 8 * n), st.sampled_from(WIDTHS)), min_size=1, max_size=8
@@ -108,11 +115,45 @@ def test_scale_table() -> None:
     np.testing.assert_allclose(table[1:], 2.0 ** ((np.arange(1, 256) - 160) / 8), rtol=1e-7)
 
 
+@given(st.integers(0, 10**9), BANDS, st.sampled_from([0, 1, 16, 1030]))
+@settings(max_examples=40, deadline=None)
+def test_rows_are_those_of_the_definition(seed: int, bands: Bands, n: int) -> None:
+    """Bytes and coefficients, bit for bit."""
+    ratio = np.random.default_rng(seed).uniform(0.1, 1.0, len(bands)).astype(np.float32)
+    c = rows_of(seed, max(n, 1), bands)[:n]
+    c[-1:, 0] = -0.0
+    rows = encode(c, bands, ratio)
+    np.testing.assert_array_equal(rows, codec_numpy.encode(c, bands, ratio))
+    want = codec_numpy.decode(rows, bands, ratio)
+    np.testing.assert_array_equal(decode(rows, bands, ratio).view(np.uint32), want.view(np.uint32))
+
+
+def test_python_kernels_have_the_constants_of_libsubkv() -> None:
+    c = constants()
+    assert {bits: c.planes[bits] for bits in fields.PLANES} == fields.PLANES
+    assert {16, *fields.PLANES} == set(c.widths)
+    assert (c.scale_one, c.scale_candidates_below) == (fields.SCALE_ONE, fields.SCALE_CANDIDATES_BELOW)
+    assert c.half_max == fields.HALF_MAX
+    np.testing.assert_array_equal(fields.scale_table(), np.array(c.scales, dtype=np.float32))
+
+
+def test_defaults_and_limits_are_those_of_libsubkv() -> None:
+    c = constants()
+    assert (c.max_sink, c.max_recent, c.n_rollback) == (window.MAX_SINK, window.MAX_RECENT, window.N_ROLLBACK)
+    assert (c.max_layers, c.max_heads_kv) == (calibration.MAX_LAYERS, calibration.MAX_HEADS)
+    assert (c.max_head_size, c.band_step, c.version) == (calibration.MAX_HEAD_SIZE, GROUP, metadata.VERSION)
+    assert c.widths == WIDTHS
+
+
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"coefficients: expected float32 \[n, 8\], found float64 \[2, 8\]"):
         encode(np.zeros((2, 8)), ((8, 4),), [1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"rows: expected uint8 \[n, 5\], found uint8 \[2, 6\]"):
         decode(np.zeros((2, 6), dtype=np.uint8), ((8, 4),), [1.0])
+    with pytest.raises(ValueError, match="ratio: expected one for each of 1 bands, found 2"):
+        encode(np.zeros((2, 8), dtype=np.float32), ((8, 4),), [1.0, 1.0])
+    with pytest.raises(ValueError, match="expected one of 16, 8, 6, 5, 4, 3, 2 bits, found 7"):
+        encode(np.zeros((2, 8), dtype=np.float32), ((8, 7),), [1.0])
 
 
 def test_searching_the_scale_beats_never_clipping() -> None:
@@ -166,9 +207,7 @@ _DEQUANTIZE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] *
 
 
 def native_tables() -> list[Any]:
-    from subkv.native import library as _lib
-
-    lib = _lib.load()
+    lib = capi.load()
     tables = [lib.subkv_ops_table(i) for i in range(lib.subkv_ops_count())]
     return [ctypes.cast(table, ctypes.POINTER(_Ops)).contents for table in tables]
 
@@ -190,7 +229,7 @@ def test_native_kernels_write_the_same_bytes(seed: int, bands: Bands) -> None:
     codec.encode = codec.decode = identity.ctypes.data
     cells = np.arange(n, dtype=np.int64)
     clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0.0))  # NaN·0 would spread through E
-    want = encode(clean, bands, ratio)
+    want = codec_numpy.encode(clean, bands, ratio)
     for table in native_tables():
         rows = np.full((n, row_bytes(bands)), 0xAA, dtype=np.uint8)
         bad = _ENCODE(table.encode_rows)(
@@ -202,4 +241,4 @@ def test_native_kernels_write_the_same_bytes(seed: int, bands: Bands) -> None:
         _DEQUANTIZE(table.dequantize_rows)(
             ctypes.addressof(codec), rows.ctypes.data, rows.shape[1], n, back.ctypes.data
         )
-        np.testing.assert_allclose(back, decode(rows, bands, ratio), rtol=3e-7, atol=1e-30)
+        np.testing.assert_allclose(back, codec_numpy.decode(rows, bands, ratio), rtol=3e-7, atol=1e-30)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from subkv.base.errors import SubkvError
 from subkv.format.bases import Bands
 from subkv.format.codec import rank
+from subkv.format.window import DEFAULT, Window
 from subkv.plan.budget import GROUP, Head, Overhead, account, check_rank, loss, plan_banded, plan_int8
 from subkv.plan.quantizer import WIDTHS
 
-OVERHEAD = Overhead(context=8192, n_sink=4, n_recent=128)
+OVERHEAD = Overhead(8192, DEFAULT)
 
 
 def random_heads(seed: int, n: int = 24, d: int = 64, sort: bool = True) -> list[Head]:
@@ -41,7 +42,7 @@ def error(heads: list[Head], plan: list[Bands]) -> float:
 @settings(max_examples=60, deadline=None)
 def test_budget_is_kept_and_used(seed: int, kv_bits: float, context: int, sort: bool) -> None:
     heads = random_heads(seed, sort=sort)
-    overhead = Overhead(context, 4, 0)
+    overhead = Overhead(context, Window(4, 0).filled())
     least = account(heads, [((8, 2),)] * len(heads), overhead).total
     budget = max(kv_bits, 1.02 * least)
     plan = plan_banded(heads, budget, overhead)
@@ -78,7 +79,7 @@ def test_plan_beats_uniform_bits(seed: int, kv_bits: float) -> None:
 def test_plan_is_close_to_the_best_of_all_plans(kv_bits: float) -> None:
     """Two heads of 24 coefficients: compare with exhaustive search over all non-increasing widths."""
     heads = random_heads(7, n=2, d=24)
-    overhead = Overhead(65536, 0, 0)
+    overhead = Overhead(65536, Window(0, 0).filled())
     widths = (0, *WIDTHS)
     options = [(a, b, c) for a in widths[1:] for b in widths if b <= a for c in widths if c <= b]
     costs, errors = [], []
@@ -106,7 +107,7 @@ def test_important_heads_get_more_bits() -> None:
 def test_account_counts_every_byte() -> None:
     heads = [Head(64, np.ones(64)), Head(32, np.ones(32))]
     plan: list[Bands] = [((16, 8), (24, 3)), ((32, 5),)]
-    counted = account(heads, plan, Overhead(1000, 4, 128))
+    counted = account(heads, plan, Overhead(1000, DEFAULT))
     assert counted.bytes_per_token == (1 + 16 + 9) + (1 + 20)
     assert counted.rows == pytest.approx(8 * 47 / 96)
     assert counted.window == pytest.approx(16 * (4 + 128 + 32) / 1000)
@@ -119,7 +120,7 @@ def test_budget_range_in_the_message_is_exact() -> None:
     heads = random_heads(1, n=6)
     messages = []
     for bits in (0.5, 100.0, float("nan")):
-        with pytest.raises(SubkvError, match=r"^--kv-bits: expected .* found") as caught:
+        with pytest.raises(SubkvError, match=r"^kv_bits: expected .* found") as caught:
             plan_banded(heads, bits, OVERHEAD)
         messages.append(str(caught.value))
     low, high = map(float, re.findall(r"expected ([\d.]+) to ([\d.]+) bits", messages[0])[0])
@@ -145,10 +146,10 @@ def test_rank_caps_hold() -> None:
 
 
 def test_ranks_that_do_not_fit_are_refused() -> None:
-    assert check_rank("--rank-k", None, 64, 0) == 64
-    assert check_rank("--rank-k", 48, 64, 0) == 48
-    with pytest.raises(SubkvError, match=r"^--rank-k: expected at most the head size 64 of layer 3, found 72$"):
-        check_rank("--rank-k", 72, 64, 3)
+    assert check_rank(None, 64, 0) == 64
+    assert check_rank(48, 64, 0) == 48
+    with pytest.raises(SubkvError, match=r"^rank: expected at most the head size 64 of layer 3, found 72$"):
+        check_rank(72, 64, 3)
     for bad in (0, -8, 12):
-        with pytest.raises(SubkvError, match=rf"^--rank-v: expected a positive multiple of 8, found {bad}$"):
-            check_rank("--rank-v", bad, 64, 0)
+        with pytest.raises(SubkvError, match=rf"^rank: expected a positive multiple of 8, found {bad}$"):
+            check_rank(bad, 64, 0)

@@ -71,4 +71,6 @@ def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
         assert rotation(base, 32) is None
         same, note = spread(base, stats)
     assert same == stats
-    assert note is not None and note.startswith("--bases: expected a calibration at the trained context of 4096 tokens")
+    assert note is not None and str(note).startswith(
+        "calibration: expected a calibration at the trained context of 4096 tokens"
+    )

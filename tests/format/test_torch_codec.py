@@ -1,4 +1,4 @@
-"""Rows in torch: the bytes of converter.codec, all heads of a layer at once."""
+"""Rows in torch: the bytes of subkv.format.codec, all heads of a layer at once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 from test_convert_codec import BANDS, rows_of  # noqa: E402
 
 from subkv.format import codec  # noqa: E402
-from subkv.format.bases import StoredBasis  # noqa: E402
+from subkv.format.bases import Bands, StoredBasis  # noqa: E402
 from subkv.torch.rows import PIECE, RowCodec  # noqa: E402
 
 D = 64
 
 
-def heads_of(seed: int, bands: list[codec.Bands]) -> list[StoredBasis]:
+def heads_of(seed: int, bands: list[Bands]) -> list[StoredBasis]:
     """Random bases, means and ratios, one head per element of `bands`."""
     rng = np.random.default_rng(seed)
     return [
@@ -37,7 +37,7 @@ def heads_of(seed: int, bands: list[codec.Bands]) -> list[StoredBasis]:
 
 @given(st.integers(0, 10**9), st.lists(BANDS, min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_bytes_are_the_codecs(seed: int, bands: list[codec.Bands]) -> None:
+def test_bytes_are_the_codecs(seed: int, bands: list[Bands]) -> None:
     heads = heads_of(seed, bands)
     rows = RowCodec(heads, np.arange(D), [1.0] * len(heads))
     c = np.zeros((2, len(heads), 8, rows.rank), dtype=np.float32)

@@ -1,11 +1,13 @@
-"""The sketch functions of runtime/native/subkv.h through ctypes, for tests."""
+"""The sketch functions of libsubkv through ctypes, for tests."""
 
 from __future__ import annotations
 
+import capi
 import numpy as np
 import numpy.typing as npt
 
-from subkv.native import library as _lib
+from runtime.experiments.sketch import SketchParams
+from subkv.native.library import last_error
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -22,49 +24,49 @@ class Sketch:
 
     def __init__(self, kind: int, d: int, rows: int, decay: float = 1.0, rate: float = 0.1) -> None:
         self.d, self.rows = d, rows
-        self.handle = _lib.load().subkv_sketch_new(_lib.SketchParams(kind, d, rows, decay, rate))
+        self.handle = capi.load().subkv_sketch_new(SketchParams(kind, d, rows, decay, rate))
         if not self.handle:
-            raise Refused(_lib.last_error())
+            raise Refused(last_error())
 
     def __del__(self) -> None:
         if self.handle:
-            _lib.load().subkv_sketch_free(self.handle)
+            capi.load().subkv_sketch_free(self.handle)
 
     @property
     def count(self) -> int:
-        return int(_lib.load().subkv_sketch_count(self.handle))
+        return int(capi.load().subkv_sketch_count(self.handle))
 
     @property
     def energy(self) -> float:
-        return float(_lib.load().subkv_sketch_energy(self.handle))
+        return float(capi.load().subkv_sketch_energy(self.handle))
 
     @property
     def bytes(self) -> int:
-        return int(_lib.load().subkv_sketch_bytes(self.handle))
+        return int(capi.load().subkv_sketch_bytes(self.handle))
 
     def absorb(self, x: F32) -> int:
         """x [n, d]; the number of rows left out."""
         x = np.ascontiguousarray(x, np.float32)
         assert x.shape[1] == self.d
-        return int(_lib.load().subkv_sketch_absorb(self.handle, x.ctypes.data, len(x)))
+        return int(capi.load().subkv_sketch_absorb(self.handle, x.ctypes.data, len(x)))
 
     def top(self, r: int) -> tuple[F64, F64]:
         """Rows [r, d] and energies [r]. Raises Refused."""
         rows, energy = np.empty((max(r, 1), self.d)), np.empty(max(r, 1))
-        if not _lib.load().subkv_sketch_top(self.handle, r, rows.ctypes.data, energy.ctypes.data):
-            raise Refused(_lib.last_error())
+        if not capi.load().subkv_sketch_top(self.handle, r, rows.ctypes.data, energy.ctypes.data):
+            raise Refused(last_error())
         return rows, energy
 
     def held(self) -> F64:
         """S [in use, d] of frequent directions."""
         s = np.empty((2 * self.rows, self.d), np.float32)
-        return s[: _lib.load().subkv_sketch_rows(self.handle, s.ctypes.data)].astype(np.float64)
+        return s[: capi.load().subkv_sketch_rows(self.handle, s.ctypes.data)].astype(np.float64)
 
 
 def eigen(a: F64) -> tuple[F64, F64]:
     """Eigenvalues, largest first, and eigenvectors as rows. Raises Refused."""
     vectors = np.ascontiguousarray(a, np.float64).copy()
     values = np.empty(len(a))
-    if not _lib.load().subkv_eigen(vectors.ctypes.data, values.ctypes.data, len(a)):
-        raise Refused(_lib.last_error())
+    if not capi.load().subkv_eigen(vectors.ctypes.data, values.ctypes.data, len(a)):
+        raise Refused(last_error())
     return values, vectors

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests/conftest.py chooses the interpreter there
 
-import subkv_triton as st  # noqa: E402
+import subkv_triton.ops as st  # noqa: E402
 
 HALF_ERROR = 2.0**-10
 LAYERS = pytest.mark.parametrize("name", layers.LAYERS)

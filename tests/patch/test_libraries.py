@@ -10,8 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import capi
 import pytest
 
+from runtime.experiments.sketch import SketchParams
+from runtime.warmstart.planter import Planted
 from subkv.native import library as _lib
 
 TYPES = {
@@ -27,16 +30,20 @@ STRUCTURES = {
     "subkv_cache_params": _lib.CacheParams,
     "subkv_stats": _lib.Stats,
     "subkv_observed": _lib.Observed,
-    "subkv_sketch_params": _lib.SketchParams,
+    "subkv_sketch_params": SketchParams,
+    "subkv_planted": Planted,
     "subkv_adapt_params": _lib.AdaptParams,
     "subkv_adapt_stats": _lib.AdaptStats,
 }
 
 
-@pytest.fixture(scope="session")
-def header() -> str:
-    """subkv.h without its comments."""
-    path = Path(__file__).resolve().parents[2] / "runtime" / "native" / "subkv.h"
+LOAD = "from subkv.native import library as _lib; _lib.load()"
+HEADERS = {"subkv": _lib.SIGNATURES, "subkv_research": capi.research(), "subkv_test": capi.TEST}
+
+
+def header(name: str) -> str:
+    """One of runtime/native without its comments."""
+    path = Path(__file__).resolve().parents[2] / "runtime" / "native" / f"{name}.h"
     return re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
 
 
@@ -46,15 +53,16 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, check=False)
 
 
-def test_every_function_is_declared(header: str) -> None:
-    declared = re.findall(r"SUBKV_API\s[^;]*?(\w+)\s*\(([^;]*?)\)\s*;", header)
+@pytest.mark.parametrize("name", HEADERS)
+def test_every_function_is_declared(name: str) -> None:
+    declared = re.findall(r"SUBKV_API\s[^;]*?(\w+)\s*\(([^;]*?)\)\s*;", header(name))
     found = {name: 0 if args.strip() in ("", "void") else args.count(",") + 1 for name, args in declared}
-    assert found == {name: len(arguments) for name, (_, arguments) in _lib.SIGNATURES.items()}
+    assert found == {name: len(arguments) for name, (_, arguments) in HEADERS[name].items()}
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_structures(header: str, name: str) -> None:
-    match = re.search(rf"struct {name} \{{(.*?)\}}( {name})?;", header, re.S)
+def test_structures(name: str) -> None:
+    match = re.search(rf"struct {name} \{{(.*?)\}} {name};", header("subkv") + header("subkv_research"), re.S)
     assert match
     fields = []
     for kind, names in re.findall(r"(\w+)\s+([\w\s,]+);", match[1]):
@@ -64,7 +72,8 @@ def test_structures(header: str, name: str) -> None:
 
 def test_import_does_nothing() -> None:
     done = run(
-        "import os, sys, subkv, subkv._lib; print('llama_cpp' in sys.modules, 'LLAMA_CPP_LIB_PATH' in os.environ)"
+        "import os, sys, subkv, subkv.native.library;"
+        "print('llama_cpp' in sys.modules, 'LLAMA_CPP_LIB_PATH' in os.environ)"
     )
     assert done.stdout.split() == ["False", "False"], done.stderr
 
@@ -73,7 +82,7 @@ def test_one_libllama() -> None:
     """What the process has mapped, by name: one libllama, one of every ggml library, all from one folder."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc/self/maps")
-    done = run("from subkv import _lib; _lib.load(); print(_lib.lib_dir()); print(open('/proc/self/maps').read())")
+    done = run(LOAD + "; print(_lib.lib_dir()); print(open('/proc/self/maps').read())")
     assert done.returncode == 0, done.stderr
     folder, maps = done.stdout.split("\n", 1)
     mapped = {Path(p) for p in re.findall(r"(/\S+\.so\S*)", maps) if re.match(r"lib(llama|ggml|subkv)", Path(p).name)}
@@ -82,7 +91,7 @@ def test_one_libllama() -> None:
 
 
 def test_other_libllama_is_refused(tmp_path: Path) -> None:
-    done = run("from subkv import _lib; _lib.load()", LLAMA_CPP_LIB_PATH=str(tmp_path))
+    done = run(LOAD, LLAMA_CPP_LIB_PATH=str(tmp_path))
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("ImportError: LLAMA_CPP_LIB_PATH: expected ")
 
@@ -91,13 +100,13 @@ def test_llama_cpp_bound_elsewhere_is_refused() -> None:
     stock = _lib.lib_dir() / "stock"
     if not stock.is_dir():
         pytest.skip("stock library: not built (SUBKV_STOCK=ON)")
-    done = run("import llama_cpp; from subkv import _lib; _lib.load()", LLAMA_CPP_LIB_PATH=str(stock))
+    done = run(f"import llama_cpp; {LOAD}", LLAMA_CPP_LIB_PATH=str(stock))
     assert done.returncode != 0
     assert "ImportError: llama_cpp: expected libllama" in done.stderr.splitlines()[-1]
 
 
 def test_missing_library_is_named(tmp_path: Path) -> None:
-    done = run("from subkv import _lib; _lib.load()", SUBKV_LIB_PATH=str(tmp_path))
+    done = run(LOAD, SUBKV_LIB_PATH=str(tmp_path))
     assert done.returncode != 0
     assert f"ImportError: SUBKV_LIB_PATH: expected libsubkv{_lib.SUFFIX} in {tmp_path}" in done.stderr.splitlines()[-1]
 
@@ -117,7 +126,7 @@ def test_missing_driver_is_named(tmp_path: Path, needed: str, sentence: str) -> 
     subprocess.run([*build, f"-Wl,-soname,{needed}", "-o", "needed.so"], cwd=tmp_path, check=True)
     subprocess.run([*build, "needed.so", "-o", "libllama.so"], cwd=tmp_path, check=True)
     (tmp_path / "needed.so").unlink()
-    done = run("from subkv import _lib; _lib.load()", SUBKV_LIB_PATH=str(tmp_path))
+    done = run(LOAD, SUBKV_LIB_PATH=str(tmp_path))
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {sentence}")
 

@@ -288,12 +288,13 @@ def test_ranks_hold_their_energy(
 ) -> None:
     from runtime.experiments.quality import PLAIN, energy_ranks
     from subkv.format.calibration import read_calibration
+    from subkv.format.window import N_SINK, Window
     from subkv.native.gguf import Gguf
     from subkv.plan.pipeline import Fit, Options
 
     stats = read_calibration(calibration("llama"))
     with Gguf(tiny_model("llama")) as base:
-        fit = Fit(base, stats, Options(n_recent=N_RECENT, **PLAIN))
+        fit = Fit(base, stats, Options(window=Window(N_SINK, N_RECENT), **PLAIN))
     exact, rounded = energy_ranks(fit, 0.95)
     values = np.linalg.eigvalsh(fit.calibration.layers[0].k2[0])[::-1]
     share = np.cumsum(values) / values.sum()

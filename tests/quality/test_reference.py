@@ -13,6 +13,7 @@ from converter.cli import convert_file
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model, parse_cache
 from subkv.format.calibration import read_calibration
+from subkv.format.window import N_SINK, Window
 from subkv.native.gguf import Gguf
 from subkv.plan.pipeline import Fit, Options
 
@@ -55,7 +56,7 @@ def test_coded_logits_are_the_engines(
     from converter.evaluate import layer_coder
 
     model, bases = tiny_model(arch), calibration(arch)
-    options = Options(kv_bits=3.0, n_recent=n_recent, bpe_context=100_000)
+    options = Options(kv_bits=3.0, window=Window(N_SINK, n_recent), bpe_context=100_000)
     sidecar = tmp_path / "s.gguf"
     convert_file(model, bases, sidecar, options, sidecar=True)
     stats = read_calibration(bases)

@@ -16,6 +16,7 @@ from converter import evaluate, sensitivity
 from converter.cli import convert
 from converter.scoring import log_softmax
 from subkv.format.calibration import Calibration, read_calibration
+from subkv.format.window import N_SINK, Window
 from subkv.native.gguf import Gguf
 from subkv.plan.pipeline import Fit, Options
 
@@ -85,7 +86,7 @@ def test_values_beyond_the_window_matter_less(measured: Path) -> None:
 
 def fit_of(model: Path, calibration: Calibration, **options: Any) -> Fit:
     with Gguf(model) as base:
-        return Fit(base, calibration, Options(n_recent=N_RECENT, bpe_context=10_000_000, **options))
+        return Fit(base, calibration, Options(window=Window(N_SINK, N_RECENT), bpe_context=10_000_000, **options))
 
 
 def test_measured_bases_beat_structural_ones(

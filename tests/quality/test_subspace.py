@@ -24,13 +24,14 @@ from subkv.base.errors import CacheError, SubkvError  # noqa: E402
 from subkv.engine.model import Model, parse_cache  # noqa: E402
 from subkv.format import metadata  # noqa: E402
 from subkv.format.calibration import read_calibration  # noqa: E402
+from subkv.format.window import N_SINK, Window  # noqa: E402
 from subkv.native.gguf import Gguf  # noqa: E402
 from subkv.plan.pipeline import Fit, Options  # noqa: E402
 
 TOKENS = [10 + 7 * i % 200 for i in range(160)]
 IDS = torch.tensor([TOKENS])
 N_RECENT = 16
-OPTIONS = Options(kv_bits=3.0, n_recent=N_RECENT, bpe_context=100_000)
+OPTIONS = Options(kv_bits=3.0, window=Window(N_SINK, N_RECENT), bpe_context=100_000)
 # what transformers does not read from a GGUF, as in tests/tiny.py
 CONFIG: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
@@ -296,16 +297,16 @@ def test_bad_input_is_named(
 ) -> None:
     model, cache = llama
     sidecar = made("llama")[2]
-    with pytest.raises(CacheError, match="bases: expected a GGUF or a calibration, found none at .*none.gguf"):
+    with pytest.raises(CacheError, match="path: expected a GGUF or a calibration, found none at .*none.gguf"):
         SubspaceCache.from_file(tmp_path / "none.gguf", model)
     with pytest.raises(CacheError, match="kv_bits: expected none with a converted file"):
         SubspaceCache.from_file(sidecar, model, kv_bits=4.0)
     with pytest.raises(SubkvError, match=r"subkv.version: "):
         SubspaceCache.from_file(tiny_model("llama"), model)
-    with pytest.raises(CacheError, match="bases: expected bases of a llama model, found those of qwen2"):
+    with pytest.raises(CacheError, match="path: expected bases of a llama model, found those of qwen2"):
         SubspaceCache.from_file(made("qwen2")[2], model)
     (tmp_path / "bad").write_bytes(b"nothing")
-    with pytest.raises(SubkvError, match="^bases: "):
+    with pytest.raises(SubkvError, match="^path: "):
         SubspaceCache.from_file(tmp_path / "bad", model)
     with pytest.raises(CacheError, match="expected causal attention"):
         model(IDS, attention_mask=torch.ones(1, 1, 160, 160, dtype=torch.bool), past_key_values=cache)

@@ -20,6 +20,7 @@ from test_subspace import IDS, TOKENS, logits, rms  # noqa: E402
 
 from subkv import SubspaceCache  # noqa: E402
 from subkv.base.errors import CacheError  # noqa: E402
+from subkv.format.window import Window  # noqa: E402
 from subkv.torch import cache as subspace  # noqa: E402
 from subkv.torch import kernels as torch_kernels  # noqa: E402
 
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 def small(llama: tuple[Any, SubspaceCache]) -> tuple[Any, Any]:
     """A model, and bases with a window so small that short texts have coded cells."""
     model, cache = llama
-    return model, dataclasses.replace(cache.bases, n_sink=1, n_recent=3)
+    return model, dataclasses.replace(cache.bases, window=Window(1, 3).filled())
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import capi
 import numpy as np
 import numpy.typing as npt
 
 from subkv.format import adapt as adaptive
 from subkv.native import library as _lib
 
-SUBKV = _lib.load()
+SUBKV = capi.load()
 from llama_cpp import llama_cpp as C  # noqa: E402  (after the library path is set)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))

@@ -15,11 +15,10 @@ from engine import SUBKV, C, Refused, agree, distance, last_error, observe_value
 from numpy.typing import NDArray
 from test_variants import exact_layout, shape_of
 
-from runtime.warmstart.planter import Planter
+from runtime.warmstart.planter import Planted, Planter
 from subkv import Llama
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine import memory
-from subkv.native.library import Planted
 
 Rows = dict[int, tuple[NDArray[Any], NDArray[Any]]]  # by il: k [n, n_head_kv, d_k], v [n, n_head_kv, d_v]
 

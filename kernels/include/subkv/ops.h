@@ -15,18 +15,18 @@
 //   a zero row).
 #pragma once
 
+#include "subkv/format.h"
+
 #include <cstddef>
 #include <cstdint>
 
 namespace subkv {
 
-constexpr int MAX_BANDS     = 8;
-constexpr int MAX_HEAD_SIZE = 256; // d, multiple of 8
-constexpr int MAX_GROUP     = 64;  // query heads that share one KV head
+constexpr int MAX_GROUP = 64; // query heads that share one KV head
 
 struct Band {
     int32_t n;      // coefficients, multiple of 8
-    int32_t bits;   // 16, 8, 6, 5, 4, 3, 2
+    int32_t bits;   // one of WIDTHS
     int32_t first;  // index of the band's first coefficient
     int32_t offset; // byte offset of its codes inside the head's row
     float   ratio;  // step of this band relative to the row's scale
@@ -39,7 +39,7 @@ struct HeadCodec {
     int32_t          row_bytes; // 1 + bytes of all planes
     int32_t          n_bands;
     Band             bands[MAX_BANDS];
-    const uint16_t * encode; // E [rank][d] IEEE half: c_i = sum_j E[i][j] x_j - offset[i]
+    const uint16_t * encode; // E [rank][d] IEEE half: c_i = sum_j E[i][j] x_j - offset[i]; nullptr: E = 1, d = rank
     const uint16_t * decode; // D [rank][d] IEEE half: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
     const float *    offset; // [rank], finite; nullptr: zeros. E mean, where rows are coded less their mean
 };

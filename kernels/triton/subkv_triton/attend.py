@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import CODED, HALF, HIGH, HIGH_MASK, HIGH_SHIFT, KIND, LOW, LOW_MASK, LOW_SHIFT, UP, Codecs
+from subkv_triton.codecs import HIGH, HIGH_MASK, HIGH_SHIFT, KIND, LOW, LOW_MASK, LOW_SHIFT, UP, Codecs
 from subkv_triton.encode import scales
+from subkv_triton.fields import CODED, HALF
 
 BLOCK_CELLS = 32
 _LOW, _LOW_SHIFT, _LOW_MASK, _HIGH, _HIGH_SHIFT, _HIGH_MASK, _UP, _KIND, _CODED, _HALF = (

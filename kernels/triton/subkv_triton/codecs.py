@@ -14,11 +14,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Widths of the bit planes of a band by its bits, low bits first (converter/FORMAT.md)."""
-
-PADDING, CODED, HALF = 0, 1, 2
-"""Kinds of a coefficient: beyond the head's rank, quantized, or stored as a half."""
+from subkv_triton.fields import HALF, PLANES, Band, Fields, row_bytes
 
 # Rows of Codecs.coefficients, and of Codecs.packing per slot. A coefficient's code is
 #   (byte[LOW] >> LOW_SHIFT & LOW_MASK) | (byte[HIGH] >> HIGH_SHIFT & HIGH_MASK) << UP
@@ -29,9 +25,6 @@ SLOTS = 8
 
 MIN_WIDTH = 16
 """Least extent of a matrix that tensor cores multiply."""
-
-Band = tuple[int, int, float]
-"""(n coefficients, bits, ratio)"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,8 @@ class Codecs:
                     f"head {h}: E and D of shape ({rank}, {encode[0].shape[1]}) expected, {e.shape} and {d.shape} found"
                 )
         width = triton.next_power_of_2(max(MIN_WIDTH, *ranks))
-        lengths = [1 + sum(n * bits // 8 for n, bits, _ in head) for head in bands]
-        tables = [_tables(head, width, max(lengths)) for head in bands]
+        lengths = [row_bytes(head) for head in bands]
+        fields = [Fields.of(head, width) for head in bands]
 
         def stacked(arrays: Sequence[npt.NDArray[np.generic]]) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays)).to(device)
@@ -111,68 +104,29 @@ class Codecs:
             d=int(encode[0].shape[1]),
             ranks=ranks,
             row_bytes=sum(lengths),
-            any_half=any(bits == 16 for head in bands for _, bits, _ in head),
+            any_half=any(HALF in of.kind for of in fields),
             offsets=torch.tensor([sum(lengths[:h]) for h in range(len(bands))], dtype=torch.int32, device=device),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-            coefficients=stacked([t.coefficients for t in tables]),
-            packing=stacked([t.packing for t in tables]),
-            ratios=stacked([t.ratios for t in tables]),
-            zeros=stacked([t.zeros for t in tables]),
+            coefficients=stacked([_coefficients(of) for of in fields]),
+            packing=stacked([_packing(of, max(lengths)) for of in fields]),
+            ratios=stacked([of.ratio for of in fields]),
+            zeros=stacked([of.zero for of in fields]),
             encode=padded(encode),
             decode=padded(decode),
             subtracted=None if subtracted is None else padded(subtracted),
         )
 
 
-@dataclass
-class _Tables:
-    """The part of one head in Codecs' tensors of the same names."""
-
-    coefficients: npt.NDArray[np.int32]
-    packing: npt.NDArray[np.int32]
-    ratios: npt.NDArray[np.float32]
-    zeros: npt.NDArray[np.float32]
-
-    def plane(self, first: int, n: int, bits: int, at: int, up: int, high: bool) -> None:
-        """`bits` bits, from bit `up` of the codes on, of n coefficients from number `first` on; its bytes: `at` on."""
-        size = n * bits // 8
-        for j in range(n):
-            byte, slot = at + j % size, j // size
-            self.coefficients[(HIGH, HIGH_SHIFT, HIGH_MASK) if high else (LOW, LOW_SHIFT, LOW_MASK), first + j] = (
-                byte,
-                bits * slot,
-                2**bits - 1,
-            )
-            if high:
-                self.coefficients[UP, first + j] = up
-            self.packing[:, slot, byte] = first + j, up, 2**bits - 1, bits * slot
-
-    def halves(self, first: int, n: int, at: int) -> None:
-        """n little-endian halves: their bits are a code of 16."""
-        for j in range(n):
-            self.coefficients[:, first + j] = at + 2 * j, 0, 255, at + 2 * j + 1, 0, 255, 8, HALF
-            self.packing[:, 0, at + 2 * j] = first + j, 0, 255, 0
-            self.packing[:, 0, at + 2 * j + 1] = first + j, 8, 255, 0
+def _coefficients(of: Fields) -> npt.NDArray[np.int32]:
+    """The part of one head in Codecs.coefficients."""
+    (low, high), mask = zip(of.byte, of.shift, strict=True), of.mask
+    return np.stack([*low, mask[0], *high, mask[1], of.lift[1], of.kind])
 
 
-def _tables(bands: Sequence[Band], width: int, n_bytes: int) -> _Tables:
-    tables = _Tables(
-        np.zeros((8, width), np.int32),
-        np.zeros((4, SLOTS, n_bytes), np.int32),
-        np.ones(width, np.float32),
-        np.zeros(width, np.float32),
-    )
-    first, at = 0, 1
-    for n, bits, ratio in bands:
-        if bits == 16:
-            tables.halves(first, n, at)
-        else:
-            tables.coefficients[KIND, first : first + n] = CODED
-            tables.ratios[first : first + n] = ratio
-            tables.zeros[first : first + n] = (2**bits - 1) / 2
-            up = 0
-            for i, plane in enumerate(PLANES[bits]):
-                tables.plane(first, n, plane, at + n * up // 8, up, high=i > 0)
-                up += plane
-        first, at = first + n, at + n * bits // 8
-    return tables
+def _packing(of: Fields, n_bytes: int) -> npt.NDArray[np.int32]:
+    """The part of one head in Codecs.packing: `of` by byte."""
+    packing = np.zeros((4, SLOTS, n_bytes), np.int32)
+    part, j = np.nonzero(of.bits)
+    slot = of.shift[part, j] // of.bits[part, j]
+    packing[:, slot, of.byte[part, j]] = j, of.lift[part, j], of.mask[part, j], of.shift[part, j]
+    return packing

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import CODED, DROP, HALF, KIND, LIFT, MASK, SLOTS, SOURCE, Codecs
-
-SCALE_ONE = 160
-"""Scale code of a scale of 1: scales are 2^((code - SCALE_ONE)/8), 0 for code 0."""
-SCALE_CANDIDATES_BELOW = 10
-"""Scale codes tried below the smallest one that clips nothing."""
+from subkv_triton.codecs import DROP, KIND, LIFT, MASK, SLOTS, SOURCE, Codecs
+from subkv_triton.fields import CODED, HALF, HALF_MAX, SCALE_CANDIDATES_BELOW, SCALE_ONE, scale_table
 
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(1 + SCALE_CANDIDATES_BELOW))
 _SCALE_ONE, _BELOW = tl.constexpr(SCALE_ONE), tl.constexpr(SCALE_CANDIDATES_BELOW)
 _SOURCE, _DROP, _MASK, _LIFT, _SLOTS = (tl.constexpr(i) for i in (SOURCE, DROP, MASK, LIFT, SLOTS))
 _KIND, _CODED, _HALF = (tl.constexpr(i) for i in (KIND, CODED, HALF))
-_HALF_MAX = tl.constexpr(65504.0)
+_HALF_MAX = tl.constexpr(HALF_MAX)
 
 
 @functools.cache
 def scales(device: torch.device) -> torch.Tensor:
     """F32 [256]: the scale of every scale code, copied to a device once."""
-    table = np.exp2((np.arange(256) - SCALE_ONE) / 8).astype(np.float32)
-    table[0] = 0
-    return torch.from_numpy(table).to(device)
+    return torch.from_numpy(scale_table()).to(device)
 
 
 @triton.jit

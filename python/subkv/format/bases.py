@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from subkv.format.arrays import F16, F32
 from subkv.format.calibration import LayerShape
 
 Bands = tuple[tuple[int, int], ...]  # (coefficients, bits) per band, in order
@@ -20,16 +20,16 @@ class StoredBasis:
     """
 
     bands: Bands
-    encode: NDArray[np.float16]
-    decode: NDArray[np.float16]
-    ratio: NDArray[np.float32]
-    mean: NDArray[np.float16]
+    encode: F16
+    decode: F16
+    ratio: F32
+    mean: F16
 
-    def coefficients(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    def coefficients(self, x: F32) -> F32:
         """c = E x − E μ of rows x [n, d] float32: [n, r], rounded where the kernels round."""
         encode = self.encode.astype(np.float32)
         offset = (self.encode.astype(np.float64) @ self.mean.astype(np.float64)).astype(np.float32)
-        c: NDArray[np.float32] = (x @ encode.T).astype(np.float32) - offset
+        c: F32 = (x @ encode.T).astype(np.float32) - offset
         return c
 
 

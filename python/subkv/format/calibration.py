@@ -16,9 +16,7 @@ from safetensors.numpy import save
 
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
-
-F64 = NDArray[np.float64]
-F16 = NDArray[np.float16]
+from subkv.format.arrays import F16, F32, F64
 
 VERSION = "1"
 PREFIX = "subkv.calibration."
@@ -133,7 +131,29 @@ class Calibration:
     sha256: str = field(default="", compare=False)
 
 
-def pack(moments: F64) -> NDArray[np.float32]:
+# FORMAT.md §4: metadata keys that are members of Calibration of the same names, integers with their limits
+_TEXTS = ("arch", "name", "model_sha256", "generator")
+_NUMBERS = {"block_count": (1, MAX_LAYERS), "n_ctx": (1, 2**31 - 1), "n_skip": (0, 2**31 - 1), "tokens": (1, 2**63 - 1)}
+# members of the JSON objects in `texts`, `sensitivity` and `layers`
+_SOURCE: dict[str, type] = {"name": str, "sha256": str, "bytes": int}
+_MEASURED: dict[str, type] = {
+    "method": str,
+    "tokens": int,
+    "n_recent": int,
+    "n_ctx": int,
+    "correction": float,
+    "correction0": float,
+}
+_SHAPE = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
+METHODS = ("fisher",)
+# tensors of a layer, members of LayerStats (the last: of LayerSensitivity), and what of LayerShape sizes them
+_MOMENTS = {"k2": "d_k", "q2": "d_k", "v2": "d_v"}
+_MEANS = {"k1": "d_k", "q1": "d_k", "v1": "d_v"}
+_SAMPLES = {"ks": ("n_head_kv", "d_k"), "vs": ("n_head_kv", "d_v"), "qs": ("n_head", "d_k")}
+_SENSITIVITY = {"ek": ("k", "d_k"), "ev": ("v", "d_v"), "ek0": ("k0", "d_k"), "ev0": ("v0", "d_v")}
+
+
+def pack(moments: F64) -> F32:
     """[n, d, d] symmetric -> [n, d(d+1)/2] float32, upper triangle by rows."""
     row, column = np.triu_indices(moments.shape[-1])
     return np.ascontiguousarray(moments[:, row, column], dtype=np.float32)
@@ -148,36 +168,27 @@ def unpack(packed: NDArray[Any], d: int) -> F64:
     return full
 
 
+#
+# writing
+#
+
+
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write atomically. Raises SubkvError (starting with `flag`) when the file cannot be written."""
+    """Write atomically. Raises SubkvError about `output` when the file cannot be written."""
     tensors: dict[str, NDArray[Any]] = {}
-    shapes = []
     for layer in calibration.layers:
-        shape = layer.shape
-        blk = f"blk.{shape.il}."
-        for key, moments in (("k2", layer.k2), ("q2", layer.q2), ("v2", layer.v2)):
-            tensors[blk + key] = pack(moments)
-        for key, mean in (("k1", layer.k1), ("q1", layer.q1), ("v1", layer.v1)):
-            tensors[blk + key] = np.ascontiguousarray(mean, dtype=np.float32)
+        blk = f"blk.{layer.shape.il}."
+        tensors |= {blk + key: pack(getattr(layer, key)) for key in _MOMENTS}
+        tensors |= {blk + key: np.ascontiguousarray(getattr(layer, key), dtype=np.float32) for key in _MEANS}
         if layer.has_samples:
-            for key, rows in (("ks", layer.ks), ("vs", layer.vs), ("qs", layer.qs)):
-                tensors[blk + key] = np.ascontiguousarray(rows, dtype=np.float16)
+            tensors |= {blk + key: np.ascontiguousarray(getattr(layer, key), dtype=np.float16) for key in _SAMPLES}
         if layer.sensitivity is not None:
-            for name, field_name in _SENSITIVITY.items():
-                tensors[blk + name] = pack(getattr(layer.sensitivity, field_name))
-        shapes.append({key: getattr(shape, key) for key in _SHAPE_FIELDS})
+            tensors |= {blk + key: pack(getattr(layer.sensitivity, name)) for key, (name, _) in _SENSITIVITY.items()}
     values = {
         "version": VERSION,
-        "arch": calibration.arch,
-        "name": calibration.name,
-        "block_count": str(calibration.block_count),
-        "n_ctx": str(calibration.n_ctx),
-        "n_skip": str(calibration.n_skip),
-        "tokens": str(calibration.tokens),
+        **{key: str(getattr(calibration, key)) for key in (*_TEXTS, *_NUMBERS)},
         "texts": json.dumps([vars(text) for text in calibration.texts]),
-        "model_sha256": calibration.model_sha256,
-        "layers": json.dumps(shapes),
-        "generator": calibration.generator,
+        "layers": json.dumps([{key: getattr(layer.shape, key) for key in _SHAPE} for layer in calibration.layers]),
     }
     if calibration.sensitivity is not None:
         values["sensitivity"] = json.dumps(vars(calibration.sensitivity))
@@ -203,17 +214,13 @@ def canonical(blob: bytes) -> tuple[bytes, memoryview]:
 # reading
 #
 
-_SENSITIVITY = {"ek": "k", "ev": "v", "ek0": "k0", "ev0": "v0"}  # tensor: field of LayerSensitivity
-METHODS = ("fisher",)
-_SHAPE_FIELDS = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
-
 
 def read_calibration(path: Path) -> Calibration:
     """Read and validate a calibration file.
 
-    Raises SubkvError naming the key or tensor, what was expected and what was found: not a safetensors file,
-    missing or unknown tensors, wrong shape or dtype, NaN or infinity, moments that are not positive semi-definite,
-    unknown version, inconsistent metadata.
+    Raises SubkvError about `calibration` or naming the key or tensor, what was expected and what was found: not a
+    safetensors file, missing or unknown tensors, wrong shape or dtype, NaN or infinity, moments that are not positive
+    semi-definite, unknown version, inconsistent metadata.
     """
     if not path.is_file():
         raise SubkvError("calibration", f"expected a calibration file, found no file at {path}")
@@ -224,112 +231,99 @@ def read_calibration(path: Path) -> Calibration:
     except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise SubkvError("calibration", f"{path} is not a readable safetensors file: {error}") from error
     header = _Header(metadata)
-    shapes = header.shapes()
+    members = header.members()
     sensitivity = header.sensitivity()
-    layers = tuple(_read_layer(tensors, shape, sensitivity is not None) for shape in shapes)
+    layers = tuple(
+        _read_layer(tensors, shape, sensitivity is not None) for shape in header.shapes(members["block_count"])
+    )
     if tensors:
-        raise SubkvError(
-            f"{min(tensors)}", "expected only tensors of FORMAT.md §4 for the listed layers, found this one"
-        )
+        raise SubkvError(min(tensors), "expected only tensors of FORMAT.md §4 for the listed layers, found this one")
     return Calibration(
-        arch=header.text("arch"),
-        name=header.text("name"),
-        block_count=header.integer("block_count", 1, MAX_LAYERS),
-        n_ctx=header.integer("n_ctx", 1, 2**31 - 1),
-        n_skip=header.integer("n_skip", 0, 2**31 - 1),
-        tokens=header.integer("tokens", 1, 2**63 - 1),
+        **members,
         texts=header.texts(),
-        model_sha256=header.sha256("model_sha256"),
-        generator=header.text("generator"),
         layers=layers,
         sensitivity=sensitivity,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
     )
 
 
+def _has(item: dict[str, Any], members: dict[str, type]) -> bool:
+    """Exactly these members, of these types."""
+    return set(item) == set(members) and all(type(item[key]) is kind for key, kind in members.items())
+
+
 class _Header:
     """Typed access to __metadata__; every defect names the key."""
 
     def __init__(self, metadata: dict[str, str]) -> None:
-        self.metadata = metadata
-        version = self.text("version")
+        self._metadata = metadata
+        version = self._text("version")
         if version != VERSION:
             raise SubkvError(f"{PREFIX}version", f"expected {VERSION}, found {version!r}")
 
-    def text(self, key: str) -> str:
-        if PREFIX + key not in self.metadata:
-            raise SubkvError(f"{PREFIX}{key}", "expected this metadata string, found none")
-        return self.metadata[PREFIX + key]
+    def _text(self, key: str) -> str:
+        if PREFIX + key not in self._metadata:
+            raise SubkvError(PREFIX + key, "expected this metadata string, found none")
+        return self._metadata[PREFIX + key]
 
-    def integer(self, key: str, low: int, high: int) -> int:
-        text = self.text(key)
-        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
-        if value is None or not low <= value <= high:
-            raise SubkvError(f"{PREFIX}{key}", f"expected an integer from {low} to {high}, found {text!r}")
-        return value
+    def members(self) -> dict[str, Any]:
+        """Those of Calibration that are a string or an integer."""
+        values: dict[str, Any] = {key: self._text(key) for key in (*_TEXTS, *_NUMBERS)}
+        for key, (low, high) in _NUMBERS.items():
+            text = values[key]
+            values[key] = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+            if not low <= values[key] <= high:
+                raise SubkvError(PREFIX + key, f"expected an integer from {low} to {high}, found {text!r}")
+        digest = values["model_sha256"]
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise SubkvError(f"{PREFIX}model_sha256", f"expected 64 lower-case hex digits, found {digest!r}")
+        return values
 
-    def sha256(self, key: str) -> str:
-        text = self.text(key)
-        if len(text) != 64 or set(text) - set("0123456789abcdef"):
-            raise SubkvError(f"{PREFIX}{key}", f"expected 64 lower-case hex digits, found {text!r}")
-        return text
-
-    def _json_list(self, key: str) -> list[dict[str, Any]]:
+    def _objects(self, key: str) -> list[dict[str, Any]]:
+        text = self._text(key)
         try:
-            value = json.loads(self.text(key))
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise SubkvError(
-                f"{PREFIX}{key}", f"expected a JSON list, found text that does not parse ({error})"
-            ) from error
+            raise SubkvError(PREFIX + key, f"expected a JSON list, found text that does not parse ({error})") from error
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise SubkvError(f"{PREFIX}{key}", f"expected a JSON list of objects, found {self.text(key)[:80]!r}")
+            raise SubkvError(PREFIX + key, f"expected a JSON list of objects, found {text[:80]!r}")
         return value
 
     def texts(self) -> tuple[TextSource, ...]:
-        sources = []
-        for item in self._json_list("texts"):
-            if (
-                set(item) != {"name", "sha256", "bytes"}
-                or not isinstance(item["name"], str)
-                or not isinstance(item["sha256"], str)
-                or type(item["bytes"]) is not int
-            ):
-                raise SubkvError(f"{PREFIX}texts", f"expected objects {{name, sha256, bytes}}, found {item!r}")
-            sources.append(TextSource(**item))
-        return tuple(sources)
+        items = self._objects("texts")
+        for item in items:
+            if not _has(item, _SOURCE):
+                raise SubkvError(f"{PREFIX}texts", f"expected objects {{{', '.join(_SOURCE)}}}, found {item!r}")
+        return tuple(TextSource(**item) for item in items)
 
     def sensitivity(self) -> Sensitivity | None:
         """None when the file has none."""
-        if PREFIX + "sensitivity" not in self.metadata:
+        if PREFIX + "sensitivity" not in self._metadata:
             return None
-        text = self.text("sensitivity")
+        text = self._text("sensitivity")
         try:
             item = json.loads(text)
         except (ValueError, RecursionError):
             item = None
-        members = ("method", "tokens", "n_recent", "n_ctx", "correction", "correction0")
         if (
             not isinstance(item, dict)
-            or set(item) != set(members)
+            or not _has(item, _MEASURED)
             or item["method"] not in METHODS
-            or any(type(item[key]) is not int for key in ("tokens", "n_recent", "n_ctx"))
-            or any(type(item[key]) is not float for key in ("correction", "correction0"))
-            or not (item["tokens"] >= 1 and item["n_recent"] >= 0 and item["n_ctx"] >= 1)
-            or not all(0.0 < item[key] < math.inf for key in ("correction", "correction0"))
+            or item["n_recent"] < 0
+            or not all(0 < item[key] < math.inf for key in ("tokens", "n_ctx", "correction", "correction0"))
         ):
             raise SubkvError(
                 f"{PREFIX}sensitivity",
-                f"expected a JSON object of {', '.join(members)} (method {' or '.join(METHODS)}, "
+                f"expected a JSON object of {', '.join(_MEASURED)} (method {' or '.join(METHODS)}, "
                 f"numbers positive), found {text[:80]!r}",
             )
         return Sensitivity(**item)
 
-    def shapes(self) -> list[LayerShape]:
-        block_count = self.integer("block_count", 1, MAX_LAYERS)
-        items = self._json_list("layers")
-        if not items:
+    def shapes(self, block_count: int) -> list[LayerShape]:
+        """Of the layers listed, in ascending order."""
+        shapes = [_read_shape(item, block_count) for item in self._objects("layers")]
+        if not shapes:
             raise SubkvError(f"{PREFIX}layers", "expected at least one layer, found none")
-        shapes = [_read_shape(item, block_count) for item in items]
         order = [shape.il for shape in shapes]
         if order != sorted(set(order)):
             raise SubkvError(f"{PREFIX}layers", f"expected ascending distinct il, found {order}")
@@ -338,8 +332,8 @@ class _Header:
 
 def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
     key = f"{PREFIX}layers"
-    if set(item) != set(_SHAPE_FIELDS):
-        raise SubkvError(key, f"expected the members {', '.join(_SHAPE_FIELDS)}, found {', '.join(sorted(item))}")
+    if set(item) != set(_SHAPE):
+        raise SubkvError(key, f"expected the members {', '.join(_SHAPE)}, found {', '.join(sorted(item))}")
     limits = {
         "il": (0, block_count - 1),
         "n_head": (1, 65536),
@@ -373,52 +367,40 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
         if name not in tensors:
             raise SubkvError(name, "expected this tensor, found none")
         tensor = tensors.pop(name)
-        wanted = "[" + ", ".join("n" if n is None else str(n) for n in expected) + "]"
         fits = tensor.ndim == len(expected) and all(
             n is None or n == m for n, m in zip(expected, tensor.shape, strict=True)
         )
         if tensor.dtype != dtype or not fits:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise SubkvError(name, f"expected {np.dtype(dtype)} {wanted}, found {found}")
+            wanted = ", ".join("n" if n is None else str(n) for n in expected)
+            raise SubkvError(name, f"expected {np.dtype(dtype)} [{wanted}], found {tensor.dtype} {list(tensor.shape)}")
         if not np.isfinite(tensor).all():
             raise SubkvError(name, "expected finite values, found NaN or infinity")
         return tensor
 
     def moments(key: str, d: int) -> F64:
         full = unpack(take(key, np.float32, (shape.n_head_kv, d * (d + 1) // 2)), d)
-        eigenvalues = np.linalg.eigvalsh(full)
-        for head, values in enumerate(eigenvalues):
+        for head, values in enumerate(np.linalg.eigvalsh(full)):
             if values[-1] < 0 or values[0] < -PSD_TOLERANCE * values[-1]:
                 raise SubkvError(
-                    f"{blk}{key}",
+                    blk + key,
                     f"expected a positive semi-definite matrix for head {head}, "
                     f"found eigenvalues from {values[0]:.3g} to {values[-1]:.3g}",
                 )
         return full
 
-    def mean(key: str, d: int) -> F64:
-        return take(key, np.float32, (shape.n_head_kv, d)).astype(np.float64)
-
-    stats: dict[str, Any] = {
-        "k2": moments("k2", shape.d_k),
-        "q2": moments("q2", shape.d_k),
-        "v2": moments("v2", shape.d_v),
-        "k1": mean("k1", shape.d_k),
-        "q1": mean("q1", shape.d_k),
-        "v1": mean("v1", shape.d_v),
-    }
-    kinds = {"ks": (shape.n_head_kv, shape.d_k), "vs": (shape.n_head_kv, shape.d_v), "qs": (shape.n_head, shape.d_k)}
-    if any(blk + key in tensors for key in kinds):
-        samples = {key: take(key, np.float16, (None, *rest)) for key, rest in kinds.items()}
-        if len(samples["ks"]) != len(samples["vs"]):
-            raise SubkvError(f"{blk}vs", f"expected {len(samples['ks'])} rows as in ks, found {len(samples['vs'])}")
-    else:
-        samples = {key: np.zeros((0, *rest), dtype=np.float16) for key, rest in kinds.items()}
-    sensitivity = None
+    stats: dict[str, Any] = {key: moments(key, getattr(shape, d)) for key, d in _MOMENTS.items()}
+    for key, d in _MEANS.items():
+        stats[key] = take(key, np.float32, (shape.n_head_kv, getattr(shape, d))).astype(np.float64)
+    sampled = any(blk + key in tensors for key in _SAMPLES)
+    for key, (heads, d) in _SAMPLES.items():
+        size = getattr(shape, heads), getattr(shape, d)
+        stats[key] = take(key, np.float16, (None, *size)) if sampled else np.zeros((0, *size), dtype=np.float16)
+    if len(stats["ks"]) != len(stats["vs"]):
+        raise SubkvError(f"{blk}vs", f"expected {len(stats['ks'])} rows as in ks, found {len(stats['vs'])}")
     if sensitive:
-        sizes = {"ek": shape.d_k, "ev": shape.d_v, "ek0": shape.d_k, "ev0": shape.d_v}
-        sensitivity = LayerSensitivity(**{_SENSITIVITY[key]: moments(key, d) for key, d in sizes.items()})
-    return LayerStats(shape=shape, **stats, **samples, sensitivity=sensitivity)
+        measured = {name: moments(key, getattr(shape, d)) for key, (name, d) in _SENSITIVITY.items()}
+        stats["sensitivity"] = LayerSensitivity(**measured)
+    return LayerStats(shape=shape, **stats)
 
 
 #
@@ -471,12 +453,8 @@ def merge(earlier: Calibration, later: Calibration) -> Calibration:
 def _merge_layer(a: LayerStats, b: LayerStats) -> LayerStats:
     total = a.shape.tokens + b.shape.tokens
     share = a.shape.tokens / total
-    moments: dict[str, Any] = {
-        key: share * getattr(a, key) + (1 - share) * getattr(b, key) for key in ("k2", "q2", "v2", "k1", "q1", "v1")
+    stats: dict[str, Any] = {
+        key: share * getattr(a, key) + (1 - share) * getattr(b, key) for key in (*_MOMENTS, *_MEANS)
     }
-    samples: dict[str, Any] = {
-        key: thin(np.concatenate([getattr(a, key), getattr(b, key)])) for key in ("ks", "vs", "qs")
-    }
-    return LayerStats(
-        shape=replace(a.shape, tokens=total), **moments, **samples, sensitivity=b.sensitivity or a.sensitivity
-    )
+    stats |= {key: thin(np.concatenate([getattr(a, key), getattr(b, key)])) for key in _SAMPLES}
+    return LayerStats(replace(a.shape, tokens=total), **stats, sensitivity=b.sensitivity or a.sensitivity)

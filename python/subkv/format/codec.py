@@ -1,38 +1,21 @@
-"""Rows in numpy, exactly as FORMAT.md and kernels/ref define them: coefficients to bytes and back.
-
-Used to calibrate gamma on the real round trip, and as an independent check of the kernels. The bytes are a function of
-the float32 coefficients alone; fused multiply-adds of the reference are done in float64 here, which differs from them
-only by double rounding (about once in 2^29 operations).
-"""
+"""Rows as libsubkv's ops write and read them (FORMAT.md §3): coefficients to bytes and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
-Bands = tuple[tuple[int, int], ...]  # (coefficients, bits) per band, in order
+from subkv.format.arrays import F32, U8
+from subkv.format.bases import Bands
+from subkv.native import library
 
-SCALE_ONE = 160
-CANDIDATES_BELOW = 10  # scale codes tried below the smallest that clips nothing, kernels/ref/rows.h
-HALF_MAX = 65504.0
-PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # low bits first
-
-_OCTAVE = np.array([1.0, 1.0905077, 1.1892071, 1.2968396, 1.4142135, 1.5422108, 1.6817929, 1.8340081], dtype=np.float32)
-
-
-def scale_table() -> F32:
-    """[256] float32: 2^((u − 160)/8); entry 0, the zero row, is 0."""
-    octaves = np.ldexp(np.float32(1.0), np.arange(-20, 12)).astype(np.float32)
-    table: F32 = (octaves[:, None] * _OCTAVE[None, :]).ravel()
-    table[0] = 0.0
-    return table
+Ratio = Sequence[float] | NDArray[np.floating]  # of the bands' steps
 
 
 def rank(bands: Bands) -> int:
+    """Coefficients of a head."""
     return sum(n for n, _ in bands)
 
 
@@ -41,116 +24,40 @@ def row_bytes(bands: Bands) -> int:
     return 1 + sum(n * bits // 8 for n, bits in bands)
 
 
-def _slices(bands: Bands) -> Iterator[tuple[int, int, int, int]]:
-    """(first coefficient, byte offset, n, bits) of every band."""
-    first, offset = 0, 1
-    for n, bits in bands:
-        yield first, offset, n, bits
-        first += n
-        offset += n * bits // 8
+def encode(c: F32, bands: Bands, ratio: Ratio) -> U8:
+    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows.
 
-
-def _codes(c: F32, step: F32, bits: int) -> F32:
-    """Codes as float32; c [..., n], step broadcastable to it."""
-    half_range = np.float32(0.5 * (2**bits - 1))
-    inverse = np.float32(1.0) / step
-    u = np.rint((c.astype(np.float64) * inverse + half_range).astype(np.float32))
-    return np.clip(u, np.float32(0.0), np.float32(2.0) * half_range)
-
-
-def _choose_scales(c: F32, bands: Bands, ratio: Sequence[np.float32]) -> NDArray[np.int64]:
-    """Scale code of every row [n]: least squared error among the candidates of kernels/ref/encode.cpp."""
-    table = scale_table()
-    coded = [
-        (first, n, bits, rho) for (first, _, n, bits), rho in zip(_slices(bands), ratio, strict=True) if bits != 16
-    ]
-    if not coded:
-        return np.full(len(c), SCALE_ONE, dtype=np.int64)
-    reach = np.zeros(len(c), dtype=np.float32)
-    for first, n, bits, rho in coded:
-        largest = np.abs(c[:, first : first + n]).max(axis=1)
-        reach = np.maximum(reach, largest / (rho * np.float32(0.5 * (2**bits - 1))))
-    start = np.minimum(np.searchsorted(table[1:], reach, side="left") + 1, 255)
-
-    def squared_error(k: NDArray[np.int64]) -> F32:
-        lane = np.zeros((len(c), 8), dtype=np.float32)
-        for first, n, bits, rho in coded:
-            step = (table[k] * rho).astype(np.float32)[:, None]
-            x = c[:, first : first + n]
-            centred = _codes(x, step, bits) - np.float32(0.5 * (2**bits - 1))
-            error = (x.astype(np.float64) - step.astype(np.float64) * centred).astype(np.float32)
-            for j in range(0, n, 8):
-                part = error[:, j : j + 8].astype(np.float64)
-                lane = (lane + part * part).astype(np.float32)
-        return ((lane[:, 0] + lane[:, 4]) + (lane[:, 2] + lane[:, 6])) + (
-            (lane[:, 1] + lane[:, 5]) + (lane[:, 3] + lane[:, 7])
-        )
-
-    best, best_error = start.copy(), squared_error(start)
-    for below in range(1, CANDIDATES_BELOW + 1):
-        k = start - below
-        error = squared_error(np.maximum(k, 1))
-        better = (k >= 1) & (error < best_error)
-        best[better] = k[better]
-        best_error[better] = error[better]
-    return best
-
-
-def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) -> U8:
-    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows."""
+    Raises ValueError for another shape or type, and for bands or ratios that the format does not have.
+    """
     if c.dtype != np.float32 or c.ndim != 2 or c.shape[1] != rank(bands):
         raise ValueError(f"coefficients: expected float32 [n, {rank(bands)}], found {c.dtype} {list(c.shape)}")
-    rho = [np.float32(value) for value in ratio]
-    live = np.isfinite(c).all(axis=1) & (c != 0.0).any(axis=1)
-    clean = np.where(live[:, None], c, np.float32(1.0))
-    scale_code = _choose_scales(clean, bands, rho)
-    scale = scale_table()[scale_code]
-    rows = np.zeros((len(c), row_bytes(bands)), dtype=np.uint8)
-    rows[:, 0] = scale_code
-    for (first, offset, n, bits), r in zip(_slices(bands), rho, strict=True):
-        x = clean[:, first : first + n]
-        if bits == 16:
-            halves = np.clip(x, -HALF_MAX, HALF_MAX).astype("<f2")
-            rows[:, offset : offset + 2 * n] = halves.view(np.uint8).reshape(len(c), 2 * n)
-            continue
-        u = _codes(x, (scale * r).astype(np.float32)[:, None], bits).astype(np.uint8)
-        for width in PLANES[bits]:
-            size, per_byte = n * width // 8, 8 // width
-            parts = (u & ((1 << width) - 1)).reshape(len(c), per_byte, size)
-            shifts = (width * np.arange(per_byte, dtype=np.uint8))[None, :, None]
-            rows[:, offset : offset + size] = np.bitwise_or.reduce(parts << shifts, axis=1)
-            offset += size
-            u = (u >> (width & 7)).astype(np.uint8)
-    rows[~live] = 0
+    n_bands, b, rho = _arguments(bands, ratio)
+    c, rows = np.ascontiguousarray(c), np.empty((len(c), row_bytes(bands)), dtype=np.uint8)
+    arguments = b.ctypes.data, rho.ctypes.data, n_bands, c.ctypes.data, len(c), rows.ctypes.data
+    if library.load().subkv_encode_rows(*arguments) < 0:
+        raise ValueError(library.last_error())
     return rows
 
 
-def decode(rows: U8, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) -> F32:
-    """Rows [n, row_bytes] -> dequantized coefficients [n, rank] float32."""
+def decode(rows: U8, bands: Bands, ratio: Ratio) -> F32:
+    """Rows [n, row_bytes] -> dequantized coefficients [n, rank] float32. Raises ValueError as encode()."""
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != row_bytes(bands):
         raise ValueError(f"rows: expected uint8 [n, {row_bytes(bands)}], found {rows.dtype} {list(rows.shape)}")
-    scale = scale_table()[rows[:, 0]]
-    c = np.zeros((len(rows), rank(bands)), dtype=np.float32)
-    for (first, offset, n, bits), r in zip(_slices(bands), ratio, strict=True):
-        if bits == 16:
-            halves = np.ascontiguousarray(rows[:, offset : offset + 2 * n]).view("<f2")
-            c[:, first : first + n] = halves.astype(np.float32)
-            continue
-        u = np.zeros((len(rows), n), dtype=np.uint8)
-        low = 0
-        for width in PLANES[bits]:
-            size, per_byte = n * width // 8, 8 // width
-            shifts = (width * np.arange(per_byte, dtype=np.uint8))[None, :, None]
-            parts = (rows[:, None, offset : offset + size] >> shifts) & ((1 << width) - 1)
-            u |= (parts.reshape(len(rows), n) << low).astype(np.uint8)
-            offset += size
-            low += width
-        step = (scale * np.float32(r)).astype(np.float32)[:, None]
-        c[:, first : first + n] = step * (u.astype(np.float32) - np.float32(0.5 * (2**bits - 1)))
-    c[rows[:, 0] == 0] = 0.0
+    n_bands, b, rho = _arguments(bands, ratio)
+    rows, c = np.ascontiguousarray(rows), np.empty((len(rows), rank(bands)), dtype=np.float32)
+    arguments = b.ctypes.data, rho.ctypes.data, n_bands, rows.ctypes.data, len(rows), c.ctypes.data
+    if not library.load().subkv_decode_rows(*arguments):
+        raise ValueError(library.last_error())
     return c
 
 
-def round_trip(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) -> F32:
+def _arguments(bands: Bands, ratio: Ratio) -> tuple[int, NDArray[np.int32], F32]:
+    """Number of bands, bands and ratios as libsubkv takes them."""
+    if len(ratio) != len(bands):
+        raise ValueError(f"ratio: expected one for each of {len(bands)} bands, found {len(ratio)}")
+    return len(bands), np.array(bands, dtype=np.int32), np.ascontiguousarray(ratio, dtype=np.float32)
+
+
+def round_trip(c: F32, bands: Bands, ratio: Ratio) -> F32:
     """What attention sees of coefficients [n, rank] after they were stored."""
     return decode(encode(c, bands, ratio), bands, ratio)

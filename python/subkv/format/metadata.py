@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from subkv.base.errors import SubkvError
 from subkv.format.bases import CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import Calibration
-from subkv.native.binding import native
+from subkv.format.layout import Layout
+from subkv.format.window import Window
 from subkv.native.gguf import Gguf, Value
 
 VERSION = 2
@@ -40,15 +40,14 @@ class Account:
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices that go into the header keys; method names as the command line spells them."""
+    """Choices that go into the header keys; method names as the command line spells them, of the window no rollback."""
 
     codec: str
     basis_k: str
     basis_v: str
     gamma: str
-    n_sink: int
-    n_recent: int
-    adapt: str | None = None  # how contexts follow the text by default, subkv.adapt.parse
+    window: Window
+    adapt: str | None = None  # how contexts follow the text by default, subkv.format.adapt.parse
 
 
 def generator() -> str:
@@ -98,8 +97,8 @@ def keys(
         "subkv.codec": ("str", settings.codec),
         "subkv.arch": ("str", calibration.arch),
         "subkv.block_count": ("u32", calibration.block_count),
-        "subkv.n_sink": ("u32", settings.n_sink),
-        "subkv.n_recent": ("u32", settings.n_recent),
+        "subkv.n_sink": ("u32", settings.window.n_sink),
+        "subkv.n_recent": ("u32", settings.window.n_recent),
         "subkv.bits_per_element": ("f32", counted.total),
         "subkv.bits_per_element.rows": ("f32", counted.rows),
         "subkv.bpe_context": ("u32", counted.context),
@@ -159,12 +158,5 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises SubkvError with libsubkv's sentence when any key is missing or damaged.
     """
-    library = native()
-    layout = library.subkv_layout_load(str(path).encode())
-    if not layout:
-        raise SubkvError("", (library.subkv_last_error() or b"unknown error").decode("utf-8", "replace"))
-    try:
-        described: dict[str, Any] = json.loads(library.subkv_layout_json(layout).decode("utf-8"))
-    finally:
-        library.subkv_layout_free(layout)
-    return described
+    with Layout(path) as layout:
+        return layout.description

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,6 @@ class Observed(ctypes.Structure):
     ]
 
 
-class Planted(ctypes.Structure):
-    """subkv_planted."""
-
-    _fields_ = [("n_head_kv", _i32), ("d_k", _i32), ("d_v", _i32), ("n_planted", ctypes.c_uint64)]
-
-
-class SketchParams(ctypes.Structure):
-    """subkv_sketch_params."""
-
-    _fields_ = [("kind", _i32), ("d", _i32), ("rows", _i32), ("decay", ctypes.c_float), ("rate", ctypes.c_float)]
-
-
 class AdaptStats(ctypes.Structure):
     """subkv_adapt_stats."""
 
@@ -124,22 +113,22 @@ class AdaptStats(ctypes.Structure):
 
 _i32_p = ctypes.POINTER(_i32)
 
-# function -> (result type, argument types), in the order of subkv.h
-SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+Signatures = Mapping[str, tuple[Any, list[Any]]]  # function -> (result type, argument types)
+
+# subkv.h, in its order; functions of the other headers are declared where they are called
+SIGNATURES: Signatures = {
     "subkv_last_error": (_str, []),
     "subkv_kernel_name": (_str, []),
+    "subkv_constants": (_str, []),
+    "subkv_encode_rows": (_i64, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
+    "subkv_decode_rows": (ctypes.c_bool, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
     "subkv_layout_present": (_i32, [_str]),
     "subkv_layout_load": (_ptr, [_str]),
     "subkv_layout_free": (None, [_ptr]),
     "subkv_layout_json": (_str, [_ptr]),
-    "subkv_layout_fingerprint": (_str, [_ptr]),
-    "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.c_bool, _ptr, _i64]),
-    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr]),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
     "subkv_get_adapt_stats": (ctypes.c_bool, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.POINTER(AdaptStats)]),
-    "subkv_read_rows": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _i32, _i32, _i64, _ptr, _ptr]),
-    "subkv_get_sketch_rows": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _i32, _ptr, _i64]),
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_observer_new": (_ptr, [_i32]),
     "subkv_observer_free": (None, [_ptr]),
@@ -149,40 +138,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "subkv_observer_n_layer": (_i32, [_ptr]),
     "subkv_observer_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Observed)]),
     "subkv_observer_get": (_i64, [_ptr, _i32, _str, ctypes.POINTER(ctypes.c_double), _i64]),
-    "subkv_planter_new": (_ptr, []),
-    "subkv_planter_free": (None, [_ptr]),
-    "subkv_plant": (ctypes.c_bool, [_ptr]),
-    "subkv_planter_n_layer": (_i32, [_ptr]),
-    "subkv_planter_layer": (ctypes.c_bool, [_ptr, _i32, ctypes.POINTER(Planted)]),
-    "subkv_planter_set": (ctypes.c_bool, [_ptr, _i32, _ptr, _i32, _ptr, _ptr]),
-    "subkv_planter_clear": (None, [_ptr]),
-    "subkv_ops_count": (_i32, []),
-    "subkv_ops_name": (_str, [_i32]),
-    "subkv_ops_table": (_ptr, [_i32]),
-    "subkv_sketch_new": (_ptr, [ctypes.POINTER(SketchParams)]),
-    "subkv_sketch_free": (None, [_ptr]),
-    "subkv_sketch_bytes": (_i64, [_ptr]),
-    "subkv_sketch_count": (_i64, [_ptr]),
-    "subkv_sketch_energy": (ctypes.c_double, [_ptr]),
-    "subkv_sketch_absorb": (_i64, [_ptr, _ptr, _i64]),
-    "subkv_sketch_top": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
-    "subkv_sketch_rows": (_i64, [_ptr, _ptr]),
-    "subkv_eigen": (ctypes.c_bool, [_ptr, _ptr, _i32]),
-    "subkv_adapt_new": (_ptr, [_ptr, ctypes.POINTER(AdaptParams), _i32, _i32, ctypes.c_bool]),
-    "subkv_adapt_free": (None, [_ptr]),
-    "subkv_adapt_push": (ctypes.c_bool, [_ptr, _ptr, _i64]),
-    "subkv_adapt_read": (_i64, [_ptr, _ptr, _ptr, _ptr]),
-    "subkv_adapt_get_stats": (None, [_ptr, ctypes.POINTER(AdaptStats)]),
-    "subkv_adapt_query": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
-    "subkv_adapt_lift": (ctypes.c_bool, [_ptr, _i32, _ptr, _ptr]),
-    "subkv_adapt_save": (_i64, [_ptr, _ptr, _i64]),
-    "subkv_adapt_restore": (ctypes.c_bool, [_ptr, _ptr, _i64]),
-    "subkv_adapt_replay": (
-        ctypes.c_bool,
-        [_ptr, ctypes.POINTER(AdaptParams), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
-        + [ctypes.POINTER(AdaptStats)],
-    ),
-    "subkv_quantizer": (None, [_i32, ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double)]),
 }
 
 
@@ -248,6 +203,15 @@ def _survive_forks(lib: ctypes.CDLL) -> None:
         os.register_at_fork(before=lambda: pause(1))  # omp_pause_soft
 
 
+def declare(lib: ctypes.CDLL, signatures: Signatures) -> ctypes.CDLL:
+    """`lib` with these functions declared."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """libsubkv with every function of subkv.h declared; llama_cpp is bound to the same libllama.
@@ -262,12 +226,8 @@ def load() -> ctypes.CDLL:
     for name in ("llama_init_from_model", "ggml_init"):
         if _address(lib, name) != _address(llama, name):
             raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
     _survive_forks(lib)
-    return lib
+    return declare(lib, SIGNATURES)
 
 
 def last_error() -> str:

@@ -8,16 +8,16 @@ Keys are coded less their mean μ: c = E (k − μ), k̂ = γ Dᵀ c + μ; every
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
+from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, StoredBasis
+from subkv.format.codec import rank
 from subkv.plan.quantizer import best_step, distortion, shared_step
-
-F64 = NDArray[np.float64]
 
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
@@ -45,12 +45,12 @@ def gains(bands: Bands) -> F64:
     return np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
 
 
-def stored_mean(mean: F64) -> NDArray[np.float16]:
+def stored_mean(mean: F64) -> F16:
     """A mean [d] as the file holds it. Raises SubkvError if a value does not fit half precision."""
     return _half(mean, "mean")
 
 
-def centred_moment(moment: F64, mean: F64, stored: NDArray[np.float16]) -> F64:
+def centred_moment(moment: F64, mean: F64, stored: F16) -> F64:
     """Second moment [d, d] of x − μ̃ from the second moment and the mean [d] of x; μ̃ = stored is the rounded mean.
 
     It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises SubkvError when they are
@@ -87,8 +87,13 @@ def fit_pca(moment: F64, metric: F64) -> FullBasis:
     """Eigenvectors of the second moment: E = Bᵀ = D. moment, metric: [d, d]; the metric only prices coefficients."""
     variance, vectors = _descending(moment)
     basis = np.ascontiguousarray(vectors.T)
-    price = np.einsum("id,de,ie->i", basis, metric, basis)
-    return FullBasis(basis, basis.copy(), variance, variance * np.maximum(price, 0.0))
+    return repriced(FullBasis(basis, basis, variance, variance), metric)
+
+
+def repriced(basis: FullBasis, cost: F64) -> FullBasis:
+    """The same basis with importance: the cost of dropping coefficient i, E c_i² · D_i M D_iᵀ."""
+    price = np.einsum("id,de,ie->i", basis.decode, cost, basis.decode)
+    return replace(basis, importance=basis.variance * np.maximum(price, 0.0))
 
 
 def fit_metric(moment: F64, metric: F64, ridge: float = METRIC_RIDGE) -> FullBasis:
@@ -146,7 +151,7 @@ def store(
     basis: FullBasis,
     moment: F64,
     bands: Bands,
-    mean: NDArray[np.float16] | None = None,
+    mean: F16 | None = None,
     mix_max_bits: int = MIX_MAX_BITS,
 ) -> StoredBasis:
     """Keep the coefficients of `bands`, mix inside bands, round to half precision, and make D fit the rounded E.
@@ -159,8 +164,7 @@ def store(
     Raises SubkvError if a value does not fit half precision.
     """
     d = basis.encode.shape[1]
-    encode = basis.encode[: sum(n for n, _ in bands)].copy()
-    rank = len(encode)
+    encode = basis.encode[: rank(bands)].copy()
     steps = np.ones(len(bands))
     first = 0
     for i, (n, bits) in enumerate(bands):
@@ -177,7 +181,7 @@ def store(
         steps[coded] = np.maximum(steps[coded] / largest, STEP_FLOOR) if largest > 0.0 else 1.0
     rounded = _half(encode, "E")
     exact = rounded.astype(np.float64)
-    if rank == d:
+    if len(encode) == d:
         decode = np.linalg.inv(exact).T
     else:
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
@@ -186,7 +190,7 @@ def store(
     return StoredBasis(bands, rounded, _half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
 
 
-def _half(matrix: NDArray[np.floating], name: str) -> NDArray[np.float16]:
+def _half(matrix: NDArray[np.floating], name: str) -> F16:
     with np.errstate(over="ignore"):
         rounded = matrix.astype(np.float16)
     if not np.isfinite(rounded).all():

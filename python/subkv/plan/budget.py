@@ -16,17 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from subkv.base.errors import SubkvError
+from subkv.format.arrays import F64
 from subkv.format.bases import Bands
-from subkv.format.codec import row_bytes
+from subkv.format.codec import rank, row_bytes
 from subkv.format.metadata import Account
-from subkv.plan.basis import F64
+from subkv.format.window import Window
 from subkv.plan.quantizer import CODED_WIDTHS, WIDTHS, distortion
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
-N_ROLLBACK = 32  # exact rows the runtime keeps beyond n_recent (subkv_cache_params.n_rollback)
-DEFAULT_N_SINK = 4
-DEFAULT_N_RECENT = 128
-MAX_SINK = 4096
 
 # A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. What it takes away is the same for every cell, so it adds up
 # over the cells that attention sums, where independent errors average out. Errors of that kind, of energy D² of the
@@ -39,7 +36,6 @@ COHERENCE = 10.0
 # which costs decoding speed; SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and
 # 0.00004 at 6.4.
 WIDE_FROM = 6.0
-MAX_RECENT = 65536
 
 
 @dataclass(frozen=True)
@@ -59,13 +55,12 @@ class Overhead:
     """What is counted besides the rows. context: tokens at which bits per element are stated."""
 
     context: int
-    n_sink: int
-    n_recent: int
+    window: Window
 
     @property
     def window_bits(self) -> float:
         """Exact-window bits per K/V element at `context`: f16 rows of sinks, recent tokens and rollback."""
-        return 16.0 * (self.n_sink + self.n_recent + N_ROLLBACK) / self.context
+        return 16.0 * self.window.n_exact / self.context
 
     def basis_bits(self, d: int, centred: bool = False) -> float:
         """Bits per token that one kept coefficient costs in libsubkv's memory: E and D in f16, an offset in f32."""
@@ -81,20 +76,20 @@ def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -
     elements = sum(head.d for head in heads)
     n_bytes = sum(row_bytes(b) for b in bands)
     bases = sum(
-        overhead.mean_bits(head) + overhead.basis_bits(head.d, head.centred) * sum(n for n, _ in b)
+        overhead.mean_bits(head) + overhead.basis_bits(head.d, head.centred) * rank(b)
         for head, b in zip(heads, bands, strict=True)
     )
     return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
 
 
-def check_rank(flag: str, rank: int | None, d: int, il: int) -> int:
+def check_rank(rank: int | None, d: int, il: int) -> int:
     """The rank to use for head size d: d when none was asked for. Raises SubkvError when it does not fit."""
     if rank is None:
         return d
     if rank > d:
-        raise SubkvError(flag, f"expected at most the head size {d} of layer {il}, found {rank}")
+        raise SubkvError("rank", f"expected at most the head size {d} of layer {il}, found {rank}")
     if rank < GROUP or rank % GROUP:
-        raise SubkvError(flag, f"expected a positive multiple of {GROUP}, found {rank}")
+        raise SubkvError("rank", f"expected a positive multiple of {GROUP}, found {rank}")
     return rank
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from subkv.base.errors import SubkvError
+from subkv.format.arrays import F64
 from subkv.format.calibration import Calibration, LayerShape, LayerStats
 from subkv.native.gguf import Base
-from subkv.plan.basis import F64, FullBasis, fit_metric, fit_pca
+from subkv.plan.basis import FullBasis, fit_metric, fit_pca, repriced
 
 # Share of the structural metric in the measured one. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
 # Sherlock: with sensitivities of 16k tokens 0.0033 with none (ridge 1e-3), 0.0026 at 0.02 and 0.1, 0.0029 at 0.3; of
@@ -57,10 +58,10 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
     Raises SubkvError for kld-aware without sensitivities.
     """
     measured = calibration.sensitivity is not None
-    for flag, asked in (("--basis-k", basis_k), ("--basis-v", basis_v)):
+    for key, asked in (("basis_k", basis_k), ("basis_v", basis_v)):
         if asked == "kld-aware" and not measured:
             raise SubkvError(
-                flag,
+                key,
                 "kld-aware expects a calibration with sensitivities, found none in it; "
                 "python -m converter.sensitivity adds them",
             )
@@ -100,37 +101,26 @@ def value_metrics(base: Base, shape: LayerShape, basis_v: str) -> F64:
 
 def layer_cost(stats: LayerStats, output: F64, exact_window: bool) -> LayerCost:
     """The cost matrices of a layer. output: value_metrics; exact_window: the recent one is at least the calibrated."""
-    shape = stats.shape
-    if stats.sensitivity is not None:
-        k, v = (
-            (stats.sensitivity.k, stats.sensitivity.v) if exact_window else (stats.sensitivity.k0, stats.sensitivity.v0)
-        )
-        return LayerCost(
-            0.5 * _shrunk(k, stats.q2, stats.k2), 0.5 * _shrunk(v, output, stats.v2), query=stats.q2, output=output
-        )
+    measured = stats.sensitivity
+    if measured is not None:
+        k, v = (measured.k, measured.v) if exact_window else (measured.k0, measured.v0)
+        k, v = 0.5 * _shrunk(k, stats.q2, stats.k2), 0.5 * _shrunk(v, output, stats.v2)
+        return LayerCost(k, v, stats.q2, output)
     centred = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]
     energy = np.maximum(np.einsum("hde,hde->h", output, centred), 0.0)
     total = float(energy.sum())
     if total <= 0.0:
-        return LayerCost(0.0 * stats.q2, 0.0 * output, query=stats.q2, output=output)
-    weight = KEY_WEIGHT * shape.scale**2 * energy / total
-    return LayerCost(weight[:, None, None] * stats.q2, output / total, query=stats.q2, output=output)
+        return LayerCost(0.0 * stats.q2, 0.0 * output, stats.q2, output)
+    weight = KEY_WEIGHT * stats.shape.scale**2 * energy / total
+    return LayerCost(weight[:, None, None] * stats.q2, output / total, stats.q2, output)
 
 
 def fit_heads(kind: str, moments: F64, costs: F64, structural: F64) -> list[FullBasis]:
     """The bases of a layer's heads, K or V, with importance in the units of `costs`. All matrices [n_head_kv, d, d]."""
-    bases = []
-    for moment, cost, metric in zip(moments, costs, structural, strict=True):
+
+    def fit(moment: F64, cost: F64, metric: F64) -> FullBasis:
         if kind == "pca":
-            bases.append(fit_pca(moment, cost))
-        elif kind == "kld-aware":
-            bases.append(fit_metric(moment, cost))
-        else:
-            bases.append(repriced(fit_metric(moment, metric), cost))
-    return bases
+            return fit_pca(moment, cost)
+        return fit_metric(moment, cost) if kind == "kld-aware" else repriced(fit_metric(moment, metric), cost)
 
-
-def repriced(basis: FullBasis, cost: F64) -> FullBasis:
-    """The same basis with importance: the cost of dropping coefficient i, E c_i² · D_i M D_iᵀ."""
-    price = np.einsum("id,de,ie->i", basis.decode, cost, basis.decode)
-    return FullBasis(basis.encode, basis.decode, basis.variance, basis.variance * np.maximum(price, 0.0))
+    return [fit(*of_head) for of_head in zip(moments, costs, structural, strict=True)]

@@ -10,10 +10,11 @@ import math
 
 import numpy as np
 
+from subkv.format.arrays import F64
 from subkv.format.bases import StoredBasis
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import round_trip
-from subkv.plan.basis import F64, gains
+from subkv.plan.basis import gains
 
 METHODS = ("calibrated", "sqrt", "one")
 

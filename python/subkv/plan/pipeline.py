@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import progress_bar, tracked
+from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer
 from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
 from subkv.format.metadata import Account, Settings
+from subkv.format.window import DEFAULT, Window
 from subkv.native.gguf import Base
-from subkv.plan import budget as layout
-from subkv.plan import predict
-from subkv.plan.basis import F64, FullBasis, centred_moment, store, stored_mean
+from subkv.plan import budget, predict
+from subkv.plan.basis import FullBasis, centred_moment, store, stored_mean
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
 from subkv.plan.gamma import gamma_of
@@ -37,15 +38,14 @@ class Options:
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
     calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
-    their mean, unless n_sink is 0. adapt: subkv.adapt.parse's text, written into the file.
+    their mean, unless there are no sinks. adapt: subkv.format.adapt.parse's text, written into the file.
     """
 
     codec: str = "banded"
     basis_k: str | None = None
     basis_v: str | None = None
     gamma: str = "calibrated"
-    n_sink: int = layout.DEFAULT_N_SINK
-    n_recent: int = layout.DEFAULT_N_RECENT
+    window: Window = DEFAULT
     kv_bits: float | None = None
     rank_k: int | None = None
     rank_v: int | None = None
@@ -58,7 +58,7 @@ class Options:
 class Result:
     """A layout with its bases. settings: as resolved. predicted: nats of KLD per token, None where it cannot be told.
 
-    stock: the same for llama.cpp's cache types, without a recent window. notes: sentences for the user.
+    stock: the same for llama.cpp's cache types, without a recent window. notes: remarks for the user, not raised.
     """
 
     layers: tuple[CodedLayer, ...]
@@ -67,7 +67,7 @@ class Result:
     gamma_sources: dict[str, int]  # heads per source of gamma
     predicted: float | None = None
     stock: dict[str, float] | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[SubkvError, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Fitted:
     k: list[FullBasis]
     v: list[FullBasis]
     cost: LayerCost
-    mean: NDArray[np.float16]
+    mean: F16
     k2: F64
 
 
@@ -140,41 +140,35 @@ class Fit:
         check_model(base, calibration)
         self.progress = progress
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
-        self.settings = settings = Settings(
-            options.codec,
-            basis_k,
-            basis_v,
-            options.gamma,
-            options.n_sink,
-            options.n_recent,
-            options.adapt,
-        )
+        check_window(options.window, calibration)
+        window = options.window.filled()
+        self.settings = Settings(options.codec, basis_k, basis_v, options.gamma, window, options.adapt)
+        self.notes: list[SubkvError] = []
         # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
-        center_k = options.center_k and options.n_sink > 0
-        self.notes: list[str] = []
+        center_k = options.center_k and window.n_sink > 0
         if options.center_k and not center_k:
-            self.notes.append(
-                "--center-k: off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
-            )
-        check_window(settings, calibration)
-        calibration, note = spread(base, calibration)
+            reason = "off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
+            self.notes.append(SubkvError("center_k", reason))
+        self.calibration, note = spread(base, calibration)
         self.notes += [note] if note else []
-        self.calibration = calibration
         context = default_context(base) if options.bpe_context is None else options.bpe_context
-        self.overhead = Overhead(context, settings.n_sink, settings.n_recent)
+        self.overhead = Overhead(context, window)
         measured = calibration.sensitivity
-        self.windowed = measured is not None and settings.n_recent >= measured.n_recent
+        self.windowed = measured is not None and window.n_recent >= measured.n_recent
         if measured is not None and not self.windowed:
-            self.notes.append(
-                f"--n-recent: expected at least {measured.n_recent}, for which sensitivities were measured, found "
-                f"{settings.n_recent}: those without a recent window are used"
+            reason = (
+                f"expected at least {measured.n_recent}, for which sensitivities were measured, found "
+                f"{window.n_recent}: those without a recent window are used"
             )
+            self.notes.append(SubkvError("n_recent", reason))
         self.layers: list[_Fitted] = []
         self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
         self.heads: list[Head] = []  # K, V of every head of every layer
-        for stats in tracked("bases", calibration.layers, "layer", progress):
-            rank_k = layout.check_rank("--rank-k", options.rank_k, stats.shape.d_k, stats.shape.il)
-            rank_v = layout.check_rank("--rank-v", options.rank_v, stats.shape.d_v, stats.shape.il)
+        for stats in tracked("bases", self.calibration.layers, "layer", progress):
+            with concerning(rank="rank_k"):
+                rank_k = budget.check_rank(options.rank_k, stats.shape.d_k, stats.shape.il)
+            with concerning(rank="rank_v"):
+                rank_v = budget.check_rank(options.rank_v, stats.shape.d_v, stats.shape.il)
             output = value_metrics(base, stats.shape, basis_v)
             cost = layer_cost(stats, output, self.windowed)
             self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
@@ -189,11 +183,11 @@ class Fit:
     def plan(self, kv_bits: float) -> list[Bands]:
         """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
         if self.settings.codec == "int8":
-            return layout.plan_int8(self.heads)
-        return layout.plan_banded(self.heads, kv_bits, self.overhead)
+            return budget.plan_int8(self.heads)
+        return budget.plan_banded(self.heads, kv_bits, self.overhead)
 
     def account(self, plan: Sequence[Bands]) -> Account:
-        return layout.account(self.heads, plan, self.overhead)
+        return budget.account(self.heads, plan, self.overhead)
 
     def code(self, plan: Sequence[Bands]) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
         """Rounded bases and gammas for a plan, and the number of heads per source of gamma."""
@@ -232,7 +226,7 @@ class Fit:
         target = self.stock_error(kind)
         if target is None:
             return None
-        low, high = layout.budget_range(self.heads, self.overhead)
+        low, high = budget.budget_range(self.heads, self.overhead)
         first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
             while first <= last:
@@ -261,13 +255,14 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
         kv_bits = fit.budget_like(TARGET)
         if kv_bits is None:
             kv_bits = FALLBACK_KV_BITS
-            notes.append(
-                f"--kv-bits: {kv_bits:g} by default, since {TARGET}'s quality cannot be predicted here: that needs "
-                f"held-out samples in the calibration and head sizes in multiples of 32"
+            reason = (
+                f"since {TARGET}'s quality cannot be predicted here: that needs held-out samples in the calibration "
+                f"and head sizes in multiples of 32"
             )
         else:
             what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
-            notes.append(f"--kv-bits: {kv_bits:g} by default, the smallest whose {what} is at most {TARGET}'s")
+            reason = f"the smallest whose {what} is at most {TARGET}'s"
+        notes.append(SubkvError("kv_bits", f"{kv_bits:g} by default, {reason}"))
     plan = fit.plan(kv_bits or 0.0)
     layers, sources = fit.code(plan)
     predicted, stock_types = None, None
@@ -278,56 +273,58 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
     return Result(layers, fit.settings, fit.account(plan), sources, predicted, stock_types, tuple(notes))
 
 
-def _token_notes(fit: Fit) -> list[str]:
+def _token_notes(fit: Fit) -> list[SubkvError]:
     """A warning where the moments rest on too few tokens for the rank."""
-    notes = []
     rank = max(len(head.importance) for head in fit.heads)
     tokens = min(stats.shape.tokens for stats in fit.calibration.layers)
-    if tokens < TOKENS_PER_RANK * rank:
-        notes.append(
-            f"--bases: expected at least {TOKENS_PER_RANK * rank} calibrated tokens for rank {rank}, found {tokens}: "
-            f"the bases will describe this text and little else"
-        )
-    return notes
+    if tokens >= TOKENS_PER_RANK * rank:
+        return []
+    reason = (
+        f"expected at least {TOKENS_PER_RANK * rank} calibrated tokens for rank {rank}, found {tokens}: "
+        f"the bases will describe this text and little else"
+    )
+    return [SubkvError("calibration", reason)]
 
 
-def _centre(stats: LayerStats, center_k: bool) -> tuple[NDArray[np.float16], F64]:
+@contextlib.contextmanager
+def _of_head(il: int, head: int) -> Iterator[None]:
+    """Names the head whose statistics are at fault."""
+    try:
+        yield
+    except SubkvError as error:
+        raise SubkvError(f"layer {il} head {head}", f"{error}") from error
+    except np.linalg.LinAlgError as error:
+        raise SubkvError(f"layer {il} head {head}", f"statistics give no usable basis ({error})") from error
+
+
+def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
     """What a layer's keys are coded less of, zeros if not center_k, and the rest's second moments; per head."""
     if not center_k:
         return np.zeros(stats.k1.shape, dtype=np.float16), stats.k2
     means, moments = [], []
     for h in range(stats.shape.n_head_kv):
-        try:
+        with _of_head(stats.shape.il, h):
             means.append(stored_mean(stats.k1[h]))
             moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
-        except SubkvError as error:
-            raise SubkvError(f"layer {stats.shape.il} head {h}", f"{error}") from error
     return np.stack(means), np.stack(moments)
 
 
 def _code_head(
     stats: LayerStats, fit: _Fitted, h: int, bands_k: Bands, bands_v: Bands, method: str
 ) -> tuple[CodedHead, str]:
-    try:
+    with _of_head(stats.shape.il, h):
         k = store(fit.k[h], fit.k2[h], bands_k, fit.mean[h])
         v = store(fit.v[h], stats.v2[h], bands_v)
-    except SubkvError as error:
-        raise SubkvError(f"layer {stats.shape.il} head {h}", f"{error}") from error
-    except np.linalg.LinAlgError as error:
-        raise SubkvError(f"layer {stats.shape.il} head {h}", f"statistics give no usable basis ({error})") from error
     gamma, source = gamma_of(method, stats, h, k, fit.k2[h])
     return CodedHead(k, v, gamma), source
 
 
-def check_window(settings: Settings, calibration: Calibration) -> None:
-    """The exact window must fit its limits and cover the positions that calibration left out."""
-    if not 0 <= settings.n_recent <= layout.MAX_RECENT:
-        raise SubkvError("n_recent", f"expected 0 to {layout.MAX_RECENT}, found {settings.n_recent}")
-    if not 0 <= settings.n_sink <= layout.MAX_SINK:
-        raise SubkvError("n_sink", f"expected 0 to {layout.MAX_SINK}, found {settings.n_sink}")
-    if settings.n_sink < calibration.n_skip:
+def check_window(window: Window, calibration: Calibration) -> None:
+    """The exact window must fit its limits and cover the positions that calibration left out. Raises SubkvError."""
+    window.check()
+    if window.n_sink < calibration.n_skip:
         raise SubkvError(
             "n_sink",
-            f"expected at least {calibration.n_skip}, found {settings.n_sink}: "
+            f"expected at least {calibration.n_skip}, found {window.n_sink}: "
             f"the calibration left out the first {calibration.n_skip} positions, so the bases do not describe them",
         )

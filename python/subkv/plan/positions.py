@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
-from subkv.format.calibration import F16, Calibration, LayerStats
+from subkv.format.arrays import F16, F64
+from subkv.format.calibration import Calibration, LayerStats
 from subkv.native.gguf import Base
-from subkv.plan.basis import F64
 
 C128 = NDArray[np.complex128]
 
@@ -38,14 +38,14 @@ def halves_of_neighbours(d: int) -> NDArray[np.int64]:
 def transformers_order(arch: str, d: int) -> NDArray[np.int64]:
     """[d] index into a key of transformers for every coordinate of llama.cpp's.
 
-    Raises SubkvError, starting with `flag`, for an architecture whose orders are not known here.
+    Raises SubkvError about `arch` where its orders are not known here.
     """
     if arch in NEIGHBOURS:
         return halves_of_neighbours(d)
     if arch in SAME_ORDER:
         return np.arange(d)
     raise SubkvError(
-        "bases",
+        "arch",
         f"expected an architecture whose keys transformers orders in a known way "
         f"({', '.join(sorted(NEIGHBOURS + SAME_ORDER))}), found {arch}",
     )
@@ -136,8 +136,8 @@ def rotation(base: Base, d: int) -> Rotation | None:
     return Rotation(unitary, omega)
 
 
-def spread(base: Base, calibration: Calibration) -> tuple[Calibration, str | None]:
-    """The calibration over all trained positions, and a note where that could not be done but may be missed."""
+def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
+    """The calibration over all trained positions, and a remark where that could not be done but may be missed."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     shortest = min(calibration.n_ctx, calibration.sensitivity.n_ctx if calibration.sensitivity else calibration.n_ctx)
     if trained is None or shortest >= trained:
@@ -146,9 +146,10 @@ def spread(base: Base, calibration: Calibration) -> tuple[Calibration, str | Non
     for d in {layer.shape.d_k for layer in calibration.layers}:
         turn = rotation(base, d)
         if turn is None:
-            return calibration, (
-                f"--bases: expected a calibration at the trained context of {trained} tokens, found "
-                f"{shortest}: quality beyond is not known; python -m converter.calibrate -c {trained}"
+            return calibration, SubkvError(
+                "calibration",
+                f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
+                f"is not known; python -m converter.calibrate -c {trained}",
             )
         turns[d] = turn
     span = float(max(trained - calibration.n_ctx, 0))

@@ -1,6 +1,6 @@
 """Predicted cost of a layout: the real codec on sampled rows, each error priced by the layers' cost matrices.
 
-KLD ≈ Σ over layers and heads of E eᵀ M e, e = x − x̂ of a stored key or value, M = half its sensitivity (metrics.py):
+KLD ≈ Σ over layers and heads of E eᵀ M e, e = x − x̂ of a stored key or value, M = half its sensitivity (costs.py):
 second order in e, errors of different heads and tokens taken as independent. Without sensitivities the sum has no unit.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from subkv.format import codec
+from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedLayer, StoredBasis
 from subkv.format.calibration import Calibration
 from subkv.plan import stock
-from subkv.plan.basis import F64
 from subkv.plan.costs import LayerCost
 
 
@@ -24,17 +24,17 @@ def _cost(rows: F64, seen: F64, matrix: F64) -> float:
     return float(np.einsum("ni,ij,nj->", error, matrix, error)) / len(rows)
 
 
-def reconstructed(x: codec.F32, stored: StoredBasis, gamma: float = 1.0) -> codec.F32:
+def reconstructed(x: F32, stored: StoredBasis, gamma: float = 1.0) -> F32:
     """What attention sees of rows x [n, d] kept in this basis: γ Dᵀ ĉ + μ, gamma being that of keys."""
     coefficients = codec.round_trip(stored.coefficients(x), stored.bands, stored.ratio)
-    seen: codec.F32 = np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32))
+    seen: F32 = np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32))
     return seen + stored.mean.astype(np.float32)
 
 
 def _sum(
     calibration: Calibration,
     costs: Sequence[LayerCost],
-    seen: Callable[[int, int, codec.F32, codec.F32], tuple[codec.F32, codec.F32]],
+    seen: Callable[[int, int, F32, F32], tuple[F32, F32]],
 ) -> float | None:
     if not all(stats.has_samples for stats in calibration.layers):
         return None
@@ -51,7 +51,7 @@ def _sum(
 def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: Sequence[CodedLayer]) -> float | None:
     """Cost per token of coded layers; None without samples. costs: parallel to calibration.layers."""
 
-    def seen(i: int, h: int, k: codec.F32, v: codec.F32) -> tuple[codec.F32, codec.F32]:
+    def seen(i: int, h: int, k: F32, v: F32) -> tuple[F32, F32]:
         head = layers[i].heads[h]
         return reconstructed(k, head.k, head.gamma), reconstructed(v, head.v)
 
@@ -64,7 +64,7 @@ def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str)
     if not all(stock.fits(shape.d_k) and stock.fits(shape.d_v) for shape in shapes):
         return None
 
-    def seen(i: int, h: int, k: codec.F32, v: codec.F32) -> tuple[codec.F32, codec.F32]:
+    def seen(i: int, h: int, k: F32, v: F32) -> tuple[F32, F32]:
         return stock.round_trip(kind, k, keys=True), stock.round_trip(kind, v, keys=False)
 
     return _sum(calibration, costs, seen)

@@ -10,9 +10,8 @@ import functools
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-F64 = NDArray[np.float64]
+from subkv.format.arrays import F64
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits of a band, FORMAT.md §2
 CODED_WIDTHS = (2, 3, 4, 5, 6, 8)  # those with integer codes

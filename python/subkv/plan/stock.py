@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType, quants
-from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
+from subkv.format.arrays import F32
 from subkv.plan.basis import mixing_matrix
-
-F32 = NDArray[np.float32]
 
 BITS = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5}  # per element
 _BLOCK = 32

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from subkv.base.errors import CacheError, SubkvError
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format import metadata
 from subkv.format.bases import CodedHead
 from subkv.format.calibration import read_calibration
-from subkv.plan.budget import DEFAULT_N_RECENT, DEFAULT_N_SINK
+from subkv.format.window import DEFAULT, Window
 from subkv.plan.pipeline import Options, convert
 from subkv.plan.positions import SAME_ORDER, transformers_order
 from subkv.torch.rows import RowCodec
 
 LOG = logging.getLogger(__name__)
-KEY = "bases"  # the argument that errors are about
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Bases:
     """What all caches of one model share. layers: (keys, values) of every coded layer; config: of the decoder."""
 
     layers: Mapping[int, tuple[RowCodec, RowCodec]]
-    n_sink: int
-    n_recent: int
+    window: Window
     fingerprint: str | None
     config: Any
 
@@ -47,35 +45,32 @@ def load(
         with open(path, "rb") as handle:
             converted = handle.read(4) == b"GGUF"
     except OSError as error:
-        raise CacheError(KEY, f"expected a GGUF or a calibration, found none at {path}: {error.strerror}") from error
+        raise CacheError("path", f"expected a GGUF or a calibration, found none at {path}: {error.strerror}") from error
+    asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
     if converted:
-        given = {"kv_bits": kv_bits, "n_sink": n_sink, "n_recent": n_recent}
-        for name, value in given.items():
+        for name, value in {"kv_bits": kv_bits, **asked}.items():
             if value is not None:
                 raise CacheError(name, f"expected none with a converted file, which has its layout, found {value}")
         described = metadata.read(Path(path))
         if described["adapt"]:
             LOG.warning("subkv.adapt: bases stay as calibrated with transformers, found %s", described["adapt"])
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
-        n_layer, n_sink, n_recent = described["block_count"], described["n_sink"], described["n_recent"]
+        n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).filled()
     else:
-        calibration = read_calibration(Path(path))
-        options = Options(
-            kv_bits=kv_bits,
-            n_sink=DEFAULT_N_SINK if n_sink is None else n_sink,
-            n_recent=DEFAULT_N_RECENT if n_recent is None else n_recent,
-        )
-        result = convert(ModelFacts(model, calibration.arch), calibration, options)
+        window = replace(DEFAULT, **asked)
+        with concerning(calibration="path"):
+            calibration = read_calibration(Path(path))
+            result = convert(ModelFacts(model, calibration.arch), calibration, Options(kv_bits=kv_bits, window=window))
         for note in result.notes:
             LOG.warning("%s", note)
         heads = {layer.shape.il: layer.heads for layer in result.layers}
         arch, fingerprint, n_layer = calibration.arch, None, calibration.block_count
-        n_sink, n_recent = options.n_sink, options.n_recent
     if n_layer != config.num_hidden_layers:
-        raise CacheError(KEY, f"expected {config.num_hidden_layers} layers as in the model, found {n_layer}")
+        raise CacheError("path", f"expected {config.num_hidden_layers} layers as in the model, found {n_layer}")
     _check_kind(arch, config.model_type)
-    layers = {il: _codecs(arch, of_layer) for il, of_layer in heads.items()}
-    return Bases(layers, n_sink, n_recent, fingerprint, config)
+    with concerning(arch="path"):
+        layers = {il: _codecs(arch, of_layer) for il, of_layer in heads.items()}
+    return Bases(layers, window, fingerprint, config)
 
 
 def _check_kind(arch: str, model_type: str) -> None:
@@ -83,7 +78,7 @@ def _check_kind(arch: str, model_type: str) -> None:
     known = {name.replace("-", "") for name in SAME_ORDER} - {"phi2"}  # transformers' phi
     ours, theirs = arch.replace("-", ""), model_type.replace("_", "").removesuffix("text")
     if ours != theirs and (ours in known or theirs in known):
-        raise CacheError(KEY, f"expected bases of a {model_type} model, found those of {arch}")
+        raise CacheError("path", f"expected bases of a {model_type} model, found those of {arch}")
 
 
 def _codecs(arch: str, heads: tuple[CodedHead, ...]) -> tuple[RowCodec, RowCodec]:
@@ -95,7 +90,7 @@ def _codecs(arch: str, heads: tuple[CodedHead, ...]) -> tuple[RowCodec, RowCodec
 
 
 class ModelFacts:
-    """A model of transformers as planning sees it: GGUF's names for its numbers; a converter.gguf_io.Base."""
+    """A model of transformers as planning sees it: GGUF's names for its numbers; a subkv.native.gguf.Base."""
 
     def __init__(self, model: Any, arch: str) -> None:
         self.path = Path(str(model.config.name_or_path))

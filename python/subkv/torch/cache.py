@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from subkv.base.errors import CacheError
 from subkv.engine.cache import CODED
 from subkv.engine.stats import KVStats
+from subkv.format.window import Window
 from subkv.torch.attend import Cells, Logits, attend_exact
 from subkv.torch.bases import Bases, load
 from subkv.torch.kernels import Kernels, check, choose
@@ -33,7 +34,6 @@ from subkv.torch.rows import RowCodec
 
 NAME = "subkv"  # of the attention and the mask function in transformers' registries
 STEP = 256  # cells are allocated in steps of this many, as llama.cpp pads them
-N_ROLLBACK = 32  # exact tokens kept beyond n_recent, so that a tail of that many can be cropped
 NEVER = 1 << 40  # a cell that will not come: the start of a row of which all has been padding
 
 
@@ -43,11 +43,9 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = True
 
-    def __init__(
-        self, il: int, codecs: tuple[RowCodec, RowCodec], n_sink: int, n_recent: int, kernel: str | None = None
-    ) -> None:
+    def __init__(self, il: int, codecs: tuple[RowCodec, RowCodec], window: Window, kernel: str | None = None) -> None:
         super().__init__()
-        self.il, self.n_sink, self.n_recent = il, n_sink, n_recent
+        self.il, self.window = il, window
         self._codecs, self._kernel = codecs, kernel
         self.kernels: Kernels | None = None  # not before there is a device
         self.reset()
@@ -73,7 +71,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
                 )
             self._tensors |= {
                 f"rows_{side}": torch.empty(batch, 0, codec.row_bytes, dtype=torch.uint8, device=device),
-                f"sink_{side}": x.new_zeros(batch, x.shape[1], self.n_sink, x.shape[-1]),
+                f"sink_{side}": x.new_zeros(batch, x.shape[1], self.window.n_sink, x.shape[-1]),
                 f"recent_{side}": x.new_empty(batch, x.shape[1], 0, x.shape[-1]),
             }
         self._tensors["start"] = torch.full((batch,), NEVER, device=device)
@@ -112,7 +110,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._tensors[name]
 
     def attend(self, q: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
-        """Attention of the latest update's queries, arguments and result as of torch_attend.attend."""
+        """Attention of the latest update's queries, arguments and result as of Kernels.attend."""
         if self._attended or self.kernels is None or q.shape[2] > self.n_cells:
             raise CacheError(
                 "SubspaceCache", f"expected one attention per update, found another one in layer {self.il}"
@@ -126,12 +124,13 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             *self._codecs,
             **{name: t[name] for name in ("rows_k", "rows_v", "sink_k", "sink_v", "recent_k", "recent_v", "start")},
             n_cells=self.n_cells,
-            n_recent=self.n_recent,
+            n_recent=self.window.n_recent,
         )
         out = self.kernels.attend(q, cells, mask, how)
+        held = self.window.n_recent + self.window.n_rollback
         for name in ("recent_k", "recent_v"):
-            if t[name].shape[2] > self.n_recent + N_ROLLBACK:
-                t[name] = t[name][:, :, -(self.n_recent + N_ROLLBACK) :].clone()
+            if t[name].shape[2] > held:
+                t[name] = t[name][:, :, -held:].clone()
         self._attended = True
         return out
 
@@ -144,12 +143,12 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             columns = mask.any(1)
             found, seen = columns.int().argmax(-1).clamp(min=first), columns.any(-1)
         self._tensors["start"] = torch.where((start == NEVER) & seen, found, start)
-        self._fill_until = int(self._tensors["start"].max()) + self.n_sink
+        self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
 
     def _fill_sinks(self, first: int) -> None:
         """Keep the sinks among the new cells, those from `first` on."""
         t = self._tensors
-        cell = t["start"][:, None] + torch.arange(self.n_sink, device=t["start"].device)
+        cell = t["start"][:, None] + torch.arange(self.window.n_sink, device=t["start"].device)
         new = ((cell >= first) & (cell < self.n_cells))[:, None, :, None]
         for side in "kv":
             recent, sink = t[f"recent_{side}"], t[f"sink_{side}"]
@@ -168,7 +167,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises CacheError where fewer exact tokens than the window needs would be left."""
         held = self._tensors["recent_k"].shape[2] if self.is_initialized else 0
-        most = self.n_cells if held == self.n_cells else max(0, held - self.n_recent)
+        most = self.n_cells if held == self.n_cells else max(0, held - self.window.n_recent)
         if not 0 <= -tokens_to_remove <= most:
             raise CacheError(
                 "crop",
@@ -187,7 +186,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._tensors[name] = self._tensors[name][:, :, :-n]
         start = self._tensors["start"]
         self._tensors["start"] = torch.where(start < self.n_cells, start, NEVER)
-        self._fill_until = int(self._tensors["start"].max()) + self.n_sink
+        self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -235,7 +234,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         layers = transformers.DynamicCache(config=bases.config).layers
         for il, codecs in bases.layers.items():
             if type(layers[il]) is DynamicLayer:  # others, as sliding windows, stay what they are
-                layers[il] = SubspaceLayer(il, codecs, bases.n_sink, bases.n_recent, kernel)
+                layers[il] = SubspaceLayer(il, codecs, bases.window, kernel)
         super().__init__(layers=layers)
         self.bases = bases
 
@@ -254,7 +253,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
 
         path: a converted GGUF or a sidecar, or a calibration (calib.safetensors), from which a layout is planned as
         `convert` does: kv_bits, n_sink and n_recent are its options and only allowed then. kernel: as SubspaceCache's.
-        Raises CacheError or converter.errors.SubkvError for a file or a model that does not fit.
+        Raises SubkvError, as a rule CacheError, for a file or a model that does not fit.
         """
         bases = load(os.fspath(path), model, kv_bits, n_sink, n_recent)
         cache = cls(bases, kernel=kernel)
@@ -313,9 +312,9 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
             bytes_bases=sum(c.n_bytes for layer in coded for c in layer.codecs),
             n_layer_coded=len(coded),
             n_zero_rows=sum(layer.n_zero_rows for layer in coded),
-            n_sink=self.bases.n_sink,
-            n_recent=self.bases.n_recent,
-            n_rollback=N_ROLLBACK,
+            n_sink=self.bases.window.n_sink,
+            n_recent=self.bases.window.n_recent,
+            n_rollback=self.bases.window.n_rollback,
             fingerprint=self.bases.fingerprint,
         )
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from subkv.base.errors import CacheError
-from subkv.torch import attend as torch_attend
-from subkv.torch.attend import Cells, Logits
+from subkv.torch.attend import Cells, Logits, attend
 from subkv.torch.rows import RowCodec
 
 TORCH, TRITON = "torch", "triton"
@@ -24,7 +23,7 @@ class Kernels:
     """What is done with a layer's rows.
 
     encode: a codec, vectors [batch, n_head_kv, n, d], rows [batch, n_cells, row_bytes] uint8 to write to, the first
-    cell; returns how many rows of a head became zero rows for not being finite, [batch]. attend: torch_attend.attend.
+    cell; returns how many rows of a head became zero rows for not being finite, [batch]. attend: that of attend.py.
     """
 
     name: str
@@ -39,7 +38,7 @@ def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
     return (~coefficients.isfinite().all(-1)).sum((1, 2))
 
 
-IN_TORCH = Kernels(TORCH, encode, torch_attend.attend)
+IN_TORCH = Kernels(TORCH, encode, attend)
 
 
 def check(name: str | None) -> None:
@@ -58,9 +57,9 @@ def choose(device: torch.device, name: str | None = None) -> Kernels:
         return IN_TORCH
     lacking = _lacking(device)
     if lacking is None:
-        from subkv.torch import triton_kernels as triton_attend
+        from subkv.torch import triton_kernels  # imports triton, which not every platform has
 
-        return triton_attend.IN_TRITON
+        return triton_kernels.IN_TRITON
     if name is None:
         return IN_TORCH
     raise CacheError("kernel", f"expected {lacking[0]} for {TRITON!r}, found {lacking[1]}")
@@ -68,9 +67,8 @@ def choose(device: torch.device, name: str | None = None) -> Kernels:
 
 def _lacking(device: torch.device) -> tuple[str, str] | None:
     """What Triton's kernels need here, and what there is instead."""
-    for package in ("triton", "subkv_triton"):
-        if importlib.util.find_spec(package) is None:
-            return f"package {package}", "none"
+    if importlib.util.find_spec("triton") is None:
+        return "package triton", "none"
     if device.type != "cuda":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else ("a CUDA device or TRITON_INTERPRET=1", f"device {device.type}")

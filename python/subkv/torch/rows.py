@@ -1,7 +1,7 @@
 """Rows of coefficients in torch, all KV heads of a layer at once, on whatever device the model is.
 
 FORMAT.md §2 and §3 as tables over [n_head_kv, r], r being the largest rank of a layer: heads with fewer coefficients
-have empty places, which code to nothing. encode() writes the bytes of converter.codec (the tests compare them).
+have empty places, which code to nothing. encode() writes the bytes of subkv.format.codec (the tests compare them).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from subkv.format import codec
 from subkv.format.bases import StoredBasis
+from subkv.format.codec import rank, row_bytes
+from subkv_triton.fields import HALF, HALF_MAX, SCALE_CANDIDATES_BELOW, SCALE_ONE, Fields, scale_table
 
 PIECE = 1 << 16  # coefficients encoded at once: eleven candidate scales of each, in float64
 
@@ -32,53 +33,34 @@ class RowCodec:
 
     def __init__(self, heads: Sequence[StoredBasis], order: NDArray[np.int64], gamma: Sequence[float]) -> None:
         back = np.argsort(order)
-        n_head, self.d = len(heads), len(order)
+        self.d = len(order)
         self.bands = [
             [(n, bits, float(rho)) for (n, bits), rho in zip(head.bands, head.ratio, strict=True)] for head in heads
         ]
-        self.rank = max(codec.rank(head.bands) for head in heads)
-        shape = (n_head, self.rank)
-        bases = np.zeros((2, *shape, self.d), dtype=np.float32)
-        offset, half, ratio = np.zeros((3, *shape), dtype=np.float32)
-        ratio[:] = 1.0
-        wide = np.zeros(shape, dtype=bool)
-        byte = np.zeros((2, *shape), dtype=np.int64)  # of the cell's row, for the low and the high bits of a code
-        shift, mask, low = (np.zeros((2, *shape), dtype=np.int32) for _ in range(3))
-        scale_byte: list[int] = []
-        head_of_byte: list[int] = []
+        self.rank = max(rank(head.bands) for head in heads)
+        bases = np.zeros((2, len(heads), self.rank, self.d), dtype=np.float32)
+        offset = np.zeros((len(heads), self.rank), dtype=np.float32)
         for h, head in enumerate(heads):
-            n = codec.rank(head.bands)
+            n = rank(head.bands)
             bases[0, h, :n], bases[1, h, :n] = head.encode[:, back], head.decode[:, back]
             offset[h, :n] = -head.coefficients(np.zeros((1, self.d), dtype=np.float32))[0]
-            scale_byte.append(len(head_of_byte))
-            first, at = 0, scale_byte[h] + 1
-            for (size, bits), rho in zip(head.bands, head.ratio, strict=True):
-                j, here = np.arange(size), slice(first, first + size)
-                first += size
-                if bits == 16:  # a half, low byte first
-                    wide[h, here] = True
-                    byte[0, h, here], byte[1, h, here] = at + 2 * j, at + 2 * j + 1
-                    mask[:, h, here], low[1, h, here] = 255, 8
-                    at += 2 * size
-                    continue
-                half[h, here], ratio[h, here] = 0.5 * (2**bits - 1), rho
-                below = 0
-                for part, width in enumerate(codec.PLANES[bits]):
-                    n_bytes = size * width // 8
-                    byte[part, h, here], shift[part, h, here] = at + j % n_bytes, width * (j // n_bytes)
-                    mask[part, h, here], low[part, h, here] = (1 << width) - 1, below
-                    below += width
-                    at += n_bytes
-            head_of_byte += [h] * codec.row_bytes(head.bands)
-        self.row_bytes = len(head_of_byte)
         self.encode_basis, self.decode_basis = torch.from_numpy(bases[0]), torch.from_numpy(bases[1])
         self.mean = torch.from_numpy(np.stack([head.mean[back] for head in heads]).astype(np.float32))
-        self.gamma = torch.tensor(gamma, dtype=torch.float32)
-        self.offset, self._half, self._ratio, self._wide, self._byte, self._shift, self._mask, self._low = (
-            torch.from_numpy(table) for table in (offset, half, ratio, wide, byte, shift, mask, low)
-        )
-        self._scale_byte, self._head_of_byte = torch.tensor(scale_byte), torch.tensor(head_of_byte)
-        self._scales = torch.from_numpy(codec.scale_table())
+        self.gamma, self.offset = torch.tensor(gamma, dtype=torch.float32), torch.from_numpy(offset)
+
+        n_bytes = [row_bytes(head.bands) for head in heads]
+        self.row_bytes = sum(n_bytes)
+        fields = [Fields.of(bands, self.rank) for bands in self.bands]
+
+        def of_layer(name: str) -> Tensor:
+            return torch.from_numpy(np.stack([getattr(of, name) for of in fields], -2))  # [2,] n_head_kv, rank
+
+        self._scale_byte = torch.from_numpy(np.cumsum([0, *n_bytes[:-1]]))
+        self._head_of_byte = torch.from_numpy(np.repeat(np.arange(len(heads)), n_bytes))
+        self._byte = self._scale_byte[:, None] + of_layer("byte")  # of the cell's row
+        self._shift, self._mask, self._low = of_layer("shift"), of_layer("mask"), of_layer("lift")
+        self._ratio, self._half, self._wide = of_layer("ratio"), of_layer("zero"), of_layer("kind") == HALF
+        self._scales = torch.from_numpy(scale_table())
         self._on = {self.mean.device: self}  # copies by device
 
     def to(self, device: torch.device) -> RowCodec:
@@ -116,7 +98,7 @@ class RowCodec:
         clean = torch.where(live[..., None], c, 1.0)
         chosen = self._choose_scales(clean)
         code = _codes(clean, self._scales[chosen][..., None] * self._ratio, self._half).int()
-        halves = clean.clamp(-codec.HALF_MAX, codec.HALF_MAX).half().view(torch.int16).int() & 0xFFFF
+        halves = clean.clamp(-HALF_MAX, HALF_MAX).half().view(torch.int16).int() & 0xFFFF
         code = torch.where(self._wide, halves, code)[:, :, None]  # [batch, n, 1, n_head_kv, rank]
         parts = ((code >> self._low) & self._mask) << self._shift
         batch, n = parts.shape[:2]
@@ -131,7 +113,7 @@ class RowCodec:
         coded = self._half > 0.0
         reach = torch.where(coded, c.abs() / (self._ratio * self._half), 0.0).amax(-1)
         start = (torch.searchsorted(self._scales[1:], reach) + 1).clamp(max=255)
-        k = start[..., None] - torch.arange(codec.CANDIDATES_BELOW + 1, device=c.device)
+        k = start[..., None] - torch.arange(SCALE_CANDIDATES_BELOW + 1, device=c.device)
         x, half = c[..., None, :], self._half[:, None]  # [batch, n, n_head_kv, candidates, rank]
         step = self._scales[k.clamp(min=1)][..., None] * self._ratio[:, None]
         centred = (_codes(x, step, half) - half).double()
@@ -143,7 +125,7 @@ class RowCodec:
         total = (even[..., 0] + even[..., 1]) + (odd[..., 0] + odd[..., 1])
         best = torch.where(k >= 1, total, torch.inf).argmin(-1)
         chosen = k.gather(-1, best[..., None])[..., 0]
-        return torch.where(coded.any(-1), chosen, codec.SCALE_ONE)
+        return torch.where(coded.any(-1), chosen, SCALE_ONE)
 
     def decode(self, rows: Tensor) -> Tensor:
         """Rows [batch, n, row_bytes] to dequantized coefficients [batch, n_head_kv, n, rank] float32."""

@@ -1,4 +1,4 @@
-"""The rows of `subkv.SubspaceCache` through the kernels of subkv_triton: what torch_kernels.py chooses on CUDA devices.
+"""The rows of `subkv.SubspaceCache` through the kernels of subkv_triton: what kernels.py chooses on CUDA devices.
 
 Coded cells are attended to by Triton's attend, the exact window and D_v are combine's. Where they round: subkv_triton.
 Exact keys and values are halves here, as in the native engine, whatever the model's dtype; beyond their range they
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-import subkv_triton as st
-from subkv.format.codec import HALF_MAX
+import subkv_triton.ops as st
 from subkv.torch.attend import QUERIES, Cells, Logits, Sight
 from subkv.torch.kernels import TRITON, Kernels
 from subkv.torch.rows import RowCodec
+from subkv_triton.fields import HALF_MAX
 
 BIAS = 1 << 26  # entries of attend's bias held at once
 ALIGN = 32  # cells: bias and splits then are multiples of what kernels are specialised for
@@ -57,7 +57,7 @@ def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
-    """torch_attend.attend; softmax over coded cells per split in attend, over all in combine."""
+    """Kernels.attend; softmax over coded cells per split in attend, over all in combine."""
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
     k, v = tables(cells.codec_k), tables(cells.codec_v)
     sight = Sight(cells, mask, n)

@@ -1,0 +1,47 @@
+"""libsubkv with the functions of all three headers of runtime/native declared."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from subkv.native.library import AdaptParams, Signatures, declare
+from subkv.native.library import load as public
+
+_ptr, _i32, _i64, _bool = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_bool
+_f64_p = ctypes.POINTER(ctypes.c_double)
+
+TEST: Signatures = {  # of subkv_test.h
+    "subkv_ops_count": (_i32, []),
+    "subkv_ops_name": (ctypes.c_char_p, [_i32]),
+    "subkv_ops_table": (_ptr, [_i32]),
+    "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, _bool, _bool, _ptr, _i64]),
+    "subkv_quantizer": (None, [_i32, _f64_p, _f64_p]),
+    "subkv_sketch_bytes": (_i64, [_ptr]),
+    "subkv_sketch_count": (_i64, [_ptr]),
+    "subkv_sketch_energy": (ctypes.c_double, [_ptr]),
+    "subkv_sketch_rows": (_i64, [_ptr, _ptr]),
+    "subkv_eigen": (_bool, [_ptr, _ptr, _i32]),
+    "subkv_adapt_new": (_ptr, [_ptr, ctypes.POINTER(AdaptParams), _i32, _i32, _bool]),
+    "subkv_adapt_free": (None, [_ptr]),
+    "subkv_adapt_push": (_bool, [_ptr, _ptr, _i64]),
+    "subkv_adapt_read": (_i64, [_ptr, _ptr, _ptr, _ptr]),
+    "subkv_adapt_query": (_bool, [_ptr, _i32, _ptr, _ptr]),
+    "subkv_adapt_lift": (_bool, [_ptr, _i32, _ptr, _ptr]),
+    "subkv_adapt_save": (_i64, [_ptr, _ptr, _i64]),
+    "subkv_adapt_restore": (_bool, [_ptr, _ptr, _i64]),
+}
+
+
+def research() -> Signatures:
+    """subkv_research.h, declared by the programs that call it."""
+    from converter import adaptive
+    from runtime.experiments import live, sketch
+    from runtime.warmstart import planter
+
+    return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    return declare(public(), {**research(), **TEST})
