@@ -3,98 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from subkv.base.errors import SubkvError
 from subkv.format import metadata
-from subkv.format.adapt import Adapt, native_params
+from subkv.format.adapt import Adapt
+from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration
-from subkv.format.codec import F32
+from subkv.format.codec import rank
+from subkv.format.layout import Layout
 from subkv.format.metadata import Account, Settings
-from subkv.native import ggml as native
-from subkv.native import library as _lib
 from subkv.native.gguf import Gguf, write_sidecar
 from subkv.plan.predict import reconstructed
 
-_ptr, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-
-SIGNATURES: _lib.Signatures = {  # of runtime/native/subkv_research.h
-    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr]),
-    "subkv_adapt_replay": (
-        ctypes.c_bool,
-        [_ptr, ctypes.POINTER(_lib.AdaptParams), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
-        + [ctypes.POINTER(_lib.AdaptStats)],
-    ),
-}
-
-
-@functools.cache
-def _subkv() -> ctypes.CDLL:
-    return _lib.declare(native.subkv(), SIGNATURES)
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What became of n rows.
-
-    seen [n, d]: what attention sees. chunk_of [n]: slot of a row's basis, 0: the static one. rho [n]: relative residual
-    of a row's block when it was coded, 0 where it was not coded as one. stats: fields of subkv_adapt_stats.
-    """
-
-    seen: F32
-    chunk_of: NDArray[np.int32]
-    rho: F32
-    stats: dict[str, int]
-
-
-class Layout:
-    """A subkv_layout of libsubkv."""
-
-    def __init__(self, path: Path) -> None:
-        self.handle = _subkv().subkv_layout_load(str(path).encode())
-        if not self.handle:
-            raise SubkvError("", _lib.last_error())
-
-    def close(self) -> None:
-        _subkv().subkv_layout_free(self.handle)
-
-    def project(self, il: int, head: int, value: bool, x: F32) -> F32:
-        """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises SubkvError."""
-        x = np.ascontiguousarray(x, dtype=np.float32)
-        out = np.empty_like(x)  # the rank is at most d
-        rank = _subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
-        if rank < 0:
-            raise SubkvError("", _lib.last_error())
-        return out.reshape(-1)[: len(x) * rank].reshape(len(x), rank)
-
-    def replay(self, params: Adapt, il: int, head: int, value: bool, x: F32) -> Replayed:
-        """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises SubkvError."""
-        x = np.ascontiguousarray(x, dtype=np.float32)
-        out = Replayed(np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32), {})
-        stats = _lib.AdaptStats()
-        arrays = (out.seen.ctypes.data, out.chunk_of.ctypes.data, out.rho.ctypes.data)
-        if not _subkv().subkv_adapt_replay(
-            self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
-        ):
-            raise SubkvError("", _lib.last_error())
-        out.stats.update(
-            {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}
-        )  # rho has it
-        return out
-
 
 class AdaptiveCoder:
-    """What attention sees through coded layers that adapt to the text; a Coder of converter/reference.py.
+    """What attention sees through coded layers that adapt to the text; a Coder of reference.py.
 
     Every call is a text of its own, from an empty cache. Rows are those at the end of the text: what a merge coded anew
     late is seen so by early queries, too, which is the worse for it. sides: coded; adapted: those of them that adapt.
@@ -135,7 +64,7 @@ class AdaptiveCoder:
                 if side in self._adapted:
                     own = dataclasses.replace(self._params, tau=self._tau.get((il, h), self._params.tau))
                     replayed = self._layout.replay(own, il, h, side == "v", x)
-                    n = sum(n for n, _ in basis.bands)
+                    n = rank(basis.bands)
                     self._seen.append((len(x), 2 * n * n + 4 * len(basis.bands), replayed.stats))
                     heads.append(replayed.seen)
                 else:
@@ -175,10 +104,7 @@ def loaded(
     """Coded layers as libsubkv reads them from a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.gguf"
-        values = metadata.keys(layers, calibration, settings, counted)
-        write_sidecar(base, path, values)
+        write_sidecar(base, path, metadata.keys(layers, calibration, settings, counted))
         layout = Layout(path)
-    try:
+    with layout:
         yield layout
-    finally:
-        layout.close()

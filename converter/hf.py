@@ -6,6 +6,7 @@ the gguf package it needs. Both run as processes of their own. Nothing is downlo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -17,8 +18,7 @@ from pathlib import Path
 
 from subkv.base.errors import SubkvError, need_packages
 from subkv.base.progress import progress_bar
-from subkv.native import ggml as native
-from subkv.native.library import lib_dir
+from subkv.native import library
 
 OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 1.0625}  # bytes per weight
 MIB = 1 << 20
@@ -30,8 +30,8 @@ _REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.
 
 def converter_path() -> Path:
     """llama.cpp's converter beside the libraries. Raises SubkvError when it is not there."""
-    native.subkv()  # names missing libraries
-    path = lib_dir() / "llama.cpp" / "convert_hf_to_gguf.py"
+    library.load()  # names missing libraries
+    path = library.lib_dir() / "llama.cpp" / "convert_hf_to_gguf.py"
     if not path.is_file():
         raise SubkvError("model", f"expected llama.cpp's converter at {path}, found none; build or install subkv again")
     return path
@@ -56,32 +56,27 @@ def count_weights(folder: Path) -> int:
 
 
 def _count_safetensors(path: Path) -> int:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError, safe_open  # not for a --help, which lists OUTTYPES
 
-    total = 0
     try:
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                size = 1
-                for side in file.get_slice(name).get_shape():
-                    size *= side
-                total += size
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise SubkvError("model", f"{path}: expected a safetensors file, found a damaged one: {error}") from error
-    return total
 
 
-def check_space(folder: Path, n_weights: int, outtype: str, kind: str | None, copy: bool) -> None:
+def check_space(output: Path, n_weights: int, outtype: str, quantize: str | None, copy: bool) -> None:
     """Refuse a disk on which the files that exist at one time do not fit. Raises SubkvError with the arithmetic.
 
-    copy: a copy of the last GGUF will be written into the folder, too.
+    They lie beside `output`. copy: the last GGUF will be copied there, too.
     """
+    folder = output.parent
     made = last = (f"as {outtype}", OUTTYPES[outtype] * n_weights)
     moments = []
-    if kind is not None:
+    if quantize is not None:
         # a mixture of types is named by its most frequent one; embeddings and some layers get more
-        bits = int(re.findall(r"\d", kind)[0]) + 2
-        last = (f"as {kind}", bits / 8 * n_weights)
+        bits = int(re.findall(r"\d", quantize)[0]) + 2
+        last = (f"as {quantize}", bits / 8 * n_weights)
         moments.append([made, last])
     moments.append([last, ("with bases", last[1])] if copy else [last])
     at_once = max(moments, key=lambda files: sum(size for _, size in files))
@@ -110,20 +105,21 @@ def to_gguf(folder: Path, outtype: str, target: Path) -> None:
     _run(
         [sys.executable, str(script), str(folder), "--outfile", str(target), "--outtype", outtype],
         f"converting {folder.name}",
-        f"MODEL: llama.cpp's converter refuses {folder}",
+        "model",
+        f"llama.cpp's converter refuses {folder}",
     )
 
 
-def to_quantized(source: Path, kind: str, n_threads: int, target: Path) -> None:
+def to_quantized(source: Path, quantize: str, n_threads: int, target: Path) -> None:
     """Run llama.cpp's quantizer. Raises SubkvError with its own reason."""
-    command = [sys.executable, "-m", "converter.quantize", str(source), str(target), kind, str(n_threads)]
-    _run(command, f"quantizing to {kind}", f"--quantize: llama.cpp's quantizer refuses {kind}")
+    command = [sys.executable, "-m", "converter.quantize", str(source), str(target), quantize, str(n_threads)]
+    _run(command, f"quantizing to {quantize}", "quantize", f"llama.cpp's quantizer refuses {quantize}")
 
 
-def _run(command: Sequence[str], what: str, refused: str) -> None:
+def _run(command: Sequence[str], what: str, key: str, refused: str) -> None:
     """Run a program whose stderr tells how far it is, behind a progress bar; an exception in here ends it.
 
-    Raises SubkvError, `refused` and the program's reason, when it fails.
+    Raises SubkvError about `key`, `refused` and the program's reason, when it fails.
     """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -152,7 +148,7 @@ def _run(command: Sequence[str], what: str, refused: str) -> None:
             process.kill()
             raise
     if process.returncode != 0:
-        raise SubkvError(refused, f"{_reason(lines, process.returncode)}")
+        raise SubkvError(key, f"{refused}: {_reason(lines, process.returncode)}")
 
 
 def _reason(lines: Sequence[str], status: int) -> str:

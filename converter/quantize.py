@@ -10,8 +10,6 @@ import ctypes
 import signal
 import sys
 
-from subkv.native import ggml as native
-
 # llama-quantize's names of the types that need nothing but weights; the others want activations' statistics or experts
 TYPES = (
     *("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
@@ -22,12 +20,13 @@ TYPES = (
 def main(source: str, target: str, kind: str, n_threads: str) -> int:
     """kind: one of TYPES. Exit status: 0, or 1 with llama.cpp's reason on stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler in Python would wait for the C function to return
-    llama = native.llama()
-    llama.llama_log_set(llama.llama_log_callback(0), ctypes.c_void_p(0))  # back to llama.cpp's own: stderr
-    params = llama.llama_model_quantize_default_params()
-    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    from subkv.native.binding import C  # the native libraries: a --help lists TYPES without them
+
+    C.llama_log_set(C.llama_log_callback(0), ctypes.c_void_p(0))  # back to llama.cpp's own: stderr
+    params = C.llama_model_quantize_default_params()
+    params.ftype = getattr(C, f"LLAMA_FTYPE_MOSTLY_{kind}")
     params.nthread = int(n_threads)
-    status: int = llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
+    status: int = C.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
     return status
 
 

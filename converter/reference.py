@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from converter.calibrate import read_text
 from subkv.base.errors import SubkvError, need_packages
+from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration
 from subkv.native.gguf import Gguf
 from subkv.plan.positions import halves_of_neighbours
 
-F32 = NDArray[np.float32]
 Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> what attention sees of them
 
 QUERIES = 256  # query rows per piece: bounds the score matrix
@@ -131,9 +129,7 @@ class Reference:
         self._register(torch, transformers)
         self._probe()
 
-    def _probe(
-        self,
-    ) -> None:
+    def _probe(self) -> None:
         """Raises SubkvError for a model whose layers do not all call our attention with what it understands."""
         seen = set()
 
@@ -185,8 +181,9 @@ class Reference:
         finally:
             self._hook = None
 
-    def tokenize(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+    def tokenize(self, text: bytes) -> list[int]:
+        """Tokens of UTF-8 text, without a BOS token."""
+        return [int(token) for token in self._tokenizer(text.decode(), add_special_tokens=False)["input_ids"]]
 
     @property
     def bos(self) -> int | None:
@@ -217,17 +214,17 @@ class Reference:
         with self.hooked(hook):
             return self.logits(tokens, first)
 
-    def match(self, moments: Sequence[NDArray[np.float64]], tokens: Sequence[int], n_skip: int) -> None:
-        """Find key_order: the order of key coordinates under which this model has the calibration's moments.
+    def match(self, calibration: Calibration, tokens: Sequence[int]) -> None:
+        """Find key_order: the order of key coordinates under which this model has, on `tokens`, the calibration's Σ_k.
 
-        moments: per layer Σ_k [n_head_kv, d, d] in llama.cpp's frame. Tried: the same order, and rotary pairs that are
-        neighbours in llama.cpp but half a head apart here. Raises SubkvError when neither fits: another model.
+        Tried: the same order, and rotary pairs that are neighbours in llama.cpp but half a head apart here. Raises
+        SubkvError when neither fits: another model.
         """
         torch = self._torch
         seen: list[Any] = [None] * self.n_layer
 
         def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-            rows = k[0, :, n_skip:].double()
+            rows = k[0, :, calibration.n_skip :].double()
             seen[il] = torch.einsum("hti,htj->hij", rows, rows).numpy()
             return attend(q, k, v, None, scale, 0, 0)
 
@@ -236,19 +233,20 @@ class Reference:
         orders = [np.arange(self.d), halves_of_neighbours(self.d)]
         fits = []
         for order in orders:
-            pairs = ((_uneven(a[:, order][:, :, order]), _uneven(b)) for a, b in zip(seen, moments, strict=True))
+            layers = zip(seen, calibration.layers, strict=True)
+            pairs = ((_uneven(a[:, order][:, :, order]), _uneven(layer.k2)) for a, layer in layers)
             fits.append(float(np.mean([np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs])))
         # measured: 0.8 between contexts of 512 and 2048 tokens of one model, 0.05 in the wrong order
         if max(fits) < 0.5:
             raise SubkvError(
-                "model",
+                "calibration",
                 f"expected a calibration of this model, found one of other keys "
                 f"(cosine of their second moments {max(fits):.2f}, expected above 0.5)",
             )
         self.key_order = orders[int(np.argmax(fits))]
 
 
-def _uneven(moments: NDArray[np.float64]) -> NDArray[np.float64]:
+def _uneven(moments: F64) -> F64:
     """Second moments [n, d, d] less what an isotropic distribution of the same energy has: what tells models apart."""
     d = moments.shape[-1]
     even = np.trace(moments, axis1=1, axis2=2)[:, None, None] / d * np.eye(d)
@@ -265,31 +263,10 @@ def check_shapes(reference: Reference, calibration: Calibration) -> None:
     }
     if shapes != {expected}:
         raise SubkvError(
-            "model",
+            "calibration",
             f"expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
             f"as in the model, found another calibration",
         )
-
-
-def cut(reference: Reference, files: tuple[Path, ...], n_ctx: int, chunks: int) -> list[list[int]]:
-    """The first `chunks` chunks of n_ctx tokens, an equal share from every text; BOS first where the model wants one.
-
-    Raises SubkvError for a text without a whole chunk.
-    """
-    start = [] if reference.bos is None else [reference.bos]
-    step = n_ctx - len(start)
-    out: list[list[int]] = []
-    if chunks < len(files):
-        raise SubkvError("chunks", f"expected at least one for each of the {len(files)} texts, found {chunks}")
-    for i, path in enumerate(files):
-        quota = -(-(chunks - len(out)) // (len(files) - i))
-        # a token is rarely longer than 16 bytes; a short prefix spares tokenizing megabytes
-        text = read_text(path).data[: 16 * quota * step].decode("utf-8", "ignore")
-        tokens = reference.tokenize(text)
-        if len(tokens) < step:
-            raise SubkvError("model", f"{path.name}: expected at least {step} tokens for a chunk, found {len(tokens)}")
-        out += [start + tokens[j : j + step] for j in range(0, len(tokens) - step + 1, step)][:quota]
-    return out
 
 
 def check_length(reference: Reference, n_ctx: int) -> None:

@@ -11,27 +11,24 @@ from pathlib import Path
 import click
 
 from converter import hf
-from converter.calibrate import calibrate_file, read_text
+from converter.corpus import Corpus
+from converter.observe import calibrate_file
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_not_input, check_writable
-from subkv.base.threads import default_threads
 from subkv.format.calibration import write_calibration
 
 
 @dataclass(frozen=True)
 class Sources:
-    """model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made of `files`, UTF-8 texts.
+    """model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made of `corpus`.
 
-    ctx_size, chunks, threads: as of calibrate. outtype, quantize: of a folder's weights; None: auto, not quantized.
+    n_sink: first positions that it leaves out. outtype, quantize: of a folder's weights; None: auto, not quantized.
     """
 
     model: Path
     bases: Path | None
-    files: tuple[Path, ...] = ()
-    ctx_size: int = 2048
-    chunks: int | None = None
-    threads: int | None = None
-    n_sink: int = 4
+    corpus: Corpus
+    n_sink: int
     outtype: str | None = None
     quantize: str | None = None
 
@@ -43,14 +40,14 @@ def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path,
     copy: a copy of the GGUF will be written as `output`. Says every step on stderr. Raises SubkvError.
     """
     if not sources.model.is_dir():
-        for flag, given in (("--outtype", sources.outtype), ("--quantize", sources.quantize)):
-            if given is not None:
-                raise SubkvError(flag, f"expected a Hugging Face folder as MODEL, found {sources.model}")
+        for name in ("outtype", "quantize"):
+            if getattr(sources, name) is not None:
+                raise SubkvError(name, f"expected a Hugging Face folder as MODEL, found {sources.model}")
         if sources.bases is not None:
             yield sources.model, sources.bases
             return
-    texts = [read_text(path) for path in sources.files]
-    check_not_input(output, (("-f", path) for path in sources.files))
+    texts = sources.corpus.read()
+    check_not_input(output, (("-f", path) for path in sources.corpus.files))
     check_writable(output)
     if sources.model.is_dir():
         _check_folder(sources, output, copy)
@@ -60,11 +57,7 @@ def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path,
         bases = sources.bases
         if bases is None:
             steps.say(f"calibrate on {', '.join(text.source.name for text in texts)}")
-            n_threads = sources.threads or default_threads()
-            with _renamed():
-                calibration, notes = calibrate_file(
-                    model, texts, sources.ctx_size, sources.n_sink, n_threads, sources.chunks
-                )
+            calibration, notes = calibrate_file(model, sources.corpus, texts, sources.n_sink)
             for note in notes:
                 click.echo(note, err=True)
             bases = Path(work) / "calib.safetensors"
@@ -92,7 +85,7 @@ def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
     outtype = sources.outtype or "auto"
     if sources.quantize is not None and hf.OUTTYPES[outtype] < 2:
         raise SubkvError("quantize", f"expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
-    hf.check_space(output.parent, n_weights, outtype, sources.quantize, copy)
+    hf.check_space(output, n_weights, outtype, sources.quantize, copy)
 
 
 def _gguf(sources: Sources, work: Path, steps: _Steps) -> Path:
@@ -105,15 +98,6 @@ def _gguf(sources: Sources, work: Path, steps: _Steps) -> Path:
         return made
     steps.say(f"llama.cpp's quantizer: {sources.quantize}")
     quantized = work / f"model-{sources.quantize}.gguf"
-    hf.to_quantized(made, sources.quantize, sources.threads or default_threads(), quantized)
+    hf.to_quantized(made, sources.quantize, sources.corpus.n_threads, quantized)
     made.unlink()
     return quantized
-
-
-@contextlib.contextmanager
-def _renamed() -> Iterator[None]:
-    """Errors of calibrate name MODEL instead of its -m."""
-    try:
-        yield
-    except SubkvError as error:
-        raise SubkvError("", str(error).replace("-m: ", "MODEL: ", 1)) from error

@@ -23,8 +23,9 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 from tqdm import tqdm
 
-from converter.calibrate import read_text
-from subkv.base.errors import SubkvError, exit_on_error
+from converter.corpus import INTERRUPTED, read_text
+from subkv.base.command import command
+from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import check_writable
 
 try:
@@ -90,7 +91,7 @@ def tokenize(tokenizer: Tokenizer, train: str, held: str) -> Tokens:
     ids = [torch.tensor(tokenizer.encode(part).ids, dtype=torch.int64) for part in (train, held)]
     for name, part, least in (("training", ids[0], N_CTX + 1), ("held-out", ids[1], 2)):
         if len(part) < least:
-            raise SubkvError("files", f"expected at least {least} tokens in the {name} part, found {len(part)}")
+            raise SubkvError("text", f"expected at least {least} tokens in the {name} part, found {len(part)}")
     return Tokens(ids[0], ids[1], len(held.encode()))
 
 
@@ -256,7 +257,7 @@ def write_hf(folder: Path, model: GPT2LMHeadModel, tokenizer: Tokenizer) -> None
     ).save_pretrained(folder)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command("train_gpt2", interrupted=INTERRUPTED)
 @click.option("-f", "--file", "text", required=True, type=click.Path(path_type=Path), help="Text, UTF-8.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="GGUF to write.")
 @click.option("--hf", type=click.Path(path_type=Path), help="Folder for transformers: config, safetensors, tokenizer.")
@@ -265,34 +266,34 @@ def write_hf(folder: Path, model: GPT2LMHeadModel, tokenizer: Tokenizer) -> None
 @click.option("-t", "--threads", type=click.IntRange(1), help="[default: torch's]")
 def main(text: Path, output: Path, hf: Path | None, steps: int, seed: int, threads: int | None) -> None:
     """Train a small GPT-2 on TEXT and write it as GGUF."""
-    with exit_on_error():
+    with concerning(files="text"):
         data = read_text(text).data
-        check_writable(output)
-        if hf and hf.exists() and (not hf.is_dir() or any(hf.iterdir())):
-            raise SubkvError("hf", f"expected a new or empty folder, found {hf}")
-        torch.manual_seed(seed)
-        if threads:
-            torch.set_num_threads(threads)
-        parts = split(data)
-        tokenizer = train_tokenizer(parts[0])
-        tokens = tokenize(tokenizer, *parts)
-        model = new_model(tokenizer.get_vocab_size())
-        step, loss = train(model, tokens, steps, seed)
-        bits = loss * (len(tokens.held) - 1) / tokens.held_bytes / math.log(2)
-        digest = sha256(data).hexdigest()
-        about = (
-            f"A toy for tests: {steps} steps of {N_CTX} tokens, seed {seed}, from {len(tokens.train)} tokens of "
-            f"{text.name} (SHA-256 {digest}); held-out loss {loss:.3f} nats per token after step {step}"
-        )
-        temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-        try:
-            write_gguf(temporary, model, tokenizer, about)
-            os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)
-        if hf:
-            write_hf(hf, model, tokenizer)
-        click.echo(f"{about}, {bits:.3f} bits per byte")
+    check_writable(output)
+    if hf and hf.exists() and (not hf.is_dir() or any(hf.iterdir())):
+        raise SubkvError("hf", f"expected a new or empty folder, found {hf}")
+    torch.manual_seed(seed)
+    if threads:
+        torch.set_num_threads(threads)
+    parts = split(data)
+    tokenizer = train_tokenizer(parts[0])
+    tokens = tokenize(tokenizer, *parts)
+    model = new_model(tokenizer.get_vocab_size())
+    step, loss = train(model, tokens, steps, seed)
+    bits = loss * (len(tokens.held) - 1) / tokens.held_bytes / math.log(2)
+    digest = sha256(data).hexdigest()
+    about = (
+        f"A toy for tests: {steps} steps of {N_CTX} tokens, seed {seed}, from {len(tokens.train)} tokens of "
+        f"{text.name} (SHA-256 {digest}); held-out loss {loss:.3f} nats per token after step {step}"
+    )
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        write_gguf(temporary, model, tokenizer, about)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if hf:
+        write_hf(hf, model, tokenizer)
+    click.echo(f"{about}, {bits:.3f} bits per byte")
 
 
 if __name__ == "__main__":

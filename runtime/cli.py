@@ -8,10 +8,10 @@ import click
 
 # command -> (module, function, line of help); modules are imported when their command runs
 COMMANDS = {
-    "convert": ("converter.cli", "convert", "write bases and layout into a copy of a GGUF"),
-    "calibrate": ("converter.calibrate", "command", "statistics of a model on text"),
-    "sensitivity": ("converter.sensitivity", "command", "add measured sensitivities to a calibration"),
-    "evaluate": ("converter.evaluate", "command", "KL divergence of layouts in float32"),
+    "convert": ("converter.cli", "main", "write bases and layout into a copy of a GGUF"),
+    "calibrate": ("converter.calibrate", "main", "statistics of a model on text"),
+    "sensitivity": ("converter.sensitivity", "main", "add measured sensitivities to a calibration"),
+    "evaluate": ("converter.evaluate", "main", "KL divergence of layouts in float32"),
     "chat": ("runtime.chat.program", "main", "chat with a model"),
     "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
     "serve": ("runtime.serve.cli", "main", "answer OpenAI requests over HTTP"),

@@ -8,26 +8,16 @@ from typing import Any
 
 import click
 
+from converter.tables import mean_bits, span
 from runtime import options
 from runtime import plot as plots
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 
-SCALE_BITS = 8  # one scale byte per head and row
-
 
 def head_bands(head: dict[str, Any]) -> str:
     """8x6 24x3 8x2: coefficients x bits, in order."""
     return " ".join(f"{band['n']}x{band['bits']}" for band in head["bands"])
-
-
-def head_bits(head: dict[str, Any], d: int) -> float:
-    """Stored bits of a row per element of the full head, scale included."""
-    return (SCALE_BITS + sum(band["n"] * band["bits"] for band in head["bands"])) / d
-
-
-def span(values: list[int]) -> str:
-    return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
 def layer_table(layout: dict[str, Any]) -> list[str]:
@@ -38,7 +28,7 @@ def layer_table(layout: dict[str, Any]) -> list[str]:
     for layer in layout["layers"]:
         k, v = layer["k"], layer["v"]
         size = f"{layer['d_k']}/{layer['d_v']}"
-        bits = [sum(head_bits(head, layer[d]) for head in side) / len(side) for side, d in ((k, "d_k"), (v, "d_v"))]
+        bits = [mean_bits([head["row_bytes"] for head in side], layer[d]) for side, d in ((k, "d_k"), (v, "d_v"))]
         lines.append(
             f"{layer['il']:>5} {layer['n_head_kv']:>5} {size:>9} {span([h['rank'] for h in k]):>7} {bits[0]:>6.2f} "
             f"{span([h['rank'] for h in v]):>7} {bits[1]:>6.2f} {layer['k_row_bytes'] + layer['v_row_bytes']:>11}"

@@ -30,12 +30,12 @@ def _check(result: Result) -> None:
 
 @pytest.fixture(scope="session")
 def calibration(tiny_model: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from converter.calibrate import command
+    from converter.calibrate import main
 
     path = tmp_path_factory.mktemp("calibration") / "calib.safetensors"
     model = str(tiny_model("llama"))
     _check(
-        CliRunner().invoke(command, ["-m", model, "-f", str(text_file), "-o", str(path), "-c", "128", "--chunks", "32"])
+        CliRunner().invoke(main, ["-m", model, "-f", str(text_file), "-o", str(path), "-c", "128", "--chunks", "32"])
     )
     return path
 
@@ -45,7 +45,7 @@ def coded_model(
     tiny_model: Callable[..., Path], calibration: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
     """coded_model("--kv-bits", "8"): the tiny llama converted with these arguments; built once per set of them."""
-    from converter.cli import convert
+    from converter.cli import main
 
     folder = tmp_path_factory.mktemp("coded")
     made: dict[tuple[str, ...], Path] = {}
@@ -55,7 +55,7 @@ def coded_model(
         if arguments not in made:
             path = folder / f"{len(made)}.gguf"
             model = str(tiny_model("llama"))
-            _check(CliRunner().invoke(convert, [model, "--bases", str(calibration), "-o", str(path), *arguments]))
+            _check(CliRunner().invoke(main, [model, "--bases", str(calibration), "-o", str(path), *arguments]))
             made[arguments] = path
         return made[arguments]
 

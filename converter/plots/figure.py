@@ -26,9 +26,8 @@ def new_figure(width: float, height: float) -> Any:
 def check(target: Path) -> None:
     """Refuse what cannot be drawn before a long run is spent on it.
 
-    Raises SubkvError without matplotlib or for an unknown suffix, SubkvError for a target that cannot be written.
+    Raises SubkvError about `plot` without matplotlib, for an unknown suffix and a target that cannot be written.
     """
-
     kinds = new_figure(1, 1).canvas.get_supported_filetypes()
     if _kind(target) not in kinds:
         raise SubkvError("plot", f"expected a file name that ends in .png, .svg or .pdf, found {target.name}")
@@ -46,7 +45,7 @@ def plain(text: str) -> str:
 
 
 def write_figure(figure: Any, target: Path) -> None:
-
+    """Raises SubkvError as check does."""
     check(target)
     with concerning(output="plot"), atomic_file(target) as handle:
         figure.savefig(handle, format=_kind(target), dpi=DPI)

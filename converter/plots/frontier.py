@@ -26,8 +26,8 @@ def frontier(results: Sequence[dict[str, Any]], target: Path) -> None:
 
     results: objects as converter.evaluate and runtime.perplexity --compare print them, all of one model; read are
     name, bpe, mean_kld (None: the base, not drawn), mean_kld_stderr, and n_ctx and text where present: one panel for
-    each such pair. Raises SubkvError, starting with `flag`, when nothing has a KLD or matplotlib is missing;
-    SubkvError when target cannot be written.
+    each such pair. Raises SubkvError about `plot` when nothing has a KLD, matplotlib is missing or target cannot be
+    written.
     """
     write_figure(frontier_figure(results), target)
 

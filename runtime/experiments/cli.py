@@ -27,6 +27,7 @@ from subkv.format.window import N_RECENT, N_SINK, Window
 
 # what runs is imported by the command: numpy, torch and the native libraries are not for a --help
 if TYPE_CHECKING:
+    from converter.corpus import Text as Read
     from converter.reference import Reference
     from runtime.experiments.lab import Lab, Text
 
@@ -227,7 +228,7 @@ def main(
     output: Path,
 ) -> None:
     """Run the papers' experiments and answer their falsifiers."""
-    from converter.calibrate import read_text
+    from converter.corpus import read_text
     from converter.reference import Reference, check_length, check_shapes
     from runtime.experiments.lab import Lab
     from runtime.experiments.verdicts import verdicts
@@ -238,12 +239,12 @@ def main(
     names = chosen.names
     with contextlib.ExitStack() as stack:
         calibration = read_calibration(bases)
-        digests = [read_text(path).source.sha256 for path in corpus.files]
+        read = [read_text(path) for path in corpus.files]
         base = stack.enter_context(Gguf(model))
         settings = {
             "model": f"{model.name} ({sha256(base.files, progress=True)[:16]})",
             "bases": f"{bases.name} ({calibration.sha256[:16]})",
-            "texts": [f"{path.name} ({digest[:16]})" for path, digest in zip(corpus.files, digests, strict=True)],
+            "texts": [f"{text.source.name} ({text.source.sha256[:16]})" for text in read],
             "n_ctx": corpus.n_ctx,
             "chunks": corpus.chunks,
             "kv_bits": budget.kv_bits,
@@ -261,9 +262,8 @@ def main(
             reference = Reference(model, default_threads(n_threads))
             check_shapes(reference, calibration)
             check_length(reference, corpus.n_ctx)
-            texts = _texts(reference, corpus)
-            moments = [layer.k2 for layer in calibration.layers]
-            reference.match(moments, texts[0].chunks[0], calibration.n_skip)
+            texts = _texts(reference, corpus, read)
+            reference.match(calibration, texts[0].chunks[0])
             asked = Options(window=window, bpe_context=budget.bpe_context)
             threads = default_threads(n_threads)
             lab = Lab(base, calibration, reference, texts, asked, budget.kv_bits, corpus.n_ctx, threads, stack)
@@ -281,17 +281,17 @@ def main(
         click.echo(line)
 
 
-def _texts(reference: Reference, corpus: Corpus) -> list[Text]:
+def _texts(reference: Reference, corpus: Corpus, read: list[Read]) -> list[Text]:
     """Their chunks, and one of twice the length of the in-domain text, if it has so many tokens."""
-    from converter.reference import cut
+    from converter.corpus import cut
     from runtime.experiments.lab import Text
 
     found: list[Text] = []
-    for path in corpus.files:
-        own = cut(reference, (path,), corpus.n_ctx, corpus.chunks)
+    for text in read:
+        own = cut(reference, [text], corpus.n_ctx, corpus.chunks)
         longest = own[0]
         if not found:
             with contextlib.suppress(SubkvError):
-                longest = cut(reference, (path,), min(2 * corpus.n_ctx, reference.n_ctx_train), 1)[0]
-        found.append(Text(path.name, own, longest))
+                longest = cut(reference, [text], min(2 * corpus.n_ctx, reference.n_ctx_train), 1)[0]
+        found.append(Text(text.source.name, own, longest))
     return found

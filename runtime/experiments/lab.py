@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import Layout, loaded
-from converter.evaluate import Cache, adaptive_cache, coded_cache, layer_coder, result, run
+from converter.adaptive import loaded
+from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
 from converter.reference import Reference, attend
 from converter.scoring import F64, score
 from runtime.experiments.tables import Rows
 from subkv.base.progress import tracked
-from subkv.format.adapt import parse
 from subkv.format.bases import Bands, CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.format.codec import F32
+from subkv.format.layout import Layout
 from subkv.native.gguf import Gguf
 from subkv.plan import budget as layout
 from subkv.plan.pipeline import Fit, Options
@@ -34,8 +34,8 @@ class Text:
     """Chunks of n_ctx tokens from the start of a file; long: one chunk for the experiment on length."""
 
     name: str
-    chunks: list[list[int]]
-    long: list[int]
+    chunks: list[tuple[int, ...]]
+    long: tuple[int, ...]
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Lab:
 
     def adaptive(self, text: str, name: str | None = None) -> Cache:
         """The layout at kv_bits with bases that follow the text; `text` as of --adapt."""
-        cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, parse(text), self.stack)
+        cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, self.stack)
         return dataclasses.replace(cache, name=name or f"adaptive {text}")
 
     def planned(self, fit: Fit, plan: Sequence[Bands], name: str, n_recent: int) -> Cache:

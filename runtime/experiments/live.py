@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from converter.adaptive import Layout
 from converter.plots import figure as plots
 from converter.scoring import I32
 from runtime import options
@@ -28,6 +27,7 @@ from subkv.engine.observer import SAMPLE, UBATCH, ObservedLayer, Observer
 from subkv.engine.stats import cache_line
 from subkv.format import adapt as adaptive
 from subkv.format.adapt import Adapt
+from subkv.format.layout import Layout
 from subkv.native.library import Signatures, declare, last_error, load
 
 _HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from converter.evaluate import Cache
+from converter.caches import Cache
 from converter.reference import Coder
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.evaluate import Cache
+from converter.caches import Cache
 from runtime.experiments.lab import GROUP, Lab, Text, paired
 from runtime.experiments.tables import Rows
 from subkv.format.bases import Bands

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from converter import evaluate
+from converter import tables
 from runtime.experiments import verdicts
 from runtime.experiments.tables import Column, Row, grid, heading
 
@@ -88,7 +88,7 @@ def _plain(found: Found) -> str:
 
 
 def _matched(found: Found) -> str:
-    return f"{evaluate.table(found['rows'])}\n\nAt equal bytes:\n\n{grid(found['pairs'], PAIRS)}"
+    return f"{tables.scores(found['rows'])}\n\nAt equal bytes:\n\n{grid(found['pairs'], PAIRS)}"
 
 
 def _domain(found: Found) -> str:

@@ -8,7 +8,7 @@ do not commute, so every key would have to be reconstructed (converter/NOTES.md,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ def _known(lab: Lab, spaces: dict[str, Frame], turn: Rotation) -> dict[tuple[int
 
 
 def _rotary_of(
-    lab: Lab, name: str, tokens: list[int], spaces: dict[str, Frame], known: dict[tuple[int, int, str], Numbers]
+    lab: Lab, name: str, tokens: Sequence[int], spaces: dict[str, Frame], known: dict[tuple[int, int, str], Numbers]
 ) -> Rows:
     """Rows of one text, adaptive bases being those of the text so far."""
     start = len(tokens) // 2

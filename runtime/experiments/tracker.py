@@ -71,7 +71,7 @@ def main(
     model: str, cache: CacheOptions, reading: Reading, n_threads: int | None, output: Path, plot: Path | None
 ) -> None:
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
-    from converter.calibrate import read_text
+    from converter.corpus import read_text
     from converter.plots import figure as plots
     from runtime.experiments import live
     from subkv.base.files import atomic_file, check_writable

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import capi
 import numpy as np
 import pytest
 import writer
@@ -18,11 +17,12 @@ from calib_synthetic import draw, random_moment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.adaptive import Layout, Replayed
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, native_params
 from subkv.format.bases import StoredBasis
+from subkv.format.layout import Layout, Replayed
 from subkv.native import library as _lib
+from subkv.native.binding import native
 from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
 from subkv.plan.quantizer import WIDTHS, best_step, distortion
@@ -82,7 +82,7 @@ class Stream:
     """subkv_adapt: rows handed over a few at a time."""
 
     def __init__(self, layout: Layout, params: Adapt, head: int, value: bool) -> None:
-        self.lib = capi.load()
+        self.lib = native()
         self.handle = self.lib.subkv_adapt_new(layout.handle, native_params(params), 0, head, value)
         assert self.handle, _lib.last_error()
 
@@ -124,7 +124,7 @@ def relative(x: F32, y: F32) -> float:
 def test_quantizer_constants() -> None:
     step, error = ctypes.c_double(), ctypes.c_double()
     for bits in WIDTHS:
-        capi.load().subkv_quantizer(bits, step, error)
+        native().subkv_quantizer(bits, step, error)
         assert error.value == pytest.approx(distortion(bits), rel=1e-6)
         if bits != 16:
             assert step.value == pytest.approx(best_step(bits), rel=1e-6)
@@ -206,7 +206,7 @@ def test_any_split_gives_the_same(cuts: list[int], max_chunks: int, kind: str) -
         stream.push(part)
     for one, other in zip((whole.seen, whole.chunk_of, whole.rho), stream.read(), strict=True):
         assert np.array_equal(one, other)
-    assert capi.load().subkv_adapt_read(stream.handle, None, None, None) == 400
+    assert native().subkv_adapt_read(stream.handle, None, None, None) == 400
 
 
 _LAYOUT: list[Layout] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter import calibrate as module
-from converter.calibrate import Chunk, Text, calibrate, command, cut, observe, plan_chunks, read_text
+from converter import corpus
+from converter.calibrate import main
+from converter.corpus import Text, read_text
+from converter.observe import Chunk, calibrate, observe, plan_chunks
+from converter.session import NativeSession
 from subkv.base.errors import SubkvError
 from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE
-from subkv.format.calibration import MAX_SAMPLES, TextSource, merge, read_calibration
+from subkv.format.calibration import MAX_SAMPLES, TextSource, merge, read_calibration, write_calibration
+
+cut = partial(corpus.cut, whole=False)  # as calibration cuts
 
 
 def text(n: int, seed: int = 0, name: str = "a.txt") -> Text:
@@ -47,7 +53,7 @@ def test_models_without_bos() -> None:
 
 
 def test_long_texts_are_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 100)
+    monkeypatch.setattr(corpus, "PIECE", 100)
     source = text(5000)
     assert cut(FakeSession(bos=None), [source], 5000, None) == [tuple(source.data)]
     assert len(cut(FakeSession(), [source], 128, 2)) == 2
@@ -59,7 +65,7 @@ def test_limit_is_shared_and_kept(sizes: list[int], limit: int) -> None:
     texts = [text(n, seed=i) for i, n in enumerate(sizes)]
     everything = cut(FakeSession(), texts, 128, None)
     if limit < len(texts):
-        with pytest.raises(SubkvError, match=rf"^--chunks: expected at least one for each of the {len(texts)} texts"):
+        with pytest.raises(SubkvError, match=rf"^chunks: expected at least one for each of the {len(texts)} texts"):
             cut(FakeSession(), texts, 128, limit)
         return
     limited = cut(FakeSession(), texts, 128, limit)
@@ -73,7 +79,7 @@ def test_limit_is_shared_and_kept(sizes: list[int], limit: int) -> None:
 
 def test_short_texts() -> None:
     assert [len(c) for c in cut(FakeSession(), [text(64)], 2048, None)] == [65]
-    with pytest.raises(SubkvError, match=r"^-f: a.txt: expected at least 64 tokens, found 50$"):
+    with pytest.raises(SubkvError, match=r"^files: a.txt: expected at least 64 tokens, found 50$"):
         cut(FakeSession(), [text(50)], 2048, None)
 
 
@@ -153,7 +159,7 @@ def test_merged_runs_equal_one_run(tmp_path: Path) -> None:
     a, b = text(8 * 127, seed=1, name="a"), text(5 * 127, seed=2, name="b")
     one, _ = calibrate(FakeSession(), [a, b], 128, 4, held_out=0)
     first, _ = calibrate(FakeSession(), [a], 128, 4, held_out=0)
-    module.write_calibration(tmp_path / "first", first)
+    write_calibration(tmp_path / "first", first)
     second, _ = calibrate(FakeSession(), [b], 128, 4, held_out=0)
     both = merge(read_calibration(tmp_path / "first"), second)
     assert both.tokens == one.tokens
@@ -169,24 +175,24 @@ def test_models_that_cannot_be_coded() -> None:
         def layers(self) -> list[Any]:
             return []
 
-    with pytest.raises(SubkvError, match=r"^-m: expected layers with an ordinary K/V cache, found none in this llama"):
+    with pytest.raises(SubkvError, match=r"^model: expected layers with an ordinary K/V cache, found none in this"):
         calibrate(Nothing(), [text(500)], 128, 4)
     with pytest.raises(
-        SubkvError, match=r"^-m: layer 0: expected a key head size in multiples of 8 up to 256, found 12"
+        SubkvError, match=r"^model: layer 0: expected a key head size in multiples of 8 up to 256, found 12"
     ):
         calibrate(FakeSession(d_k=12), [text(500)], 128, 4)
     with pytest.raises(
-        SubkvError, match=r"^-m: layer 0: expected finite queries.*found NaN or infinity in every token"
+        SubkvError, match=r"^model: layer 0: expected finite queries.*found NaN or infinity in every token"
     ):
         calibrate(FakeSession(nonfinite=range(128)), [text(500)], 128, 4)
-    with pytest.raises(SubkvError, match=r"^--n-sink: expected at most 126 .shortest chunk less two., found 128$"):
+    with pytest.raises(SubkvError, match=r"^n_sink: expected at most 126 .shortest chunk less two., found 128$"):
         calibrate(FakeSession(), [text(500)], 128, 128)
 
 
 def test_texts_are_read_strictly(tmp_path: Path) -> None:
-    with pytest.raises(SubkvError, match=r"^-f: expected a text file, found no file at "):
+    with pytest.raises(SubkvError, match=r"^files: expected a text file, found no file at "):
         read_text(tmp_path / "none")
-    with pytest.raises(SubkvError, match=r"^-f: cannot read .*: Is a directory$"):
+    with pytest.raises(SubkvError, match=r"^files: cannot read .*: Is a directory$"):
         read_text(tmp_path)
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(SubkvError, match=r"expected UTF-8 text, found byte 0xe9 at 3$"):
@@ -206,7 +212,7 @@ def run(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Result
     def invoke(*args: str, model: Path | None = None, file: str = "text.txt", out: str = "out.safetensors") -> Result:
         path = model or tiny_model("llama")
         fixed = ["-m", str(path), "-f", str(tmp_path / file), "-o", str(tmp_path / out), "-c", "256", "-t", "2"]
-        return CliRunner().invoke(command, [*fixed, *args])
+        return CliRunner().invoke(main, [*fixed, *args])
 
     return invoke
 
@@ -278,7 +284,7 @@ def test_refusals_of_the_command(run: Callable[..., Result], tiny_model: Callabl
     (tmp_path / "few.txt").write_bytes(b"too short")
     (tmp_path / "latin.txt").write_bytes(b"\xff" * 500)
     cases: list[tuple[Result, str]] = [
-        (run(model=tmp_path / "none.gguf"), "-m: expected a GGUF file, found no file at "),
+        (run(model=tmp_path / "none.gguf"), "-m: expected a GGUF file, found no file "),
         (run(model=tmp_path / "no.gguf"), "-m: "),
         (run(model=tmp_path / "cut.gguf"), "-m: "),
         (run(model=tmp_path / "head.gguf"), "-m: "),
@@ -319,11 +325,11 @@ def test_models_without_ordinary_attention_are_refused(
 
 
 def test_interrupt_leaves_no_file(run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(module.NativeSession):
+    class Interrupted(NativeSession):
         def decode(self, tokens: Any, first_pos: int) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "NativeSession", Interrupted)
+    monkeypatch.setattr("converter.observe.NativeSession", Interrupted)
     result = run()
     assert result.exit_code == 130
     assert "interrupted: nothing was written" in result.stderr

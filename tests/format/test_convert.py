@@ -20,7 +20,8 @@ from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
 from gguf import GGUFReader
 
-from converter.cli import convert, default_output
+from converter.cli import default_output
+from converter.cli import main as convert
 from subkv.base.errors import SubkvError
 from subkv.format.calibration import Calibration, write_calibration
 from subkv.format.codec import row_bytes
@@ -334,16 +335,12 @@ def test_bad_usage_exits_with_two(run: Callable[..., Result], args: list[str]) -
 def test_damaged_models(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
     whole = base.read_bytes()
     bad = tmp_path / "bad.gguf"
-    refused(run(model=tmp_path / "none.gguf"), "MODEL: expected a GGUF file, found no file at ")
-    for content, sentence in (
-        (b"", "MODEL: "),
-        (b"GGML" + whole[4:], "MODEL: "),
-        (whole[:20], "MODEL: "),
-        (whole[:2000], "MODEL: "),
-        (whole[:-1], "MODEL: "),
-    ):
+    refused(run(model=tmp_path / "none.gguf"), "MODEL: expected a GGUF file, found no file ")
+    for content in (b"", b"GGML" + whole[4:], whole[:20], whole[:2000], whole[:-1]):
         bad.write_bytes(content)
-        refused(run(model=bad), f"{sentence}{bad}: expected ")
+        result = run(model=bad)
+        refused(result, "MODEL: expected ")
+        assert str(bad) in result.stderr
 
 
 def test_converted_models_are_not_converted_again(run: Callable[..., Result], base: Path) -> None:

@@ -21,11 +21,12 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.numpy import save_file
 
 from converter import hf
-from converter.cli import convert, default_output
+from converter.cli import default_output
+from converter.cli import main as convert
 from converter.quantize import TYPES
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
-from subkv.native import ggml as native
+from subkv.native.binding import C
 
 N_VOCAB, N_EMBD, N_FF, N_LAYER, N_HEAD, N_HEAD_KV, HEAD = 400, 64, 128, 2, 4, 2, 32
 CONFIG = {
@@ -155,7 +156,7 @@ def test_the_converters_own_sentence(complete: Path, calibration: Path, tmp_path
 def test_the_quantizers_own_sentence(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_model("llama").read_bytes()[:-1000])
-    with pytest.raises(SubkvError, match="--quantize: llama.cpp's quantizer refuses Q8_0: failed to quantize: .*"):
+    with pytest.raises(SubkvError, match="^quantize: llama.cpp's quantizer refuses Q8_0: failed to quantize: .*"):
         hf.to_quantized(damaged, "Q8_0", 1, tmp_path / "out.gguf")
 
 
@@ -221,16 +222,16 @@ def test_disk_space_is_told_with_the_arithmetic(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * hf.MIB))
     n = 1 << 20  # weights: 2 MiB of 16 bits, 0.75 of Q4
     assert hf.count_weights(folder) == sum(value.size for value in weights().values())
-    hf.check_space(folder, n, "f16", "Q4_K_M", copy=True)  # 2.75 MiB
-    hf.check_space(folder, n, "f16", None, copy=False)
+    hf.check_space(folder / "o.gguf", n, "f16", "Q4_K_M", copy=True)  # 2.75 MiB
+    hf.check_space(folder / "o.gguf", n, "f16", None, copy=False)
     for outtype, kind, copy, terms in (
         ("f16", None, True, "4 MiB free in DIR for 1.0 million weights (2 MiB as f16 + 2 MiB with bases)"),
         ("f32", "Q4_K_M", True, "5 MiB free in DIR for 1.0 million weights (4 MiB as f32 + 1 MiB as Q4_K_M)"),
         ("f16", "Q8_0", False, "3 MiB free in DIR for 1.0 million weights (2 MiB as f16 + 1 MiB as Q8_0)"),
     ):
         with pytest.raises(SubkvError) as error:
-            hf.check_space(folder, n, outtype, kind, copy)
-        expected = f"-o: expected about {terms}, found 3 MiB".replace("DIR", str(folder))
+            hf.check_space(folder / "o.gguf", n, outtype, kind, copy)
+        expected = f"output: expected about {terms}, found 3 MiB".replace("DIR", str(folder))
         assert str(error.value) == expected
 
 
@@ -279,7 +280,7 @@ def test_an_interrupt_ends_the_program(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(hf.subprocess, "Popen", remember)
     monkeypatch.setattr(hf, "progress_bar", lambda *_: Bar())
     with pytest.raises(KeyboardInterrupt):
-        hf._run([sys.executable, "-c", PROGRAM], "waiting", "refused")
+        hf._run([sys.executable, "-c", PROGRAM], "waiting", "model", "refused")
     with pytest.raises(ProcessLookupError):
         os.kill(started[0], 0)
 
@@ -294,12 +295,12 @@ def test_an_interrupt_ends_the_program(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_reasons_of_programs(code: str, reason: str) -> None:
     with pytest.raises(SubkvError) as error:
-        hf._run([sys.executable, "-c", code], "failing", "refused")
-    assert str(error.value) == f"refused: {reason}"
+        hf._run([sys.executable, "-c", code], "failing", "model", "refused")
+    assert str(error.value) == f"model: refused: {reason}"
 
 
 def test_quantizer_types_are_known_to_llama_cpp() -> None:
-    assert all(hasattr(native.llama(), f"LLAMA_FTYPE_MOSTLY_{kind}") for kind in TYPES)
+    assert all(hasattr(C, f"LLAMA_FTYPE_MOSTLY_{kind}") for kind in TYPES)
 
 
 def test_default_names(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 from gguf import GGUFReader, GGUFWriter
 
-from converter.calibrate import command as calibrate
-from converter.cli import convert, default_output
+from converter.calibrate import main as calibrate
+from converter.cli import default_output
+from converter.cli import main as convert
 from converter.reference import Reference
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.engine.cache import check_model_file
@@ -137,13 +138,13 @@ def test_wrong_files_are_named(first: Path, case: str) -> None:
     path = damage(first)
     sentence = sentence.replace("DIR", str(first.parent))
     with pytest.raises(ModelFileError) as runtime:
-        check_model_file(path, "-m")
+        check_model_file(path)
     with pytest.raises(SubkvError) as converter:
         Gguf(path)
     for error in (runtime, converter):
         message = str(error.value)
-        assert message.startswith("-m: ") and "\n" not in message
-        assert "truncated" in message if case == "truncated file" else message == f"-m: {sentence}"
+        assert message.startswith("model: ") and "\n" not in message
+        assert "truncated" in message if case == "truncated file" else message == f"model: {sentence}"
 
 
 def test_metadata_may_have_a_file_of_its_own(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_metadata_may_have_a_file_of_its_own(tmp_path: Path) -> None:
     writer.close()
     first = min(tmp_path.glob("*.gguf"))
     assert not GGUFReader(first).tensors
-    assert check_model_file(first, "-m") == first
+    assert check_model_file(first) == first
 
 
 def test_bases_of_a_plain_split_model_are_missed(first: Path) -> None:
@@ -168,5 +169,5 @@ def test_the_float32_reference_wants_one_file(first: Path) -> None:
     pytest.importorskip("torch", reason="extra torch")
     pytest.importorskip("transformers", reason="extra torch")
     pytest.importorskip("accelerate", reason="extra torch")
-    with pytest.raises(SubkvError, match="-m: expected a Hugging Face folder or a GGUF of one file"):
+    with pytest.raises(SubkvError, match="^model: expected a Hugging Face folder or a GGUF of one file"):
         Reference(first, 1)

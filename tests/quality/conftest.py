@@ -50,7 +50,7 @@ def calibration(
     """calibration(arch): the tiny model's calibration by the native engine, without sensitivities."""
     from click.testing import CliRunner
 
-    from converter.calibrate import command
+    from converter.calibrate import main
 
     folder = tmp_path_factory.mktemp("calibrations")
 
@@ -58,7 +58,7 @@ def calibration(
         path = folder / f"{arch}.safetensors"
         if not path.exists():
             arguments = ["-m", str(tiny_model(arch)), "-f", str(text), "-o", str(path), "-c", "256", "--chunks", "8"]
-            result = CliRunner().invoke(command, [*arguments, "-t", "1"])
+            result = CliRunner().invoke(main, [*arguments, "-t", "1"])
             assert result.exit_code == 0, result.output
         return path
 

@@ -11,7 +11,9 @@ import pytest
 
 from converter.cli import convert_file
 from subkv.base.errors import SubkvError
-from subkv.engine.model import Model, parse_cache
+from subkv.engine.cache import parse_cache
+from subkv.engine.context import ContextOptions
+from subkv.engine.model import Model
 from subkv.format.calibration import read_calibration
 from subkv.format.window import N_SINK, Window
 from subkv.native.gguf import Gguf
@@ -23,11 +25,9 @@ TOKENS = [10 + 7 * i % 200 for i in range(160)]
 def engine_logits(model: Path, spec: str) -> Any:
     """Logits of all TOKENS under a cache of the native engine."""
     with Model(str(model)) as m:
-        context = m.context(
-            parse_cache(spec, model, None), n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1, flash_attn="off"
-        )
-        out = context.logits(context.decode(TOKENS, 0, 0)).copy()
-        context.close()
+        options = ContextOptions(256, 256, 256, 1, "off")
+        with m.context(parse_cache(spec, model), options) as context:
+            out = context.logits(context.decode(TOKENS, 0, 0)).copy()
     return out
 
 
@@ -53,7 +53,7 @@ def test_coded_logits_are_the_engines(
     tmp_path: Path,
 ) -> None:
     """Few bits, so that the codec's error is large against every other difference of the two implementations."""
-    from converter.evaluate import layer_coder
+    from converter.caches import layer_coder
 
     model, bases = tiny_model(arch), calibration(arch)
     options = Options(kv_bits=3.0, window=Window(N_SINK, n_recent), bpe_context=100_000)
@@ -64,8 +64,8 @@ def test_coded_logits_are_the_engines(
         fit = Fit(base, stats, options)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
-    seen = r.tokenize(text.read_text())[:255]
-    r.match([layer.k2 for layer in stats.layers], seen, stats.n_skip)
+    seen = r.tokenize(text.read_bytes())[:255]
+    r.match(stats, seen)
     exact = r.logits(TOKENS, 0)
     ours = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, n_recent)
     theirs = engine_logits(model, f"subkv:{sidecar}")
@@ -92,18 +92,18 @@ def test_another_models_calibration_is_refused(
     reference: Callable[[str], Any], calibration: Callable[[str], Path], text: Path
 ) -> None:
     stats = read_calibration(calibration("qwen2"))
-    seen = reference("llama").tokenize(text.read_text())[:255]
-    with pytest.raises(SubkvError, match=r"--bases: expected a calibration of this model, found one of other keys"):
-        reference("llama").match([layer.k2 for layer in stats.layers], seen, 4)
+    seen = reference("llama").tokenize(text.read_bytes())[:255]
+    with pytest.raises(SubkvError, match=r"^calibration: expected a calibration of this model, found one of other"):
+        reference("llama").match(stats, seen)
 
 
 def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Path) -> None:
     from converter.reference import Reference
 
-    with pytest.raises(SubkvError, match="-m: expected a GGUF or a Hugging Face folder, found nothing at"):
+    with pytest.raises(SubkvError, match="^model: expected a GGUF or a Hugging Face folder, found nothing at"):
         Reference(tmp_path / "none.gguf", 1)
     (tmp_path / "bad.gguf").write_bytes(b"GGUF but not really")
-    with pytest.raises(SubkvError, match="-m: "):
+    with pytest.raises(SubkvError, match="^model: "):
         Reference(tmp_path / "bad.gguf", 1)
 
 
@@ -113,17 +113,18 @@ def test_attention_of_another_kind_is_refused(reference: Callable[[str], Any], t
 
     reference("llama")
     for arch in ("gemma2", "bloom"):
-        with pytest.raises(SubkvError, match="^-m: "):
+        with pytest.raises(SubkvError, match="^model: "):
             Reference(tiny_model(arch), 1)
 
 
 def test_chunks_are_shared_among_texts(reference: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
-    from converter.reference import cut
+    from converter.corpus import cut, read_text
 
-    r, short = reference("llama"), tmp_path / "short.txt"
-    short.write_text("too short")
-    assert [len(chunk) for chunk in cut(r, (text, text), 100, 3)] == [100, 100, 100]
-    with pytest.raises(SubkvError, match="--chunks: expected at least one for each of the 3 texts, found 2"):
-        cut(r, (text, text, text), 100, 2)
+    r, whole = reference("llama"), read_text(text)
+    (tmp_path / "short.txt").write_text("too short")
+    short = read_text(tmp_path / "short.txt")
+    assert [len(chunk) for chunk in cut(r, [whole, whole], 100, 3)] == [100, 100, 100]
+    with pytest.raises(SubkvError, match="^chunks: expected at least one for each of the 3 texts, found 2"):
+        cut(r, [whole] * 3, 100, 2)
     with pytest.raises(SubkvError, match="short.txt: expected at least 100 tokens for a chunk, found"):
-        cut(r, (short,), 100, 2)
+        cut(r, [short], 100, 2)

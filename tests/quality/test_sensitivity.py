@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from converter import evaluate, sensitivity
-from converter.cli import convert
+from converter import caches, evaluate, sensitivity
+from converter.cli import main as convert
+from converter.corpus import cut, read_text
 from converter.scoring import log_softmax
 from subkv.format.calibration import Calibration, read_calibration
 from subkv.format.window import N_SINK, Window
@@ -36,7 +37,7 @@ def measured(
     path = tmp_path_factory.mktemp("measured") / "calib.safetensors"
     arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
     result = CliRunner().invoke(
-        sensitivity.command, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
+        sensitivity.main, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
     )
     assert result.exit_code == 0, result.output
     return path
@@ -50,8 +51,8 @@ def test_predicts_the_kld_of_small_noise(
     """Independent noise on every coded key (or value) of one head of each layer: ½ tr(S C) against the KLD caused."""
     r = reference("llama")
     stats = read_calibration(measured)
-    chunk = r.tokenize(text.read_text())[-256:]
-    r.match([layer.k2 for layer in stats.layers], chunk, stats.n_skip)
+    chunk = r.tokenize(text.read_bytes())[-256:]
+    r.match(stats, chunk)
     exact = log_softmax(r.logits(chunk, 128))
     for il in range(2):
         rng = np.random.default_rng(il)
@@ -96,16 +97,16 @@ def test_measured_bases_beat_structural_ones(
     r = reference("llama")
     stats = read_calibration(measured)
     blind = replace(stats, sensitivity=None, layers=tuple(replace(layer, sensitivity=None) for layer in stats.layers))
-    pieces = sensitivity.cut(r, (text,), 256, 4)
-    caches = []
+    pieces = cut(r, [read_text(text)], 256, 4)
+    tried = []
     for name, calib in (("measured", stats), ("blind", blind)):
         fit = fit_of(tiny_model("llama"), calib)
-        caches.append(evaluate.coded_cache(fit, 2.5, "kv", name))
-    evaluate.run(r, caches, pieces, 1, progress=False)
-    good, bad = (cache.scores.summary()["mean_kld"] for cache in caches)
+        tried.append(caches.coded_cache(fit, 2.5, "kv", name))
+    caches.run(r, tried, pieces, 1, progress=False)
+    good, bad = (cache.scores.summary()["mean_kld"] for cache in tried)
     assert good < bad
-    assert caches[0].predicted is not None and 0.3 < good / caches[0].predicted < 3.0
-    assert caches[1].predicted is None
+    assert tried[0].predicted is not None and 0.3 < good / tried[0].predicted < 3.0
+    assert tried[1].predicted is None
 
 
 def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_sensitivity_refuses(
 ) -> None:
     reference("llama")
     given = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-t", "1"]
-    result = CliRunner().invoke(sensitivity.command, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
+    result = CliRunner().invoke(sensitivity.main, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
     assert result.exit_code == 1
     assert sentence in result.output
     assert not (tmp_path / "o.safetensors").exists()
@@ -181,16 +182,18 @@ def test_a_smaller_window_than_the_bases_were_made_for_is_refused(
     measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Inside the window such bases may be anything, so running without it would be silently wrong."""
-    from subkv.engine.model import Model, parse_cache
+    from subkv.engine.cache import CacheOptions, choose_cache
+    from subkv.engine.context import ContextOptions
+    from subkv.engine.model import Model
 
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--kv-bits", "5", "--n-recent", str(N_RECENT))
     assert result.exit_code == 0, result.output
     with Model(str(tmp_path / "o.gguf")) as model:
-        cache = parse_cache("subkv", tmp_path / "o.gguf", None)
-        sizes = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "flash_attn": "off"}
+        options = ContextOptions(256, 64, 64, 1, "off")
+        caches = [choose_cache(model.path, CacheOptions(window=Window(n_recent=n))) for n in (8, 32)]
         with pytest.raises(Exception, match="n.recent: at least 16 expected, for which the kld-aware bases were made"):
-            model.context(cache, **sizes, n_recent=8)
-        model.context(cache, **sizes, n_recent=32).close()
+            model.context(caches[0], options)
+        model.context(caches[1], options).close()
 
 
 def test_kld_aware_needs_sensitivities(
@@ -219,7 +222,7 @@ def test_evaluate_command(
         "1",
     ]
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--stock", "q8_0,q4_0", "-t", "1"]
-    result = CliRunner().invoke(evaluate.command, [*arguments, "-o", "json"])
+    result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)}
     assert list(rows) == ["subkv 4", "subkv 6", "q8_0", "q8_0 + window", "q4_0", "q4_0 + window"]
@@ -227,7 +230,7 @@ def test_evaluate_command(
     assert rows["q4_0 + window"]["mean_kld"] < rows["q4_0"]["mean_kld"]
     assert rows["q4_0"]["bpe"] == 4.5 and rows["q4_0 + window"]["bpe"] > 4.5
     assert abs(rows["subkv 6"]["bpe"] - 6.0) < 0.2
-    table = CliRunner().invoke(evaluate.command, arguments)
+    table = CliRunner().invoke(evaluate.main, arguments)
     assert table.exit_code == 0 and "| words.txt | subkv 4 |" in table.output
 
 
@@ -247,7 +250,7 @@ def test_evaluate_adaptive_bases(
         "--adapt",
         "k,warm=1000000,kind=oja",
     ]
-    result = CliRunner().invoke(evaluate.command, [*arguments, "-o", "json"])
+    result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
     assert result.exit_code == 0, result.output
     static, never, values, oja, *_ = rows = json.loads(result.stdout)
     assert [row["name"] for row in rows[:2]] == ["subkv 4", "subkv 4 adapt kv,warm=1000000"]
@@ -258,7 +261,7 @@ def test_evaluate_adaptive_bases(
     assert values["bpe"] == pytest.approx(static["bpe"] + values["bpe_adapt"], abs=2e-4)
     # sketches alone: a triangle of at most 32 x 33 / 2 numbers, f32, and 40 bytes, per 32 elements of 1024 tokens
     assert 0.0 < never["bpe_adapt"] <= 8 * (40 + 4 * 32 * 33 / 2) / (32 * 1024) + 1e-4
-    table = CliRunner().invoke(evaluate.command, arguments)
+    table = CliRunner().invoke(evaluate.main, arguments)
     assert table.exit_code == 0 and " opened | refused | merged |" in table.output
 
 
@@ -288,6 +291,6 @@ def test_evaluate_refuses(
 ) -> None:
     reference("llama")
     given = ["-m", str(tiny_model("llama")), "--bases", str(measured), "-f", str(text), "-t", "1", *arguments]
-    result = CliRunner().invoke(evaluate.command, given)
+    result = CliRunner().invoke(evaluate.main, given)
     assert result.exit_code in (1, 2)
     assert sentence in result.output

@@ -95,8 +95,8 @@ def test_logits_are_the_references(
     tiny_model: Callable[..., Path],
     text: Path,
 ) -> None:
-    """The codec of converter.evaluate, where every vector is reconstructed, against attention on coefficients."""
-    from converter.evaluate import layer_coder
+    """The codec of converter.caches, where every vector is reconstructed, against attention on coefficients."""
+    from converter.caches import layer_coder
 
     model, cache, _ = made(arch)
     stats = read_calibration(calibration(arch))
@@ -104,7 +104,7 @@ def test_logits_are_the_references(
         fit = Fit(base, stats, OPTIONS)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
-    r.match([layer.k2 for layer in stats.layers], r.tokenize(text.read_text())[:255], stats.n_skip)
+    r.match(stats, r.tokenize(text.read_bytes())[:255])
     want = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, N_RECENT)
     assert rms(want - r.logits(TOKENS, 0)) > 0.05
     np.testing.assert_allclose(logits(model, cache)[0], want, atol=1e-4)

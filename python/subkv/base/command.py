@@ -24,12 +24,18 @@ PARAMETERS = {
 
 
 class Command(click.Command):
-    """A command whose bad input ends in a sentence and exit code 1."""
+    """A command whose bad input ends in a sentence and exit code 1. interrupted: what it says on Ctrl-C, if any."""
+
+    def __init__(self, *args: Any, interrupted: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.interrupted = interrupted
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            if self.interrupted:
+                click.echo(self.interrupted, err=True)
             raise click.exceptions.Exit(130) from None
         except ImportError as error:
             if error.name:  # of a Python module

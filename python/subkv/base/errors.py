@@ -54,6 +54,3 @@ def need_packages(extra: str, names: Sequence[str]) -> None:
             f"expected the packages of the extra `{extra}`, found no {', '.join(missing)}: "
             f"pip install 'subkv[{extra}]'",
         )
-
-
-exit_on_error = contextlib.nullcontext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import CacheError, SubkvError
 
 AS_FILE = -1  # a number that was not asked for: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 32  # defaults; N_ROLLBACK is libsubkv's
@@ -21,8 +21,12 @@ class Window:
 
     @classmethod
     def of(cls, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None) -> Window:
-        """None: not asked for."""
-        return cls(*(AS_FILE if n is None else n for n in (n_sink, n_recent, n_rollback)))
+        """None: not asked for. Raises CacheError for what is no number of tokens."""
+        given = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
+        for key, n in given.items():
+            if n is not None and not 0 <= n < 2**31:
+                raise CacheError(key, f"expected 0 or more tokens, found {n}")
+        return cls(**{key: AS_FILE if n is None else n for key, n in given.items()})
 
     def filled(self, n_sink: int = N_SINK, n_recent: int = N_RECENT, n_rollback: int = N_ROLLBACK) -> Window:
         """With these numbers where none was asked for."""

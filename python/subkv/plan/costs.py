@@ -29,9 +29,6 @@ SHRINKAGE = 0.2
 # bits per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1, 0.022 at 0.5 and 0.35.
 KEY_WEIGHT = 0.4
 
-BASES_K = ("pca", "query-aware", "kld-aware")
-BASES_V = ("pca", "output-aware", "kld-aware")
-
 
 @dataclass(frozen=True)
 class LayerCost:

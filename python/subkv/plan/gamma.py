@@ -16,8 +16,6 @@ from subkv.format.calibration import LayerStats
 from subkv.format.codec import round_trip
 from subkv.plan.basis import gains
 
-METHODS = ("calibrated", "sqrt", "one")
-
 
 def sqrt_gamma(rank: int, d: int) -> float:
     """√(r/d), the default of the paper on static bases."""
@@ -75,7 +73,7 @@ def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis, key
     """gamma of one head and where it came from: `samples`, `moments`, `formula`, or `none` (no information: 1).
 
     key_moment: [d, d], of the keys less the stored mean.
-    method: one of METHODS; calibrated uses the samples, and the moments where the samples cannot say.
+    method: one of GAMMAS; calibrated uses the samples, and the moments where the samples cannot say.
     """
     rank, d = stored.encode.shape
     if method == "sqrt":

@@ -1,0 +1,161 @@
+"""Caches under test in the float32 reference: what attention sees through them, and how that is scored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from converter.adaptive import AdaptiveCoder, loaded
+from converter.reference import Coder, Reference
+from converter.scoring import Scores, score
+from subkv.base.progress import progress_bar
+from subkv.format.adapt import parse
+from subkv.format.arrays import F32
+from subkv.format.bases import CodedLayer
+from subkv.format.metadata import Account
+from subkv.native.gguf import Gguf
+from subkv.plan import stock
+from subkv.plan.pipeline import Fit
+from subkv.plan.predict import reconstructed
+
+
+@dataclass
+class Cache:
+    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone.
+
+    adaptive: the coder, if its bases follow the text; what they cost is then in result(), at `context` tokens.
+    """
+
+    name: str
+    coder: Coder | None
+    bpe: float
+    rows: float
+    n_sink: int = 0
+    n_recent: int = 0
+    predicted: float | None = None
+    scores: Scores = field(default_factory=Scores)
+    adaptive: AdaptiveCoder | None = None
+    context: int = 0
+
+    def clear(self) -> None:
+        """Forget the texts so far."""
+        self.scores = Scores()
+        if self.adaptive is not None:
+            self.adaptive.clear()
+
+
+def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
+    """What attention sees through coded layers. sides: which of k and v are coded; the others stay exact."""
+    coded = {layer.shape.il: layer.heads for layer in layers}
+
+    def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+        heads = coded.get(il, ())
+        if heads and "k" in sides:
+            k = np.stack([reconstructed(rows, head.k, head.gamma) for rows, head in zip(k, heads, strict=True)])
+        if heads and "v" in sides:
+            v = np.stack([reconstructed(rows, head.v) for rows, head in zip(v, heads, strict=True)])
+        return k, v
+
+    return seen
+
+
+def stock_coder(kind: str, sides: str = "kv") -> Coder:
+    """What attention sees through one of llama.cpp's cache types."""
+
+    def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+        return (
+            stock.round_trip(kind, k, keys=True) if "k" in sides else k,
+            stock.round_trip(kind, v, keys=False) if "v" in sides else v,
+        )
+
+    return seen
+
+
+def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
+    """Rows for llama.cpp's types, each as it is and with the exact window of `fit`."""
+    window = fit.overhead.window_bits
+    n_sink, n_recent = fit.settings.window.n_sink, fit.settings.window.n_recent
+    caches = []
+    for kind in kinds:
+        bits = stock.BITS[kind]
+        coder = stock_coder(kind, sides)
+        caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
+        if n_sink + n_recent:
+            caches.append(Cache(f"{kind} + window", coder, bits + window, bits, n_sink, n_recent))
+    return caches
+
+
+def _coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
+    """A layout at a budget, and what it takes."""
+    plan = fit.plan(kv_bits)
+    layers, _ = fit.code(plan)
+    return layers, fit.account(plan)
+
+
+def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:
+    """Our row at a budget."""
+    layers, counted = _coded(fit, kv_bits)
+    window = fit.settings.window
+    predicted = fit.error(layers) if fit.calibration.sensitivity and sides == "kv" else None
+    coder = layer_coder(layers, sides)
+    return Cache(
+        name or f"subkv {kv_bits:g}", coder, counted.total, counted.rows, window.n_sink, window.n_recent, predicted
+    )
+
+
+def adaptive_cache(fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, stack: contextlib.ExitStack) -> Cache:
+    """Our row at a budget with bases that adapt as `text` says (--adapt). `stack` closes what it opens."""
+    layers, counted = _coded(fit, kv_bits)
+    coded = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
+    coder = AdaptiveCoder(coded, layers, sides, *parse(text))
+    window = fit.settings.window.n_sink, fit.settings.window.n_recent
+    name = f"subkv {kv_bits:g} adapt {text}"
+    return Cache(name, coder, counted.total, counted.rows, *window, adaptive=coder, context=counted.context)
+
+
+def run(
+    reference: Reference, caches: Sequence[Cache], chunks: Sequence[Sequence[int]], n_threads: int, progress: bool
+) -> None:
+    """Score the second half of every chunk under every cache; the scores are added to the caches'."""
+    with (
+        ThreadPoolExecutor(n_threads) as pool,
+        progress_bar("evaluate", len(chunks) * (len(caches) + 1), "chunk", progress) as bar,
+    ):
+        for chunk in chunks:
+            first = len(chunk) // 2
+            targets = np.array(chunk[first + 1 :], dtype=np.int32)
+            base = reference.logits(chunk, first)[:-1]
+            bar.update()
+            for cache in caches:
+                if cache.coder is None:
+                    logits = base
+                else:
+                    logits = reference.coded_logits(chunk, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
+                cache.scores.add(score(logits, targets, base, pool, n_threads))
+                bar.update()
+
+
+def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
+    """One JSON object, runtime.perplexity's names. chunks_*: per head that adapts and text, None if none does."""
+    adaptive = cache.adaptive
+    return {
+        "name": cache.name,
+        **cache.scores.summary(),
+        "bpe": round(cache.bpe + (adaptive.bits(cache.context) if adaptive else 0.0), 4),
+        "bpe_rows": round(cache.rows, 4),
+        "bpe_adapt": round(adaptive.bits(cache.context), 4) if adaptive else 0.0,
+        "predicted_kld": cache.predicted,
+        "chunks_opened": round(adaptive.mean("n_opened"), 3) if adaptive else None,
+        "chunks_refused": round(adaptive.mean("n_refused"), 3) if adaptive else None,
+        "chunks_merged": round(adaptive.mean("n_merged"), 3) if adaptive else None,
+        "n_sink": cache.n_sink,
+        "n_recent": cache.n_recent,
+        "text": text,
+        "n_ctx": n_ctx,
+        "chunks": chunks,
+    }

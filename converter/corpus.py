@@ -1,0 +1,156 @@
+"""Texts and their chunks of tokens: what calibration, sensitivities and evaluation run a model on.
+
+runtime.perplexity cuts as llama-perplexity does, whose numbers it is compared with: any bytes less their last newline,
+tokenized at once, at least two chunks without gaps, the first token of each replaced by BOS. Nothing here fits that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from subkv.base.command import group
+from subkv.base.errors import SubkvError
+from subkv.base.threads import default_threads
+
+if TYPE_CHECKING:
+    from subkv.format.calibration import TextSource
+
+MIN_TOKENS = 64  # shortest text worth a chunk
+PIECE = 1 << 18  # bytes of text tokenized at once
+HELD_OUT = 8  # calibration holds every 8th chunk out
+INTERRUPTED = "interrupted: nothing was written"  # what programs that write one file say on Ctrl-C
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text read from disk. source: provenance for the file."""
+
+    source: TextSource
+    data: bytes
+
+
+class Tokenizer(Protocol):
+    """What cutting needs of a model."""
+
+    @property
+    def bos(self) -> int | None:
+        """Token put before every chunk, None when the model adds none."""
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """Tokens of UTF-8 text, without a BOS token."""
+
+
+def read_text(path: Path) -> Text:
+    """Raises SubkvError about `files` for a missing or unreadable file and for bytes that are not UTF-8."""
+    from subkv.format.calibration import TextSource  # numpy, for which a --help does not wait
+
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise SubkvError("files", f"expected a text file, found no file at {path}") from error
+    except OSError as error:
+        raise SubkvError("files", f"cannot read {path}: {error.strerror}") from error
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SubkvError(
+            "files", f"{path}: expected UTF-8 text, found byte {data[error.start]:#04x} at {error.start}"
+        ) from error
+    name = path.name.encode("utf-8", "replace").decode("utf-8")
+    return Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data)
+
+
+def tokenize(tokenizer: Tokenizer, data: bytes, limit: int | None) -> list[int]:
+    """Tokens of a text, at least `limit` if it has as many. Long texts are tokenized in pieces that end with a line."""
+    tokens: list[int] = []
+    start = 0
+    while start < len(data) and (limit is None or len(tokens) < limit):
+        end = data.find(b"\n", start + PIECE) + 1 or len(data)
+        tokens += tokenizer.tokenize(data[start:end])
+        start = end
+    return tokens
+
+
+def cut(
+    tokenizer: Tokenizer, texts: Sequence[Text], n_ctx: int, chunks: int | None, whole: bool = True
+) -> list[tuple[int, ...]]:
+    """At most `chunks` chunks of n_ctx tokens, an equal share from the start of every text, text after text.
+
+    The first token is BOS where the model adds one. Ends of texts are left out, but for one that is shorter than a
+    chunk: it is refused if `whole`, else it gives one short chunk if it has MIN_TOKENS tokens.
+    Raises SubkvError about `files` for a text that is too short, about `chunks` for a limit that leaves a text out.
+    """
+    if chunks is not None and chunks < len(texts):
+        raise SubkvError("chunks", f"expected at least one for each of the {len(texts)} texts, found {chunks}")
+    start = () if tokenizer.bos is None else (tokenizer.bos,)
+    step = n_ctx - len(start)
+    out: list[tuple[int, ...]] = []
+    for i, text in enumerate(texts):
+        # an equal share of what is left, so that a short text's unused share goes to the later ones
+        quota = None if chunks is None else -(-(chunks - len(out)) // (len(texts) - i))
+        tokens = tokenize(tokenizer, text.data, None if quota is None else quota * step)
+        if len(tokens) < (step if whole else min(MIN_TOKENS, n_ctx) - len(start)):
+            least = f"{step} tokens for a chunk" if whole else f"{MIN_TOKENS} tokens"
+            raise SubkvError("files", f"{text.source.name}: expected at least {least}, found {len(tokens)}")
+        pieces = [start + tuple(tokens[j : j + step]) for j in range(0, max(len(tokens) - step, 0) + 1, step)]
+        out += pieces[:quota]
+    return out
+
+
+#
+# flags
+#
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a program runs a model on, and how. n_ctx: tokens per chunk; chunks None: all; threads None: all."""
+
+    files: tuple[Path, ...]
+    n_ctx: int
+    chunks: int | None
+    threads: int | None
+
+    def read(self) -> list[Text]:
+        """Raises SubkvError as read_text does."""
+        return [read_text(path) for path in self.files]
+
+    @property
+    def n_threads(self) -> int:
+        return default_threads(self.threads)
+
+
+def corpus_options(
+    text: str = "UTF-8 text to calibrate on.",
+    chunks: str = "Most chunks, shared among the texts. [default: all]",
+    n_chunks: int | None = None,
+    required: bool = True,
+) -> Callable[..., Any]:
+    """-f, -c, --chunks and -t as one argument `corpus`. text, chunks: help; n_chunks: the default."""
+    return group(
+        "corpus",
+        Corpus,
+        click.option(
+            "-f",
+            "--file",
+            "files",
+            required=required,
+            multiple=True,
+            type=click.Path(path_type=Path),
+            help=text,
+        ),
+        click.option(
+            "-c", "--ctx-size", "n_ctx", default=2048, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
+        ),
+        click.option("--chunks", default=n_chunks, type=click.IntRange(1), help=chunks),
+        click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]"),
+    )
+
+
+model_option = click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")

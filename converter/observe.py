@@ -1,0 +1,186 @@
+"""Chunks of text to a calibration: the second moments of queries, keys and values, and sampled rows.
+
+Every HELD_OUT-th chunk is held out: instead of entering the moments it gives a few sampled rows, on which gamma is
+calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converter.corpus import HELD_OUT, Corpus, Text, cut
+from converter.session import NativeSession, Session
+from subkv.base.errors import SubkvError, concerning
+from subkv.base.progress import progress_bar
+from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE, UBATCH, ObservedLayer
+from subkv.format.arrays import F16
+from subkv.format.calibration import (
+    MAX_HEAD_SIZE,
+    MAX_SAMPLES,
+    Calibration,
+    LayerShape,
+    LayerStats,
+    check_mergeable,
+    merge,
+    thin,
+)
+from subkv.format.metadata import generator
+from subkv.native.gguf import Gguf, sha256
+
+MAX_SAMPLED_CHUNKS = 8  # held-out chunks that give samples; further ones enter the moments
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens decoded from an empty cache. Empty key_pos: enters the moments; else only these rows are sampled."""
+
+    tokens: tuple[int, ...]
+    key_pos: tuple[int, ...] = ()
+    query_pos: tuple[int, ...] = ()
+
+
+def _spread(low: int, high: int, n: int) -> tuple[int, ...]:
+    """At most n distinct positions spread over [low, high)."""
+    return tuple(int(p) for p in np.unique(np.linspace(low, high - 1, min(n, high - low)).round()))
+
+
+def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: int) -> tuple[list[Chunk], str | None]:
+    """Decide what every chunk is for. Returns the chunks in the order to run and a note for the user, if any.
+
+    held_out: every how many chunks one is held out, 0 never. A single chunk is run twice: for
+    the moments, then for the samples.
+    """
+    n = len(token_chunks)
+    if held_out == 0:
+        return [Chunk(tokens) for tokens in token_chunks], "note: nothing held out; gamma will come from the moments"
+    chosen = list(range(held_out - 1, n, held_out)) or [n - 1]
+    chosen = [chosen[i] for i in _spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
+    rows = -(-MAX_SAMPLES // len(chosen))
+
+    def sampled(tokens: tuple[int, ...]) -> Chunk:
+        middle = max(len(tokens) // 2, n_skip + 1)
+        return Chunk(tokens, _spread(n_skip, middle, rows), _spread(middle, len(tokens), rows))
+
+    if n == 1:
+        note = "note: only one chunk of text; gamma is calibrated on text that is also in the moments"
+        return [Chunk(token_chunks[0]), sampled(token_chunks[0])], note
+    return [sampled(tokens) if i in chosen else Chunk(tokens) for i, tokens in enumerate(token_chunks)], None
+
+
+#
+# the run
+#
+
+
+def observe(session: Session, chunks: Sequence[Chunk], progress: bool) -> None:
+    """Decode all chunks, each from an empty cache. progress: a bar."""
+    total = sum(len(chunk.tokens) for chunk in chunks)
+    with progress_bar("calibrate", total, "tok", progress) as bar:
+        for chunk in chunks:
+            session.clear()
+            session.mode(SAMPLE if chunk.key_pos else ACCUMULATE, chunk.key_pos, chunk.query_pos)
+            for start in range(0, len(chunk.tokens), UBATCH):
+                batch = chunk.tokens[start : start + UBATCH]
+                session.decode(batch, start)
+                bar.update(len(batch))
+        session.mode(PAUSE)
+
+
+def collect(session: Session) -> tuple[LayerStats, ...]:
+    """All observed layers. Raises SubkvError when there is nothing to code, or a layer cannot be coded."""
+    layers = session.layers()
+    if not layers:
+        raise SubkvError(
+            "model", f"expected layers with an ordinary K/V cache, found none in this {session.arch} model"
+        )
+    return tuple(_collect_layer(session, layer) for layer in layers)
+
+
+def _collect_layer(session: Session, layer: ObservedLayer) -> LayerStats:
+    for name, d in (("key", layer.d_k), ("value", layer.d_v)):
+        if d % 8 or not 8 <= d <= MAX_HEAD_SIZE:
+            raise SubkvError(
+                "model",
+                f"layer {layer.il}: expected a {name} head size in multiples of 8 up to {MAX_HEAD_SIZE}, found {d}",
+            )
+    if layer.n_tokens == 0:
+        raise SubkvError(
+            "model",
+            f"layer {layer.il}: expected finite queries, keys and values, found NaN or infinity in every token "
+            f"({layer.n_nonfinite} tokens)",
+        )
+    shape = LayerShape(
+        layer.il, layer.n_head, layer.n_head_kv, layer.d_k, layer.d_v, float(np.float32(layer.scale)), layer.n_tokens
+    )
+    limit = float(np.finfo(np.float16).max)
+
+    def rows(what: str) -> F16:
+        return thin(np.clip(session.get(layer, what), -limit, limit).astype(np.float16))
+
+    moments: dict[str, Any] = {what: session.get(layer, what) for what in ("k2", "q2", "v2", "k1", "q1", "v1")}
+    return LayerStats(shape, **moments, ks=rows("ks"), vs=rows("vs"), qs=rows("qs"))
+
+
+def calibrate(
+    session: Session,
+    texts: Sequence[Text],
+    n_ctx: int,
+    n_sink: int,
+    chunks: int | None = None,
+    held_out: int = HELD_OUT,
+    model_sha256: str = "0" * 64,
+    progress: bool = False,
+) -> tuple[Calibration, list[str]]:
+    """Run the texts, less their chunks' first n_sink positions, and return the statistics and notes for the user."""
+    token_chunks = cut(session, texts, n_ctx, chunks, whole=False)
+    shortest = min(len(tokens) for tokens in token_chunks)
+    if n_sink > shortest - 2:
+        raise SubkvError("n_sink", f"expected at most {shortest - 2} (shortest chunk less two), found {n_sink}")
+    planned, note = plan_chunks(token_chunks, n_sink, held_out)
+    observe(session, planned, progress)
+    layers = collect(session)
+    notes = [note] if note else []
+    bad = sum(layer.n_nonfinite for layer in session.layers())
+    if bad:
+        notes.append(f"note: left out {bad} rows (tokens times layers) that held NaN or infinity")
+    calibration = Calibration(
+        arch=session.arch,
+        name=session.name,
+        block_count=session.block_count,
+        n_ctx=n_ctx,
+        n_skip=n_sink,
+        tokens=max(layer.shape.tokens for layer in layers),
+        texts=tuple(text.source for text in texts),
+        model_sha256=model_sha256,
+        generator=generator(),
+        layers=layers,
+    )
+    return calibration, notes
+
+
+def calibrate_file(
+    model: Path,
+    corpus: Corpus,
+    texts: Sequence[Text],
+    n_sink: int,
+    held_out: int = HELD_OUT,
+    earlier: Calibration | None = None,
+) -> tuple[Calibration, list[str]]:
+    """calibrate() of a GGUF on `texts`, those of `corpus`, with progress bars.
+
+    earlier: a calibration of the same model, which the texts add to.
+    """
+    with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
+        digest = sha256(base.files, progress=True)
+    with NativeSession(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
+        if earlier:
+            with concerning(calibration="earlier"):
+                check_mergeable(earlier, session.arch, session.name, session.block_count, n_sink)
+        result, notes = calibrate(session, texts, corpus.n_ctx, n_sink, corpus.chunks, held_out, digest, progress=True)
+    with concerning(calibration="earlier"):
+        return merge(earlier, result) if earlier else result, notes

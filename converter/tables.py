@@ -1,0 +1,71 @@
+"""What the programs print: the table of a layout and that of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subkv.plan.pipeline import Result
+
+
+def span(values: Sequence[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
+
+
+def mean_bits(row_bytes: Sequence[int], d: int) -> float:
+    """Stored bits of heads' rows per element of the full heads, scales included."""
+    return 8 * sum(row_bytes) / (len(row_bytes) * d)
+
+
+def layout(result: Result) -> Iterator[str]:
+    """Lines of the summary: ranks, bits and bytes per token of every layer, then the bits per element."""
+    from subkv.format.codec import row_bytes  # numpy, for which a --help does not wait
+
+    yield f"{'layer':>5} {'rank K':>8} {'bits K':>7} {'rank V':>8} {'bits V':>7} {'bytes/token':>12} {'gamma':>13}"
+    for layer in result.layers:
+        sides, total = "", 0
+        for stored, d in (
+            ([head.k for head in layer.heads], layer.shape.d_k),
+            ([head.v for head in layer.heads], layer.shape.d_v),
+        ):
+            sizes = [row_bytes(s.bands) for s in stored]
+            sides += f" {span([len(s.encode) for s in stored]):>8} {mean_bits(sizes, d):>7.2f}"
+            total += sum(sizes)
+        gammas = [head.gamma for head in layer.heads]
+        yield f"{layer.shape.il:>5}{sides} {total:>12} {min(gammas):>6.3f}-{max(gammas):.3f}"
+    counted = result.counted
+    yield f"gamma from {', '.join(f'{source} ({n} heads)' for source, n in sorted(result.gamma_sources.items()))}"
+    exact = sum(2 * layer.shape.elements for layer in result.layers)
+    yield f"bytes per token: {counted.bytes_per_token} (f16: {exact})"
+    yield (
+        f"bits per element at {counted.context} tokens: rows {counted.rows:.3f} + exact window {counted.window:.3f} "
+        f"+ bases {counted.bases:.3f} = {counted.total:.3f}"
+    )
+    if result.predicted is not None:
+        stock = ", ".join(f"{kind} {error:.2g}" for kind, error in (result.stock or {}).items())
+        yield f"predicted KLD: {result.predicted:.2g} nats per token" + (f" ({stock})" if stock else "")
+
+
+def scores(results: Sequence[dict[str, Any]]) -> str:
+    """Results as a Markdown table; columns for chunks where a cache has any."""
+    adaptive = any(r["chunks_opened"] is not None for r in results)
+    lines = [
+        "| text | cache | bpe | rows alone | Δ PPL | mean KLD | median KLD | 99.9% KLD | same top-1 | predicted KLD |"
+        + (" opened | refused | merged |" if adaptive else ""),
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|" + ("---:|---:|---:|" if adaptive else ""),
+    ]
+    for r in results:
+        predicted = "" if r["predicted_kld"] is None else f"{r['predicted_kld']:.2g}"
+        lines.append(
+            f"| {r['text']} | {r['name']} | {r['bpe']:.2f} | {r['bpe_rows']:.2f} "
+            f"| {r['delta_percent']:+.2f}% ± {100 * r['ppl_ratio_stderr']:.2f}% "
+            f"| {r['mean_kld']:.3g} ± {r['mean_kld_stderr']:.1g} | {r['median_kld']:.2g} | {r['kld_999']:.2g} "
+            f"| {100 * r['same_top']:.2f}% | {predicted} |{_chunks(r) if adaptive else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _chunks(r: dict[str, Any]) -> str:
+    counts = (r["chunks_opened"], r["chunks_refused"], r["chunks_merged"])
+    return "".join(" |" if count is None else f" {count:.1f} |" for count in counts)
