@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from subkv.base.errors import SubkvError
+
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
@@ -135,10 +137,6 @@ MAGIC = b"_logits_"
 CLIP = 16.0
 
 
-class BaseFileError(ValueError):
-    """A base file that is damaged or does not fit; the message is one sentence."""
-
-
 def encode_rows(logits: F32) -> U16:
     """Rows of logits [n, n_vocab] f32 in the base file's 16-bit code, [n, 2⌈n_vocab/2⌉ + 4] u16."""
     n, n_vocab = logits.shape
@@ -180,7 +178,7 @@ def score_against_rows(logits: F32, targets: I32, rows: U16, pool: ThreadPoolExe
 
 
 class BaseReader:
-    """A base file opened for reading. Raises BaseFileError."""
+    """A base file opened for reading. Raises SubkvError about `path`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -188,21 +186,22 @@ class BaseReader:
             size = os.fstat(self.file.fileno()).st_size
             head = self.file.read(20)
         except OSError as error:
-            raise BaseFileError(f"cannot read {path}: {error.strerror or error}") from error
+            raise SubkvError("path", f"cannot read {path}: {error.strerror or error}") from error
         if head[:8] != MAGIC or len(head) < 20:
-            raise BaseFileError(
-                f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}"
+            raise SubkvError(
+                "path", f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}"
             )
         self.n_ctx, self.n_vocab, self.n_chunk = (int(x) for x in np.frombuffer(head[8:], dtype="<i4"))
         if min(self.n_ctx - 3, self.n_vocab, self.n_chunk) <= 0:
-            raise BaseFileError(
-                f"n_ctx, n_vocab, n_chunk: expected positive, found {self.n_ctx}, {self.n_vocab}, {self.n_chunk}"
+            raise SubkvError(
+                "path",
+                f"n_ctx, n_vocab, n_chunk: expected positive, found {self.n_ctx}, {self.n_vocab}, {self.n_chunk}",
             )
         self.width = 2 * ((self.n_vocab + 1) // 2) + 4
         self.n_rows = self.n_ctx - 1 - self.n_ctx // 2
         expected = 20 + 4 * self.n_chunk * self.n_ctx + 2 * self.n_chunk * self.n_rows * self.width
         if size != expected:
-            raise BaseFileError(f"expected {expected} bytes, found {size}: {path} is incomplete")
+            raise SubkvError("path", f"expected {expected} bytes, found {size}: {path} is incomplete")
         self.tokens = np.frombuffer(self.file.read(4 * self.n_chunk * self.n_ctx), dtype="<i4").astype(np.int32)
 
     def read(self, n: int) -> U16:
@@ -212,6 +211,12 @@ class BaseReader:
 
     def close(self) -> None:
         self.file.close()
+
+
+def write_rows(file: BinaryIO, logits: F32) -> None:
+    """Logits [n, n_vocab] f32 in a base file, behind the header and earlier rows."""
+    for i in range(0, len(logits), ROWS):
+        file.write(encode_rows(logits[i : i + ROWS]).astype("<u2").tobytes())
 
 
 def write_header(file: BinaryIO, tokens: I32, n_ctx: int, n_vocab: int, n_chunk: int) -> None:

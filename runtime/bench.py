@@ -20,53 +20,75 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from runtime import options
-from subkv.base.command import command
-from subkv.base.errors import SubkvError
+from runtime.options import IntList
+from subkv.base.command import command, group
+from subkv.base.errors import CacheError, SubkvError
+from subkv.base.progress import progress_bar
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
-    from subkv.engine.model import Context, Model
+    from subkv.engine.cache import CacheOptions
+    from subkv.engine.context import Context, ContextOptions
+    from subkv.engine.model import Model
 
 FLASH_NUMBERS = {"auto": -1, "off": 0, "on": 1}
 SEED = 1234
 WARM_UP = 2  # tokens
 
 
-class IntList(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated numbers, as llama-bench takes them."""
+@dataclasses.dataclass(frozen=True)
+class Tests:
+    """What is measured: lengths in tokens, 0: not; depths in cells; parallel: sequences that generate together."""
 
-    name = "N,N,…"
+    prompts: list[int]
+    gens: list[int]
+    depths: list[int]
+    parallel: int
+    repetitions: int
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        try:
-            numbers = [int(item) for item in str(value).split(",")]
-        except ValueError:
-            self.fail(f"expected numbers separated by commas, found {value!r}", param, ctx)
-        if min(numbers) < 0:
-            self.fail(f"expected numbers that are not negative, found {value!r}", param, ctx)
-        return numbers
+    @property
+    def longest(self) -> int:
+        return max(*self.prompts, *self.gens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """Under which caches and flash attention settings; specs as of parse_cache, asked: for those that are coded."""
+
+    specs: list[str]
+    flash: list[str]
+    asked: CacheOptions
+
+    @classmethod
+    def of(cls, type_k: str, type_v: str | None, flash_attn: str, **more: Any) -> Caches:
+        specs = [item.strip() for item in type_k.split(",")]
+        if type_v:
+            specs = [f"{k}/{v.strip()}" for k, v in itertools.product(specs, type_v.split(","))]
+        settings = [item.strip() for item in flash_attn.split(",")]
+        for item in settings:
+            if item not in options.FLASH:
+                raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
+        return cls(specs, [options.FLASH[item] for item in settings], options.cache_asked(**more))
 
 
 @dataclasses.dataclass
 class Config:
-    """One cache and flash attention setting with its context, and how many cells of it are filled.
-
-    adaptive: sequences have cells of their own, and every token must be attended to by the bases that follow it.
-    """
+    """One cache and flash attention setting with its context, and how many cells of it are filled."""
 
     name: str
     context: Context
     flash_attn: str
     depth: int = 0
-    adaptive: bool = False
+
+    @property
+    def adaptive(self) -> bool:
+        """Then sequences have cells of their own, and every token is attended to by the bases that follow it."""
+        return self.context.choice.adaptive
 
 
 @dataclasses.dataclass
@@ -107,8 +129,8 @@ def prompt(context: Context, tokens: Tokens, pos: int, n: int) -> None:
     """Evaluate n tokens from position pos in batches; logits of the last one of each batch, as llama-bench."""
     for start in range(0, n, context.n_batch):
         part = tokens.take(min(context.n_batch, n - start))
-        if pos + start == 0 and context.model.add_bos:
-            part[0] = context.model.bos
+        if pos + start == 0 and tokens.model.add_bos:
+            part[0] = tokens.model.bos
         context.decode(part, pos + start, len(part) - 1)
     context.synchronize()
 
@@ -137,34 +159,25 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
         config.depth += n
 
 
-def measure(
-    configs: list[Config],
-    tokens: Tokens,
-    prompts: list[int],
-    gens: list[int],
-    depths: list[int],
-    repetitions: int,
-    n_parallel: int,
-) -> list[Measurement]:
+def measure(configs: list[Config], tokens: Tokens, tests: Tests) -> list[Measurement]:
     """All tests of all configurations; configurations take turns inside every repetition."""
-    from subkv.base.progress import progress_bar
-
     done: list[Measurement] = []
     for config in configs:  # warm up: page in the weights, build the graphs
         prompt(config.context, tokens, 0, WARM_UP)
         generate(config.context, tokens, WARM_UP, 1)
         config.context.clear()
-    for depth in sorted(set(depths)):
+    n_parallel = tests.parallel
+    kinds = [(n, 0) for n in tests.prompts if n] + [(0, n) for n in tests.gens if n]
+    for depth in sorted(set(tests.depths)):
         missing = n_parallel * sum(depth - config.depth for config in configs)
         with progress_bar(f"fill to depth {depth}", missing, "tok") as bar:
             for config in configs:
                 bar.set_postfix_str(config.name)
                 fill(config, tokens, depth, n_parallel, bar)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        tests = [(n, 0) for n in prompts if n] + [(0, n) for n in gens if n]
-        rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in tests]
-        with progress_bar(f"depth {depth}", repetitions * len(tests) * len(configs), "run") as bar:
-            for repetition, row in itertools.product(range(repetitions), rows):
+        rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in kinds]
+        with progress_bar(f"depth {depth}", tests.repetitions * len(kinds) * len(configs), "run") as bar:
+            for repetition, row in itertools.product(range(tests.repetitions), rows):
                 shift = repetition % len(row)  # nobody always comes first
                 for m in row[shift:] + row[:shift]:
                     bar.set_postfix_str(f"{m.config.name} {m.label}")
@@ -199,7 +212,7 @@ def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> floa
     return data.nbytes / best / 1e9
 
 
-def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: int, bandwidth: float) -> dict[str, Any]:
+def as_object(m: Measurement, model: Model, asked: ContextOptions, bandwidth: float) -> dict[str, Any]:
     """One llama-bench object, with ours added. Speeds in tokens/s, times in ns, sizes in bytes, bandwidths in GB/s.
 
     kv_read_gbs: K/V rows that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts; null for
@@ -218,13 +231,13 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
         "model_type": model.description(),
         "model_size": C.llama_model_size(model.handle),
         "model_n_params": C.llama_model_n_params(model.handle),
-        "backends": "GPU" if given["n_gpu_layers"] and C.llama_supports_gpu_offload() else "CPU",
-        "n_batch": given["n_batch"],
-        "n_ubatch": given["n_ubatch"],
-        "n_threads": n_threads,
+        "backends": "GPU" if model.n_gpu_layers and C.llama_supports_gpu_offload() else "CPU",
+        "n_batch": asked.n_batch,
+        "n_ubatch": asked.n_ubatch,
+        "n_threads": asked.n_threads,
         "type_k": stats.type_k,
         "type_v": stats.type_v,
-        "n_gpu_layers": given["n_gpu_layers"],
+        "n_gpu_layers": model.n_gpu_layers,
         "flash_attn": FLASH_NUMBERS[m.config.flash_attn],
         "n_prompt": m.n_prompt,
         "n_gen": m.n_gen,
@@ -250,6 +263,10 @@ def as_object(m: Measurement, model: Model, given: dict[str, Any], n_threads: in
 
 def _stdev(x: list[Any]) -> float:
     return statistics.stdev(x) if len(x) > 1 else 0.0
+
+
+def as_json(objects: list[dict[str, Any]]) -> str:
+    return json.dumps(objects, indent=2)
 
 
 def as_markdown(objects: list[dict[str, Any]]) -> str:
@@ -287,113 +304,98 @@ def as_csv(objects: list[dict[str, Any]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
+test_options = group(
+    "tests",
+    Tests,
+    click.option("-p", "--n-prompt", "prompts", type=IntList(), default="512", help="prompt lengths, 0: none"),
+    click.option("-n", "--n-gen", "gens", type=IntList(), default="128", help="tokens to generate, 0: none"),
+    click.option("-d", "--n-depth", "depths", type=IntList(), default="0", help="cells filled before the test"),
+    click.option(
+        "-np",
+        "--parallel",
+        type=click.IntRange(1, 64),
+        default=1,
+        help="sequences that generate at the same time, each at the depth; t/s are of all together",
+    ),
+    click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, help="runs of every test"),
+)
+cache_options = group(
+    "caches",
+    Caches.of,
+    click.option(
+        "-ctk",
+        "--cache-type-k",
+        "type_k",
+        default="auto",
+        metavar="T,T,…",
+        help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
+    ),
+    click.option(
+        "-ctv",
+        "--cache-type-v",
+        "type_v",
+        default=None,
+        metavar="T,T,…",
+        help="V caches combined with every -ctk",
+    ),
+    click.option("--bases", default=None, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model"),
+    click.option(
+        "-fa", "--flash-attn", "flash_attn", default="auto", metavar="on|off|auto,…", help="flash attention settings"
+    ),
+    options.window_options,
+)
+
+
 @command()
 @options.model_option(required=True)
-@click.option("-p", "--n-prompt", "prompts", type=IntList(), default="512", help="prompt lengths, 0: none")
-@click.option("-n", "--n-gen", "gens", type=IntList(), default="128", help="tokens to generate, 0: none")
-@click.option("-d", "--n-depth", "depths", type=IntList(), default="0", help="cells filled before the test")
-@click.option(
-    "-ctk",
-    "--cache-type-k",
-    "types_k",
-    default="auto",
-    metavar="T,T,…",
-    help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
-)
-@click.option(
-    "-ctv", "--cache-type-v", "types_v", default=None, metavar="T,T,…", help="V caches combined with every -ctk"
-)
-@click.option("--bases", default=None, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model")
-@click.option("-fa", "--flash-attn", "flash", default="auto", metavar="on|off|auto,…", help="flash attention settings")
-@options.window_options
-@options.threads_option
-@click.option(
-    "-np",
-    "--parallel",
-    "n_parallel",
-    type=click.IntRange(1, 64),
-    default=1,
-    help="sequences that generate at the same time, each at the depth; t/s are of all together",
-)
-@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, help="runs of every test")
-@options.batch_options()
+@test_options
+@cache_options
+@options.context_options(options.threads_option, options.batch_options())
 @options.gpu_option
-@options.output_option("md", "csv", "json")
-def main(**given: Any) -> None:
+@options.form_option("md", "csv", "json")
+def main(model: str, tests: Tests, caches: Caches, context: ContextOptions, n_gpu_layers: int, form: str) -> None:
     """Measure prompt processing and generation speed, cache types interleaved in one run."""
-    if not any(given["prompts"]) and not any(given["gens"]):
+    if not any(tests.prompts) and not any(tests.gens):
         raise click.UsageError("-p, -n: expected something to measure, found 0 for both")
-    flash = [item.strip() for item in given["flash"].split(",")]
-    for item in flash:
-        if item not in options.FLASH:
-            raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
-    from subkv.engine.model import Model
+    from subkv.engine.model import Model  # numpy and the native libraries: not for a --help
 
-    n_threads = default_threads(given["n_threads"])
+    n_threads = default_threads(context.n_threads)
+    n_ctx = tests.parallel * (max(tests.depths) + max(tests.longest, WARM_UP + 1))
+    context = dataclasses.replace(context, n_ctx=n_ctx, n_threads=n_threads)
     with contextlib.ExitStack() as cleanup:
-        model = cleanup.enter_context(Model(given["model"], options.gpu_layers(given["n_gpu_layers"])))
-        configs = open_configs(model, given, [options.FLASH[item] for item in flash], n_threads)
-        for config in configs:
-            cleanup.callback(config.context.close)
+        opened = cleanup.enter_context(Model(model, options.gpu_layers(n_gpu_layers)))
+        configs = open_configs(opened, tests, caches, context, cleanup)
         bandwidth = read_bandwidth(n_threads)
-        done = measure(
-            configs,
-            Tokens(model),
-            given["prompts"],
-            given["gens"],
-            given["depths"],
-            given["repetitions"],
-            given["n_parallel"],
-        )
-        objects = [as_object(m, model, given, n_threads, bandwidth) for m in done]
-    if given["output"] == "json":
-        click.echo(json.dumps(objects, indent=2))
-    else:
-        click.echo(as_csv(objects) if given["output"] == "csv" else as_markdown(objects))
+        done = measure(configs, Tokens(opened), tests)
+        objects = [as_object(m, opened, context, bandwidth) for m in done]
+    click.echo({"json": as_json, "csv": as_csv, "md": as_markdown}[form](objects))
 
 
-def open_configs(model: Model, given: dict[str, Any], flash: list[str], n_threads: int) -> list[Config]:
+def open_configs(
+    model: Model, tests: Tests, caches: Caches, context: ContextOptions, cleanup: contextlib.ExitStack
+) -> list[Config]:
     """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
-    from subkv.base.errors import CacheError
-    from subkv.engine.model import parse_cache
+    from subkv.engine.cache import parse_cache  # numpy and the native libraries: not for a --help
     from subkv.engine.stats import cache_line
-    from subkv.format.adapt import NONE
 
-    bases = Path(given["bases"]) if given["bases"] else None
-    specs = [item.strip() for item in given["types_k"].split(",")]
-    if given["types_v"]:
-        specs = [f"{k}/{v.strip()}" for k, v in itertools.product(specs, given["types_v"].split(","))]
-    longest = max(*given["prompts"], *given["gens"])
-    configs: list[Config] = []
-    pairs = list(itertools.product(specs, flash))
-    for spec, fa in pairs:
-        choice = parse_cache(spec, model.path, bases)
+    configs = []
+    for spec, fa in itertools.product(caches.specs, caches.flash):
         # a tail of coded cells can only be removed while their exact rows are kept
-        window = {key: given[key] for key in ("n_sink", "n_recent", "adapt")} if choice.coded else {}
-        adaptive = choice.coded and choice.adapting(given["adapt"]) != NONE
+        choice = parse_cache(spec, model.path, caches.asked).with_rollback(tests.longest)
+        n_seq = tests.parallel + (not choice.adaptive)  # the last one serves fill()
         try:
-            context = model.context(
-                choice,
-                n_ctx=given["n_parallel"] * (max(given["depths"]) + max(longest, WARM_UP + 1)),
-                n_batch=given["n_batch"],
-                n_ubatch=given["n_ubatch"],
-                n_threads=n_threads,
-                flash_attn=fa,
-                n_seq_max=given["n_parallel"] + (not adaptive),  # the last one serves fill()
-                **(window | ({"n_rollback": longest} if choice.coded else {})),
-            )
+            made = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:
-            if error.key == "flash_attn" and len(flash) > 1:
+            if error.key == "flash_attn" and len(caches.flash) > 1:
                 options.note(f"{spec} -fa {fa}: skipped, {error.reason}")
                 continue
-            for config in configs:
-                config.context.close()
             raise
+        cleanup.callback(made.close)
         name = spec if choice.coded and (":" in spec or "+" in spec) else choice.name
-        options.note(f"{spec} -fa {fa}: {cache_line(context.stats)}")
-        configs.append(Config(name if len(flash) == 1 else f"{name} fa={fa}", context, fa, adaptive=adaptive))
+        options.note(f"{spec} -fa {fa}: {cache_line(made.stats)}")
+        configs.append(Config(name if len(caches.flash) == 1 else f"{name} fa={fa}", made, fa))
     if not configs:
-        raise SubkvError("-ctk", "expected a cache that runs with the given -fa, found none")
+        raise SubkvError("type_k", "expected a cache that runs with the given -fa, found none")
     return configs
 
 

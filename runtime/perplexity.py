@@ -17,21 +17,75 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from runtime import options
-from subkv.base.command import command
-from subkv.base.errors import SubkvError
+from subkv.base.command import command, group
+from subkv.base.errors import SubkvError, concerning
+from subkv.base.progress import progress_bar
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from converter.scoring import I32, BaseReader, Scores
+    from subkv.engine.cache import CacheOptions
+    from subkv.engine.context import Context, ContextOptions
+    from subkv.engine.model import Model
 
-    from converter.scoring import BaseReader, Scores
-    from subkv.engine.model import Context, Model
+MIN_CTX = 8  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What is scored; file None: the tokens of a base. chunks: at most so many, if positive."""
+
+    file: str | None
+    chunks: int
+
+    def most(self, available: int) -> int:
+        return min(self.chunks, available) if self.chunks > 0 else available
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Several caches in one run; specs as of parse_cache, plot: a picture of the results."""
+
+    specs: list[str]
+    noise_floor: bool
+    plot: Path | None
+
+    @classmethod
+    def of(cls, compare: str | None, noise_floor: bool, plot: str | None) -> Comparison:
+        specs = [spec.strip() for spec in compare.split(",")] if compare else []
+        return cls(specs, noise_floor, Path(plot) if plot else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A file of logits, written, or read to compare with."""
+
+    kl_divergence_base: str | None
+    kl_divergence: bool
+
+    @property
+    def path(self) -> Path | None:
+        return Path(self.kl_divergence_base) if self.kl_divergence_base else None
+
+    @property
+    def written(self) -> bool:
+        return bool(self.kl_divergence_base) and not self.kl_divergence
+
+
+@dataclasses.dataclass
+class Scored:
+    """Tokens to score in chunks of n_ctx; text: their name, None when only they are known; reader: the base's rows."""
+
+    tokens: I32
+    n_ctx: int
+    chunks: int
+    text: str | None = None
+    reader: BaseReader | None = None
 
 
 @dataclasses.dataclass
@@ -43,8 +97,8 @@ class Run:
     flash_attn: str
     scores: Scores
 
-    def result(self, text: str | None, n_ctx: int, chunks: int) -> dict[str, Any]:
-        """One JSON object. text: name of the scored text, None when only its tokens are known."""
+    def result(self, scored: Scored) -> dict[str, Any]:
+        """One JSON object."""
         stats = self.context.stats
         return {
             "name": self.name,
@@ -56,25 +110,46 @@ class Run:
             "kv_bytes": stats.bytes_kv,
             "kv_bytes_per_token": stats.bytes_per_token,
             "kernel": stats.kernel,
-            "text": text,
-            "n_ctx": n_ctx,
-            "chunks": chunks,
+            "text": scored.text,
+            "n_ctx": scored.n_ctx,
+            "chunks": scored.chunks,
         }
 
 
-def read_tokens(model: Model, file: str, n_ctx: int, chunks: int) -> tuple[npt.NDArray[np.int32], int]:
-    """Tokens of a text and the number of chunks to evaluate; refuses texts that llama-perplexity refuses, too."""
+def read_text(model: Model, text: Text, n_ctx: int) -> Scored:
+    """Tokens of a text; refuses texts that llama-perplexity refuses, too."""
+    n_ctx = n_ctx or model.n_ctx_train
+    if n_ctx < MIN_CTX:
+        raise SubkvError("n_ctx", f"expected a context of at least {MIN_CTX} tokens, found {n_ctx}")
+    path = Path(text.file or "")
     try:
-        text = Path(file).read_bytes()
+        content = path.read_bytes()
     except OSError as error:
-        raise SubkvError("files", f"cannot read {file}: {error.strerror or error}") from error
-    tokens = model.tokenize(text.removesuffix(b"\n"))
+        raise SubkvError("file", f"cannot read {path}: {error.strerror or error}") from error
+    with concerning(files="file"):
+        tokens = model.tokenize(content.removesuffix(b"\n"))
     if len(tokens) < 2 * n_ctx:
         raise SubkvError(
-            "files", f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {file}"
+            "file", f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {path}"
         )
-    available = len(tokens) // n_ctx
-    return tokens, min(chunks, available) if chunks > 0 else available
+    return Scored(tokens, n_ctx, text.most(len(tokens) // n_ctx), path.name)
+
+
+def read_base(model: Model, text: Text, path: Path) -> Scored:
+    """What a base file scored, and its reader. Raises SubkvError about `kl_divergence_base`."""
+    from converter.scoring import BaseReader  # numpy: not for a --help
+
+    with concerning(path="kl_divergence_base"):
+        reader = BaseReader(path)
+        found = None
+        if reader.n_vocab != model.n_vocab:
+            found = f"expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}"
+        elif reader.tokens.min() < 0 or reader.tokens.max() >= model.n_vocab:
+            found = f"expected tokens 0..{model.n_vocab - 1}, found others"
+        if found:
+            reader.close()
+            raise SubkvError("path", found)
+    return Scored(reader.tokens, reader.n_ctx, text.most(reader.n_chunk), reader=reader)
 
 
 def batches(n_ctx: int, n_batch: int) -> Iterator[tuple[int, int]]:
@@ -82,26 +157,17 @@ def batches(n_ctx: int, n_batch: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + n_batch, n_ctx)
 
 
-def evaluate(
-    runs: list[Run],
-    tokens: npt.NDArray[np.int32],
-    n_ctx: int,
-    chunks: int,
-    *,
-    n_threads: int,
-    reader: BaseReader | None = None,
-    writer: Any = None,
-) -> None:
-    """Run every cache over the same chunks, batch by batch; the first is the base of the others unless `reader` is.
+def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writer: BinaryIO | None = None) -> None:
+    """Run every cache over the same chunks, batch by batch; the first is the base of the others, unless there is a
+    reader.
 
     Only one batch of base logits is held in memory. `writer` receives the base file's rows of the (only) run.
     """
-    import numpy as np
+    import numpy as np  # not for a --help
 
     from converter import scoring
-    from subkv.base.progress import progress_bar
 
-    model = runs[0].context.model
+    n_ctx, chunks = scored.n_ctx, scored.chunks
     first = n_ctx // 2
     n_batch = min(run.context.n_batch for run in runs)
     with (
@@ -109,7 +175,7 @@ def evaluate(
         progress_bar("perplexity", chunks * n_ctx * len(runs), "tok") as bar,
     ):
         for chunk in range(chunks):
-            part = tokens[chunk * n_ctx : (chunk + 1) * n_ctx]
+            part = scored.tokens[chunk * n_ctx : (chunk + 1) * n_ctx]
             feed = part.copy()
             if model.add_bos:
                 feed[0] = model.bos
@@ -118,25 +184,24 @@ def evaluate(
             for start, end in batches(n_ctx, n_batch):
                 low = max(start, first)
                 n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last position predicts a token of the next chunk
-                rows = reader.read(n_rows) if reader is not None and n_rows else None
+                rows = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None
                 base = None
                 for run in runs:
                     n_logits = run.context.decode(feed[start:end], start, low - start)
-                    if n_rows:
-                        logits = run.context.logits(n_logits)[:n_rows]
-                        targets = part[low + 1 : low + 1 + n_rows]
-                        if writer is not None:
-                            for i in range(0, n_rows, scoring.ROWS):
-                                writer.write(scoring.encode_rows(logits[i : i + scoring.ROWS]).astype("<u2").tobytes())
-                        if rows is not None:
-                            run.scores.add(scoring.score_against_rows(logits, targets, rows, pool, n_threads))
-                        else:
-                            run.scores.add(scoring.score(logits, targets, base, pool, n_threads))
-                            if base is None and len(runs) > 1:
-                                base = np.array(logits)
-                    else:
-                        run.context.synchronize()
                     bar.update(end - start)
+                    if not n_rows:
+                        run.context.synchronize()
+                        continue
+                    logits = run.context.logits(n_logits)[:n_rows]
+                    targets = part[low + 1 : low + 1 + n_rows]
+                    if writer is not None:
+                        scoring.write_rows(writer, logits)
+                    if rows is not None:
+                        run.scores.add(scoring.score_against_rows(logits, targets, rows, pool, n_threads))
+                        continue
+                    run.scores.add(scoring.score(logits, targets, base, pool, n_threads))
+                    if base is None and len(runs) > 1:
+                        base = np.array(logits)
             ppl, _ = scoring.perplexity(np.concatenate(runs[0].scores.nll))
             bar.set_postfix_str(f"[{chunk + 1}/{chunks}] PPL {ppl:.4f}")
             if bar.disable:  # not a terminal
@@ -188,134 +253,134 @@ def report(r: dict[str, Any]) -> str:
 
 @command()
 @options.model_option(required=True)
-@click.option("-f", "--file", "file", default=None, metavar="FILE", help="text to score")
-@options.context_option(512)
-@click.option("--chunks", type=int, default=-1, help="chunks to evaluate, -1: all")
-@options.cache_options
-@options.window_options
-@options.flash_option
-@click.option(
-    "--compare",
-    default=None,
-    metavar="T,T[:FILE],…",
-    help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
+@group(
+    "text",
+    Text,
+    click.option("-f", "--file", "file", default=None, metavar="FILE", help="text to score"),
+    click.option("--chunks", type=int, default=-1, help="chunks to evaluate, -1: all"),
 )
-@click.option(
-    "--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped"
+@options.cache_options()
+@options.context_options(
+    options.context_option(512),
+    options.flash_option,
+    options.threads_option,
+    options.batch_options(n_batch=512, n_ubatch=512),
 )
-@click.option("--plot", "target", default=None, metavar="FILE.png", help="with --compare: draw bits against KLD")
-@click.option(
-    "--kl-divergence-base",
-    "base_file",
-    default=None,
-    metavar="FILE",
-    help="base logits: written, or read with --kl-divergence",
+@group(
+    "comparison",
+    Comparison.of,
+    click.option(
+        "--compare",
+        default=None,
+        metavar="T,T[:FILE],…",
+        help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
+    ),
+    click.option(
+        "--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped"
+    ),
+    click.option("--plot", default=None, metavar="FILE.png", help="with --compare: draw bits against KLD"),
 )
-@click.option("--kl-divergence", is_flag=True, help="compare against --kl-divergence-base (no -f needed)")
-@options.threads_option
-@options.batch_options(n_batch=512, n_ubatch=512)
+@group(
+    "base",
+    Base,
+    click.option(
+        "--kl-divergence-base",
+        default=None,
+        metavar="FILE",
+        help="base logits: written, or read with --kl-divergence",
+    ),
+    click.option("--kl-divergence", is_flag=True, help="compare against --kl-divergence-base (no -f needed)"),
+)
 @options.gpu_option
-@options.output_option("text", "json")
-@click.pass_context
-def main(click_ctx: click.Context, /, **given: Any) -> None:
+@options.form_option("text", "json")
+def main(
+    model: str,
+    text: Text,
+    cache: CacheOptions,
+    context: ContextOptions,
+    comparison: Comparison,
+    base: Base,
+    n_gpu_layers: int,
+    form: str,
+) -> None:
     """Perplexity of a model on a text; with a base, also the KL divergence of a compressed cache from it."""
-    file, n_ctx, base_file = given["file"], given["n_ctx"], given["base_file"]
-    if given["kl_divergence"] and not base_file:
+    if base.kl_divergence and not base.path:
         raise click.UsageError("--kl-divergence: expected --kl-divergence-base FILE with it, found none")
-    if given["compare"] and (base_file or given["type_k"] or given["type_v"]):
+    if comparison.specs and (base.path or cache.type_v):
         raise click.UsageError("--compare: expected no -ctk, -ctv or --kl-divergence-base with it")
-    if given["target"] and not given["compare"]:
+    if comparison.plot and not comparison.specs:
         raise click.UsageError("--plot: expected --compare T,… with it, found none")
-    if not file and not given["kl_divergence"]:
+    if not text.file and not base.kl_divergence:
         raise click.UsageError("-f: expected a text file, found none")
 
-    from converter import scoring
-    from converter.plots import figure, frontier
+    from converter.plots import figure, frontier  # numpy and the native libraries: not for a --help
+    from converter.scoring import write_header
     from subkv.base.files import atomic_file
     from subkv.engine.model import Model
 
-    if given["target"]:
-        figure.check(Path(given["target"]))
-    n_threads = default_threads(given["n_threads"])
+    if comparison.plot:
+        figure.check(comparison.plot)
+    n_threads = default_threads(context.n_threads)
     with contextlib.ExitStack() as cleanup:
-        model = cleanup.enter_context(Model(given["model"], options.gpu_layers(given["n_gpu_layers"])))
-        reader, writer = None, None
-        if given["kl_divergence"]:
-            try:
-                reader = scoring.BaseReader(Path(base_file))
-            except scoring.BaseFileError as error:
-                raise SubkvError("kl_divergence_base", f"{error}") from error
-            cleanup.callback(reader.close)
-            if reader.n_vocab != model.n_vocab:
-                raise SubkvError(
-                    "kl_divergence_base", f"expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}"
-                )
-            n_ctx, chunks, tokens = reader.n_ctx, reader.n_chunk, reader.tokens
-            if tokens.min() < 0 or tokens.max() >= model.n_vocab:
-                raise SubkvError("kl_divergence_base", f"expected tokens 0..{model.n_vocab - 1}, found others")
-            chunks = min(chunks, given["chunks"]) if given["chunks"] > 0 else chunks
+        opened = cleanup.enter_context(Model(model, options.gpu_layers(n_gpu_layers)))
+        if base.path and base.kl_divergence:
+            scored = read_base(opened, text, base.path)
         else:
-            n_ctx = n_ctx or model.n_ctx_train
-            if n_ctx < 8:
-                raise SubkvError("n_ctx", f"expected a context of at least 8 tokens, found {n_ctx}")
-            tokens, chunks = read_tokens(model, file, n_ctx, given["chunks"])
-        if n_ctx > model.n_ctx_train:
-            options.note(f"-c: {n_ctx} tokens are more than the {model.n_ctx_train} the model was trained with")
-        runs = open_runs(model, given, n_ctx, n_threads, writing=bool(base_file) and reader is None)
-        for run in runs:
-            cleanup.callback(run.context.close)
-        if base_file and reader is None:
-            writer = cleanup.enter_context(atomic_file(Path(base_file)))
-            scoring.write_header(writer, tokens, n_ctx, model.n_vocab, chunks)
-        evaluate(runs, tokens, n_ctx, chunks, n_threads=n_threads, reader=reader, writer=writer)
-        text = None if reader is not None else Path(file).name
-        results = [run.result(text, n_ctx, chunks) for run in runs]
-    if given["compare"]:
-        click.echo(json.dumps(results, indent=2) if given["output"] == "json" else table(results))
-        if given["target"]:
-            frontier.frontier(results, Path(given["target"]))
-            options.note(f"wrote {given['target']}")
+            scored = read_text(opened, text, context.n_ctx)
+        if scored.reader is not None:
+            cleanup.callback(scored.reader.close)
+        if scored.n_ctx > opened.n_ctx_train:
+            options.note(f"-c: {scored.n_ctx} tokens are more than the {opened.n_ctx_train} the model was trained with")
+        context = dataclasses.replace(context, n_ctx=scored.n_ctx, n_threads=n_threads)
+        runs = open_runs(opened, cache, context, comparison, base.written, cleanup)
+        writer = None
+        if base.path and base.written:
+            cleanup.enter_context(concerning(output="kl_divergence_base"))
+            writer = cleanup.enter_context(atomic_file(base.path))
+            write_header(writer, scored.tokens, scored.n_ctx, opened.n_vocab, scored.chunks)
+        evaluate(opened, runs, scored, n_threads, writer)
+        results = [run.result(scored) for run in runs]
+    if form == "json":
+        click.echo(json.dumps(results if comparison.specs else results[0], indent=2))
     else:
-        click.echo(json.dumps(results[0], indent=2) if given["output"] == "json" else report(results[0]))
+        click.echo(table(results) if comparison.specs else report(results[0]))
+    if comparison.plot:
+        frontier.frontier(results, comparison.plot)
+        options.note(f"wrote {comparison.plot}")
 
 
-def open_runs(model: Model, given: dict[str, Any], n_ctx: int, n_threads: int, writing: bool) -> list[Run]:
+def open_runs(
+    model: Model,
+    cache: CacheOptions,
+    context: ContextOptions,
+    comparison: Comparison,
+    writing: bool,
+    cleanup: contextlib.ExitStack,
+) -> list[Run]:
     """Contexts for what the flags ask for, each announced by its cache line."""
-    from converter.scoring import Scores
-    from subkv.engine.cache import choose_cache
-    from subkv.engine.model import parse_cache
+    from converter.scoring import Scores  # numpy and the native libraries: not for a --help
+    from subkv.engine.cache import AUTO, choose_cache, parse_cache
     from subkv.engine.stats import cache_line
 
-    bases = Path(given["bases"]) if given["bases"] else None
-    flash = options.FLASH[given["flash_attn"]]
-    wanted = []
-    if given["compare"]:
-        for spec in given["compare"].split(","):
-            wanted.append((spec.strip(), parse_cache(spec.strip(), model.path, bases, "--compare"), flash))
-        base = wanted[0]
-        if given["noise_floor"] and base[1].name == "f16":
+    flash = context.flash_attn
+    if comparison.specs:
+        with concerning(kv_cache="compare"):
+            wanted = [(spec, parse_cache(spec, model.path, cache), flash) for spec in comparison.specs]
+        base = wanted[0][1]
+        if comparison.noise_floor and base.name == "f16":
             other = "on" if flash == "off" else "off"
-            wanted.append((f"f16 (flash attention {other})", base[1], other))
+            wanted.append((f"f16 (flash attention {other})", base, other))
     else:
-        asked = options.cache_arguments(given["type_k"], given["type_v"])
-        if writing and asked == {"kv_cache": "auto"}:
-            asked = {"kv_cache": "f16"}
-        choice = choose_cache(model.path, bases=bases, **asked)
-        wanted.append((choice.name, choice, flash))
+        if writing and cache.type_v in (None, AUTO):  # a base is exact
+            cache = dataclasses.replace(cache, type_k="f16", type_v="f16")
+        choice = choose_cache(model.path, cache)
+        wanted = [(choice.name, choice, flash)]
     runs = []
     for name, choice, fa in wanted:
-        window: dict[str, Any] = {key: given[key] if choice.coded else None for key in ("n_sink", "n_recent", "adapt")}
-        context = model.context(
-            choice,
-            n_ctx=n_ctx,
-            n_batch=given["n_batch"],
-            n_ubatch=given["n_ubatch"],
-            n_threads=n_threads,
-            flash_attn=fa,
-            **window,
-        )
-        options.note(f"{name}: {cache_line(context.stats)}" if given["compare"] else cache_line(context.stats))
-        runs.append(Run(name, context, fa, Scores()))
+        made = model.context(choice, dataclasses.replace(context, flash_attn=fa))
+        cleanup.callback(made.close)
+        options.note(f"{name}: {cache_line(made.stats)}" if comparison.specs else cache_line(made.stats))
+        runs.append(Run(name, made, fa, Scores()))
     return runs
 
 

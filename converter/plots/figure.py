@@ -23,20 +23,19 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def check(target: Path) -> None:
-    """Refuse what cannot be drawn before a long run is spent on it.
+def check(plot: Path) -> None:
+    """Refuse what cannot be drawn before a long run is spent on it: no matplotlib, an unknown suffix, no such folder.
 
-    Raises SubkvError about `plot` without matplotlib, for an unknown suffix and a target that cannot be written.
+    Raises SubkvError about `plot`, as all that draws does.
     """
-    kinds = new_figure(1, 1).canvas.get_supported_filetypes()
-    if _kind(target) not in kinds:
-        raise SubkvError("plot", f"expected a file name that ends in .png, .svg or .pdf, found {target.name}")
+    if _kind(plot) not in new_figure(1, 1).canvas.get_supported_filetypes():
+        raise SubkvError("plot", f"expected a file name that ends in .png, .svg or .pdf, found {plot.name}")
     with concerning(output="plot"):
-        check_writable(target)
+        check_writable(plot)
 
 
-def _kind(target: Path) -> str:
-    return target.suffix[1:].lower() or "png"
+def _kind(plot: Path) -> str:
+    return plot.suffix[1:].lower() or "png"
 
 
 def plain(text: str) -> str:
@@ -44,8 +43,8 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def write_figure(figure: Any, target: Path) -> None:
-    """Raises SubkvError as check does."""
-    check(target)
-    with concerning(output="plot"), atomic_file(target) as handle:
-        figure.savefig(handle, format=_kind(target), dpi=DPI)
+def write_figure(figure: Any, plot: Path) -> None:
+    """The figure as a file. Raises SubkvError about `plot`."""
+    check(plot)
+    with concerning(output="plot"), atomic_file(plot) as handle:
+        figure.savefig(handle, format=_kind(plot), dpi=DPI)

@@ -10,26 +10,21 @@ import click
 
 from converter.plots import labels
 from converter.plots.figure import new_figure, plain, write_figure
+from subkv.base.command import sentence
 from subkv.base.errors import SubkvError
 
 OURS, WINDOW, FLOOR = "subkv", " + window", "f16 (flash attention"  # how names of results start or end
 NOISE = "noise floor"
 
 
-#
-# bits against KLD
-#
-
-
-def frontier(results: Sequence[dict[str, Any]], target: Path) -> None:
+def frontier(results: Sequence[dict[str, Any]], plot: Path) -> None:
     """Draw bpe (x) against mean KLD in nats (y, log) and write it.
 
     results: objects as converter.evaluate and runtime.perplexity --compare print them, all of one model; read are
     name, bpe, mean_kld (None: the base, not drawn), mean_kld_stderr, and n_ctx and text where present: one panel for
-    each such pair. Raises SubkvError about `plot` when nothing has a KLD, matplotlib is missing or target cannot be
-    written.
+    each such pair. Raises SubkvError about `plot`: nothing has a KLD, no matplotlib, or it cannot be written.
     """
-    write_figure(frontier_figure(results), target)
+    write_figure(frontier_figure(results), plot)
 
 
 def frontier_figure(results: Sequence[dict[str, Any]]) -> Any:
@@ -39,7 +34,8 @@ def frontier_figure(results: Sequence[dict[str, Any]]) -> Any:
         if row["mean_kld"] is None:
             continue
         if row["mean_kld"] <= 0:
-            click.echo(f"{row['name']}: a KLD of {row['mean_kld']:g} has no place on a log axis; left out", err=True)
+            left_out = f"{row['name']}: a KLD of {row['mean_kld']:g} has no place on a log axis; left out"
+            click.echo(sentence(SubkvError("plot", left_out)), err=True)
             continue
         panels.setdefault((row.get("text"), row.get("n_ctx")), []).append(row)
     panels = {key: rows for key, rows in panels.items() if not all(_is_floor(row) for row in rows)}

@@ -13,40 +13,52 @@ import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 
-from subkv.base import container as statefile
-from subkv.base.errors import StateError, SubkvError
+from runtime.template import KEY, Message, Template, TemplateError
+from subkv.base import container
+from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama
-from subkv.engine.model import token_piece
-from subkv.native.binding import C, llama_cpp
-
-if TYPE_CHECKING:
-    from runtime.warmstart.start import Decision, WarmStart
-
-Message = dict[str, str]
+from subkv.native.binding import llama_cpp
 
 MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text
-STATE_VERSION = 2
+STATE = {"program": "subkv chat", "version": 3}
 MORE_ROOM = "/clear starts over, a larger -c gives more room"
+
+Stop = Callable[[], bool]  # asked between batches and tokens
+Answer = Generator[str, None, str | None]  # pieces; returns the whole text, None when it was stopped before its start
 
 
 class ContextFullError(SubkvError):
     """The context has no room for what should be evaluated."""
 
 
-class TemplateError(SubkvError):
-    """The model's chat template is missing or refuses the conversation."""
+class Opening(Protocol):
+    """Where the first tokens of a conversation's first answer may come from before its prompt has been read."""
+
+    n_cells: int  # evaluated for the first of these tokens
+
+    def begin(self, prompt: list[int], n_held: int, sampler: Any) -> Iterator[int]:
+        """Tokens that the answer to `prompt` begins with, none as a rule; the context holds the first n_held.
+
+        sampler: of llama_cpp, which draws and accepts them. The Llama counts no tokens afterwards where its cells had
+        to go.
+        """
+
+    def reading(self, prompt: list[int]) -> contextlib.AbstractContextManager[None]:
+        """The prompt is evaluated inside the block, from position 0."""
+
+    def told(self) -> tuple[str, list[str]]:
+        """After an answer: a mark for the status line, "" for none, and sentences about what went otherwise."""
 
 
 @dataclasses.dataclass
 class Turn:
     """What one answer took. Times in seconds. stopped: "end", "length", "full" or "interrupt".
 
-    warm: what was decided where an answer may begin warm; n_warm: its tokens that did.
+    opening: what was asked for first tokens; n_opened: how many it gave.
     """
 
     n_prompt: int = 0
@@ -54,8 +66,8 @@ class Turn:
     n_answer: int = 0
     answer_seconds: float = 0.0
     stopped: str = "end"
-    warm: Decision | None = None
-    n_warm: int = 0
+    opening: Opening | None = None
+    n_opened: int = 0
 
     @property
     def prompt_speed(self) -> float:
@@ -67,72 +79,40 @@ class Turn:
         return (self.n_answer - 1) / self.answer_seconds if self.answer_seconds > 0 and self.n_answer > 1 else 0.0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Sampling:
-    """llama.cpp's samplers and defaults; temperature 0 is greedy."""
+    """llama.cpp's samplers and defaults; temperature 0 is greedy, a negative seed random."""
 
     temp: float = 0.8
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
+    seed: int = -1
 
-    def arguments(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-class Template:
-    """The model's own chat template (GGUF metadata)."""
-
-    def __init__(self, llm: Llama) -> None:
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-        text = llm.metadata.get("tokenizer.chat_template")
-        if not text:
-            raise TemplateError(
-                "tokenizer.chat_template", "expected a chat template in the model's metadata, found none"
-            )
-        eos, bos = (
-            llm._model.token_get_text(token) if token >= 0 else "" for token in (llm.token_eos(), llm.token_bos())
-        )
-        self.formatter = Jinja2ChatFormatter(template=text, eos_token=eos, bos_token=bos)
-
-    def render(self, messages: list[Message]) -> str:
-        """Prompt that ends where the assistant's answer begins. Raises TemplateError."""
-        try:
-            return str(self.formatter(messages=messages).prompt)  # type: ignore[arg-type]
-        except (ValueError, jinja2.TemplateError) as error:
-            raise TemplateError(
-                "tokenizer.chat_template", f"the model's template refuses the conversation: {error}"
-            ) from error
+    def sampler(self, llm: Llama, n_regenerated: int) -> Any:
+        """A sampler of llama_cpp, with other random numbers after every regenerated answer."""
+        llm.set_seed(self.seed if self.seed < 0 else (self.seed + n_regenerated) & 0x7FFFFFFF)
+        return llm._init_sampler(**{name: value for name, value in vars(self).items() if name != "seed"})
 
 
 class Conversation:
-    """Messages, their tokens and the cells that hold them.
+    """Messages, their tokens and the cells that hold them. opening: asked before the first answer."""
 
-    warm: the first answer may begin with tokens from a similar prompt's summary; the prompt is evaluated after them.
-    """
-
-    def __init__(
-        self, llm: Llama, system: str | None, sampling: Sampling, seed: int, warm: WarmStart | None = None
-    ) -> None:
+    def __init__(self, llm: Llama, system: str | None, sampling: Sampling, opening: Opening | None = None) -> None:
         self.llm = llm
-        self.warm = warm
-        self.template = Template(llm)
+        self.opening = opening
+        self.template = Template(llm.opened)
         self.sampling = sampling
-        self.seed = seed
         self.n_regenerated = 0
         self.system = system
-        self.messages: list[Message] = []
-        self.tokens: list[int] = []
-        self.answer_start = 0  # index in tokens where the last answer begins
         self.clear()
 
     def clear(self) -> None:
         """Forget everything but the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.tokens = []
-        self.answer_start = 0
+        self.messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        self.tokens: list[int] = []
+        self.answer_start = 0  # index in tokens where the last answer begins
 
     @property
     def room(self) -> int:
@@ -147,159 +127,135 @@ class Conversation:
                 f"{MORE_ROOM}",
             )
 
-    def _prompt_tokens(self, text: str) -> list[int]:
-        """Tokens to append so that the model answers `text`."""
-        user: Message = {"role": "user", "content": text}
-        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+    def _answered(self) -> list[int]:
+        """Which messages are answers."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def _prompt_tokens(self, user: Message) -> list[int]:
+        """Tokens to append so that the model answers a message."""
+        answers = self._answered()
         if not answers or not self.tokens:
-            return self._tokenize(self.template.render([*self.messages, user]), first=True)
+            return self.llm.opened.tokenize_chat(self.template.render([*self.messages, user]))
         # What follows the last answer in the rendered conversation: the end of that answer and the new message. The
         # answer itself stays as generated, in its cells.
         past = [dict(message) for message in self.messages]
         past[answers[-1]]["content"] = MARK
         before, mark, after = self.template.render([*past, user]).rpartition(MARK)
         if not mark:
-            raise TemplateError(
-                "tokenizer.chat_template", "expected earlier answers in the rendered conversation, found none"
-            )
-        return self._tokenize(after, first=False)
+            raise TemplateError(KEY, "expected earlier answers in the rendered conversation, found none")
+        return self._tokenize(after)
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Tokens of a text in the midst of a conversation."""
+        found = self.llm.opened.tokenize(text.encode("utf-8", "replace"), special=False, markup=True)
+        return [int(token) for token in found]
 
     def count(self, text: str) -> int:
         """Tokens of a text, the template around it left out."""
-        return len(self._tokenize(text, first=False))
+        return len(self._tokenize(text))
 
-    def _tokenize(self, text: str, first: bool) -> list[int]:
-        tokens = self.llm.tokenize(text.encode("utf-8", "replace"), add_bos=first, special=True)
-        bos = self.llm.token_bos()
-        if first and len(tokens) > 1 and tokens[0] == tokens[1] == bos:  # the template writes it, too
-            tokens = tokens[1:]
-        return tokens
-
-    def ask(self, text: str, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Iterator[str]:
+    def ask(self, text: str, n_predict: int, stop: Stop, turn: Turn) -> Answer:
         """Yield the answer to `text` piece by piece and fill `turn`.
 
-        stop() is asked between batches and tokens. Raises ContextFullError or TemplateError before anything changes.
+        Raises ContextFullError or TemplateError before anything changes.
         """
-        new = self._prompt_tokens(text)
-        self.check_room("-c", "the message", len(new))
-        tokens, messages, answer_start = self.tokens[:], self.messages[:], self.answer_start
-        self.tokens += new
-        self.answer_start = len(self.tokens)
-        answer = None
-        try:
-            answer = yield from self._answer(n_predict, stop, turn)
-        finally:
-            if answer is None:  # stopped while the prompt was read, or failed: the turn never happened
-                self._restore(tokens, messages, answer_start)
-            else:
-                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        user: Message = {"role": "user", "content": text}
+        new = self._prompt_tokens(user)
+        self.check_room("n_ctx", "the message", len(new))
+        return (yield from self._turn([*self.tokens, *new], [*self.messages, user], n_predict, stop, turn))
 
-    def _restore(self, tokens: list[int], messages: list[Message], answer_start: int) -> None:
-        same = next((i for i, (a, b) in enumerate(zip(tokens, self.tokens, strict=False)) if a != b), len(tokens))
-        self.llm.n_tokens = min(self.llm.n_tokens, same)
-        self.tokens, self.messages, self.answer_start = tokens, messages, answer_start
-
-    def regenerate(self, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Iterator[str]:
+    def regenerate(self, n_predict: int, stop: Stop, turn: Turn) -> Answer:
         """Answer the last message anew, with other random numbers. Raises SubkvError when there is no answer yet."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SubkvError("/regen", "expected an answer to replace, found none")
         self.n_regenerated += 1
-        tokens, messages = self.tokens[:], self.messages[:]
-        del self.tokens[self.answer_start :]
+        return (yield from self._turn(self.tokens[: self.answer_start], self.messages[:-1], n_predict, stop, turn))
+
+    def _turn(self, tokens: list[int], messages: list[Message], n_predict: int, stop: Stop, turn: Turn) -> Answer:
+        """Answer `messages`, whose tokens these are; stopped before the first token or failed, it never happened."""
+        held, start = self.tokens, self.answer_start
+        self.tokens, self.answer_start = tokens, len(tokens)
         answer = None
         try:
             answer = yield from self._answer(n_predict, stop, turn)
         finally:
             if answer is None:
-                self._restore(tokens, messages, self.answer_start)
+                same = next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
+                self.llm.n_tokens = min(self.llm.n_tokens, same)
+                self.tokens, self.answer_start = held, start
             else:
-                self.messages = [*messages[:-1], {"role": "assistant", "content": answer}]
+                self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
 
-    def _answer(self, n_predict: int, stop: Callable[[], bool], turn: Turn) -> Any:
-        """Evaluate what is missing, then sample. Returns the text, or None when stopped before the first token."""
-        llm = self.llm
-        start = time.perf_counter()
-        llm.set_seed(self.seed if self.seed < 0 else (self.seed + self.n_regenerated) & 0x7FFFFFFF)
+    def _answer(self, n_predict: int, stop: Stop, turn: Turn) -> Answer:
+        """Evaluate what is missing, then sample."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         answer = ""
-        stream = self._stream(stop, turn)
-        first = 0.0
-        while True:
-            if turn.n_answer and self.room <= 0:
-                turn.stopped = "full"
-                break
-            token = next(stream)
-            if token is None:
-                turn.stopped = "interrupt"
-                if turn.n_answer:
+        start = first = time.perf_counter()
+        with contextlib.closing(self._stream(stop, turn)) as stream:
+            while True:
+                if turn.n_answer and self.room <= 0:
+                    turn.stopped = "full"
                     break
-                stream.close()
-                return None
-            if not turn.n_answer:
-                first = time.perf_counter()
-                turn.prompt_seconds = first - start
-            turn.n_answer += 1
-            turn.answer_seconds = time.perf_counter() - first
-            if C.llama_vocab_is_eog(llm._model.vocab, token):
-                break
-            self.tokens.append(token)
-            piece = decoder.decode(self.piece(token))
-            answer += piece
-            if piece:
-                yield piece
-            if 0 <= n_predict <= turn.n_answer:
-                turn.stopped = "length"
-                break
-            if stop():
-                turn.stopped = "interrupt"
-                break
-        stream.close()
+                token = next(stream)
+                if token is None:
+                    turn.stopped = "interrupt"
+                    if turn.n_answer:
+                        break
+                    return None
+                if not turn.n_answer:
+                    first = time.perf_counter()
+                    turn.prompt_seconds = first - start
+                turn.n_answer += 1
+                turn.answer_seconds = time.perf_counter() - first
+                if self.llm.opened.is_end(token):
+                    break
+                self.tokens.append(token)
+                piece = decoder.decode(self.llm.opened.piece(token))  # control tokens show nothing
+                answer += piece
+                if piece:
+                    yield piece
+                if 0 <= n_predict <= turn.n_answer:
+                    turn.stopped = "length"
+                    break
+                if stop():
+                    turn.stopped = "interrupt"
+                    break
         tail = decoder.decode(b"", final=True)
         if tail:
             yield tail
         return answer + tail
 
-    def _stream(self, stop: Callable[[], bool], turn: Turn) -> Generator[int | None, None, None]:
+    def _stream(self, stop: Stop, turn: Turn) -> Generator[int | None, None, None]:
         """Tokens of the answer, without end; None, and no more, when stopped while a prompt is read."""
-        llm, warm = self.llm, self.warm
-        common = llm.longest_token_prefix(llm._input_ids, self.tokens)  # after /clear the cells are of other tokens
-        held = min(common, len(self.tokens) - 1)  # the last token is evaluated again if need be: it gives the logits
-        if any(message["role"] == "assistant" for message in self.messages):  # earlier turns are in exact cells
-            warm = None
-        prompt, sampler = self.tokens[:], None
-        if warm is not None:
-            turn.warm = warm.begin(prompt, held)
-            held = 0 if turn.warm.touched else held
-            sampler = llm._init_sampler(**self.sampling.arguments())
-            if turn.warm.warm:
-                turn.n_prompt = turn.warm.n_cells
-                for token in warm.head(prompt, sampler):
-                    turn.n_warm += 1
-                    yield token
+        llm, prompt = self.llm, self.tokens[:]
+        sampler = self.sampling.sampler(llm, self.n_regenerated)
+        common = llm.longest_token_prefix(llm._input_ids, prompt)  # after /clear the cells are of other tokens
+        held = min(common, len(prompt) - 1)  # the last token is evaluated again if need be: it gives the logits
+        if not self._answered():  # else earlier turns are in the cells
+            turn.opening = self.opening
+        if turn.opening is not None:
+            for token in turn.opening.begin(prompt, held, sampler):
+                turn.n_opened += 1
+                turn.n_prompt = turn.opening.n_cells
+                yield token
+            held = min(held, llm.n_tokens)
         llm.n_tokens = held if llm._ctx.kv_cache_seq_rm(-1, held, -1) else 0  # 0: coded cells, all is evaluated again
-        if not turn.n_warm:
-            turn.n_prompt = len(self.tokens) - llm.n_tokens
-        with contextlib.ExitStack() as memory:
-            if warm is not None and not llm.n_tokens:
-                memory.enter_context(warm.remembering(prompt))
-            n_left = 1 if sampler is None else 0  # left to generate(), which needs its logits
-            while len(self.tokens) - llm.n_tokens > n_left:
+        if not turn.n_opened:
+            turn.n_prompt = len(prompt) - llm.n_tokens
+        with contextlib.ExitStack() as reading:
+            if turn.opening is not None and not llm.n_tokens:
+                reading.enter_context(turn.opening.reading(prompt))
+            while (n_left := len(self.tokens) - llm.n_tokens) > 1:
                 if stop():
                     yield None
                     return
-                end = min(llm.n_tokens + llm.n_batch, len(self.tokens) - n_left)
-                llm.eval(self.tokens[llm.n_tokens : end])
-        if sampler is None:
-            yield from llm.generate(self.tokens[-1:], reset=False, **self.sampling.arguments())
-            return
-        while True:  # the same sampler for warm and other tokens
+                llm.eval(self.tokens[llm.n_tokens :][: min(llm.n_batch, n_left - 1)])
+            llm.eval(self.tokens[llm.n_tokens :])
+        while True:
             token = int(sampler.sample(llm._ctx, -1))
             yield token
             llm.eval([token])
-
-    def piece(self, token: int) -> bytes:
-        """The bytes of one token as shown to the user; control tokens show nothing."""
-        return token_piece(self.llm._model.vocab, token)
 
     #
     # files
@@ -308,30 +264,27 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write messages and cells to one file, completely or not at all. Raises StateError."""
         state = self.llm.save_state()
-        head = {
-            "version": STATE_VERSION,
-            **self.llm.identity(),
-            "n_cells": state.n_tokens,
-            "messages": self.messages,
-            "tokens": [int(token) for token in self.tokens],
-            "answer_start": self.answer_start,
-        }
-        statefile.write(path, head, bytes(state.llama_state), "/save")
+        more = {"n_cells": state.n_tokens, "messages": self.messages, "answer_start": self.answer_start}
+        head = {**STATE, **self.llm.identity(), **more}
+        with concerning(path="/save"):
+            container.write(path, container.Container(head, np.array(self.tokens, np.int32), bytes(state.llama_state)))
 
     def load(self, path: Path) -> None:
         """Replace this conversation by a saved one. Raises StateError; then this one goes on unchanged."""
-        head, cells = statefile.read(path, "/load", "/save")
-        try:
-            tokens, messages = [int(t) for t in head["tokens"]], [dict(m) for m in head["messages"]]
-            n_cells, answer_start = int(head["n_cells"]), int(head["answer_start"])
-        except (KeyError, ValueError, TypeError) as error:
-            raise StateError(
-                "/load", f"expected a file written by /save, found something else in {path} ({error})"
-            ) from error
-        statefile.check(head, {"version": STATE_VERSION} | self.llm.identity(), "/load", path)
-        if not 0 <= n_cells <= len(tokens) <= self.llm.n_ctx() or not 0 <= answer_start <= len(tokens):
-            raise StateError("/load", f"expected at most {self.llm.n_ctx()} tokens, found {len(tokens)} in {path}")
-        input_ids = np.array(tokens[:n_cells], dtype=np.intc)
+        with concerning(path="/load"):
+            saved = container.read(path, "/save")
+            try:
+                messages = [dict(message) for message in saved.head["messages"]]
+                n_cells, answer_start = int(saved.head["n_cells"]), int(saved.head["answer_start"])
+            except (KeyError, ValueError, TypeError) as error:
+                raise StateError(
+                    "path", f"expected a file written by /save, found something else in {path} ({error})"
+                ) from error
+            container.check(saved, STATE | self.llm.identity(), path)
+            n_tokens, n_ctx = len(saved.tokens), self.llm.n_ctx()
+            if not 0 <= n_cells <= n_tokens <= n_ctx or not 0 <= answer_start <= n_tokens:
+                raise StateError("path", f"expected at most {n_ctx} tokens, found {n_tokens} in {path}")
         scores = np.empty((0, self.llm.n_vocab()), dtype=np.single)
-        self.llm.load_state(llama_cpp.LlamaState(input_ids, scores, n_cells, cells, len(cells), self.llm._seed))
-        self.tokens, self.messages, self.answer_start = tokens, messages, answer_start
+        state, seed = saved.state, self.llm._seed
+        self.llm.load_state(llama_cpp.LlamaState(saved.tokens[:n_cells], scores, n_cells, state, len(state), seed))
+        self.tokens, self.messages, self.answer_start = saved.tokens.tolist(), messages, answer_start

@@ -15,7 +15,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from runtime.chat.terminal import MORE, PROMPT, Completer
+from runtime.chat.completer import MORE, PROMPT, Completer
 
 
 class History(FileHistory):
@@ -57,7 +57,7 @@ def key_bindings() -> KeyBindings:
 
 
 class Editor:
-    """An Input of runtime.terminal; history: its file, None for none beyond this session."""
+    """An Input of terminal.py; history: its file, None for none beyond this session."""
 
     interactive = True
 

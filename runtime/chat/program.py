@@ -7,8 +7,7 @@ echo "What is a sonnet?" | python -m runtime.chat --temp 0
 
 from __future__ import annotations
 
-import contextlib
-import os
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
-from runtime.chat.terminal import Completer, Interrupts, open_input
-from runtime.warmstart import flags
-from subkv.base.command import command, sentence
-from subkv.base.threads import default_threads
+from runtime.chat.completer import Completer
+from runtime.chat.terminal import Interrupts, open_input
+from runtime.warmstart.flags import WarmOptions, warm_options
+from subkv.base.command import command, group, sentence
+from subkv.base.errors import SubkvError
 
 if TYPE_CHECKING:
-    from runtime.chat.conversation import Conversation, Turn
-    from runtime.warmstart.planting import Planting
+    from runtime.chat.conversation import Conversation, Sampling, Turn
+    from subkv.engine.cache import CacheOptions
+    from subkv.engine.context import ContextOptions
 
 MIB = 1024 * 1024
 
@@ -103,8 +104,6 @@ class Chat:
 
     def guarded(self, action: Callable[[str], None], argument: str) -> bool:
         """Run one command; what goes wrong is said and the chat goes on. Returns whether it went well."""
-        from subkv.base.errors import SubkvError
-
         try:
             action(argument)
         except SubkvError as error:
@@ -142,15 +141,10 @@ class Chat:
             options.note("stopped")
         elif turn.stopped == "full":
             options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; {MORE_ROOM}")
-        mark = ""
-        if turn.warm is not None and conversation.warm is not None:
-            if turn.warm.warm:
-                head = "first token" if turn.n_warm == 1 else f"first {turn.n_warm} tokens"
-                mark = f" | warm start: {turn.warm.similarity:.2f} similar, {head}"
-            elif turn.warm.cause != "prefix":
-                options.note(f"warm start: cold; {turn.warm.reason}")
-            if conversation.warm.problem:
-                options.note(f"warm start: {conversation.warm.problem}")
+        mark, others = turn.opening.told() if turn.opening is not None else ("", [])
+        for other in others:
+            options.note(other)
+        mark = f" | {mark}" if mark else ""
         stats = conversation.llm.kv_stats()
         options.note(
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
@@ -163,8 +157,6 @@ class Chat:
         options.note("the conversation is empty")
 
     def read(self, name: str) -> None:
-        from subkv.base.errors import SubkvError
-
         path = named_file("/read", name)
         try:
             text = path.read_text("utf-8")
@@ -240,122 +232,119 @@ def named_file(command: str, name: str) -> Path:
     return Path(name).expanduser()
 
 
-@command()
-@options.model_option(required=False, text="model file (GGUF); default: the demo model")
-@click.option("-p", "--prompt", default=None, metavar="TEXT", help="first message")
-@click.option("-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)")
-@click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages")
-@click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message")
-@options.context_option(4096)
-@options.predict_option("most tokens per answer, -1: no limit")
-@options.cache_options
-@options.window_options
-@options.rollback_option
-@options.flash_option
-@click.option(
-    "--temp",
-    "--temperature",
-    "temp",
-    type=float,
-    default=0.8,
-    envvar="LLAMA_ARG_TEMPERATURE",
-    help="temperature, 0: greedy",
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """What is said first, and where the rest comes from."""
+
+    prompt: str | None
+    single_turn: bool
+    simple_io: bool
+    system: str | None
+
+    def first(self) -> str | None:
+        """The first message, None: whoever sits there says it."""
+        if not self.single_turn or self.prompt is not None:
+            return self.prompt
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise click.UsageError("--single-turn: expected -p TEXT or a text on stdin, found neither")
+        return sys.stdin.read()
+
+
+talk_options = group(
+    "talk",
+    Talk,
+    click.option("-p", "--prompt", default=None, metavar="TEXT", help="first message"),
+    click.option(
+        "-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)"
+    ),
+    click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages"),
+    click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message"),
 )
-@click.option("--top-k", type=int, default=40, envvar="LLAMA_ARG_TOP_K", help="sample among the k most likely, 0: all")
-@click.option(
-    "--top-p", type=click.FloatRange(0, 1), default=0.95, envvar="LLAMA_ARG_TOP_P", help="sample among this mass"
-)
-@click.option(
-    "--min-p",
-    type=click.FloatRange(0, 1),
-    default=0.05,
-    envvar="LLAMA_ARG_MIN_P",
-    help="least share of the top probability",
-)
-@click.option(
-    "--repeat-penalty",
-    type=float,
-    default=1.0,
-    envvar="LLAMA_ARG_REPEAT_PENALTY",
-    help="penalty on repeated tokens, 1: none",
-)
-@click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random")
-@options.threads_option
-@options.batch_options()
-@options.gpu_option
-@flags.warm_options
-def main(**given: Any) -> None:
-    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache."""
+
+
+def _sampling(**given: Any) -> Sampling:
+    from runtime.chat.conversation import Sampling  # numpy and the native libraries: not for a --help
+
     if given["temp"] < 0:
         raise click.UsageError(f"--temp: expected 0 or more, found {given['temp']}")
-    stdin_tty = sys.stdin is not None and sys.stdin.isatty()
+    return Sampling(**given)
+
+
+sampling_options = group(
+    "sampling",
+    _sampling,
+    click.option(
+        "--temp",
+        "--temperature",
+        "temp",
+        type=float,
+        default=0.8,
+        envvar="LLAMA_ARG_TEMPERATURE",
+        help="temperature, 0: greedy",
+    ),
+    click.option(
+        "--top-k", type=int, default=40, envvar="LLAMA_ARG_TOP_K", help="sample among the k most likely, 0: all"
+    ),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1), default=0.95, envvar="LLAMA_ARG_TOP_P", help="sample among this mass"
+    ),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(0, 1),
+        default=0.05,
+        envvar="LLAMA_ARG_MIN_P",
+        help="least share of the top probability",
+    ),
+    click.option(
+        "--repeat-penalty",
+        type=float,
+        default=1.0,
+        envvar="LLAMA_ARG_REPEAT_PENALTY",
+        help="penalty on repeated tokens, 1: none",
+    ),
+    click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random"),
+)
+
+
+@command()
+@options.model_option(required=False, text="model file (GGUF); default: the demo model")
+@talk_options
+@options.predict_option("most tokens per answer, -1: no limit")
+@options.cache_options(options.rollback_option)
+@sampling_options
+@options.context_options(
+    options.context_option(4096), options.flash_option, options.threads_option, options.batch_options()
+)
+@options.gpu_option
+@warm_options
+def main(
+    model: str | None,
+    talk: Talk,
+    n_predict: int,
+    cache: CacheOptions,
+    sampling: Sampling,
+    context: ContextOptions,
+    n_gpu_layers: int,
+    warm: WarmOptions,
+) -> None:
+    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache."""
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
-    prompt = given["prompt"]
-    if given["single_turn"] and prompt is None:
-        if stdin_tty:
-            raise click.UsageError("--single-turn: expected -p TEXT or a text on stdin, found neither")
-        prompt = sys.stdin.read()
-    with (
-        flags.planted(given) as planting,
-        open_model(given, planting=planting) as llm,
-        flags.started(given, llm, planting) as warm,
-    ):
-        from runtime.chat.conversation import Conversation, Sampling
-        from subkv.engine.stats import cache_line
-
-        options.note(cache_line(llm.kv_stats()))
-        sampling = Sampling(given["temp"], given["top_k"], given["top_p"], given["min_p"], given["repeat_penalty"])
-        chat = Chat(Conversation(llm, given["system"], sampling, given["seed"], warm), given["n_predict"])
-        if prompt is not None and not chat.guarded(chat.say, prompt) and given["single_turn"]:
-            raise click.exceptions.Exit(1)
-        if not given["single_turn"]:
-            chat.loop(given["simple_io"])
-
-
-@contextlib.contextmanager
-def open_model(
-    given: dict[str, Any], kind: Callable[..., Any] | None = None, planting: Planting | None = None, **more: Any
-) -> Iterator[Any]:
-    """subkv.Llama for the flags; the demo model when there is no -m.
-
-    kind: a subclass; more: for its constructor; planting: what its context is made with.
-    """
-    cache = options.cache_arguments(given["type_k"], given["type_v"])
-    if given["model"]:
-        model = Path(given["model"])
-    else:
-        from runtime import demo
-
-        # an ordinary cache asked for by name needs no bases
-        coded = cache.get("kv_cache") in ("auto", "subkv") and not given["bases"]
-        model = demo.converted() if coded else demo.model_path()
+    prompt = talk.first()
+    # numpy and the native libraries: not for a --help
+    from runtime.chat.conversation import Conversation
+    from runtime.opening import open_llama
     from subkv.engine.llama import Llama
+    from subkv.engine.stats import cache_line
 
-    n_threads = default_threads(given["n_threads"])
-    window = {key: given[key] for key in ("n_sink", "n_recent", "n_rollback", "adapt")}
-    with contextlib.nullcontext() if planting is None else planting.attach():
-        llm = (kind or Llama)(
-            os.fspath(model),
-            bases=given["bases"],
-            n_ctx=given["n_ctx"],
-            n_batch=given["n_batch"],
-            n_ubatch=given["n_ubatch"],
-            n_threads=n_threads,
-            n_threads_batch=n_threads,
-            n_gpu_layers=options.gpu_layers(given["n_gpu_layers"]),
-            flash_attn=options.FLASH[given["flash_attn"]],
-            verbose=False,
-            progress=True,
-            **window,
-            **cache,
-            **more,
-        )
-    try:
-        yield llm
-    finally:
-        llm.close()
+    with warm.opened(lambda: open_llama(model, n_gpu_layers, cache, context, Llama)) as (llm, opening):
+        options.note(cache_line(llm.kv_stats()))
+        chat = Chat(Conversation(llm, talk.system, sampling, opening), n_predict)
+        if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
+            raise click.exceptions.Exit(1)
+        if not talk.single_turn:
+            chat.loop(talk.simple_io)
 
 
 if __name__ == "__main__":

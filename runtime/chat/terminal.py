@@ -1,4 +1,4 @@
-"""Where the chat's messages come from: an editor in the terminal (runtime/editor.py), a plain terminal, or a pipe.
+"""Where the chat's messages come from: an editor in the terminal (editor.py), a plain terminal, or a pipe.
 
 A message is one line, or several: joined over trailing backslashes, pasted at once, or typed in the editor with
 Alt-Enter. Prompts never go to a redirected stdout, which belongs to the answers.
@@ -10,16 +10,15 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
 
 from runtime import options
+from runtime.chat.completer import MORE, PROMPT, Completer
 from subkv.base import folders
-
-PROMPT, MORE = "> ", "… "
 
 
 class Interrupts:
@@ -58,32 +57,6 @@ class Input(Protocol):
 
     def read(self) -> str | None:
         """The next message, None at the end of the input. Raises KeyboardInterrupt when Ctrl-C is pressed."""
-
-
-class Completer:
-    """Names of commands, and names of files for those that take one."""
-
-    def __init__(self, commands: Iterable[str], with_file: Iterable[str]) -> None:
-        self.commands = sorted(commands)
-        self.with_file = frozenset(with_file)
-
-    def lines(self, line: str) -> list[str]:
-        """What the line could become; a file's name goes to the end of the line, spaces included."""
-        if not line.startswith("/") or "\n" in line:
-            return []
-        command, space, name = line.partition(" ")
-        if not space:
-            return [name for name in self.commands if name.startswith(command)]
-        if command not in self.with_file:
-            return []
-        folder, slash, start = name.rpartition("/")
-        try:
-            with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
-                found = [f"{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries]
-        except (OSError, RuntimeError):  # no such folder, no such user's home
-            return []
-        found = [entry for entry in found if entry.startswith(start) and (start or not entry.startswith("."))]
-        return sorted(f"{command} {folder}{slash}{entry}" for entry in found)
 
 
 def history_file(name: str) -> Path | None:
@@ -191,6 +164,6 @@ def open_input(completer: Completer, simple: bool) -> Input:
         return Pipe()
     if simple or not has_editor():
         return Plain(completer)
-    from runtime.chat.editor import Editor
+    from runtime.chat.editor import Editor  # the extra `chat`
 
     return Editor(completer, history_file("chat_history"))

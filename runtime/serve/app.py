@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,12 +18,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from runtime.serve import errors, metrics, schema, slots
+from runtime.serve import metrics, refusals, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
-from runtime.serve.errors import ApiError
 from runtime.serve.guard import Guard, Places
+from runtime.serve.refusals import ApiError
 from runtime.serve.runs import EventStream, Run
+from runtime.serve.settings import Limits
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
@@ -37,16 +37,6 @@ from llama_cpp.server import types
 T = TypeVar("T")
 
 UNION_MEMBER = re.compile(r"[\[A-Z]")  # pydantic puts the types of a union's members between the fields' names
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """n_predict: tokens per answer, negative: the context. n_queue: requests that wait. Bytes and seconds."""
-
-    n_predict: int = -1
-    n_queue: int = 256
-    max_body: int = 8 * 1024 * 1024
-    timeout: float = 600.0
 
 
 # fields of a request that create_completion takes under the same name
@@ -82,7 +72,7 @@ class Service:
         answer = await run.event(request.receive)
         if body.stream:  # type: ignore[attr-defined]
             return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
-        return JSONResponse(answer | run.llm.marks())
+        return JSONResponse(answer | {"timings": run.llm.timings()})
 
     async def on_engine(self, job: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self.engine.call(job))
@@ -131,8 +121,8 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
     #
 
     async def refused(_: Request, error: Exception) -> Response:
-        refusal = errors.refusal(error)
-        return JSONResponse(errors.body(refusal), refusal.status_code, refusal.headers)
+        refusal = refusals.refusal(error)
+        return JSONResponse(refusals.body(refusal), refusal.status_code, refusal.headers)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -164,7 +154,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         meta = {
             "n_vocab": llm.n_vocab(),
             "n_ctx": engine.n_ctx,
-            "n_ctx_train": llm._model.n_ctx_train(),
+            "n_ctx_train": llm.opened.n_ctx_train,
             "n_embd": llm.n_embd(),
         }
         model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "subkv", "meta": meta}
@@ -269,7 +259,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
     @app.get("/metrics")
     async def read_metrics() -> Response:
-        return PlainTextResponse(metrics.text(service.metrics), media_type=metrics.CONTENT_TYPE)
+        return PlainTextResponse(metrics.text(service.metrics), media_type=prometheus.CONTENT_TYPE)
 
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task

@@ -3,9 +3,6 @@
 Every step is one llama_decode over one token of each generating slot and pieces of the prompts that are being read;
 then each slot that is due samples. Slots have streams of their own, so what a request gets does not depend on its
 neighbours beyond the rounding of matrix products of another height.
-
-With warm starts (experimental) a request whose prompt is similar to an earlier one gets its first token from that one's
-summary, in a batch of its own, and then its slot is empty again: prompt and token are read as any prompt is.
 """
 
 from __future__ import annotations
@@ -16,24 +13,21 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from runtime.serve.errors import ApiError
-from runtime.serve.model import SlotsLlama
+from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
+from runtime.serve.slots_llama import SlotsLlama
 from runtime.serve.task import Task
 from subkv.base.errors import SubkvError
-from subkv.engine.model import Logits, decode_batch
+from subkv.engine.context import Logits, decode_batch
 from subkv.native.binding import C, internals
-
-if TYPE_CHECKING:
-    from runtime.warmstart.start import WarmStart
 
 T = TypeVar("T")
 
@@ -71,13 +65,10 @@ class Piece:
 
 
 class Engine:
-    """Runs tasks on the slots of a model's context. warm: of that context, how requests may begin."""
+    """Runs tasks on the slots of a model's context."""
 
-    def __init__(self, llm: SlotsLlama, warm: WarmStart | None = None) -> None:
+    def __init__(self, llm: SlotsLlama) -> None:
         self.llm = llm
-        self.warm = warm
-        self.n_began: Counter[str] = Counter()  # requests by how they began: "warm" or why not
-        self._recorded: tuple[Slot, Task] | None = None  # whose prompt will be remembered
         self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
         self.slots = [Slot(i) for i in range(llm.n_slots)]
         self.totals = Totals()
@@ -202,44 +193,9 @@ class Engine:
         common = SlotsLlama.longest_token_prefix(slot.tokens, task.prompt)
         # the last token is evaluated again if need be: its logits are wanted
         truncate(self._memory, slot, 0 if task.scores_prompt else min(common, len(task.prompt) - 1))
-        slot.task, task.slot = task, slot
+        slot.task = task
         task.n_cached = len(slot.tokens)
         task.started = time.perf_counter()
-        if self.warm is not None and not task.scores_prompt:
-            try:
-                self._begin(slot, task, self.warm)
-            except Exception as error:  # of this request only: a fault of the warm start, which has no answer to it
-                if slot.task is task:
-                    self._fail(slot, error)
-
-    def _begin(self, slot: Slot, task: Task, warm: WarmStart) -> None:
-        """Give a task its first token, if it can begin warm; its slot is empty then. Remember a prompt read alone."""
-        task.warm = decision = warm.begin(task.prompt, len(slot.tokens), slot.id, self.n_ctx)
-        self.n_began[decision.cause] += 1
-        if decision.touched:
-            self.empty(slot)
-            task.n_cached = 0
-        if decision.logits is not None:
-            self._sample(slot, task, decision.logits)
-        if slot.task is task and not slot.tokens and self.n_busy == 1 and warm.record(task.prompt):
-            self._recorded = slot, task
-
-    def _check_recorded(self, pieces: list[Piece]) -> None:
-        """Before a step: only a prompt that is read alone, so that the rows are its own, can be remembered."""
-        if self.warm is not None and self._recorded is not None:
-            slot, task = self._recorded
-            if slot.task is not task or any(piece.slot is not slot for piece in pieces):
-                self.warm.drop()
-                self._recorded = None
-
-    def _store_recorded(self) -> None:
-        """After a step: a prompt that was read is remembered."""
-        if self.warm is not None and self._recorded is not None:
-            slot, task = self._recorded
-            if len(slot.tokens) >= len(task.prompt):
-                self._recorded = None
-                if problem := self.warm.store():
-                    print(f"warm start: {problem}", file=sys.stderr)
 
     def _pieces(self) -> list[Piece]:
         """What the next step evaluates: a token of every slot that generates, and of the prompts what fits.
@@ -247,18 +203,16 @@ class Engine:
         While others generate, prompts get one ubatch per step, so that a long one does not stop their streams.
         """
         busy = [(slot, slot.task) for slot in self.slots if slot.task is not None]
-        generating = {
-            slot.id for slot, task in busy if task.next is not None and len(slot.tokens) == len(task.tokens) - 1
-        }
-        pieces = [Piece(slot, task, task.tokens[-1:]) for slot, task in busy if slot.id in generating and task.ready]
+        pieces = [Piece(slot, task, task.tokens[-1:]) for slot, task in busy if task.ready]
         params = self.llm.context_params
         room = params.n_ubatch if pieces else params.n_batch
         room = min(room, params.n_batch - len(pieces))
-        for slot, task in sorted(busy, key=lambda pair: pair[1].started):
+        reading = [(slot, task) for slot, task in busy if task.reading]
+        for slot, task in sorted(reading, key=lambda pair: pair[1].started):
             n_held = len(slot.tokens)
             # every row of a scored prompt has logits, n_vocab floats each
             n = min(room, params.n_ubatch // 4 or 1) if task.scores_prompt else room
-            if slot.id not in generating and n > 0:  # what was sampled from a warm start is read behind the prompt
+            if n > 0:
                 pieces.append(Piece(slot, task, task.tokens[n_held : n_held + n]))
                 room -= len(pieces[-1].tokens)
         return pieces
@@ -272,16 +226,14 @@ class Engine:
         for piece in pieces:
             end = start + len(piece.tokens)
             logits[end - 1] = piece.complete
-            if piece.task.scores_prompt and piece.task.next is None:
+            if piece.task.scores_prompt and piece.task.reading:
                 logits[start:end] = 1
             start = end
-        self._check_recorded(pieces)
         try:
             decode_batch(self.llm.ctx, self.llm._batch.batch, tokens, pos, seqs, logits, self._coded)
         except SubkvError as error:
             for piece in pieces:
                 self._fail(piece.slot, error)
-            self._check_recorded(pieces)
             return
         self.totals.n_decode += 1
         self.totals.n_busy += self.n_busy
@@ -289,12 +241,11 @@ class Engine:
         for piece in pieces:
             self._advance(piece, start)
             start += len(piece.tokens)
-        self._store_recorded()
 
     def _advance(self, piece: Piece, start: int) -> None:
         """Take in what a step gave one slot, its rows from `start` on; sample when its prompt is read."""
         slot, task = piece.slot, piece.task
-        complete, reading = piece.complete, task.next is None
+        complete, reading = piece.complete, task.reading
         n_held = len(slot.tokens)
         slot.tokens += piece.tokens
         self.totals.n_tokens_max = max(self.totals.n_tokens_max, len(slot.tokens))
@@ -304,21 +255,13 @@ class Engine:
                 task.prompt_scores += [scored(t, self._row(start + i), task.sampler.n_top) for i, t in enumerate(known)]
             if not complete:
                 return
-        except Exception as error:  # of this request only: its processors
-            self._release(slot)
-            task.end(error)
-            return
-        self._sample(slot, task, self._row(start + len(piece.tokens) - 1))
-
-    def _sample(self, slot: Slot, task: Task, row: Logits) -> None:
-        """Give a task its next token, and its slot back after the last one."""
-        try:
+            row = self._row(start + len(piece.tokens) - 1)
             task.give(task.sampler.sample(row, task.tokens, self._candidates))
         except Exception as error:  # of this request only: its grammar, its processors
             self._release(slot)
             task.end(error)
             return
-        if task.n_sampled >= task.limit or C.llama_vocab_is_eog(self.llm._model.vocab, task.next):
+        if task.n_sampled >= task.limit or self.llm.opened.is_end(task.tokens[-1]):
             self._release(slot)
             task.end()
 

@@ -17,9 +17,9 @@ import jinja2
 import numpy as np
 
 from runtime.serve.batching import Engine
-from runtime.serve.errors import ApiError
-from runtime.serve.model import SlotsLlama
+from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import Processor, Sampler, Scored
+from runtime.serve.slots_llama import SlotsLlama
 from runtime.serve.task import Task
 from runtime.serve.text import StopText
 from subkv.native.binding import C, internals, llama_cpp
@@ -42,7 +42,7 @@ class Logprobs:
         self.pending: list[tuple[str, Scored]] = []
 
     def _text(self, token: int) -> str:
-        piece: bytes = self.llm.piece(token, special=True)
+        piece: bytes = self.llm.opened.piece(token, special=True)
         try:
             return piece.decode("utf-8")
         except UnicodeDecodeError:  # OpenAI's notation for a part of a character
@@ -200,7 +200,7 @@ class RequestLlama:
                 400, f"grammar: expected at most {N_RULES} rules and {N_NESTED} nested groups, found more", "grammar"
             )
         text, root = grammar._grammar.encode(), grammar._root.encode()
-        sampler = C.llama_sampler_init_grammar(self.llm._model.vocab, text, root)
+        sampler = C.llama_sampler_init_grammar(self.llm.opened.vocab, text, root)
         if not sampler:  # a chain would take it as it is, and fail at its first use
             raise ApiError(400, "grammar: expected GBNF that llama.cpp can read, found something else", "grammar")
         chain = internals.LlamaSampler()
@@ -239,14 +239,14 @@ class RequestLlama:
                     yield chunk(echo)
                 if limit == 0:
                     break
-                if C.llama_vocab_is_eog(llm._model.vocab, found.token):
+                if llm.opened.is_end(found.token):
                     reason = "stop"
                     break
                 seen[n_prompt + n] = found.token
                 n += 1
                 if logprobs:
                     logprobs.add(found)
-                shown = text.feed(llm.piece(found.token))
+                shown = text.feed(llm.opened.piece(found.token))
                 if shown:
                     yield chunk(shown)
                 if text.stopped:
@@ -278,9 +278,3 @@ class RequestLlama:
     def timings(self) -> dict[str, float]:
         """Of the last completion."""
         return self.tasks[-1].timings()
-
-    def marks(self) -> dict[str, Any]:
-        """Of the last completion: llama-server's timings and, where warm starts are on, how it began."""
-        task = self.tasks[-1]
-        began = {} if task.warm is None else {"subkv": {"warm_start": task.warm.mark(1)}}
-        return {"timings": self.timings()} | began

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.serve.errors import ApiError, body
+from runtime.serve.refusals import ApiError, body
 
 PUBLIC = ("/health", "/v1/health")
 

@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from runtime.serve.batching import Engine
-from runtime.warmstart import CAUSES
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -30,12 +29,6 @@ class _Engine(Collector):
             ("n_decode", "Calls of llama_decode", totals.n_decode),
         ]
         yield from (CounterMetricFamily(f"llamacpp:{name}", text, value) for name, text, value in counters)
-
-        if engine.warm is not None:
-            began = CounterMetricFamily("subkv:requests_began", "Requests by warm start or why not", labels=["how"])
-            for how in ("warm", *CAUSES):
-                began.add_metric([how], engine.n_began[how])
-            yield began
 
         def speed(n: int, seconds: float) -> float:
             return n / seconds if seconds else 0.0

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from runtime.serve import errors
+from runtime.serve import refusals
 from runtime.serve.completion import RequestLlama
 from runtime.serve.guard import Places
 from runtime.serve.task import CancelledError
@@ -140,10 +140,10 @@ class EventStream(StreamingResponse):
                     continue
                 chunk = found
                 if chunk["choices"][0]["finish_reason"] is not None:
-                    chunk |= run.llm.marks()
+                    chunk |= {"timings": run.llm.timings()}
                 yield line(chunk)
             if include_usage and chunk is not None:
                 yield line(chunk | {"choices": [], "usage": run.llm.usage})
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status is sent already
-            yield line(errors.body(errors.refusal(error)))
+            yield line(refusals.body(refusals.refusal(error)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from subkv.base.errors import SubkvError
-from subkv.engine.model import Logits
+from subkv.engine.context import Logits
 from subkv.native.binding import C, internals, llama_cpp
 
 Processor = Callable[[Any, Logits], Logits]

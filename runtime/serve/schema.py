@@ -22,7 +22,7 @@ from subkv.native.binding import llama_cpp
 from llama_cpp.llama_grammar import JSON_GBNF, LlamaGrammar
 from llama_cpp.server import types
 
-from runtime.serve.errors import ApiError
+from runtime.serve.refusals import ApiError
 
 N_MESSAGES = 8192
 N_STOPS = 64

@@ -6,15 +6,15 @@ import ctypes
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from subkv.base import container as statefile
-from subkv.base.errors import StateError
+import numpy as np
+
+from runtime.serve.task import Task
+from subkv.base import container
+from subkv.base.errors import StateError, concerning
 from subkv.engine.llama import Llama
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
-
-if TYPE_CHECKING:
-    from runtime.serve.task import Task
 
 
 @dataclasses.dataclass
@@ -80,13 +80,14 @@ def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> No
 
 def _identity(llm: Llama) -> dict[str, Any]:
     """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it."""
-    return {"program": "subkv slot", "version": 1} | llm.identity()
+    return {"program": "subkv slot", "version": 2} | llm.identity()
 
 
 def save(llm: Llama, slot: Slot, path: Path) -> int:
     """Write a slot's tokens and cells, completely or not at all; returns the size in bytes. Raises StateError."""
-    head = _identity(llm) | {"tokens": slot.tokens}
-    return statefile.write(path, head, bytes(_cells(llm, slot)), "filename")
+    saved = container.Container(_identity(llm), np.array(slot.tokens, np.int32), bytes(_cells(llm, slot)))
+    with concerning(path="filename"):
+        return container.write(path, saved)
 
 
 def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
@@ -94,17 +95,18 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
 
     Raises StateError; then the slot is as it was.
     """
-    head, cells = statefile.read(path, "filename", "action=save")
-    statefile.check(head, _identity(llm), "filename", path)
-    tokens = head.get("tokens")
+    with concerning(path="filename"):
+        saved = container.read(path, "action=save")
+        container.check(saved, _identity(llm), path)
+    tokens = saved.tokens.tolist()
     n_vocab = llm.n_vocab()
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
+    if not all(0 <= token < n_vocab for token in tokens):
         raise StateError("filename", f"expected tokens of this model, found others in {path}")
     if len(tokens) > n_ctx:
         raise StateError("filename", f"expected at most {n_ctx} tokens, found {len(tokens)} in {path}")
     before = _cells(llm, slot)
     try:
-        _set_cells(llm, slot, (ctypes.c_uint8 * len(cells)).from_buffer_copy(cells))
+        _set_cells(llm, slot, (ctypes.c_uint8 * len(saved.state)).from_buffer_copy(saved.state))
     except StateError as error:
         _set_cells(llm, slot, before)
         raise StateError("filename", f"{error.reason} ({path})") from error

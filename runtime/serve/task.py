@@ -5,13 +5,8 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from runtime.serve.sampling import Sampler, Scored
-from runtime.serve.slots import Slot
-
-if TYPE_CHECKING:
-    from runtime.warmstart.start import Decision
 
 # Tokens the engine may sample before the caller has taken them: it goes on while a caller is late by a few, and a
 # caller that ends at a stop string has cost no more than these.
@@ -36,9 +31,6 @@ class Task:
         self.scores_prompt = scores_prompt
         self.prompt_scores: list[Scored] = []
         self.tokens = list(prompt)  # and the sampled ones
-        self.slot: Slot | None = None
-        self.next: int | None = None  # sampled last, to be evaluated
-        self.warm: Decision | None = None  # where warm starts are on
         self.n_cached = 0
         self.n_sampled = 0
         self.n_taken = 0
@@ -95,16 +87,20 @@ class Task:
         return self.last - self.prompt_done
 
     @property
+    def reading(self) -> bool:
+        """Whether its prompt is still being read."""
+        return not self.n_sampled
+
+    @property
     def ready(self) -> bool:
-        """Whether its next token should be evaluated."""
-        return self.next is not None and self.n_sampled - self.n_taken < N_AHEAD
+        """Whether the token sampled last should be evaluated."""
+        return not self.reading and self.n_sampled - self.n_taken < N_AHEAD
 
     def give(self, result: Scored) -> None:
         self.last = time.perf_counter()
         if not self.n_sampled:
             self.prompt_done = self.last
         self.n_sampled += 1
-        self.next = result.token
         self.tokens.append(result.token)
         self._results.put(result)
 

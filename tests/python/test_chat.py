@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Template, TemplateError, Turn
+from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
 from runtime.chat.terminal import Interrupts
+from runtime.template import Template, TemplateError
 from subkv.base.errors import StateError, SubkvError
 from subkv.engine.llama import Llama
 
@@ -35,7 +36,7 @@ def llm(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models)
 
 
 def talk(llm: Llama, system: str | None = None) -> Conversation:
-    return Conversation(llm, system, Sampling(temp=0.0), seed=1)
+    return Conversation(llm, system, Sampling(temp=0.0, seed=1))
 
 
 def ask(conversation: Conversation, text: str, n: int = 6, stop: Callable[[], bool] = never) -> tuple[str, Turn]:
@@ -120,7 +121,7 @@ def test_a_full_context_is_said_and_survived(coded_model: Models) -> None:
     with Llama(coded_model(), n_ctx=256, n_batch=64, verbose=False) as llm:
         conversation = talk(llm)
         with pytest.raises(
-            ContextFullError, match=r"-c: the message needs \d+ of the 256 tokens left in a context of 256"
+            ContextFullError, match=r"n_ctx: the message needs \d+ of the 256 tokens left in a context of 256"
         ):
             ask(conversation, "many words " * 100)
         assert conversation.tokens == []
@@ -189,16 +190,16 @@ def test_regenerate_needs_an_answer(llm: Llama) -> None:
         list(talk(llm).regenerate(4, never, Turn()))
 
 
-def test_templates_that_refuse(tiny_model: Models, llm: Llama) -> None:
+def test_templates_that_refuse(monkeypatch: pytest.MonkeyPatch, llm: Llama) -> None:
     conversation = talk(llm)
     conversation.template.formatter._environment = conversation.template.formatter._environment.environment.from_string(
         "{{ raise_exception('roles must alternate') }}"
     )
     with pytest.raises(TemplateError, match=r"tokenizer.chat_template: .*roles must alternate"):
         ask(conversation, "Hello")
-    llm.metadata = {}
-    with pytest.raises(TemplateError, match="expected a chat template in the model's metadata, found none"):
-        Template(llm)
+    monkeypatch.setattr("subkv.engine.model.C.llama_model_chat_template", lambda *_: None)
+    with pytest.raises(SubkvError, match="expected a chat template in the model's metadata, found none"):
+        Template(llm.opened)
 
 
 def test_ctrl_c_asks_once_and_insists_twice() -> None:

@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from runtime import cli, demo, options
-from subkv.engine.cache import check_model_file
+from subkv.base.errors import SubkvError
+from subkv.engine.cache import choose_cache
+from subkv.native.gguf import check_model_file
 
 Models = Callable[..., Path]
 
@@ -52,7 +54,7 @@ def test_libraries_that_do_not_load_are_one_sentence(monkeypatch: pytest.MonkeyP
     def load() -> None:
         raise ImportError("libsubkv.so: expected a library that loads, found none")
 
-    monkeypatch.setattr("runtime.bench.default_threads", lambda _: load())
+    monkeypatch.setattr("runtime.options.gpu_layers", lambda _: load())
     result = run("bench", "-m", "model.gguf")
     assert (result.exit_code, result.stderr) == (1, "libsubkv.so: expected a library that loads, found none\n")
 
@@ -85,18 +87,25 @@ def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "arguments"),
+    ("flags", "names"),
     [
-        ((None, None), {"kv_cache": "auto"}),
-        (("q8_0", None), {"kv_cache": "q8_0"}),
-        ((None, "q4_0"), {"type_k": None, "type_v": "q4_0"}),
-        (("q8_0", "q8_0"), {"kv_cache": "q8_0"}),
-        (("q8_0", "f16"), {"type_k": "q8_0", "type_v": "f16"}),
-        (("subkv", "subkv"), {"kv_cache": "subkv"}),
+        ((None, None), ("f16", "f16")),
+        (("q8_0", None), ("q8_0", "q8_0")),
+        ((None, "q4_0"), ("f16", "q4_0")),
+        (("q8_0", "q8_0"), ("q8_0", "q8_0")),
+        (("q8_0", "f16"), ("q8_0", "f16")),
     ],
 )
-def test_cache_flags(flags: tuple[str | None, str | None], arguments: dict[str, Any]) -> None:
-    assert options.cache_arguments(*flags) == arguments
+def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str], tiny_model: Models) -> None:
+    choice = choose_cache(tiny_model("llama"), options.cache_asked(*flags))
+    assert (choice.name_k, choice.name_v) == names
+
+
+@pytest.mark.parametrize("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
+def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
+    asked = options.cache_asked(*flags, adapt="v", n_sink=3)
+    choice = choose_cache(coded_model(), asked)
+    assert (choice.name, choice.adapt, choice.window.asked()) == ("subkv", "v", {"n_sink": 3})
 
 
 def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +136,7 @@ def test_demo_is_converted_once(
     assert demo.converted() == first
     assert first.stat().st_mtime_ns == before
     first.write_bytes(first.read_bytes()[:-100])  # damaged: made again
-    assert check_model_file(demo.converted(), "-m") == first
+    assert check_model_file(demo.converted()) == first
     assert "truncated; it is made again" in capsys.readouterr().err
 
 
@@ -148,7 +157,7 @@ def test_demo_cache_that_cannot_be_written(
 def test_demo_model_chats(demo_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Any) -> None:
     try:
         demo.calibration_path()
-    except options.ProgramError:
+    except SubkvError:
         pytest.skip(f"demo calibration: {demo.CALIBRATION} is not in models/")
     done = program(
         "runtime.chat", "-p", "Say hello.", "-st", "--temp", 0, "-n", 8, "-c", 512, XDG_CACHE_HOME=str(tmp_path)

@@ -19,7 +19,9 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from converter.scoring import log_softmax  # noqa: E402
 from runtime.lm_eval import N_ROLLBACK, SubkvLM, main  # noqa: E402
 from subkv.base.errors import CacheError, SubkvError  # noqa: E402
-from subkv.engine.model import Model, parse_cache  # noqa: E402
+from subkv.engine.cache import parse_cache  # noqa: E402
+from subkv.engine.context import ContextOptions  # noqa: E402
+from subkv.engine.model import Model  # noqa: E402
 
 TASKS = {
     "choice": 'output_type: multiple_choice\ndoc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: 0\n'
@@ -44,7 +46,7 @@ def asked(*arguments: Any) -> Any:
 
 def logits_of(model: Path, tokens: list[int]) -> Any:
     with Model(str(model)) as m:
-        context = m.context(parse_cache("auto", model, None), n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1)
+        context = m.context(parse_cache("auto", model), ContextOptions(256, 256, 256, n_threads=1))
         out = context.logits(context.decode(tokens, 0, 0)).copy()
         context.close()
     return out

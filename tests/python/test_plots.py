@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime import cli, inspect, options
-from runtime import plot as plots
+from converter.plots import layers
+from converter.plots.frontier import frontier, frontier_figure
+from runtime import cli, inspect
+from runtime.plot import read_results
+from subkv.base.errors import SubkvError
 from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, read_calibration, write_calibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
@@ -83,7 +86,7 @@ def legend(figure: Any) -> list[str]:
 
 
 def test_frontier_shows_every_result(drawn: None) -> None:
-    figure = plots.frontier_figure(EVALUATED + COMPARED)
+    figure = frontier_figure(EVALUATED + COMPARED)
     (axis,) = figure.axes
     assert axis.get_yscale() == "log"
     assert axis.get_title() == "a.txt, 64 tokens"
@@ -103,18 +106,18 @@ def test_frontier_has_a_panel_for_every_text_and_context(drawn: None) -> None:
     other = [row("subkv", 4.0, 0.01, text="b$2$.txt"), row("subkv", 4.1, 0.02, n_ctx=128)]
     unnamed = {key: value for key, value in row("q8_0", 8.5, 0.01).items() if key not in ("text", "n_ctx")}
     lonely_floor = row("f16 (flash attention on)", 16.0, 0.001, n_ctx=256)
-    figure = plots.frontier_figure([*EVALUATED, *other, unnamed, lonely_floor])
+    figure = frontier_figure([*EVALUATED, *other, unnamed, lonely_floor])
     titles = [axis.get_title() for axis in figure.axes]
     assert titles == ["a.txt, 64 tokens", r"b\$2\$.txt, 64 tokens", "a.txt, 128 tokens", ""]
     assert len({axis.get_ylim() for axis in figure.axes}) == 1
-    three = plots.frontier_figure([*EVALUATED, *other])
+    three = frontier_figure([*EVALUATED, *other])
     assert len(three.axes) == 3
 
 
 def test_frontier_labels_do_not_overlap(drawn: None) -> None:
     """Ten types crowded into one corner and a line through it."""
     crowd = [row(f"q{i}_0", 5 + 0.1 * i, 0.01 * 1.1**i) for i in range(10)]
-    figure = plots.frontier_figure([*crowd, row("subkv 4", 4.0, 0.03), row("subkv 7", 7.0, 0.008)])
+    figure = frontier_figure([*crowd, row("subkv 4", 4.0, 0.03), row("subkv 7", 7.0, 0.008)])
     (axis,) = figure.axes
     boxes = [text.get_window_extent() for text in axis.texts]
     assert len(boxes) == 10
@@ -125,15 +128,15 @@ def test_frontier_labels_do_not_overlap(drawn: None) -> None:
 
 
 def test_frontier_leaves_out_what_a_log_axis_cannot_show(drawn: None, capsys: pytest.CaptureFixture[str]) -> None:
-    (axis,) = plots.frontier_figure([*EVALUATED, row("same", 16.0, 0.0)]).axes
+    (axis,) = frontier_figure([*EVALUATED, row("same", 16.0, 0.0)]).axes
     assert "same" not in texts(axis)
-    assert capsys.readouterr().err == "--plot: same: a KLD of 0 has no place on a log axis; left out\n"
+    assert capsys.readouterr().err == "plot: same: a KLD of 0 has no place on a log axis; left out\n"
 
 
 @pytest.mark.parametrize("rows", [[], COMPARED[:1], [COMPARED[0], COMPARED[-1]], [row("q8_0", 8.5, 0.0)]])
 def test_frontier_without_a_kld(drawn: None, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(options.ProgramError, match="--plot: expected results with a mean KLD above 0, found none in"):
-        plots.frontier(rows, tmp_path / "out.png")
+    with pytest.raises(SubkvError, match="plot: expected results with a mean KLD above 0, found none in"):
+        frontier(rows, tmp_path / "out.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,8 +218,8 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     result = run("plot", tmp_path / "results.json", "-o", tmp_path / "out.png")
     assert result.exit_code == 1
     assert result.stderr == "-o: expected matplotlib, found none; pip install 'subkv[plot]'\n"
-    with pytest.raises(options.ProgramError, match="--plot: expected matplotlib, found none"):
-        plots.sensitivity(sensitive(), tmp_path / "out.png")
+    with pytest.raises(SubkvError, match="plot: expected matplotlib, found none"):
+        layers.sensitivity_figure(sensitive())
 
 
 def test_usage(tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_layer_costs_are_what_one_percent_of_error_costs() -> None:
     """E ½ eᵀ S e over errors drawn with a hundredth of the data's standard deviation."""
     calibration = sensitive(2)
     stats = calibration.layers[1]
-    costs = plots.layer_costs(calibration)
+    costs = layers.layer_costs(calibration)
     assert costs["k"].shape == costs["v"].shape == (2, 2)
     values, vectors = np.linalg.eigh(stats.v2[0])
     rows = np.random.default_rng(0).standard_normal((200000, len(values))) * np.sqrt(values) @ vectors.T
@@ -251,14 +254,14 @@ def test_layer_costs_are_what_one_percent_of_error_costs() -> None:
 def test_layer_costs_of_layers_of_other_shapes() -> None:
     narrow = replace(sensitive(2, n_head_kv=1).layers[1])
     calibration = sensitive(2)
-    costs = plots.layer_costs(replace(calibration, layers=(calibration.layers[0], narrow)))
+    costs = layers.layer_costs(replace(calibration, layers=(calibration.layers[0], narrow)))
     assert np.isnan(costs["k"]).tolist() == [[False, False], [False, True]]
 
 
 def test_sensitivity_figure(drawn: None) -> None:
     calibration = sensitive()
-    costs = plots.layer_costs(calibration)
-    figure = plots.sensitivity_figure(calibration)
+    costs = layers.layer_costs(calibration)
+    figure = layers.sensitivity_figure(calibration)
     heat, bars = figure.axes[:2], figure.axes[2:4]
     for axis, below, side in zip(heat, bars, "kv", strict=True):
         np.testing.assert_array_equal(axis.images[0].get_array(), costs[side].T)
@@ -272,10 +275,10 @@ def test_sensitivity_figure(drawn: None) -> None:
 
 def test_layers_keep_their_numbers(drawn: None) -> None:
     calibration = sensitive(2)
-    layers = [
+    numbered = [
         replace(stats, shape=replace(stats.shape, il=il)) for stats, il in zip(calibration.layers, (3, 7), strict=True)
     ]
-    axis = plots.sensitivity_figure(replace(calibration, layers=tuple(layers))).axes[0]
+    axis = layers.sensitivity_figure(replace(calibration, layers=tuple(numbered))).axes[0]
     assert [axis.xaxis.get_major_formatter()(x) for x in (-1, 0, 0.5, 1, 2)] == ["", "3", "", "7", ""]
 
 
@@ -299,8 +302,8 @@ def test_sensitivities_of_zero(drawn: None) -> None:
     calibration = sensitive(1)
     stats = calibration.layers[0]
     nothing = replace(stats.sensitivity, k=0 * stats.sensitivity.k, v=0 * stats.sensitivity.v)
-    with pytest.raises(options.ProgramError, match="--plot: expected a sensitivity above 0 in the calibration"):
-        plots.sensitivity_figure(replace(calibration, layers=(replace(stats, sensitivity=nothing),)))
+    with pytest.raises(SubkvError, match="plot: expected a sensitivity above 0 in the calibration"):
+        layers.sensitivity_figure(replace(calibration, layers=(replace(stats, sensitivity=nothing),)))
 
 
 #
@@ -309,15 +312,15 @@ def test_sensitivities_of_zero(drawn: None) -> None:
 
 
 def test_spectra() -> None:
-    for values in plots.spectra(random_calibration(2)).values():
+    for values in layers.spectra(random_calibration(2)).values():
         assert values.shape == (4, 32)
         assert (values[:, 0] == 1).all()
         assert (values[:, 1:] <= values[:, :-1]).all()
     calibration = sensitive(2)
-    costs = plots.layer_costs(calibration)
-    for side, values in plots.spectra(calibration).items():
+    costs = layers.layer_costs(calibration)
+    for side, values in layers.spectra(calibration).items():
         assert (values[:, 1:] <= values[:, :-1]).all()
-        np.testing.assert_allclose(values.sum(axis=1) * plots.RELATIVE_ERROR, costs[side].ravel(), rtol=1e-6)
+        np.testing.assert_allclose(values.sum(axis=1) * layers.RELATIVE_ERROR, costs[side].ravel(), rtol=1e-6)
 
 
 def layout_of(model: Path) -> Any:
@@ -326,12 +329,12 @@ def layout_of(model: Path) -> Any:
 
 def test_layout_figure(drawn: None, coded_model: Models, calibration: Path) -> None:
     layout = layout_of(coded_model())
-    bits = plots.bit_map(layout, "k")
+    bits = layers.bit_map(layout, "k")
     assert bits.shape == (sum(layer["n_head_kv"] for layer in layout["layers"]), 32)
     assert (bits == 8).all()
 
     def titles(with_calibration: Calibration | None) -> list[str]:
-        return [axis.get_title() for axis in plots.layout_figure(layout, with_calibration).axes if axis.get_title()]
+        return [axis.get_title() for axis in layers.layout_figure(layout, with_calibration).axes if axis.get_title()]
 
     first = ["K: bits per coefficient", "V: bits per coefficient"]
     assert titles(None) == first
@@ -362,7 +365,7 @@ def test_perplexity_plot(drawn: None, coded_model: Models, text_file: Path, tmp_
     assert result.exit_code == 0, result.output
     assert target.read_bytes().startswith(PNG)
     saved.write_text(result.stdout)
-    (axis,) = plots.frontier_figure(plots.read_results(saved)).axes
+    (axis,) = frontier_figure(read_results(saved)).axes
     assert axis.get_title() == f"{text_file.name}, 64 tokens"
     assert texts(axis) == ["q4_0"]
     refused = run(*common, "--compare", "f16,q4_0", "--plot", tmp_path / "plot.txt")

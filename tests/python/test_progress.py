@@ -86,7 +86,7 @@ def test_loading_shows_and_can_be_stopped(way: str, tiny_model: Models, monkeypa
         made.update = update
         return made
 
-    monkeypatch.setattr(progress, "progress_bar", stopped)
+    monkeypatch.setattr("subkv.native.binding.progress_bar", stopped)
     with pytest.raises(KeyboardInterrupt):
         OPEN[way](path)
     assert len(moved) == 1  # llama.cpp stopped at once

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converter import scoring
+from subkv.base.errors import SubkvError
 
 F32 = npt.NDArray[np.float32]
 
@@ -127,5 +128,5 @@ def test_damaged_base_files(tmp_path: Path, damage: object, message: str) -> Non
     path = tmp_path / "base"
     data = write_base(path)
     path.write_bytes(damage(data))  # type: ignore[operator]
-    with pytest.raises(scoring.BaseFileError, match=message):
+    with pytest.raises(SubkvError, match=message):
         scoring.BaseReader(path)

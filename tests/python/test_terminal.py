@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from runtime.chat import terminal
+from runtime.chat.completer import Completer
 from runtime.chat.program import command_of
-from subkv.base import container as statefile
+from subkv.base import container
 
 pexpect = pytest.importorskip("pexpect")
 pytest.importorskip("prompt_toolkit")
@@ -61,7 +62,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
 def messages(path: Path) -> list[str]:
     """What the user said in a conversation written by /save."""
-    saved = statefile.read(path, "/load", "/save")[0]["messages"]
+    saved = container.read(path, "/save").head["messages"]
     return [message["content"] for message in saved if message["role"] == "user"]
 
 
@@ -164,7 +165,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a folder").mkdir()
     for name in ("a folder/one", "a folder/two", "about", ".hidden"):
         (tmp_path / name).touch()
-    lines = terminal.Completer(["/stats", "/save", "/read"], ["/save", "/read"]).lines
+    lines = Completer(["/stats", "/save", "/read"], ["/save", "/read"]).lines
     assert lines("/s") == ["/save", "/stats"]
     assert lines("/read a") == ["/read a folder/", "/read about"]
     assert lines("/read a folder/t") == ["/read a folder/two"]

@@ -7,17 +7,18 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
 
-from runtime.serve.app import Limits, Service, create_app
+from runtime.serve.app import Service, create_app
 from runtime.serve.batching import Engine
-from runtime.serve.model import SlotsLlama
 from runtime.serve.server import Server
+from runtime.serve.settings import Limits
+from runtime.serve.slots_llama import SlotsLlama
 
 
 @dataclasses.dataclass
@@ -48,19 +49,15 @@ def running(
     folder: Path | None = None,
     embeddings: bool = False,
     limits: dict[str, Any] | None = None,
-    attach: Callable[[], Any] = contextlib.nullcontext,
-    begin: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Iterator[Served]:
-    """attach: what the context is made in; begin: from the model to its warm starts."""
     kwargs = {"n_batch": 256, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False} | kwargs
-    with attach():
-        llm = SlotsLlama(model, n_slots=n_slots, n_ctx=n_ctx, embedding=embeddings, **kwargs)
-    with llm, socket.socket() as sock, contextlib.nullcontext() if begin is None else begin(llm) as warm:
+    llm = SlotsLlama(model, n_slots=n_slots, n_ctx=n_ctx, embedding=embeddings, **kwargs)
+    with llm, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that who does not read is soon noticed
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        service = Service(Engine(llm, warm), name, Limits(**(limits or {})), embeddings, folder)
+        service = Service(Engine(llm), name, Limits(**(limits or {})), embeddings, folder)
         config = uvicorn.Config(
             create_app(service, list(keys)), log_level="warning", access_log=False, timeout_graceful_shutdown=2
         )

@@ -14,8 +14,8 @@ import pytest
 
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
-from runtime.serve.model import SlotsLlama
 from runtime.serve.slots import Slot, choose
+from runtime.serve.slots_llama import SlotsLlama
 from runtime.serve.task import N_AHEAD, CancelledError
 
 PROMPTS = ["one", "two words", "three words here", "a longer prompt " * 12, "the end", "tail " * 40, "x", "again and"]

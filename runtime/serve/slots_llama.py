@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from subkv.engine.llama import Llama
-from subkv.engine.model import token_piece
 from subkv.native.binding import C
 
 
@@ -31,15 +30,11 @@ class SlotsLlama(Llama):
         """Most bytes of text that one token stands for; None where the tokenizer may drop text."""
         if C.llama_vocab_type(self._model.vocab) not in (C.LLAMA_VOCAB_TYPE_SPM, C.LLAMA_VOCAB_TYPE_BPE):
             return None
-        return max(len(self.piece(token, special=True)) for token in range(self.n_vocab()))
-
-    def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes of one token; the parent's detokenize() loses tokens of more than 32."""
-        return token_piece(self._model.vocab, token, special)
+        return max(len(self.opened.piece(token, special=True)) for token in range(self.n_vocab()))
 
     def text(self, tokens: list[int], special: bool = False) -> str:
-        """The text of tokens; what is no UTF-8 is replaced."""
-        return b"".join(self.piece(token, special) for token in tokens).decode("utf-8", "replace")
+        """The text of tokens; what is no UTF-8 is replaced. The parent's detokenize() loses tokens of over 32 bytes."""
+        return b"".join(self.opened.piece(token, special) for token in tokens).decode("utf-8", "replace")
 
     def _context_params_of_slots(self) -> Any:
         params = Llama.context_params.fget(self)  # type: ignore[attr-defined]

@@ -1,0 +1,176 @@
+"""What layers cost and carry: sensitivities and spectra of a calibration, bits of a layout. Extra `plot`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from converter.plots.figure import new_figure, plain
+from subkv.base.errors import SubkvError
+
+RELATIVE_ERROR = 1e-4  # ‖e‖²/‖x‖² of a one percent error
+
+
+#
+# sensitivities
+#
+
+
+def require_sensitivity(calibration: Any) -> None:
+    if calibration.sensitivity is None:
+        raise SubkvError(
+            "calibration",
+            "expected a calibration with sensitivities, found none in it; `python -m converter.sensitivity` adds them",
+        )
+
+
+def layer_costs(calibration: Any) -> dict[str, Any]:
+    """Nats of KLD that one percent of error in the keys (values) of one head costs: k, v [layers, heads] float64.
+
+    The error has covariance 1e-4 Σ, Σ the second moment of the data, so ½ tr(S Σ) 1e-4 with the sensitivity S; it
+    counts beyond the exact window the sensitivities were measured with. NaN where a layer has fewer heads than another.
+    """
+    heads = max(stats.shape.n_head_kv for stats in calibration.layers)
+    costs = {}
+    for side in "kv":
+        table = np.full((len(calibration.layers), heads), np.nan)
+        for row, stats in zip(table, calibration.layers, strict=True):
+            moment = stats.k2 if side == "k" else stats.v2
+            values = 0.5 * RELATIVE_ERROR * np.einsum("hij,hij->h", getattr(stats.sensitivity, side), moment)
+            row[: len(values)] = values
+        costs[side] = table
+    return costs
+
+
+def sensitivity_figure(calibration: Any) -> Any:
+    """layer_costs() as heat maps of layer and head for K and V, with sums per layer below.
+
+    Raises SubkvError about `calibration` where it has no sensitivities, and about `plot`.
+    """
+    require_sensitivity(calibration)
+    figure = new_figure(11, 5.5)
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    costs = layer_costs(calibration)
+    _heat_maps(figure, axes[0], calibration, costs)
+    for axis, side in zip(axes[1], "kv", strict=True):
+        sums = np.nansum(costs[side], axis=1)
+        axis.bar(np.arange(len(sums)), sums, color="tab:blue", width=0.8)
+        axis.set(title=f"{side.upper()}: all heads of a layer, in total {sums.sum():.2g} nats", xlabel="layer")
+        axis.set_yscale("log")  # K and V, and layers, are orders of magnitude apart
+        axis.grid(True, axis="y", color="0.9")
+        axis.set_axisbelow(True)
+    axes[1, 0].set_ylabel("nats of KLD")
+    for axis in axes[0]:
+        axis.set_xlabel("")
+    method = calibration.sensitivity
+    figure.suptitle(
+        f"{plain(calibration.name)}: KLD from a one percent error "
+        f"beyond the exact window of {method.n_recent} tokens\n({method.method}, {method.tokens} tokens)",
+        fontsize=11,
+    )
+    return figure
+
+
+def _heat_maps(figure: Any, axes: Any, calibration: Any, costs: dict[str, Any]) -> None:
+    """costs of K and V as images head x layer on two axes under one log colour scale."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    positive = np.concatenate([costs[side][costs[side] > 0] for side in "kv"])
+    if not len(positive):
+        raise SubkvError("plot", "expected a sensitivity above 0 in the calibration, found none")
+    norm = LogNorm(positive.min(), positive.max() if positive.max() > positive.min() else 2 * positive.min())
+    order = [stats.shape.il for stats in calibration.layers]
+
+    def layer(index: float, _: Any) -> str:
+        return str(order[int(index)]) if index == int(index) and 0 <= index < len(order) else ""
+
+    for axis, side in zip(axes, "kv", strict=True):
+        table = np.ma.masked_invalid(np.where(costs[side] > 0, costs[side], np.nan)).T
+        image = axis.imshow(table, aspect="auto", interpolation="nearest", cmap="magma", norm=norm, origin="lower")
+        axis.set(title=f"{side.upper()}: nats of KLD per percent of error", xlabel="layer", ylabel="KV head")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_formatter(FuncFormatter(layer))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=list(axes), label="nats of KLD")
+
+
+#
+# what a file carries
+#
+
+
+def bit_map(layout: dict[str, Any], side: str) -> Any:
+    """[heads of all layers, d] float: bits of every coefficient, 0 for dropped ones."""
+    d = max(layer[f"d_{side}"] for layer in layout["layers"])
+    rows = []
+    for layer in layout["layers"]:
+        for head in layer[side]:
+            row = np.zeros(d)
+            for band in head["bands"]:
+                row[band["first"] : band["first"] + band["n"]] = band["bits"]
+            rows.append(row)
+    return np.array(rows)
+
+
+def spectra(calibration: Any) -> dict[str, Any]:
+    """Eigenvalues per head, descending: k, v [heads of all layers, d] float64, zeros behind those of smaller heads.
+
+    With sensitivities of ½ S Σ: nats of KLD that dropping the coefficient costs. Without, as shares of the largest: K
+    query-aware (of Σ_q Σ_k), V raw.
+    """
+    measured = calibration.sensitivity is not None
+
+    def descending(values: Any) -> Any:
+        values = np.sort(np.maximum(values.real, 0.0), axis=-1)[:, ::-1]
+        return values if measured else values / np.maximum(values[:, :1], np.finfo(np.float64).tiny)
+
+    layers = calibration.layers
+    if measured:
+        k = [descending(0.5 * np.linalg.eigvals(stats.sensitivity.k @ stats.k2)) for stats in layers]
+        v = [descending(0.5 * np.linalg.eigvals(stats.sensitivity.v @ stats.v2)) for stats in layers]
+    else:
+        k = [descending(np.linalg.eigvals(stats.q2 @ stats.k2)) for stats in layers]
+        v = [descending(np.linalg.eigvalsh(stats.v2)) for stats in layers]
+    widths = [max(x.shape[1] for x in side) for side in (k, v)]
+    padded = [
+        np.concatenate([np.pad(x, ((0, 0), (0, w - x.shape[1]))) for x in side])
+        for side, w in zip((k, v), widths, strict=True)
+    ]
+    return {"k": padded[0], "v": padded[1]}
+
+
+def layout_figure(layout: dict[str, Any], calibration: Any) -> Any:
+    """Bits per head and coefficient; with a calibration its spectra below, and its sensitivities where it has any."""
+    measured = calibration is not None and calibration.sensitivity is not None
+    heights = [5.0] + [5.0] * (calibration is not None) + [3.0] * measured
+    figure = new_figure(11, sum(heights))
+    axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
+    for axis, side in zip(axes[0], "kv", strict=True):
+        image = axis.imshow(
+            bit_map(layout, side), aspect="auto", interpolation="nearest", vmin=0, vmax=8, cmap="viridis"
+        )
+        axis.set(title=f"{side.upper()}: bits per coefficient", xlabel="coefficient", ylabel="head (all layers)")
+    figure.colorbar(image, ax=list(axes[0]), label="bits")
+    if calibration is not None:
+        _spectra_panels(axes[1], calibration)
+    if measured:
+        _heat_maps(figure, axes[2], calibration, layer_costs(calibration))
+    return figure
+
+
+def _spectra_panels(axes: Any, calibration: Any) -> None:
+    """All heads' spectra as thin lines with their geometric mean."""
+    values = spectra(calibration)
+    if calibration.sensitivity is not None:
+        names = {"k": "K: spectrum of ½ S Σk", "v": "V: spectrum of ½ S Σv"}
+        unit, top = "nats of KLD per coefficient", max(float(side.max()) for side in values.values())
+    else:
+        names = {"k": "K: spectrum of Σq Σk", "v": "V: spectrum of Σv"}
+        unit, top = "eigenvalue / largest", 1.0
+    for axis, (side, table) in zip(axes, values.items(), strict=True):
+        floor = np.maximum(table, 1e-12 * top)
+        axis.semilogy(floor.T, color="tab:blue", alpha=0.15, linewidth=0.7)
+        axis.semilogy(np.exp(np.log(floor).mean(axis=0)), color="black")
+        axis.set(title=names[side], xlabel="coefficient", ylabel=unit, ylim=(1e-8 * top, 2 * top))

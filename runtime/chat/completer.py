@@ -1,0 +1,35 @@
+"""What every source of messages shows: its prompts, and how a line could go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+PROMPT, MORE = "> ", "… "
+
+
+class Completer:
+    """Names of commands, and names of files for those that take one."""
+
+    def __init__(self, commands: Iterable[str], with_file: Iterable[str]) -> None:
+        self.commands = sorted(commands)
+        self.with_file = frozenset(with_file)
+
+    def lines(self, line: str) -> list[str]:
+        """What the line could become; a file's name goes to the end of the line, spaces included."""
+        if not line.startswith("/") or "\n" in line:
+            return []
+        command, space, name = line.partition(" ")
+        if not space:
+            return [name for name in self.commands if name.startswith(command)]
+        if command not in self.with_file:
+            return []
+        folder, slash, start = name.rpartition("/")
+        try:
+            with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
+                found = [f"{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries]
+        except (OSError, RuntimeError):  # no such folder, no such user's home
+            return []
+        found = [entry for entry in found if entry.startswith(start) and (start or not entry.startswith("."))]
+        return sorted(f"{command} {folder}{slash}{entry}" for entry in found)
