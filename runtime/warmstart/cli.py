@@ -110,10 +110,10 @@ class Passages:
 )
 def prompts(model: str, file: Path, output: Path, passages: Passages) -> None:
     """Make prompts and their paraphrases from a text, chat template of the model applied."""
-    from runtime.chat.conversation import Template
+    from runtime.template import Template
     from runtime.warmstart import prompts as made
     from subkv.base.files import atomic_file, check_not_input, check_writable
-    from subkv.engine.llama import Llama
+    from subkv.engine.model import Model
 
     check_writable(output)
     check_not_input(output, [("-m", Path(model)), ("-f", file)])
@@ -121,8 +121,8 @@ def prompts(model: str, file: Path, output: Path, passages: Passages) -> None:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SubkvError("file", f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
-    with Llama(model, n_ctx=64, kv_cache="f16", verbose=False) as llm, _files():
-        template = Template(llm)
+    with Model(model) as opened, _files():
+        template = Template(opened)
         words = sorted(set(passages.words))
         found = made.make(
             text,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from converter.scoring import F32
+from converter.scoring import F32, F64
 from runtime.warmstart.contexts import attention, capturing
 from runtime.warmstart.embedding import embedder
 from runtime.warmstart.frame import Frame
@@ -123,8 +123,8 @@ def collect(model: Model, found: Sequence[Example], how: How, frame: Frame, trai
             rows.append(condense(captured, how.plan, frame))
             if i in train:
                 vectors.append(embed(example.tokens))
-    centre: F32 = np.mean(np.stack(vectors), axis=0, dtype=np.float64).astype(np.float32)
-    return Collected(rows, captured.scale, captured.shapes, centre)
+    centre = np.stack(vectors).sum(axis=0, dtype=np.float64) / len(vectors)
+    return Collected(rows, captured.scale, captured.shapes, centre.astype(np.float32))
 
 
 def places(found: Sequence[Example], plan: Plan) -> Places:
