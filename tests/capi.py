@@ -35,9 +35,9 @@ TEST: Signatures = {  # of subkv_test.h
 
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
-    from subkv.format import layout
     from runtime.experiments import live, sketch
     from runtime.warmstart import planter
+    from subkv.format import layout
 
     return {**live.SIGNATURES, **layout.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
 

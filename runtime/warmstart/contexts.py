@@ -93,6 +93,7 @@ class WarmContext:
     model: Model
     context: Context
     planting: Planting
+    n_ctx: int  # as asked for
 
     def decode(self, tokens: Sequence[int], plan: Plan, placed: list[Placed]) -> Continued:
         """Sinks and last tokens of a prompt exact, the slots `placed` between them; []: sinks and last tokens only."""
@@ -116,9 +117,9 @@ class WarmContext:
         Raises SubkvError about `prompt` for an empty one and for one longer than the context, about `model` where not
         all layers have ordinary attention; CacheError when it cannot be decoded.
         """
-        n, room = len(tokens), C.llama_n_ctx(self.context.handle)
-        if not 1 <= n <= room:
-            raise SubkvError("prompt", f"expected 1 to {room} tokens (the context), found {n}")
+        n = len(tokens)
+        if not 1 <= n <= self.n_ctx:
+            raise SubkvError("prompt", f"expected 1 to {self.n_ctx} tokens (the context), found {n}")
         self.context.clear()
         with self.planting.recording(range(n), range(n - min(n_last, n), n)):
             self.planting.follow(tokens, 0)
@@ -139,7 +140,7 @@ def warm_context(model: Model, choice: CacheChoice, options: ContextOptions) -> 
         with planting.attach():
             context = opened.enter_context(model.context(choice, options))
         planting.bind(context.handle, context.batch, choice.coded)
-        yield WarmContext(model, context, planting)
+        yield WarmContext(model, context, planting, options.n_ctx)
 
 
 @contextlib.contextmanager
