@@ -1,4 +1,4 @@
-"""The bounds of converter/bounds.py hold on random and on adversarial data."""
+"""The bounds of runtime/experiments/bounds.py hold on random and on adversarial data."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_what_was_added_is_found(tmp_path: Path) -> None:
         assert nearest[0][1] == pytest.approx(1.0)
         assert nearest[1][1] == pytest.approx(7 / np.sqrt(5 * 10), abs=1e-6)  # centred
         assert nearest[0][0].tokens.tolist() == [1, 2, 3, 2]
-        loaded, expected = found.load(nearest[0][0]), summary()
+        loaded, expected = found.load(nearest[0][0]), summary(2)
         for a, b in zip([*loaded.k, *loaded.v], [*expected.k, *expected.v], strict=True):
             np.testing.assert_array_equal(a, b.astype(np.float16))
         assert [1, 2, 3, 2] in found and [1, 2, 3] not in found
@@ -209,7 +209,7 @@ def test_readers_beside_a_writer_that_is_killed(tmp_path: Path) -> None:
                     except SubkvError as error:
                         assert "removed by another process" in str(error)
                         continue
-                    np.testing.assert_array_equal(found.k[0], summary(2, int(entry.tokens[1])).k[0].astype(np.float16))
+                    np.testing.assert_array_equal(found.k[0], summary(int(entry.tokens[1])).k[0].astype(np.float16))
                     n_found += 1
         assert n_found > 0
     finally:
