@@ -3,23 +3,86 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from subkv.base.errors import SubkvError
 from subkv.format import metadata
-from subkv.format.adapt import Adapt
+from subkv.format.adapt import Adapt, native_params
 from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.format.codec import rank
 from subkv.format.layout import Layout
 from subkv.format.metadata import Account, Settings
+from subkv.native import library as _lib
 from subkv.native.gguf import Gguf, write_sidecar
 from subkv.plan.predict import reconstructed
+
+_ptr, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+SIGNATURES: _lib.Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr]),
+    "subkv_adapt_replay": (
+        ctypes.c_bool,
+        [_ptr, ctypes.POINTER(_lib.AdaptParams), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
+        + [ctypes.POINTER(_lib.AdaptStats)],
+    ),
+}
+
+
+@functools.cache
+def _subkv() -> ctypes.CDLL:
+    return _lib.declare(_lib.load(), SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What became of n rows.
+
+    seen [n, d]: what attention sees. chunk_of [n]: slot of a row's basis, 0: the static one. rho [n]: relative residual
+    of a row's block when it was coded, 0 where it was not coded as one. stats: fields of subkv_adapt_stats.
+    """
+
+    seen: F32
+    chunk_of: NDArray[np.int32]
+    rho: F32
+    stats: dict[str, int]
+
+
+class ResearchLayout(Layout):
+    """A layout whose rows can be coded apart from a context."""
+
+    def project(self, il: int, head: int, value: bool, x: F32) -> F32:
+        """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises SubkvError."""
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        out = np.empty_like(x)  # the rank is at most d
+        r = _subkv().subkv_layout_project(self.handle, il, head, value, x.ctypes.data, len(x), out.ctypes.data)
+        if r < 0:
+            raise SubkvError("", _lib.last_error())
+        return out.reshape(-1)[: len(x) * r].reshape(len(x), r)
+
+    def replay(self, params: Adapt, il: int, head: int, value: bool, x: F32) -> Replayed:
+        """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises SubkvError."""
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        out = Replayed(np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32), {})
+        stats = _lib.AdaptStats()
+        arrays = (out.seen.ctypes.data, out.chunk_of.ctypes.data, out.rho.ctypes.data)
+        if not _subkv().subkv_adapt_replay(
+            self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
+        ):
+            raise SubkvError("", _lib.last_error())
+        named = {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}  # rho has it
+        out.stats.update(named)
+        return out
 
 
 class AdaptiveCoder:
@@ -32,7 +95,7 @@ class AdaptiveCoder:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ResearchLayout,
         layers: Sequence[CodedLayer],
         sides: str,
         adapted: str,
@@ -100,11 +163,11 @@ class AdaptiveCoder:
 @contextlib.contextmanager
 def loaded(
     base: Gguf, calibration: Calibration, settings: Settings, counted: Account, layers: Sequence[CodedLayer]
-) -> Iterator[Layout]:
+) -> Iterator[ResearchLayout]:
     """Coded layers as libsubkv reads them from a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.gguf"
         write_sidecar(base, path, metadata.keys(layers, calibration, settings, counted))
-        layout = Layout(path)
+        layout = ResearchLayout(path)
     with layout:
         yield layout

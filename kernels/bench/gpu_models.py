@@ -68,25 +68,26 @@ def longest(fits: Callable[[int], bool], step: int = STEP, most: int = MOST) -> 
 
 def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[str, int]]]:
     """Caches with the longest context of one sequence in `budget` bytes with the weights, and what it takes by kind."""
-    from subkv.engine.cache import choose_cache, flash_attention, layout_json
+    from subkv.engine.cache import CacheOptions, choose_cache, flash_attention
     from subkv.engine.memory import needed
+    from subkv.format.layout import Layout
     from subkv.native.binding import C
 
     for name in BUDGETED:
         coded = name == "subkv"
-        choice = choose_cache(model, name, bases if coded else None)
+        choice = choose_cache(model, CacheOptions(name, bases=bases if coded else None))
         params = C.llama_context_default_params()
         params.n_batch, params.n_ubatch = 2048, 512
         params.flash_attn_type = flash_attention("on", choice)
         params.type_k, params.type_v = choice.type_k, choice.type_v
         fixed = {"weights": model.stat().st_size}
         if coded:
-            fixed["bases"] = int(json.loads(layout_json(bases, "--bases"))["bytes_bases"])
+            with Layout(bases) as layout:
+                fixed["bases"] = int(layout.description["bytes_bases"])
 
         def sizes(n_ctx: int, choice: Any = choice, params: Any = params, fixed: Any = fixed) -> dict[str, int]:
-            window = {"n_sink": None, "n_recent": None, "n_rollback": None, "adapt": None} if choice.coded else {}
             params.n_ctx = n_ctx
-            made = needed(model, choice, params, window, n_ctx)
+            made = needed(model, choice, params, n_ctx)
             if not made["cells"]:
                 raise RuntimeError(f"{choice.name}: llama.cpp makes no context of {n_ctx} tokens")
             return fixed | {kind: round(size) for kind, size in made.items()}

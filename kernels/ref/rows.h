@@ -1,13 +1,7 @@
-// rows.h: what every version must agree on bit for bit about rows.
+// rows.h: the reference's ops.
 #pragma once
 
 #include "subkv/ops.h"
-
-namespace subkv {
-
-extern const float SCALES[256]; // SCALES[0] = 0, else 2^((u - 160)/8) rounded to float
-
-} // namespace subkv
 
 namespace subkv::ref {
 

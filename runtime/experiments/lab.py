@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import loaded
+from converter.adaptive import ResearchLayout, loaded
 from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
 from converter.reference import Reference, attend
 from converter.scoring import F64, score
@@ -20,7 +20,6 @@ from subkv.base.progress import tracked
 from subkv.format.bases import Bands, CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.format.codec import F32
-from subkv.format.layout import Layout
 from subkv.native.gguf import Gguf
 from subkv.plan import budget as layout
 from subkv.plan.pipeline import Fit, Options
@@ -53,7 +52,7 @@ class Lab:
     stack: contextlib.ExitStack
     progress: bool = True
     _fits: dict[Options, Fit] = field(default_factory=dict)
-    _loaded: list[tuple[Layout, tuple[CodedLayer, ...]]] = field(default_factory=list)
+    _loaded: list[tuple[ResearchLayout, tuple[CodedLayer, ...]]] = field(default_factory=list)
 
     def fit(self, **changes: Any) -> Fit:
         """Bases under `options` with some of them changed; fitted once."""
@@ -62,7 +61,7 @@ class Lab:
             self._fits[options] = Fit(self.base, self.calibration, options, self.progress)
         return self._fits[options]
 
-    def coded(self) -> tuple[Layout, tuple[CodedLayer, ...]]:
+    def coded(self) -> tuple[ResearchLayout, tuple[CodedLayer, ...]]:
         """The layout at kv_bits, in libsubkv and here."""
         if not self._loaded:
             fit = self.fit()

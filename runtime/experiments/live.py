@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from converter.adaptive import ResearchLayout
 from converter.plots import figure as plots
 from converter.scoring import I32
 from runtime import options
@@ -27,7 +28,6 @@ from subkv.engine.observer import SAMPLE, UBATCH, ObservedLayer, Observer
 from subkv.engine.stats import cache_line
 from subkv.format import adapt as adaptive
 from subkv.format.adapt import Adapt
-from subkv.format.layout import Layout
 from subkv.native.library import Signatures, declare, last_error, load
 
 _HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
@@ -68,7 +68,7 @@ class Tracker:
     """Measures one sequence of a context that an observer in mode SAMPLE watches."""
 
     def __init__(
-        self, context: Context, observer: Observer, layout: Layout, adapting: tuple[str, Adapt] | None
+        self, context: Context, observer: Observer, layout: ResearchLayout, adapting: tuple[str, Adapt] | None
     ) -> None:
         """adapting: sides and how they follow the text, None if none does."""
         self._context, self._observer, self._layout = context, observer, layout
@@ -256,7 +256,7 @@ def measure(model: Model, choice: CacheChoice, tokens: I32, every: int, n_thread
     n = len(tokens)
     ends = [*range(every, n, every), n]
     options_ = ContextOptions(n, every, UBATCH, n_threads)
-    with contextlib.closing(Layout(choice.layout)) as layout, contextlib.closing(Observer(0)) as observer:
+    with contextlib.closing(ResearchLayout(choice.layout)) as layout, contextlib.closing(Observer(0)) as observer:
         with beside(observer.attach):
             context = model.context(choice, options_)
         with context:

@@ -4,25 +4,12 @@
 #include "observer.h"
 
 #include <algorithm>
-#include <cstdarg>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <stdexcept>
 #include <utility>
 
 namespace subkv {
-
-static std::string text(const char * fmt, ...) __attribute__((format(printf, 1, 2)));
-
-static std::string text(const char * fmt, ...) {
-    char    buf[512];
-    va_list args;
-    va_start(args, fmt);
-    std::vsnprintf(buf, sizeof(buf), fmt, args);
-    va_end(args);
-    return buf;
-}
 
 static int32_t or_default(int32_t value, int32_t fallback) {
     return value < 0 ? fallback : value;
@@ -62,10 +49,9 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
                                     layer.n_head });
         if (has_device_kernels(layer.buft)) {
             if (adaptive_) {
-                throw std::runtime_error(
-                    text("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
-                         "(-ngl 0, or offload_kqv off), or use static bases",
-                         layer.il, ggml_backend_buft_name(layer.buft)));
+                fail("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
+                     "(-ngl 0, or offload_kqv off), or use static bases",
+                     layer.il, ggml_backend_buft_name(layer.buft));
             }
             nodes->device = make_device_layer(*nodes, layer.buft);
         }
@@ -77,24 +63,20 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
 void Cache::check(const CacheDesc & desc) const {
     const auto & l = *layout_;
     if (!desc.unsupported.empty()) {
-        throw std::runtime_error(
-            text("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
-                 desc.arch.c_str(), desc.unsupported.c_str()));
+        fail("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
+             desc.arch.c_str(), desc.unsupported.c_str());
     }
     if (l.arch != desc.arch) {
-        throw std::runtime_error(
-            text("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%s\" found", desc.arch.c_str(),
-                 l.arch.c_str()));
+        fail("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%.100s\" found", desc.arch.c_str(),
+             l.arch.c_str());
     }
     if (l.n_layer != desc.n_layer) {
-        throw std::runtime_error(
-            text("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer));
+        fail("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer);
     }
     if (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16) {
-        throw std::runtime_error(
-            text("type_k, type_v: f16 expected with a subkv cache (coefficients replace the cache type), "
-                 "%s, %s found",
-                 ggml_type_name(desc.type_k), ggml_type_name(desc.type_v)));
+        fail("type_k, type_v: f16 expected with a subkv cache (coefficients replace the cache type), "
+             "%s, %s found",
+             ggml_type_name(desc.type_k), ggml_type_name(desc.type_v));
     }
     size_t n_coded = 0;
     for (const auto & layer : desc.layers) {
@@ -104,21 +86,18 @@ void Cache::check(const CacheDesc & desc) const {
         }
         n_coded++;
         if (codec->n_head_kv != layer.n_head_kv || codec->d_k != layer.d_k || codec->d_v != layer.d_v) {
-            throw std::runtime_error(
-                text("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
-                     "%d heads of size %d / %d found",
-                     layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k, codec->d_v));
+            fail("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
+                 "%d heads of size %d / %d found",
+                 layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k, codec->d_v);
         }
         if (layer.n_head % layer.n_head_kv != 0 || layer.n_head / layer.n_head_kv > MAX_GROUP) {
-            throw std::runtime_error(
-                text("model: layer %d shares one KV head between %d / %d query heads, at most %d supported", layer.il,
-                     layer.n_head, layer.n_head_kv, MAX_GROUP));
+            fail("model: layer %d shares one KV head between %d / %d query heads, at most %d supported", layer.il,
+                 layer.n_head, layer.n_head_kv, MAX_GROUP);
         }
         if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
-            throw std::runtime_error(
-                text("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
-                     "build (-DGGML_CUDA=ON has NVIDIA's); keep it on the CPU (-ngl 0, or offload_kqv off)",
-                     layer.il, ggml_backend_buft_name(layer.buft)));
+            fail("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
+                 "build (-DGGML_CUDA=ON has NVIDIA's); keep it on the CPU (-ngl 0, or offload_kqv off)",
+                 layer.il, ggml_backend_buft_name(layer.buft));
         }
     }
     if (n_coded == 0) {
@@ -274,14 +253,9 @@ struct StateWindow {
     int32_t n_sink, n_recent, n_rollback, n_seq, adapt, block;
 };
 
-static void fail(const std::string & why) {
-    set_error("%s", why.c_str());
-    throw std::runtime_error(why);
-}
-
 static StateWindow state_window(const Window & window, const Adaptive * adaptive, int32_t seq) {
     if (seq >= window.n_seq()) {
-        fail(text("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq));
+        fail("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq);
     }
     const int32_t sides = adaptive ? (adaptive->request().k ? 1 : 0) + (adaptive->request().v ? 2 : 0) : 0;
     return { window.n_sink(),
@@ -309,20 +283,18 @@ void Cache::state_read_head(StateReader & r, int32_t seq) const {
     std::string fingerprint(layout_->fingerprint.size(), '\0');
     r.read(fingerprint.data(), fingerprint.size());
     if (fingerprint != layout_->fingerprint) {
-        fail(
-            text("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str()));
+        fail("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str());
     }
     StateWindow found;
     r.read(&found, sizeof(found));
     if (want.adapt != found.adapt || want.block != found.block) {
-        fail(text("state: adaptive sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", want.adapt,
-                  want.block, found.adapt, found.block));
+        fail("state: adaptive sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", want.adapt,
+             want.block, found.adapt, found.block);
     }
     if (std::memcmp(&want, &found, sizeof(want)) != 0) {
-        fail(text(
-            "state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
-            want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
-            found.n_seq));
+        fail("state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
+             want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
+             found.n_seq);
     }
 }
 
@@ -346,7 +318,7 @@ void Cache::state_read_window(StateReader & r, int32_t seq) {
         try {
             adaptive_->state_read(r, stream);
         } catch (const std::exception & e) {
-            fail(e.what());
+            fail("%s", e.what());
         }
     }
 }

@@ -5,7 +5,6 @@
 #include "subkv_test.h"
 
 #include <algorithm>
-#include <exception>
 #include <memory>
 
 using namespace subkv;
@@ -14,20 +13,6 @@ struct subkv_adapt {
     std::shared_ptr<const Layout> layout;
     AdaptReplay                   replay;
 };
-
-namespace {
-
-// Nothing may be thrown into C.
-template <typename T, typename F> T guarded(T failed, F body) {
-    try {
-        return body();
-    } catch (const std::exception & e) {
-        set_error("adapt: %s", e.what());
-        return failed;
-    }
-}
-
-} // namespace
 
 void subkv::add_stats(const Adapter & adapter, subkv_adapt_stats & sum) {
     const AdaptStats & s = adapter.stats();
@@ -56,34 +41,28 @@ std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt
         set_error("adapt: expected a layout and parameters, found NULL");
         return nullptr;
     }
-    const LayerCodec * layer = layout->p->layer(il);
-    if (!layer) {
-        set_error("adapt: il: expected a coded layer, found %d", (int) il);
-        return nullptr;
-    }
-    if (head_kv < 0 || head_kv >= layer->n_head_kv) {
-        set_error("adapt: head_kv: expected 0..%d, found %d", layer->n_head_kv - 1, (int) head_kv);
+    const HeadCodec * codec = coded_head("adapt", layout, il, head_kv, value);
+    if (!codec) {
         return nullptr;
     }
     if (const char * why = ops_error()) {
         set_error("%s", why);
         return nullptr;
     }
-    const HeadCodec & codec = (value ? layer->v : layer->k)[(size_t) head_kv];
-    AdaptParams       p     = adapt_params(*params);
-    std::string       err;
-    if (!Adapter::check(p, codec.rank, err)) {
+    AdaptParams p = adapt_params(*params);
+    std::string err;
+    if (!Adapter::check(p, codec->rank, err)) {
         set_error("%s", err.c_str());
         return nullptr;
     }
     return std::unique_ptr<subkv_adapt>(
-        new subkv_adapt{ layout->p, AdaptReplay(ops(), *layer, head_kv, value, p, layout->p->n_sink) });
+        new subkv_adapt{ layout->p, AdaptReplay(ops(), *layout->p->layer(il), head_kv, value, p, layout->p->n_sink) });
 }
 
 // Adapter::query or ::lift of a chunk in use.
 bool with_chunk(const subkv_adapt & a, void (Adapter::*turn)(int32_t, const float *, float *) const, int32_t slot,
                 const float * x, float * out) {
-    return guarded(false, [&] {
+    return guarded("adapt", false, [&] {
         const Adapter & adapter = a.replay.adapter();
         if (slot != 0 && adapter.chunk(slot) == nullptr) {
             set_error("adapt: slot: expected 0 or a chunk in use, found %d", (int) slot);
@@ -100,7 +79,7 @@ extern "C" {
 
 subkv_adapt * subkv_adapt_new(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
                               int32_t head_kv, bool value) {
-    return guarded<subkv_adapt *>(nullptr, [&] { return make(layout, params, il, head_kv, value).release(); });
+    return guarded<subkv_adapt *>("adapt", nullptr, [&] { return make(layout, params, il, head_kv, value).release(); });
 }
 
 void subkv_adapt_free(subkv_adapt * adapt) {
@@ -108,14 +87,14 @@ void subkv_adapt_free(subkv_adapt * adapt) {
 }
 
 bool subkv_adapt_push(subkv_adapt * adapt, const float * x, int64_t n) {
-    return guarded(false, [&] {
+    return guarded("adapt", false, [&] {
         adapt->replay.push(x, n);
         return true;
     });
 }
 
 int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho) {
-    return guarded<int64_t>(-1, [&] {
+    return guarded<int64_t>("adapt", -1, [&] {
         adapt->replay.read(xhat, chunk_of, rho);
         return adapt->replay.size();
     });
@@ -130,7 +109,7 @@ bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const float * e, 
 }
 
 int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {
-    return guarded<int64_t>(-1, [&] {
+    return guarded<int64_t>("adapt", -1, [&] {
         const std::vector<uint8_t> bytes = adapt->replay.save();
         if (state && n >= (int64_t) bytes.size()) {
             std::copy(bytes.begin(), bytes.end(), static_cast<uint8_t *>(state));
@@ -140,7 +119,7 @@ int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {
 }
 
 bool subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n) {
-    return guarded(false, [&] {
+    return guarded("adapt", false, [&] {
         std::string err;
         if (!adapt->replay.restore(static_cast<const uint8_t *>(state), (size_t) std::max<int64_t>(n, 0), err)) {
             set_error("%s", err.c_str());
@@ -153,7 +132,7 @@ bool subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n) {
 bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il, int32_t head_kv,
                         bool value, const float * x, int64_t n, float * xhat, int32_t * chunk_of, float * rho,
                         subkv_adapt_stats * stats) {
-    return guarded(false, [&] {
+    return guarded("adapt", false, [&] {
         const auto adapt = make(layout, params, il, head_kv, value);
         if (!adapt) {
             return false;

@@ -1,49 +1,15 @@
 // capi_format.cpp: section "format" of subkv.h.
-#include "../../kernels/ref/rows.h"
 #include "error.h"
 #include "layout.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <locale>
 #include <numeric>
-#include <sstream>
 #include <string>
 
 using namespace subkv;
 
 namespace {
-
-std::string constants() {
-    std::ostringstream out;
-    out.imbue(std::locale::classic());
-    out << "{\"version\":" << FORMAT_VERSION << ",\"scale_one\":" << SCALE_ONE
-        << ",\"scale_candidates_below\":" << SCALE_CANDIDATES_BELOW << ",\"half_max\":" << (int) HALF_MAX
-        << ",\"max_bands\":" << MAX_BANDS << ",\"max_head_size\":" << MAX_HEAD_SIZE << ",\"band_step\":" << BAND_STEP
-        << ",\"max_layers\":" << MAX_LAYERS << ",\"max_heads_kv\":" << MAX_HEADS_KV << ",\"max_sink\":" << MAX_SINK
-        << ",\"max_recent\":" << MAX_RECENT << ",\"n_rollback\":" << N_ROLLBACK << ",\"planes\":{";
-    const char * comma = "";
-    for (const int32_t bits : WIDTHS) {
-        const int32_t low = low_plane(bits);
-        out << comma << '"' << bits << "\":[" << low;
-        if (low < bits) {
-            out << ',' << bits - low;
-        }
-        out << ']';
-        comma = ",";
-    }
-    out << "},\"scales\":";
-    comma = "[";
-    for (const float scale : SCALES) {
-        uint32_t bits;
-        std::memcpy(&bits, &scale, sizeof(bits));
-        out << comma << bits;
-        comma = ",";
-    }
-    out << "]}";
-    return out.str();
-}
 
 // The codec of rows whose coefficients are given; false: error set.
 bool codec_of(const char * function, const int32_t * bands, const float * ratio, int32_t n_bands, HeadCodec & codec) {
@@ -93,7 +59,7 @@ bool room_for(const char * function, int64_t n, const void * in, const void * ou
 extern "C" {
 
 const char * subkv_constants(void) {
-    static const std::string json = constants();
+    static const std::string json = constants_to_json();
     return json.c_str();
 }
 

@@ -6,22 +6,10 @@
 #include "subkv_test.h"
 
 #include <algorithm>
-#include <exception>
 
 using namespace subkv;
 
-// Nothing may be thrown into C.
-template <typename T, typename F> static T guarded(T failed, F body) {
-    try {
-        return body();
-    } catch (const std::exception & e) {
-        set_error("layout: %s", e.what());
-        return failed;
-    }
-}
-
-// One head of a coded layer; nullptr: error set, which starts with the function's name.
-static const HeadCodec * coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+const HeadCodec * subkv::coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                                     bool value) {
     if (!layout) {
         set_error("%s: expected a layout, found NULL", function);
@@ -42,7 +30,7 @@ static const HeadCodec * coded_head(const char * function, const subkv_layout * 
 extern "C" {
 
 int32_t subkv_layout_present(const char * path) {
-    return guarded<int32_t>(-1, [&] {
+    return guarded<int32_t>("layout", -1, [&] {
         std::string err;
         const int   present = layout_present(path, err);
         if (present < 0) {
@@ -53,7 +41,7 @@ int32_t subkv_layout_present(const char * path) {
 }
 
 subkv_layout * subkv_layout_load(const char * path) {
-    return guarded<subkv_layout *>(nullptr, [&]() -> subkv_layout * {
+    return guarded<subkv_layout *>("layout", nullptr, [&]() -> subkv_layout * {
         std::string err;
         auto        p = load_layout(path, err);
         if (!p) {

@@ -4,19 +4,17 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <stdexcept>
 #include <string>
 
 namespace subkv {
 
 static thread_local std::string last_error;
 
-void set_error(const char * fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
+static std::string formatted(const char * fmt, va_list args) {
     va_list again;
     va_copy(again, args);
-    const int n = std::vsnprintf(nullptr, 0, fmt, args);
-    va_end(args);
+    const int   n = std::vsnprintf(nullptr, 0, fmt, args);
     std::string text;
     if (n > 0) {
         text.resize((size_t) n + 1);
@@ -24,7 +22,22 @@ void set_error(const char * fmt, ...) {
         text.resize((size_t) n);
     }
     va_end(again);
-    last_error = std::move(text);
+    return text;
+}
+
+void set_error(const char * fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    last_error = formatted(fmt, args);
+    va_end(args);
+}
+
+void fail(const char * fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    last_error = formatted(fmt, args);
+    va_end(args);
+    throw std::runtime_error(last_error);
 }
 
 void clear_error() {

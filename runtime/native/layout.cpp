@@ -34,6 +34,10 @@ struct Invalid {
     throw Invalid{ key + ": expected " + expected + ", found " + found };
 }
 
+uint32_t le32(const uint8_t * p) {
+    return p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;
+}
+
 struct GgufFree {
     void operator()(gguf_context * ctx) const { gguf_free(ctx); }
 };
@@ -88,7 +92,7 @@ Gguf open_gguf(const char * path_or_null) {
         refuse(path, "a complete GGUF file", "one of " + std::to_string(size) + " bytes");
     }
     file.close();
-    const uint32_t version = head[4] | (uint32_t) head[5] << 8 | (uint32_t) head[6] << 16 | (uint32_t) head[7] << 24;
+    const uint32_t version = le32(head + 4);
     if (version < 2 || version > GGUF_VERSION) {
         refuse(path, "GGUF version 2.." + std::to_string(GGUF_VERSION), "version " + std::to_string(version));
     }
@@ -289,7 +293,7 @@ struct BlockReader {
     const uint8_t *     p;
 
     float positive(const std::string & what) {
-        const uint32_t bits = p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;
+        const uint32_t bits = le32(p);
         float          value;
         std::memcpy(&value, &bits, sizeof(value));
         p += 4;

@@ -109,6 +109,9 @@ std::string canonical_layout(const std::vector<LayerSpec> & layers);
 // FORMAT.md §5.
 std::string layout_to_json(const Layout & layout);
 
+// Of subkv_constants.
+std::string constants_to_json();
+
 } // namespace subkv
 
 // The C interface's handle; subkv_attach shares `p` with the context.
@@ -116,3 +119,11 @@ struct subkv_layout {
     std::shared_ptr<const subkv::Layout> p;
     std::string                          json;
 };
+
+namespace subkv {
+
+// One head of a coded layer; nullptr: error set, which starts with the function's name.
+const HeadCodec * coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+                             bool value);
+
+} // namespace subkv

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from converter.scoring import F32, F64
+from converter.scoring import F32
 from runtime.warmstart.contexts import attention, capturing
 from runtime.warmstart.embedding import embedder
 from runtime.warmstart.frame import Frame

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import capi
 import numpy as np
 import pytest
 import writer
@@ -17,12 +18,11 @@ from calib_synthetic import draw, random_moment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from converter.adaptive import Replayed, ResearchLayout
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, native_params
 from subkv.format.bases import StoredBasis
-from subkv.format.layout import Layout, Replayed
 from subkv.native import library as _lib
-from subkv.native.binding import native
 from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
 from subkv.plan.quantizer import WIDTHS, best_step, distortion
@@ -61,7 +61,7 @@ def rows(seed: int, head: int, value: bool, n: int, drift: int | None = None) ->
 
 
 @pytest.fixture(scope="module")
-def layout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
+def layout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResearchLayout]:
     def head(i: int, value: bool) -> writer.Head:
         s = stored(i, value)
         return writer.Head(
@@ -73,7 +73,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
     path = writer.write(
         tmp_path_factory.mktemp("adapt") / "layout.gguf", writer.metadata(layers, block_count=1, n_sink=N_SINK)
     )
-    opened = Layout(path)
+    opened = ResearchLayout(path)
     yield opened
     opened.close()
 
@@ -81,8 +81,8 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
 class Stream:
     """subkv_adapt: rows handed over a few at a time."""
 
-    def __init__(self, layout: Layout, params: Adapt, head: int, value: bool) -> None:
-        self.lib = native()
+    def __init__(self, layout: ResearchLayout, params: Adapt, head: int, value: bool) -> None:
+        self.lib = capi.load()
         self.handle = self.lib.subkv_adapt_new(layout.handle, native_params(params), 0, head, value)
         assert self.handle, _lib.last_error()
 
@@ -124,7 +124,7 @@ def relative(x: F32, y: F32) -> float:
 def test_quantizer_constants() -> None:
     step, error = ctypes.c_double(), ctypes.c_double()
     for bits in WIDTHS:
-        native().subkv_quantizer(bits, step, error)
+        capi.load().subkv_quantizer(bits, step, error)
         assert error.value == pytest.approx(distortion(bits), rel=1e-6)
         if bits != 16:
             assert step.value == pytest.approx(best_step(bits), rel=1e-6)
@@ -132,7 +132,7 @@ def test_quantizer_constants() -> None:
 
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("head", [0, 1])
-def test_static_equals_the_codec(layout: Layout, head: int, value: bool) -> None:
+def test_static_equals_the_codec(layout: ResearchLayout, head: int, value: bool) -> None:
     """Without triggers: γ Dᵀ ĉ + μ of converter/predict.py for every row, the last of an incomplete block."""
     x = rows(1, head, value, 203)
     out = layout.replay(STATIC, 0, head, value, x)
@@ -149,7 +149,7 @@ def test_static_equals_the_codec(layout: Layout, head: int, value: bool) -> None
 @pytest.mark.parametrize("kind", ["covariance", "fd", "oja"])
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("head", [0, 1])
-def test_rho_is_the_residual_of_the_coefficients(layout: Layout, head: int, value: bool, kind: str) -> None:
+def test_rho_is_the_residual_of_the_coefficients(layout: ResearchLayout, head: int, value: bool, kind: str) -> None:
     """‖x' − x̂'‖ / ‖x'‖ over the block, x̂' from what attention sees: x̂ = Dᵀ keep x̂', D being of full row rank."""
     x = rows(2, head, value, 256, drift=96)
     out = layout.replay(replace(EAGER, kind=kind, max_chunks=100), 0, head, value, x)
@@ -170,7 +170,7 @@ def test_rho_is_the_residual_of_the_coefficients(layout: Layout, head: int, valu
 
 @pytest.mark.parametrize("kind", ["covariance", "fd"])
 @pytest.mark.parametrize("head", [0, 1])
-def test_adapting_pays_where_the_rows_change(layout: Layout, kind: str, head: int) -> None:
+def test_adapting_pays_where_the_rows_change(layout: ResearchLayout, kind: str, head: int) -> None:
     x = rows(3, head, True, 1024, drift=256)
     space = stored(head, True).coefficients(x)
     params = replace(EAGER, kind=kind, decay=0.99)
@@ -183,7 +183,7 @@ def test_adapting_pays_where_the_rows_change(layout: Layout, kind: str, head: in
     assert len(space) == 1024
 
 
-def test_rows_do_not_depend_on_what_comes_later(layout: Layout) -> None:
+def test_rows_do_not_depend_on_what_comes_later(layout: ResearchLayout) -> None:
     x = rows(4, 1, True, 640, drift=200)
     params = replace(EAGER, max_chunks=100)
     whole = layout.replay(params, 0, 1, True, x)
@@ -206,20 +206,20 @@ def test_any_split_gives_the_same(cuts: list[int], max_chunks: int, kind: str) -
         stream.push(part)
     for one, other in zip((whole.seen, whole.chunk_of, whole.rho), stream.read(), strict=True):
         assert np.array_equal(one, other)
-    assert native().subkv_adapt_read(stream.handle, None, None, None) == 400
+    assert capi.load().subkv_adapt_read(stream.handle, None, None, None) == 400
 
 
-_LAYOUT: list[Layout] = []
+_LAYOUT: list[ResearchLayout] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _keep(layout: Layout) -> None:
+def _keep(layout: ResearchLayout) -> None:
     """hypothesis does not take fixtures of a narrower scope than its function's: the layout by way of a global."""
     _LAYOUT[:] = [layout]
 
 
 @pytest.mark.parametrize("max_chunks", [1, 2, 3])
-def test_merges_keep_the_number_of_chunks(layout: Layout, max_chunks: int) -> None:
+def test_merges_keep_the_number_of_chunks(layout: ResearchLayout, max_chunks: int) -> None:
     rng = np.random.default_rng(6)
     x = np.concatenate([draw(rng, random_moment(rng, D, 8.0), 200) for _ in range(6)]).astype(np.float32)
     params = replace(EAGER, max_chunks=max_chunks, decay=0.98)
@@ -244,7 +244,7 @@ def test_merges_keep_the_number_of_chunks(layout: Layout, max_chunks: int) -> No
         assert s["n_recoded"] >= (~static).sum() - last.sum()
 
 
-def test_without_merges_the_first_bases_stay(layout: Layout) -> None:
+def test_without_merges_the_first_bases_stay(layout: ResearchLayout) -> None:
     rng = np.random.default_rng(6)
     x = np.concatenate([draw(rng, random_moment(rng, D, 8.0), 200) for _ in range(6)]).astype(np.float32)
     params = replace(EAGER, max_chunks=2, decay=0.98, merge=0)
@@ -260,7 +260,7 @@ def test_without_merges_the_first_bases_stay(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("value", [False, True])
-def test_reuse_takes_the_best_of_the_bases(layout: Layout, value: bool) -> None:
+def test_reuse_takes_the_best_of_the_bases(layout: ResearchLayout, value: bool) -> None:
     """A text that comes back to what the static basis was made for; no block is worse off than under that basis."""
     x = rows(13, 1, value, 1200, drift=300)
     x[700:] = rows(14, 1, value, 500)
@@ -273,7 +273,7 @@ def test_reuse_takes_the_best_of_the_bases(layout: Layout, value: bool) -> None:
     assert best.rho.mean() < min(static.rho.mean(), latest.rho.mean())
 
 
-def test_a_new_basis_must_gain(layout: Layout) -> None:
+def test_a_new_basis_must_gain(layout: ResearchLayout) -> None:
     x = rows(7, 1, True, 512, drift=128)
     out = layout.replay(replace(EAGER, gain=1e-3), 0, 1, True, x)
     assert out.stats["n_opened"] == 0 and out.stats["n_refused"] == 7  # before tokens 96, 160, ..
@@ -281,7 +281,7 @@ def test_a_new_basis_must_gain(layout: Layout) -> None:
     assert np.array_equal(out.seen, kept.seen)
 
 
-def test_residuals_trigger(layout: Layout) -> None:
+def test_residuals_trigger(layout: ResearchLayout) -> None:
     """No length: only blocks above tau are reconsidered, and none before the sketch is warm."""
     x = rows(8, 1, True, 512, drift=256)
     before = layout.replay(STATIC, 0, 1, True, x).rho
@@ -295,7 +295,7 @@ def test_residuals_trigger(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("head", [0, 1])
-def test_queries_see_what_lifting_gives(layout: Layout, head: int) -> None:
+def test_queries_see_what_lifting_gives(layout: ResearchLayout, head: int) -> None:
     """q̃(chunk) · c = q̃ · lift(c) for every basis in use: logits on coefficients are those of the vectors."""
     rank = sum(n for n, _ in BANDS[head])
     stream = Stream(layout, EAGER, head, True)
@@ -313,7 +313,7 @@ def test_queries_see_what_lifting_gives(layout: Layout, head: int) -> None:
 
 
 @pytest.mark.parametrize("value", [False, True])
-def test_rows_that_are_not_finite(layout: Layout, value: bool) -> None:
+def test_rows_that_are_not_finite(layout: ResearchLayout, value: bool) -> None:
     x = rows(9, 1, value, 300, drift=100)
     x[50, 3], x[170, 0], x[171, 31] = np.nan, np.inf, -np.inf
     out = layout.replay(EAGER, 0, 1, value, x)
@@ -324,14 +324,14 @@ def test_rows_that_are_not_finite(layout: Layout, value: bool) -> None:
     assert out.stats["n_opened"] >= 1
 
 
-def test_nothing_but_zeros(layout: Layout) -> None:
+def test_nothing_but_zeros(layout: ResearchLayout) -> None:
     out = layout.replay(EAGER, 0, 1, True, np.zeros((200, D), np.float32))
     assert not out.seen.any() and not out.rho.any() and out.stats["n_opened"] == 0
 
 
 @pytest.mark.parametrize(("reuse", "max_chunks"), [(0, 100), (1, 100), (1, 1)])
 @pytest.mark.parametrize("kind", ["covariance", "fd", "oja"])
-def test_a_restored_state_goes_on_alike(layout: Layout, kind: str, reuse: int, max_chunks: int) -> None:
+def test_a_restored_state_goes_on_alike(layout: ResearchLayout, kind: str, reuse: int, max_chunks: int) -> None:
     x = rows(10, 0, True, 700, drift=200)
     params = replace(EAGER, kind=kind, max_chunks=max_chunks, decay=0.99, reuse=reuse, merge=0)  # merges need rows
     one = Stream(layout, params, 0, True)
@@ -346,7 +346,7 @@ def test_a_restored_state_goes_on_alike(layout: Layout, kind: str, reuse: int, m
     assert np.array_equal(other.read()[2], held)
 
 
-def test_a_damaged_state_is_refused(layout: Layout) -> None:
+def test_a_damaged_state_is_refused(layout: ResearchLayout) -> None:
     stream = Stream(layout, EAGER, 0, True)
     stream.push(rows(11, 0, True, 320, drift=64))
     state = stream.save()
@@ -386,21 +386,21 @@ def test_a_damaged_state_is_refused(layout: Layout) -> None:
         ({"kind": "oja", "rate": 0.0}, "rate: expected above 0 and below 1"),
     ],
 )
-def test_bad_parameters(layout: Layout, changes: dict[str, Any], message: str) -> None:
+def test_bad_parameters(layout: ResearchLayout, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((SubkvError, ValueError), match=message):
         layout.replay(replace(EAGER, **changes), 0, 1, True, np.zeros((4, D), np.float32))
 
 
-def test_bad_heads(layout: Layout) -> None:
+def test_bad_heads(layout: ResearchLayout) -> None:
     x = np.zeros((4, D), np.float32)
     with pytest.raises(SubkvError, match="il: expected a coded layer, found 7"):
         layout.replay(EAGER, 7, 0, True, x)
     with pytest.raises(SubkvError, match=r"head_kv: expected 0\.\.1, found 2"):
         layout.replay(EAGER, 0, 2, True, x)
     with pytest.raises(SubkvError, match="nowhere.gguf: expected a GGUF file"):
-        Layout(Path("nowhere.gguf"))
+        ResearchLayout(Path("nowhere.gguf"))
 
 
-def test_replayed_is_complete(layout: Layout) -> None:
+def test_replayed_is_complete(layout: ResearchLayout) -> None:
     out: Replayed = layout.replay(EAGER, 0, 0, True, np.zeros((0, D), np.float32))
     assert out.seen.shape == (0, D) and out.stats["bytes_sketch"] == 40 + 4 * 24 * 25 // 2

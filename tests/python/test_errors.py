@@ -1,4 +1,4 @@
-"""The tracker (`subkv errors`): what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
+"""`subkv errors`: what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None
 
 FORK = """
 import multiprocessing, os, sys
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
 
 def make():
     return Llama(sys.argv[1], n_ctx=256, n_threads=2, n_threads_batch=2, verbose=False)
@@ -176,7 +176,7 @@ def test_cyclic_garbage_is_freed(coded_model: Models, monkeypatch: pytest.Monkey
 
 LEAKS = """
 import resource, sys
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
 
 def resident():
     with open("/proc/self/statm") as handle:
@@ -220,7 +220,7 @@ def test_a_failed_construction_leaves_nothing(coded_model: Models, monkeypatch: 
 def test_the_interpreter_ends_with_a_live_object(coded_model: Models, generating: bool) -> None:
     code = """
 import sys
-from subkv.llama import Llama
+from subkv.engine.llama import Llama
 llm = Llama(sys.argv[1], n_ctx=256, verbose=False)
 stream = llm.create_completion([10, 11, 12], max_tokens=50, stream=True)
 if len(sys.argv) > 2:

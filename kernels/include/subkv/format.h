@@ -21,8 +21,10 @@ namespace subkv {
 constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
                                1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f };
 
-constexpr int32_t SCALE_ONE =
-    160; // scale code of s = 1, a multiple of 8: s = EIGHTHS[u % 8] * 2^(u / 8 - SCALE_ONE / 8)
+// Scale code of s = 1: code u means s = EIGHTHS[u % 8] * 2^(u / 8 - SCALE_ONE / 8), 0 means s = 0.
+constexpr int32_t  SCALE_ONE = 160;
+extern const float SCALES[256]; // by scale code
+
 // Scale codes tried by encode: the smallest one that clips nothing and this many below it (factor 2^(-10/8)).
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
 constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands saturate there

@@ -156,7 +156,7 @@ def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
 def read(path: Path) -> dict[str, Any]:
     """Everything about a converted model or sidecar except the matrices (fields: FORMAT.md §5).
 
-    Raises SubkvError with libsubkv's sentence when any key is missing or damaged.
+    Raises CacheError about `path`, with libsubkv's sentence, when any key is missing or damaged.
     """
     with Layout(path) as layout:
         return layout.description

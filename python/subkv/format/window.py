@@ -30,9 +30,7 @@ class Window:
 
     def filled(self, n_sink: int = N_SINK, n_recent: int = N_RECENT, n_rollback: int = N_ROLLBACK) -> Window:
         """With these numbers where none was asked for."""
-        own = (self.n_sink, self.n_recent, self.n_rollback)
-        return Window(*(given if n == AS_FILE else n
-                        for n, given in zip(own, (n_sink, n_recent, n_rollback), strict=True)))  # fmt: skip
+        return Window(**{"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback, **self.asked()})
 
     def asked(self) -> dict[str, int]:
         """The numbers that were asked for, by name."""

@@ -59,7 +59,7 @@ def choose(device: torch.device, name: str | None = None) -> Kernels:
     if lacking is None:
         from subkv.torch import triton_kernels  # imports triton, which not every platform has
 
-        return triton_kernels.IN_TRITON
+        return Kernels(TRITON, triton_kernels.encode, triton_kernels.attend)
     if name is None:
         return IN_TORCH
     raise CacheError("kernel", f"expected {lacking[0]} for {TRITON!r}, found {lacking[1]}")

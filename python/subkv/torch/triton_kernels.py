@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 import subkv_triton.ops as st
 from subkv.torch.attend import QUERIES, Cells, Logits, Sight
-from subkv.torch.kernels import TRITON, Kernels
 from subkv.torch.rows import RowCodec
 from subkv_triton.fields import HALF_MAX
 
@@ -105,6 +104,3 @@ def _exact(q: Tensor, cells: Cells, sight: Sight, at: slice) -> st.Exact:
 def _bias(seen: Tensor) -> Tensor:
     """0 where a cell is seen, -inf elsewhere."""
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-IN_TRITON = Kernels(TRITON, encode, attend)

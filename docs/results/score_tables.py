@@ -1,0 +1,124 @@
+"""Tables of quality: KLD and perplexity of caches, in float32 and in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from render import Column, Numbers, Row, Rows, grid, label, plain
+
+WIKI, NOVEL, CODE = "wikitext2.test.txt", "sherlock.txt", "argparse.py"
+EVALUATE = ("subkv", "evaluate", "-m", "M.gguf", "--bases", "calib.safetensors", "-o", "json")
+PERPLEXITY = ("subkv", "perplexity", "-m", "M.gguf", "-f", WIKI, "-o", "json")
+
+
+def kld(row: Row) -> str:
+    return f"{plain(row['mean_kld'])} ± {row['mean_kld_stderr']:.1g}"
+
+
+QUALITY: tuple[Column, ...] = (
+    ("Δ PPL", lambda row: f"{row['delta_percent']:+.2f}% ± {100 * row['ppl_ratio_stderr']:.2f}%"),
+    ("mean KLD", kld),
+    ("median", lambda row: f"{row['median_kld']:.2g}"),
+    ("99.9%", lambda row: f"{row['kld_999']:.2g}"),
+    ("same top-1", lambda row: f"{100 * row['same_top']:.1f}%"),
+)
+
+
+def frontier(lab: Any) -> Rows:
+    bits, kinds = lab.pick("3,3.5,4.25,5,5.8,7", "4.25"), lab.pick("q8_0,q5_1,q5_0,q4_1,q4_0", "q4_0")
+    size = lab.pick(("-c", "2048", "--chunks", "2"), ("-c", "256", "--chunks", "1"))
+    chosen = ("-f", lab.text(WIKI), "--kv-bits", bits, "--stock", kinds, *size)
+    rows: Rows = lab.json(*EVALUATE, *chosen, "--plot", "frontier.png")
+    lab.keep("frontier.png")
+    return rows
+
+
+def short(row: Row) -> float:
+    """Bits per element where the context is as long as the scored chunk: the window weighs more there."""
+    if not row["n_recent"]:
+        return float(row["bpe_rows"])
+    return float(row["bpe_rows"] + (row["bpe"] - row["bpe_rows"]) * 8192 / row["n_ctx"])
+
+
+def frontier_markdown(rows: Rows) -> str:
+    columns: list[Column] = [
+        ("cache", lambda row: label(row["name"])),
+        ("bits per element at 8192", lambda row: f"{row['bpe']:.2f}"),
+        (f"at {rows[0]['n_ctx']}", lambda row: f"{short(row):.2f}"),
+        *QUALITY,
+        ("predicted", lambda row: "" if row["predicted_kld"] is None else plain(row["predicted_kld"])),
+    ]
+    return grid(rows, columns)
+
+
+def klds(rows: Rows) -> dict[str, float]:
+    return {row["name"].removeprefix("subkv ").replace(" + ", "_"): row["mean_kld"] for row in rows}
+
+
+def frontier_numbers(rows: Rows) -> Numbers:
+    kld = klds(rows)
+    numbers = {f"kld_{name}": plain(value) for name, value in kld.items()}
+    over = {f"{name}_over_4.25": kld[name] / kld["4.25"] for name in ("q4_0", "q4_0_window") if name in kld}
+    return numbers | {name: f"{value:.0f}" for name, value in over.items()}
+
+
+def other_texts(lab: Any) -> Rows:
+    bits, kinds = lab.pick("3.5,4.25,5,5.8,7", "4.25"), lab.pick("q8_0,q5_0,q4_0", "q4_0")
+    files = lab.texts(NOVEL, CODE)
+    size = lab.pick(("-c", "2048", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
+    rows: Rows = lab.json(*EVALUATE, *(f"-f{file}" for file in files), "--kv-bits", bits, "--stock", kinds, *size)
+    return rows
+
+
+def by_text(rows: Rows) -> str:
+    """A line per cache, a column per text."""
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    found = {(row["name"], row["text"]): row for row in rows}
+    columns: list[Column] = [
+        ("cache", lambda row: label(row["name"])),
+        ("bits per element at 8192", lambda row: f"{row['bpe']:.2f}"),
+        *((f"KLD on {text}", lambda row, text=text: kld(found[row["name"], text])) for text in texts),
+    ]
+    return grid([found[name, texts[0]] for name in names], columns)
+
+
+def long_context(lab: Any) -> Rows:
+    size = lab.pick(("-c", "8192", "--chunks", "1"), ("-c", "512", "--chunks", "1"))
+    chosen = ("-f", lab.text(WIKI), "--kv-bits", "4.25,5.8", "--stock", "q4_0", *size)
+    rows: Rows = lab.json(*EVALUATE, *chosen)
+    return rows
+
+
+def long_markdown(rows: Rows) -> str:
+    columns: list[Column] = [
+        ("cache", lambda row: label(row["name"])),
+        ("bits per element", lambda row: f"{row['bpe']:.2f}"),
+        *QUALITY,
+    ]
+    return grid(rows, columns)
+
+
+def engine_kld(lab: Any) -> Rows:
+    size = lab.pick(("-c", "2048", "--chunks", "2"), ("-c", "256", "--chunks", "1"))
+    ours = [lab.sidecar(bits) for bits in lab.pick(("3.5", "4.25", "5", ""), ("4.25",))]
+    lab.text(WIKI)
+    caches = ",".join(
+        [*lab.pick(("f16", "q8_0", "q5_0", "q4_0"), ("f16", "q4_0")), *(f"subkv:{file}" for file in ours)]
+    )
+    rows: Rows = lab.json(*PERPLEXITY, *size, "--compare", caches)
+    return rows
+
+
+def engine_markdown(rows: Rows) -> str:
+    def scored(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: "" if row is rows[0] else cell(row)
+
+    columns: list[Column] = [
+        ("cache", lambda row: label(row["name"])),
+        ("bits per element allocated", lambda row: f"{row['bpe']:.2f}"),
+        ("PPL", lambda row: f"{row['ppl']:.3f}"),
+        *((title, scored(cell)) for title, cell in QUALITY),
+    ]
+    return grid(rows, columns)

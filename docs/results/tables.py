@@ -1,0 +1,163 @@
+"""The tables: name, title, what is measured, and the functions that measure and write them.
+
+measure(lab) runs programs in a folder that holds M.gguf, calib.safetensors and the texts (`Lab` of make.py) and returns
+rows; markdown(rows) and numbers(rows) are what documents show and quote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import research_tables as research
+import score_tables as scores
+import speed_tables as speed
+from render import Numbers, Rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """minutes: an estimate for two quiet cores of a Zen 4. picture: a file beside the page."""
+
+    name: str
+    title: str
+    about: str
+    minutes: float
+    measure: Callable[[Any], Rows]
+    markdown: Callable[[Rows], str]
+    numbers: Callable[[Rows], Numbers] = lambda rows: {}
+    picture: str = ""
+
+
+MODEL = "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2"
+FLOAT32 = "in a float32 model of transformers, without engine noise"
+REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
+
+ORDER = (  # what matters most comes first
+    Table(
+        "frontier_float32",
+        "Bits against KLD, float32",
+        f"{MODEL}; WikiText-2 test, the codec {FLOAT32}. KLD against the same model with exact keys and values, nats "
+        "per token.",
+        8,
+        scores.frontier,
+        scores.frontier_markdown,
+        scores.frontier_numbers,
+        "frontier.png",
+    ),
+    Table(
+        "speed_decode",
+        "Generation",
+        f"{REPEATED} and the default; the better of flash attention on and off.",
+        4,
+        speed.decode,
+        speed.by_depth,
+        speed.numbers,
+    ),
+    Table(
+        "memory",
+        "Memory at 8192 tokens of context",
+        "A chat that answers 8 tokens; peak resident memory of the whole process.",
+        0.3,
+        speed.memory,
+        speed.memory_markdown,
+        speed.memory_numbers,
+    ),
+    Table(
+        "sensitivity",
+        "What errors cost where",
+        "Measured by `subkv sensitivity`, drawn from the calibration.",
+        0.1,
+        research.sensitivity,
+        lambda rows: "",
+        picture="sensitivity.png",
+    ),
+    Table(
+        "speed_prefill",
+        "Prompts of 512 tokens",
+        f"{REPEATED}; the better of flash attention on and off.",
+        4.5,
+        speed.prefill,
+        speed.by_depth,
+        speed.numbers,
+    ),
+    Table(
+        "engine_kld",
+        "KLD in the engine",
+        f"{MODEL}; WikiText-2 test. The engine computes with quantized weights and activations and amplifies every "
+        "rounding; f16 with flash attention off is the floor below which nothing can be told apart.",
+        3.5,
+        scores.engine_kld,
+        scores.engine_markdown,
+    ),
+    Table(
+        "server_load",
+        "Load on the server",
+        "4 slots of 4096 tokens, 4.5 bits, 2 threads; the lines of clients are medians of interleaved repetitions.",
+        4.5,
+        speed.server_load,
+        speed.server_markdown,
+        speed.server_numbers,
+    ),
+    Table(
+        "other_texts",
+        "Texts far from the calibration",
+        f"{MODEL}; a novel, and argparse.py of the Python that runs; the codec {FLOAT32}, one chunk each.",
+        5,
+        scores.other_texts,
+        scores.by_text,
+    ),
+    Table(
+        "speed_parallel",
+        "Sequences that generate together",
+        f"{REPEATED}; tokens/s of all together.",
+        4,
+        speed.parallel,
+        speed.by_test,
+        speed.parallel_numbers,
+    ),
+    Table("speed_deep", "Deep contexts", f"{REPEATED}.", 4, speed.deep, speed.by_depth, speed.numbers),
+    Table(
+        "speed_avx2",
+        "AVX2 only",
+        f"{REPEATED}; our kernels limited to AVX2, llama.cpp's own not.",
+        2,
+        speed.avx2,
+        speed.by_test,
+    ),
+    Table(
+        "long_context",
+        "8192 tokens",
+        f"{MODEL}; WikiText-2 test, the codec {FLOAT32}, one chunk.",
+        7,
+        scores.long_context,
+        scores.long_markdown,
+    ),
+    Table(
+        "kernels",
+        "Kernels alone",
+        "Nanoseconds (and GB/s of codes) of each op in each version.",
+        1,
+        speed.kernels,
+        speed.kernels_markdown,
+    ),
+    Table(
+        "experiments",
+        "The papers' falsifiers",
+        f"{MODEL}; float32, 4.25 bits, one chunk a text.",
+        13,
+        research.experiments,
+        research.verdicts_markdown,
+    ),
+    Table(
+        "warm_start",
+        "Warm start against the paper's criteria",
+        "Trained on prompts of WikiText-2 valid, tested on its test split, f16 cache, pairs with a cosine above 0.9.",
+        7,
+        research.warm_start,
+        research.warm_markdown,
+        research.warm_numbers,
+    ),
+)
+TABLES = {table.name: table for table in ORDER}

@@ -1,0 +1,143 @@
+"""What README.md and docs/ quote is what docs/results/make.py measured, all of it at one commit."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+FOLDER = REPO / "docs" / "results"
+sys.path.insert(0, str(FOLDER))
+render: Any = importlib.import_module("render")
+TABLES: dict[str, Any] = importlib.import_module("tables").TABLES
+RESULTS: dict[str, Any] = {
+    name: json.loads((FOLDER / f"{name}.json").read_bytes()) for name in TABLES if (FOLDER / f"{name}.json").exists()
+}
+MARK = re.compile(r"<!-- (/?)(results|number)\b")
+
+
+def result(name: str) -> dict[str, Any]:
+    if name not in RESULTS:
+        pytest.skip(f"results: {name} is not measured yet; python docs/results/make.py --only {name}")
+    found: dict[str, Any] = RESULTS[name]
+    return found
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_result_is_whole(name: str) -> None:
+    found = result(name)
+    assert set(found) == set(render.FIELDS)
+    assert {key for key, kind in render.FIELDS.items() if not isinstance(found[key], kind)} == set()
+    assert found["name"] == name and not found["quick"]
+    assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
+    assert set(found["machine"]) == {"cpu", "cores", "kernel", "memory_gib", "read_bandwidth_gbs"}
+    assert found["rows"] or found["skipped"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_page_is_the_result(name: str) -> None:
+    found = result(name)
+    assert (FOLDER / f"{name}.md").read_text(encoding="utf-8") == render.page(TABLES[name], found)
+    picture = TABLES[name].picture
+    assert not picture or not found["rows"] or (FOLDER / picture).is_file()
+
+
+def test_no_table_of_another_commit() -> None:
+    by_commit: dict[str, list[str]] = {}
+    for name, found in RESULTS.items():
+        by_commit.setdefault(found["commit"], []).append(name)
+    assert len(by_commit) <= 1, by_commit
+
+
+def test_no_result_without_a_table() -> None:
+    assert {path.stem for path in (*FOLDER.glob("*.json"), *FOLDER.glob("*.md"))} <= set(TABLES)
+
+
+@pytest.mark.parametrize("document", render.documents(REPO), ids=lambda path: str(path.relative_to(REPO)))
+def test_document_quotes_the_results(document: Path) -> None:
+    written = document.read_text(encoding="utf-8")
+    assert render.filled(written, TABLES, RESULTS, render.folder(document, REPO)) == written
+    marks = [f"{found[1]}{found[2]}" for found in MARK.finditer(written)]
+    whole = len(render.BLOCK.findall(written)) + len(render.NUMBER.findall(written))
+    assert len(marks) == 2 * whole, f"expected marks that open and close, found {marks}"
+
+
+#
+# the renderer, on made-up rows
+#
+
+
+def made_up(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    machine = {"cpu": "CPU", "cores": 2, "kernel": "ref", "memory_gib": 1.0, "read_bandwidth_gbs": 10.0}
+    return {
+        "name": name,
+        "commands": ["subkv bench -m M.gguf " + "--longest-option " * 10],
+        "commit": "0" * 40,
+        "dirty": False,
+        "quick": False,
+        "date": "2026-01-01 00:00 UTC",
+        "machine": machine,
+        "versions": {"python": "3"},
+        "seconds": 1.0,
+        "skipped": [],
+        "rows": rows,
+    }
+
+
+def speed(cache: str, depth: int, tokens: float) -> dict[str, Any]:
+    test = {"n_depth": depth, "n_prompt": 0, "n_gen": 16, "n_parallel": 1}
+    return {"cache": cache, **test, "median_ts": tokens, "stddev_ts": 1.0, "kv_bytes_per_token": 100}
+
+
+SPEED = made_up(
+    "speed_decode",
+    [speed("f16", 64, 50.0), speed("subkv", 64, 100.0), speed("f16", 8000, 20.0), speed("subkv", 8000, 60.0)],
+)
+
+
+def test_ratios_are_to_the_best_stock_cache() -> None:
+    lines = TABLES["speed_decode"].markdown(SPEED["rows"]).splitlines()
+    assert lines[0].endswith("| depth 64 | depth 8000 | × best stock at 8000 |")
+    assert lines[-1].endswith("| **100.0 ± 1.0** | **60.0 ± 1.0** | 3.00 |")
+    numbers = TABLES["speed_decode"].numbers(SPEED["rows"])
+    assert numbers["best_stock_8000"] == numbers["f16_8000"] == "3.0" and numbers["kept_8000"] == "60"
+
+
+def test_marks_are_filled_and_stay() -> None:
+    text = (
+        "a <!-- number: speed_decode.kept_8000 -->?<!-- /number --> b\n\n"
+        "<!-- results: speed_decode -->\n<!-- /results -->\n\n<!-- results: memory -->\n<!-- /results -->\n"
+    )
+    once = render.filled(text, TABLES, {"speed_decode": SPEED}, "results/")
+    assert "a <!-- number: speed_decode.kept_8000 -->60<!-- /number --> b" in once
+    assert "\n\n| cache, tokens/s |" in once and "(results/speed_decode.md)" in once
+    assert once.endswith("<!-- results: memory -->\n<!-- /results -->\n")
+    assert render.filled(once, TABLES, {"speed_decode": SPEED}, "results/") == once
+    assert all(len(line) <= render.COLUMNS for line in once.splitlines() if line[:1] != "|")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- number: speed_decode.none -->1<!-- /number -->", "best_stock_64.* of speed_decode, found none"),
+        ("<!-- number: nothing.x -->1<!-- /number -->", "number: expected one of .*, found nothing"),
+        ("<!-- results: nothing -->\n<!-- /results -->\n", "results: expected one of .*, found nothing"),
+    ],
+)
+def test_unknown_names_are_refused(text: str, message: str) -> None:
+    with pytest.raises(KeyError, match=message):
+        render.filled(text, TABLES, {"speed_decode": SPEED}, "")
+
+
+def test_page_says_what_was_left_out() -> None:
+    gap = {**made_up("kernels", []), "skipped": ["kernel-bench is measured where a build folder is given (--build)"]}
+    page = render.page(TABLES["kernels"], gap)
+    assert "Skipped: kernel-bench is measured where a build folder is given (--build)." in page
+    assert "```sh\nsubkv bench" in page and " \\\n    --longest-option" in page
+    assert all(len(line) <= render.COLUMNS for line in page.splitlines())
