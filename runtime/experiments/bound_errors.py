@@ -12,9 +12,9 @@ import numpy as np
 
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64
+from runtime.experiments.grids import Rows
 from runtime.experiments.lab import Lab
 from runtime.experiments.sketch import Sketch
-from runtime.experiments.tables import Rows
 from subkv.base.progress import progress_bar
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32

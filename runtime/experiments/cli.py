@@ -108,7 +108,7 @@ class Results:
     """A folder with the results so far. Raises SubkvError about `output` for a folder that cannot be used."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        from runtime.experiments.tables import made_folder
+        from runtime.experiments.grids import made_folder
         from subkv.base.files import check_writable
 
         self.folder, self.settings = folder, settings
@@ -157,7 +157,7 @@ class Results:
     def write(self) -> None:
         """All files, each whole or not at all."""
         from runtime.experiments import report
-        from runtime.experiments.tables import write_files
+        from runtime.experiments.grids import write_files
 
         self._draw()
         notes = [self._undrawn] if self._undrawn else []

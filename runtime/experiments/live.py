@@ -19,7 +19,7 @@ from converter.scoring import I32
 from runtime import options
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64
-from runtime.experiments.tables import Column, Rows, framed, grid, grouped
+from runtime.experiments.grids import Column, Rows, framed, grid, grouped
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, beside
 from subkv.engine.context import Context, ContextOptions

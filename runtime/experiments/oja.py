@@ -18,9 +18,9 @@ from converter.caches import Cache
 from converter.reference import Coder
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64
+from runtime.experiments.grids import Rows
 from runtime.experiments.lab import Lab, Text
 from runtime.experiments.sketch import Sketch
-from runtime.experiments.tables import Rows
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
 from subkv.format.window import Window

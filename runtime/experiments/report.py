@@ -7,7 +7,7 @@ from typing import Any
 
 from converter import tables
 from runtime.experiments import verdicts
-from runtime.experiments.tables import Column, Row, grid, heading
+from runtime.experiments.grids import Column, Row, grid, heading
 
 Found = dict[str, Any]  # what an experiment returned
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from runtime.experiments.bounds import F64
+from runtime.experiments.grids import Rows
 from runtime.experiments.lab import Lab
-from runtime.experiments.tables import Rows
 from subkv.format.codec import F32
 from subkv.plan.positions import Rotation, rotation
 

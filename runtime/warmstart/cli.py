@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,7 @@ import click
 
 from runtime import options
 from runtime.bench import IntList
-from subkv.base.command import command as program_command
-from subkv.base.command import group
+from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, concerning, need_packages
 from subkv.base.threads import default_threads
 
@@ -40,17 +39,6 @@ FILE = click.Path(path_type=Path)
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 def main() -> None:
     """A first token from the summarised cache of a similar prompt. Experimental."""
-
-
-def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of the group, with errors as one sentence."""
-
-    def add(function: Callable[..., Any]) -> click.Command:
-        command = program_command(name=name)(function)
-        main.add_command(command)
-        return command
-
-    return add
 
 
 _model = options.model_option(required=True)
@@ -96,7 +84,7 @@ class Passages:
             raise SubkvError("words", f"expected lengths of 10 words or more, found {self.words}")
 
 
-@_command("prompts")
+@command("prompts")
 @_model
 @click.option("-f", "--file", "file", required=True, type=FILE, help="UTF-8 text that passages are cut from")
 @click.option("-o", "--output", "output", required=True, type=FILE, help="prompts, one JSON object a line")
@@ -148,7 +136,7 @@ class Shape:
     embedding: str
 
 
-@_command("train")
+@command("train")
 @_model
 @_prompts
 @click.option("-o", "--output", "output", required=True, type=FILE, help="warm.safetensors to write")
@@ -177,7 +165,7 @@ def train(model: str, file: Path, output: Path, shape: Shape, settings: dict[str
     need_packages("torch", ["torch"])
     from runtime.warmstart import prompts as made
     from runtime.warmstart.learn import Settings
-    from runtime.warmstart.slots import Plan
+    from runtime.warmstart.pooled import Plan
     from runtime.warmstart.train import How, learn, told
     from subkv.base.files import check_not_input, check_writable
     from subkv.engine.model import Model
@@ -205,7 +193,7 @@ class Measured:
     targets: int | None
 
 
-@_command("evaluate")
+@command("evaluate")
 @_model
 @click.option(
     "--warm-file", "warm_files", required=True, multiple=True, type=FILE, help="trained file; several: compared"
@@ -226,7 +214,7 @@ def evaluate(
     model: str, warm_files: tuple[Path, ...], file: Path, measured: Measured, n_threads: int | None, output: Path
 ) -> None:
     """Compare warm starts with cold ones and with simpler ways; answer the paper's criteria."""
-    from runtime.experiments.tables import made_folder
+    from runtime.experiments.grids import made_folder
     from runtime.warmstart import comparison, report
     from runtime.warmstart import prompts as made
 
@@ -250,7 +238,7 @@ def evaluate(
     options.note(f"wrote {output / 'report.md'}")
 
 
-@_command("guard")
+@command("guard")
 @_model
 @_trained
 @_prompts
@@ -274,7 +262,7 @@ def guard(model: str, warm_file: Path, file: Path, targets: int | None, n_thread
     options.note(f"wrote {warm_file}: {', '.join(f'{name} {value:.3g}' for name, value in coefficients.items())}")
 
 
-@_command("build")
+@command("build")
 @_model
 @_trained
 @_prompts
@@ -285,7 +273,7 @@ def build(model: str, warm_file: Path, file: Path, warm_library: Path, n_threads
     from runtime.warmstart import prompts as made
     from runtime.warmstart.contexts import capturing
     from runtime.warmstart.embedding import embedder
-    from runtime.warmstart.slots import summarise
+    from runtime.warmstart.pooled import summarise
     from subkv.base.progress import tracked
     from subkv.engine.model import Model
 
@@ -309,7 +297,7 @@ def build(model: str, warm_file: Path, file: Path, warm_library: Path, n_threads
     options.note(f"wrote {warm_library}: {len(new)} prompts, {len(usable) - len(new)} were there{short}")
 
 
-@_command("list")
+@command("list")
 @_model
 @_trained
 @_library
@@ -334,6 +322,10 @@ def _opened(model: Model, warm_file: Path, folder: Path) -> tuple[Trained, Libra
     with concerning(path="warm_file"):
         trained = Trained.load(warm_file, model)
     return trained, Library(folder, trained)
+
+
+for _one in (prompts, train, guard, evaluate, build, entries):
+    main.add_command(_one)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 
 from converter.scoring import F32, F64
 from runtime import options
-from runtime.experiments.tables import grouped
+from runtime.experiments.grids import grouped
 from runtime.warmstart import divergences as metrics
 from runtime.warmstart import predictor
 from runtime.warmstart.contexts import (
@@ -34,8 +34,8 @@ from runtime.warmstart.contexts import (
 )
 from runtime.warmstart.divergences import Latency, Outcome
 from runtime.warmstart.embedding import Embedder, embedder
+from runtime.warmstart.pooled import Plan, Slots, summarise
 from runtime.warmstart.prompts import Prompt
-from runtime.warmstart.slots import Plan, Slots, summarise
 from runtime.warmstart.summaries import Library, Remembered
 from runtime.warmstart.trained import Placed, Trained
 from subkv.base.errors import SubkvError, concerning

@@ -12,7 +12,7 @@ import numpy as np
 from converter.scoring import F32, F64, log_softmax
 from runtime.experiments.bounds import attention_weights
 from runtime.warmstart.planting import Planting, Rows
-from runtime.warmstart.slots import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.trained import Placed
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache

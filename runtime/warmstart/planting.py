@@ -19,7 +19,7 @@ import numpy as np
 
 from converter.scoring import F32
 from runtime.warmstart.planter import Planter
-from runtime.warmstart.slots import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.trained import HeadShape, Placed
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import beside

@@ -26,7 +26,7 @@ from converter.scoring import F32, F64, log_softmax
 from runtime.warmstart import MAX_KL, MODES, THRESHOLD, predictor
 from runtime.warmstart.embedding import embedder
 from runtime.warmstart.planting import Planting
-from runtime.warmstart.slots import summarise
+from runtime.warmstart.pooled import summarise
 from runtime.warmstart.summaries import Library, Remembered
 from runtime.warmstart.trained import Placed, Trained
 from subkv.base.command import sentence

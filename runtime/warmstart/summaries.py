@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from converter.scoring import F32
-from runtime.warmstart.slots import Slots
+from runtime.warmstart.pooled import Slots
 from runtime.warmstart.trained import Trained
 from subkv.base.container import ContainerError, Tokens
 from subkv.base.errors import SubkvError

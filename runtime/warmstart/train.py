@@ -21,7 +21,7 @@ from runtime.warmstart.embedding import embedder
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.learn import LayerRows, Losses, Places, Settings, train_layer
 from runtime.warmstart.planting import Rows
-from runtime.warmstart.slots import Plan, placed, summarise
+from runtime.warmstart.pooled import Plan, placed, summarise
 from runtime.warmstart.trained import HeadShape, Trained
 from subkv.base.errors import SubkvError
 from subkv.base.progress import tracked

@@ -23,7 +23,7 @@ from safetensors.numpy import save
 
 from converter.scoring import F32
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.slots import Plan, Slots, placed
+from runtime.warmstart.pooled import Plan, Slots, placed
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import atomic_file
 from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, canonical

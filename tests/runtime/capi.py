@@ -35,11 +35,11 @@ TEST: Signatures = {  # of subkv_test.h
 
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
+    from converter import adaptive
     from runtime.experiments import live, sketch
     from runtime.warmstart import planter
-    from subkv.format import layout
 
-    return {**live.SIGNATURES, **layout.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
+    return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 from runtime.warmstart.embedding import input_mean
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.planting import Planting
-from runtime.warmstart.slots import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.start import WarmStart
 from runtime.warmstart.summaries import Library
 from runtime.warmstart.trained import TENSORS, HeadShape, LayerMaps, Trained

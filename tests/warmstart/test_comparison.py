@@ -20,7 +20,7 @@ from runtime.warmstart.cli import main
 from runtime.warmstart.contexts import attention, capturing, cold_context, warm_context
 from runtime.warmstart.embedding import input_mean
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.slots import Plan, summarise
+from runtime.warmstart.pooled import Plan, summarise
 from runtime.warmstart.trained import Trained
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.context import ContextOptions

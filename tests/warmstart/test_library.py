@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.slots import Plan, Slots
+from runtime.warmstart.pooled import Plan, Slots
 from runtime.warmstart.summaries import Library
 from runtime.warmstart.trained import Trained
 from subkv.base import container

@@ -13,7 +13,7 @@ from starting import N_CTX, PLAN, answer, cold, logits, opened, prompt, remember
 
 from runtime.warmstart import predictor
 from runtime.warmstart.embedding import N_BATCH, embedder
-from runtime.warmstart.slots import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.start import WarmStart
 from runtime.warmstart.summaries import Library
 from runtime.warmstart.trained import Trained

@@ -18,7 +18,7 @@ from starting import no_maps, trained_without
 from runtime.warmstart.contexts import WarmContext, attention, capturing
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.planting import Rows
-from runtime.warmstart.slots import Plan, Slots, counts, placed, pooling, summarise
+from runtime.warmstart.pooled import Plan, Slots, counts, placed, pooling, summarise
 from runtime.warmstart.trained import HeadShape, LayerMaps, Trained, read
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from starting import trained_without
 
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.slots import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.trained import PREFIX, HeadShape, read
 from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs

@@ -20,7 +20,7 @@ from runtime.warmstart.cli import main  # noqa: E402
 from runtime.warmstart.contexts import capturing  # noqa: E402
 from runtime.warmstart.frame import Frame  # noqa: E402
 from runtime.warmstart.learn import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
-from runtime.warmstart.slots import Plan  # noqa: E402
+from runtime.warmstart.pooled import Plan  # noqa: E402
 from runtime.warmstart.trained import Trained, read  # noqa: E402
 from subkv.base.errors import SubkvError  # noqa: E402
 from subkv.engine.model import Model  # noqa: E402
