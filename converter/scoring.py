@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,10 +97,11 @@ def perplexity(nll: F64) -> tuple[float, float]:
     return ppl, ppl * _stderr(nll)
 
 
-def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
+def score(logits: F32, targets: I32, base: npt.NDArray[Any] | None, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
     """Score rows of logits [n, n_vocab] f32 against the tokens that follow, targets [n].
 
-    base: the base cache's logits of the same rows; without it only nll is filled.
+    base: the base cache's logits of the same rows, or rows of a base file; without it only nll is filled. As in
+    llama-perplexity a file's ln p ≤ −16 add nothing to the KLD.
     """
 
     def piece(rows: slice) -> Scores:
@@ -109,17 +109,19 @@ def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor,
         index = np.arange(len(log_p))
         part = Scores(nll=[-log_p[index, targets[rows]]])
         if base is not None:
-            log_base = log_softmax(base[rows])
+            if base.dtype == np.uint16:
+                log_base = decode_rows(base[rows], logits.shape[1]).astype(np.float64)
+                weight = np.where(log_base > -CLIP, np.exp(log_base), 0.0)
+            else:
+                log_base = log_softmax(base[rows])
+                weight = np.exp(log_base)
             part.nll_base = [-log_base[index, targets[rows]]]
             part.same = [log_p.argmax(axis=1) == log_base.argmax(axis=1)]
             np.subtract(log_base, log_p, out=log_p)
-            part.kld = [np.einsum("ij,ij->i", np.exp(log_base), log_p)]
+            part.kld = [np.einsum("ij,ij->i", weight, log_p)]
         return part
 
-    return _collect(piece, len(targets), pool, n_threads)
-
-
-def _collect(piece: Callable[[slice], Scores], n: int, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
+    n = len(targets)
     slices = [slice(i, min(i + ROWS, n)) for i in range(0, n, ROWS)]
     out = Scores()
     for part in pool.map(piece, slices) if n_threads > 1 else map(piece, slices):
@@ -157,24 +159,6 @@ def decode_rows(rows: U16, n_vocab: int) -> F32:
     head = np.ascontiguousarray(rows[:, :4]).view("<f4")
     log_p: F32 = head[:, :1] * rows[:, 4 : 4 + n_vocab].astype(np.float32) + head[:, 1:2]
     return log_p
-
-
-def score_against_rows(logits: F32, targets: I32, rows: U16, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
-    """As score(), against rows of a base file; as in llama-perplexity, base ln p ≤ −16 adds nothing to the KLD."""
-    n_vocab = logits.shape[1]
-
-    def piece(part: slice) -> Scores:
-        log_p, log_base = log_softmax(logits[part]), decode_rows(rows[part], n_vocab).astype(np.float64)
-        index = np.arange(len(log_p))
-        weight = np.where(log_base > -CLIP, np.exp(log_base), 0.0)
-        return Scores(
-            nll=[-log_p[index, targets[part]]],
-            nll_base=[-log_base[index, targets[part]]],
-            kld=[np.einsum("ij,ij->i", weight, log_base - log_p)],
-            same=[log_p.argmax(axis=1) == log_base.argmax(axis=1)],
-        )
-
-    return _collect(piece, len(targets), pool, n_threads)
 
 
 class BaseReader:

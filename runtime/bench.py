@@ -65,15 +65,12 @@ class Caches:
     asked: CacheOptions
 
     @classmethod
-    def of(cls, type_k: str, type_v: str | None, flash_attn: str, **more: Any) -> Caches:
-        specs = [item.strip() for item in type_k.split(",")]
-        if type_v:
-            specs = [f"{k}/{v.strip()}" for k, v in itertools.product(specs, type_v.split(","))]
-        settings = [item.strip() for item in flash_attn.split(",")]
-        for item in settings:
+    def of(cls, type_k: list[str], type_v: list[str], flash_attn: list[str], **more: Any) -> Caches:
+        for item in flash_attn:
             if item not in options.FLASH:
                 raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
-        return cls(specs, [options.FLASH[item] for item in settings], options.cache_asked(**more))
+        specs = [f"{k}/{v}" for k, v in itertools.product(type_k, type_v)] if type_v else type_k
+        return cls(specs, [options.FLASH[item] for item in flash_attn], options.cache_asked(**more))
 
 
 @dataclasses.dataclass
@@ -327,6 +324,7 @@ cache_options = group(
         "--cache-type-k",
         "type_k",
         default="auto",
+        callback=options.listed,
         metavar="T,T,…",
         help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
     ),
@@ -334,13 +332,19 @@ cache_options = group(
         "-ctv",
         "--cache-type-v",
         "type_v",
-        default=None,
+        callback=options.listed,
         metavar="T,T,…",
         help="V caches combined with every -ctk",
     ),
-    click.option("--bases", default=None, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model"),
+    click.option("--bases", type=options.PATH, metavar="FILE", help="bases of 'subkv': a sidecar or a converted model"),
     click.option(
-        "-fa", "--flash-attn", "flash_attn", default="auto", metavar="on|off|auto,…", help="flash attention settings"
+        "-fa",
+        "--flash-attn",
+        "flash_attn",
+        default="auto",
+        callback=options.listed,
+        metavar="on|off|auto,…",
+        help="flash attention settings",
     ),
     options.window_options,
 )

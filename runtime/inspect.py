@@ -64,14 +64,14 @@ def summary(layout: dict[str, Any]) -> list[str]:
 @click.argument("model", metavar="M.gguf")
 @click.option(
     "--bases",
-    default=None,
+    type=options.PATH,
     metavar="FILE",
     help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
 )
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
-@click.option("--plot", default=None, metavar="FILE.png", help="draw bits per coefficient")
+@click.option("--plot", type=options.PATH, metavar="FILE.png", help="draw bits per coefficient")
 @options.form_option("text", "json")
-def main(model: str, bases: str | None, bands: bool, plot: str | None, form: str) -> None:
+def main(model: str, bases: Path | None, bands: bool, plot: Path | None, form: str) -> None:
     """Show the bases and the coefficient layout of a converted model or a sidecar."""
     # numpy and the native libraries: not for a --help
     from subkv.engine.cache import layout_json, layout_present
@@ -87,8 +87,8 @@ def main(model: str, bases: str | None, bands: bool, plot: str | None, form: str
         from converter.plots import figure, layers
         from subkv.format.calibration import read_calibration
 
-        calibration = read_calibration(Path(bases)) if bases else None
-        figure.write_figure(layers.layout_figure(layout, calibration), Path(plot))
+        calibration = read_calibration(bases) if bases else None
+        figure.write_figure(layers.layout_figure(layout, calibration), plot)
         options.note(f"wrote {plot}")
     if form == "json":
         click.echo(json.dumps(layout, indent=2))

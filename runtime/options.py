@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Option = Callable[..., Any]
 
+PATH = click.Path(path_type=Path)
 FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
 N_BATCH, N_UBATCH = 2048, 512
 
@@ -38,6 +39,11 @@ class IntList(click.ParamType):  # type: ignore[type-arg]
         return numbers
 
 
+def listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str]:
+    """A callback: what stands between commas."""
+    return [item.strip() for item in value.split(",")] if value else []
+
+
 def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
     return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
 
@@ -57,13 +63,7 @@ def predict_option(text: str) -> Option:
 
 
 threads_option = click.option(
-    "-t",
-    "--threads",
-    "n_threads",
-    type=int,
-    default=None,
-    envvar="LLAMA_ARG_THREADS",
-    help="threads, default: all processors",
+    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads, default: all processors"
 )
 gpu_option = click.option(
     "-ngl",
@@ -125,49 +125,24 @@ def context_options(*options: Option) -> Option:
 # caches
 #
 
-type_option = click.option(
-    "-ctk",
-    "--cache-type-k",
-    "type_k",
-    default=None,
-    envvar="LLAMA_ARG_CACHE_TYPE_K",
-    metavar="TYPE",
-    help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries bases",
-)
-type_v_option = click.option(
-    "-ctv",
-    "--cache-type-v",
-    "type_v",
-    default=None,
-    envvar="LLAMA_ARG_CACHE_TYPE_V",
-    metavar="TYPE",
-    help="the same for V; default: as -ctk",
-)
-bases_option = click.option(
-    "--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"
-)
-sink_option = click.option(
-    "--n-sink", type=click.IntRange(min=0), default=None, help="first tokens kept exact; default: as converted"
-)
-recent_option = click.option(
-    "--n-recent", type=click.IntRange(min=0), default=None, help="last tokens kept exact; default: as converted"
-)
-adapt_option = click.option(
-    "--adapt",
-    default=None,
-    metavar="SIDES[,NAME=VALUE…]",
-    help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
-)
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), default=None, help="exact tokens kept for taking back; default 32"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back; default 32"
 )
-window_options = stack(sink_option, recent_option, adapt_option)
+window_options = stack(
+    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact; default: as converted"),
+    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact; default: as converted"),
+    click.option(
+        "--adapt",
+        metavar="SIDES[,NAME=VALUE…]",
+        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
+    ),
+)
 
 
 def cache_asked(
     type_k: str | None = None,
     type_v: str | None = None,
-    bases: str | None = None,
+    bases: Path | None = None,
     adapt: str | None = None,
     **window: int | None,
 ) -> CacheOptions:
@@ -177,7 +152,7 @@ def cache_asked(
     return CacheOptions(
         type_k=type_k,
         type_v=type_v or type_k,
-        bases=Path(bases) if bases else None,
+        bases=bases,
         window=Window.of(**window),
         adapt=adapt,
     )
@@ -185,7 +160,30 @@ def cache_asked(
 
 def cache_options(*more: Option) -> Option:
     """`cache: CacheOptions`; more: --n-rollback where tokens may be taken back."""
-    return group("cache", cache_asked, type_option, type_v_option, bases_option, window_options, *more)
+    return group(
+        "cache",
+        cache_asked,
+        click.option(
+            "-ctk",
+            "--cache-type-k",
+            "type_k",
+            envvar="LLAMA_ARG_CACHE_TYPE_K",
+            metavar="TYPE",
+            help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries "
+            "bases",
+        ),
+        click.option(
+            "-ctv",
+            "--cache-type-v",
+            "type_v",
+            envvar="LLAMA_ARG_CACHE_TYPE_V",
+            metavar="TYPE",
+            help="the same for V; default: as -ctk",
+        ),
+        click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+        window_options,
+        *more,
+    )
 
 
 def form_option(*kinds: str) -> Option:

@@ -36,47 +36,6 @@ if TYPE_CHECKING:
 MIN_CTX = 8  # tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """What is scored; file None: the tokens of a base. chunks: at most so many, if positive."""
-
-    file: str | None
-    chunks: int
-
-    def most(self, available: int) -> int:
-        return min(self.chunks, available) if self.chunks > 0 else available
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Several caches in one run; specs as of parse_cache, plot: a picture of the results."""
-
-    specs: list[str]
-    noise_floor: bool
-    plot: Path | None
-
-    @classmethod
-    def of(cls, compare: str | None, noise_floor: bool, plot: str | None) -> Comparison:
-        specs = [spec.strip() for spec in compare.split(",")] if compare else []
-        return cls(specs, noise_floor, Path(plot) if plot else None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Base:
-    """A file of logits, written, or read to compare with."""
-
-    kl_divergence_base: str | None
-    kl_divergence: bool
-
-    @property
-    def path(self) -> Path | None:
-        return Path(self.kl_divergence_base) if self.kl_divergence_base else None
-
-    @property
-    def written(self) -> bool:
-        return bool(self.kl_divergence_base) and not self.kl_divergence
-
-
 @dataclasses.dataclass
 class Scored:
     """Tokens to score in chunks of n_ctx; text: their name, None when only they are known; reader: the base's rows."""
@@ -86,6 +45,70 @@ class Scored:
     chunks: int
     text: str | None = None
     reader: BaseReader | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is scored: a text, or with kl_divergence what a file of base logits scored. chunks: most, if positive.
+
+    kl_divergence_base: that file, or one to write.
+    """
+
+    file: Path | None
+    chunks: int
+    kl_divergence_base: Path | None
+    kl_divergence: bool
+
+    @property
+    def written(self) -> Path | None:
+        """The base file to write."""
+        return None if self.kl_divergence else self.kl_divergence_base
+
+    def open(self, model: Model, n_ctx: int, cleanup: contextlib.ExitStack) -> Scored:
+        """Its tokens; n_ctx 0: the model's. Raises SubkvError."""
+        found = self._read_base(model, cleanup) if self.kl_divergence else self._read_text(model, n_ctx)
+        return dataclasses.replace(found, chunks=min(self.chunks, found.chunks)) if self.chunks > 0 else found
+
+    def _read_text(self, model: Model, n_ctx: int) -> Scored:
+        """Refuses texts that llama-perplexity refuses, too."""
+        assert self.file is not None
+        n_ctx = n_ctx or model.n_ctx_train
+        if n_ctx < MIN_CTX:
+            raise SubkvError("n_ctx", f"expected a context of at least {MIN_CTX} tokens, found {n_ctx}")
+        try:
+            text = self.file.read_bytes()
+        except OSError as error:
+            raise SubkvError("file", f"cannot read {self.file}: {error.strerror or error}") from error
+        with concerning(files="file"):
+            tokens = model.tokenize(text.removesuffix(b"\n"))
+        if len(tokens) < 2 * n_ctx:
+            reason = (
+                f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {self.file}"
+            )
+            raise SubkvError("file", reason)
+        return Scored(tokens, n_ctx, len(tokens) // n_ctx, self.file.name)
+
+    def _read_base(self, model: Model, cleanup: contextlib.ExitStack) -> Scored:
+        from converter.scoring import BaseReader  # numpy: not for a --help
+
+        assert self.kl_divergence_base is not None
+        with concerning(path="kl_divergence_base"):
+            reader = BaseReader(self.kl_divergence_base)
+            cleanup.callback(reader.close)
+            if reader.n_vocab != model.n_vocab:
+                raise SubkvError("path", f"expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}")
+            if reader.tokens.min() < 0 or reader.tokens.max() >= model.n_vocab:
+                raise SubkvError("path", f"expected tokens 0..{model.n_vocab - 1}, found others")
+        return Scored(reader.tokens, reader.n_ctx, reader.n_chunk, reader=reader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Several caches in one run, as parse_cache reads them; plot: a picture of the results."""
+
+    compare: list[str]
+    noise_floor: bool
+    plot: Path | None
 
 
 @dataclasses.dataclass
@@ -116,42 +139,6 @@ class Run:
         }
 
 
-def read_text(model: Model, text: Text, n_ctx: int) -> Scored:
-    """Tokens of a text; refuses texts that llama-perplexity refuses, too."""
-    n_ctx = n_ctx or model.n_ctx_train
-    if n_ctx < MIN_CTX:
-        raise SubkvError("n_ctx", f"expected a context of at least {MIN_CTX} tokens, found {n_ctx}")
-    path = Path(text.file or "")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SubkvError("file", f"cannot read {path}: {error.strerror or error}") from error
-    with concerning(files="file"):
-        tokens = model.tokenize(content.removesuffix(b"\n"))
-    if len(tokens) < 2 * n_ctx:
-        raise SubkvError(
-            "file", f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {path}"
-        )
-    return Scored(tokens, n_ctx, text.most(len(tokens) // n_ctx), path.name)
-
-
-def read_base(model: Model, text: Text, path: Path) -> Scored:
-    """What a base file scored, and its reader. Raises SubkvError about `kl_divergence_base`."""
-    from converter.scoring import BaseReader  # numpy: not for a --help
-
-    with concerning(path="kl_divergence_base"):
-        reader = BaseReader(path)
-        found = None
-        if reader.n_vocab != model.n_vocab:
-            found = f"expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}"
-        elif reader.tokens.min() < 0 or reader.tokens.max() >= model.n_vocab:
-            found = f"expected tokens 0..{model.n_vocab - 1}, found others"
-        if found:
-            reader.close()
-            raise SubkvError("path", found)
-    return Scored(reader.tokens, reader.n_ctx, text.most(reader.n_chunk), reader=reader)
-
-
 def batches(n_ctx: int, n_batch: int) -> Iterator[tuple[int, int]]:
     for start in range(0, n_ctx, n_batch):
         yield start, min(start + n_batch, n_ctx)
@@ -170,10 +157,7 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
     n_ctx, chunks = scored.n_ctx, scored.chunks
     first = n_ctx // 2
     n_batch = min(run.context.n_batch for run in runs)
-    with (
-        ThreadPoolExecutor(n_threads) as pool,
-        progress_bar("perplexity", chunks * n_ctx * len(runs), "tok") as bar,
-    ):
+    with ThreadPoolExecutor(n_threads) as pool, progress_bar("perplexity", chunks * n_ctx * len(runs), "tok") as bar:
         for chunk in range(chunks):
             part = scored.tokens[chunk * n_ctx : (chunk + 1) * n_ctx]
             feed = part.copy()
@@ -184,8 +168,7 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
             for start, end in batches(n_ctx, n_batch):
                 low = max(start, first)
                 n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last position predicts a token of the next chunk
-                rows = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None
-                base = None
+                base: Any = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None
                 for run in runs:
                     n_logits = run.context.decode(feed[start:end], start, low - start)
                     bar.update(end - start)
@@ -196,9 +179,6 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
                     targets = part[low + 1 : low + 1 + n_rows]
                     if writer is not None:
                         scoring.write_rows(writer, logits)
-                    if rows is not None:
-                        run.scores.add(scoring.score_against_rows(logits, targets, rows, pool, n_threads))
-                        continue
                     run.scores.add(scoring.score(logits, targets, base, pool, n_threads))
                     if base is None and len(runs) > 1:
                         base = np.array(logits)
@@ -254,10 +234,17 @@ def report(r: dict[str, Any]) -> str:
 @command()
 @options.model_option(required=True)
 @group(
-    "text",
-    Text,
-    click.option("-f", "--file", "file", default=None, metavar="FILE", help="text to score"),
+    "source",
+    Source,
+    click.option("-f", "--file", type=options.PATH, metavar="FILE", help="text to score"),
     click.option("--chunks", type=int, default=-1, help="chunks to evaluate, -1: all"),
+    click.option(
+        "--kl-divergence-base",
+        type=options.PATH,
+        metavar="FILE",
+        help="base logits: written, or read with --kl-divergence",
+    ),
+    click.option("--kl-divergence", is_flag=True, help="compare against --kl-divergence-base (no -f needed)"),
 )
 @options.cache_options()
 @options.context_options(
@@ -268,49 +255,38 @@ def report(r: dict[str, Any]) -> str:
 )
 @group(
     "comparison",
-    Comparison.of,
+    Comparison,
     click.option(
         "--compare",
-        default=None,
+        callback=options.listed,
         metavar="T,T[:FILE],…",
         help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
     ),
     click.option(
         "--noise-floor/--no-noise-floor", default=True, help="with --compare: add the base with flash attention flipped"
     ),
-    click.option("--plot", default=None, metavar="FILE.png", help="with --compare: draw bits against KLD"),
-)
-@group(
-    "base",
-    Base,
-    click.option(
-        "--kl-divergence-base",
-        default=None,
-        metavar="FILE",
-        help="base logits: written, or read with --kl-divergence",
-    ),
-    click.option("--kl-divergence", is_flag=True, help="compare against --kl-divergence-base (no -f needed)"),
+    click.option("--plot", type=options.PATH, metavar="FILE.png", help="with --compare: draw bits against KLD"),
 )
 @options.gpu_option
 @options.form_option("text", "json")
 def main(
     model: str,
-    text: Text,
+    source: Source,
     cache: CacheOptions,
     context: ContextOptions,
     comparison: Comparison,
-    base: Base,
     n_gpu_layers: int,
     form: str,
 ) -> None:
     """Perplexity of a model on a text; with a base, also the KL divergence of a compressed cache from it."""
-    if base.kl_divergence and not base.path:
+    compare, plot = comparison.compare, comparison.plot
+    if source.kl_divergence and not source.kl_divergence_base:
         raise click.UsageError("--kl-divergence: expected --kl-divergence-base FILE with it, found none")
-    if comparison.specs and (base.path or cache.type_v):
+    if compare and (source.kl_divergence_base or cache.type_v):
         raise click.UsageError("--compare: expected no -ctk, -ctv or --kl-divergence-base with it")
-    if comparison.plot and not comparison.specs:
+    if plot and not compare:
         raise click.UsageError("--plot: expected --compare T,… with it, found none")
-    if not text.file and not base.kl_divergence:
+    if not source.file and not source.kl_divergence:
         raise click.UsageError("-f: expected a text file, found none")
 
     from converter.plots import figure, frontier  # numpy and the native libraries: not for a --help
@@ -318,35 +294,30 @@ def main(
     from subkv.base.files import atomic_file
     from subkv.engine.model import Model
 
-    if comparison.plot:
-        figure.check(comparison.plot)
+    if plot:
+        figure.check(plot)
     n_threads = default_threads(context.n_threads)
     with contextlib.ExitStack() as cleanup:
         opened = cleanup.enter_context(Model(model, options.gpu_layers(n_gpu_layers)))
-        if base.path and base.kl_divergence:
-            scored = read_base(opened, text, base.path)
-        else:
-            scored = read_text(opened, text, context.n_ctx)
-        if scored.reader is not None:
-            cleanup.callback(scored.reader.close)
+        scored = source.open(opened, context.n_ctx, cleanup)
         if scored.n_ctx > opened.n_ctx_train:
             options.note(f"-c: {scored.n_ctx} tokens are more than the {opened.n_ctx_train} the model was trained with")
         context = dataclasses.replace(context, n_ctx=scored.n_ctx, n_threads=n_threads)
-        runs = open_runs(opened, cache, context, comparison, base.written, cleanup)
+        runs = open_runs(opened, cache, context, comparison, bool(source.written), cleanup)
         writer = None
-        if base.path and base.written:
+        if source.written:
             cleanup.enter_context(concerning(output="kl_divergence_base"))
-            writer = cleanup.enter_context(atomic_file(base.path))
+            writer = cleanup.enter_context(atomic_file(source.written))
             write_header(writer, scored.tokens, scored.n_ctx, opened.n_vocab, scored.chunks)
         evaluate(opened, runs, scored, n_threads, writer)
         results = [run.result(scored) for run in runs]
     if form == "json":
-        click.echo(json.dumps(results if comparison.specs else results[0], indent=2))
+        click.echo(json.dumps(results if compare else results[0], indent=2))
     else:
-        click.echo(table(results) if comparison.specs else report(results[0]))
-    if comparison.plot:
-        frontier.frontier(results, comparison.plot)
-        options.note(f"wrote {comparison.plot}")
+        click.echo(table(results) if compare else report(results[0]))
+    if plot:
+        frontier.frontier(results, plot)
+        options.note(f"wrote {plot}")
 
 
 def open_runs(
@@ -363,9 +334,9 @@ def open_runs(
     from subkv.engine.stats import cache_line
 
     flash = context.flash_attn
-    if comparison.specs:
+    if comparison.compare:
         with concerning(kv_cache="compare"):
-            wanted = [(spec, parse_cache(spec, model.path, cache), flash) for spec in comparison.specs]
+            wanted = [(spec, parse_cache(spec, model.path, cache), flash) for spec in comparison.compare]
         base = wanted[0][1]
         if comparison.noise_floor and base.name == "f16":
             other = "on" if flash == "off" else "off"
@@ -379,7 +350,7 @@ def open_runs(
     for name, choice, fa in wanted:
         made = model.context(choice, dataclasses.replace(context, flash_attn=fa))
         cleanup.callback(made.close)
-        options.note(f"{name}: {cache_line(made.stats)}" if comparison.specs else cache_line(made.stats))
+        options.note(f"{name}: {cache_line(made.stats)}" if comparison.compare else cache_line(made.stats))
         runs.append(Run(name, made, fa, Scores()))
     return runs
 

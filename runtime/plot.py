@@ -59,27 +59,26 @@ def _is_number(value: Any) -> bool:
 
 
 @command()
-@click.argument("files", metavar="RESULTS.json…", nargs=-1, required=True)
-@click.option("-o", "--output", "plot", required=True, metavar="FILE.png", help="picture to write")
-def main(files: tuple[str, ...], plot: str) -> None:
+@click.argument("files", metavar="RESULTS.json…", type=options.PATH, nargs=-1, required=True)
+@click.option("-o", "--output", "plot", type=options.PATH, required=True, metavar="FILE.png", help="picture to write")
+def main(files: tuple[Path, ...], plot: Path) -> None:
     """Draw bits against KLD from results that converter.evaluate and runtime.perplexity --compare printed with -o json,
     or the sensitivities of the layers from one calibration (calib.safetensors)."""
-    paths, picture = [Path(file) for file in files], Path(plot)
-    calibrations = [path for path in paths if path.suffix == ".safetensors"]
-    if calibrations and len(paths) > 1:
-        raise click.UsageError(f"RESULTS.json: expected results or one calibration, found {len(paths)} files with both")
+    calibrations = [path for path in files if path.suffix == ".safetensors"]
+    if calibrations and len(files) > 1:
+        raise click.UsageError(f"RESULTS.json: expected results or one calibration, found {len(files)} files with both")
     from converter.plots import figure, frontier, layers  # numpy: not for a --help
     from subkv.format.calibration import read_calibration
 
-    figure.check(picture)
+    figure.check(plot)
     if calibrations:
         with concerning(calibration="calib.safetensors"):
-            figure.write_figure(layers.sensitivity_figure(read_calibration(paths[0])), picture)
+            figure.write_figure(layers.sensitivity_figure(read_calibration(files[0])), plot)
     else:
         with concerning(path="RESULTS.json"):
-            results = [row for path in paths for row in read_results(path)]
-        frontier.frontier(results, picture)
-    options.note(f"wrote {picture}")
+            results = [row for path in files for row in read_results(path)]
+        frontier.frontier(results, plot)
+    options.note(f"wrote {plot}")
 
 
 if __name__ == "__main__":

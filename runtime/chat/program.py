@@ -183,39 +183,36 @@ class Chat:
         options.note(f"{len(self.conversation.messages)} messages, {self.conversation.llm.n_tokens} cells")
 
     def stats(self, _: str) -> None:
-        conversation = self.conversation
-        stats = conversation.llm.kv_stats()
-        rows = [
-            ("cache", stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"),
-            ("kernel", stats.kernel),
-            ("tokens", f"{len(conversation.tokens)} of {conversation.llm.n_ctx()}"),
-            ("bits per element", f"{stats.bpe:.3f}"),
-            ("bytes per token", f"{stats.bytes_per_token}"),
-            ("KV", f"{stats.bytes_kv / MIB:.2f} MiB (f16: {stats.bytes_f16 / MIB:.2f} MiB)"),
-        ]
+        conversation, llm = self.conversation, self.conversation.llm
+        stats = llm.kv_stats()
+
+        def mib(n_bytes: int) -> str:
+            return f"{n_bytes / MIB:.2f} MiB"
+
+        rows = {
+            "cache": llm.cache_choice.name,
+            "kernel": stats.kernel,
+            "tokens": f"{len(conversation.tokens)} of {llm.n_ctx()}",
+            "bits per element": f"{stats.bpe:.3f}",
+            "bytes per token": f"{stats.bytes_per_token}",
+            "KV": f"{mib(stats.bytes_kv)} (f16: {mib(stats.bytes_f16)})",
+        }
         if stats.n_layer_coded:
-            rows += [
-                ("  coefficient rows", f"{stats.bytes_codes / MIB:.2f} MiB in {stats.n_layer_coded} layers"),
-                (
-                    "  exact window",
-                    f"{stats.bytes_window / MIB:.2f} MiB ({stats.n_sink} first, {stats.n_recent} last tokens)",
-                ),
-                ("  ordinary layers", f"{stats.bytes_stock / MIB:.2f} MiB"),
-                ("  adaptive bases", f"{stats.bytes_adapt / MIB:.2f} MiB, {stats.n_chunks} of all heads"),
-                ("bases", f"{stats.bytes_bases / MIB:.2f} MiB"),
-                ("zero rows", f"{stats.n_zero_rows}"),
-                ("fingerprint", stats.fingerprint or ""),
-            ]
-        for layer in conversation.llm.adapt_stats():
-            rest = sorted(layer.residuals)
-            rows.append(
-                (
-                    f"  layer {layer.il} {layer.side}",
-                    f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
-                    f"residual {rest[0]:.3f} to {rest[-1]:.3f}",
-                )
+            rows |= {
+                "  coefficient rows": f"{mib(stats.bytes_codes)} in {stats.n_layer_coded} layers",
+                "  exact window": f"{mib(stats.bytes_window)} ({stats.n_sink} first, {stats.n_recent} last tokens)",
+                "  ordinary layers": mib(stats.bytes_stock),
+                "  adaptive bases": f"{mib(stats.bytes_adapt)}, {stats.n_chunks} of all heads",
+                "bases": mib(stats.bytes_bases),
+                "zero rows": f"{stats.n_zero_rows}",
+                "fingerprint": stats.fingerprint or "",
+            }
+        for layer in llm.adapt_stats():
+            rows[f"  layer {layer.il} {layer.side}"] = (
+                f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
+                f"residual {min(layer.residuals):.3f} to {max(layer.residuals):.3f}"
             )
-        options.note("\n".join(f"{name:<18} {value}" for name, value in rows))
+        options.note("\n".join(f"{name:<18} {value}" for name, value in rows.items()))
 
 
 def command_of(text: str) -> tuple[str | None, str]:
@@ -225,8 +222,6 @@ def command_of(text: str) -> tuple[str | None, str]:
 
 
 def named_file(command: str, name: str) -> Path:
-    from subkv.base.errors import SubkvError
-
     if not name:
         raise SubkvError(command, "expected a file name, found none")
     return Path(name).expanduser()
@@ -253,12 +248,12 @@ class Talk:
 talk_options = group(
     "talk",
     Talk,
-    click.option("-p", "--prompt", default=None, metavar="TEXT", help="first message"),
+    click.option("-p", "--prompt", metavar="TEXT", help="first message"),
     click.option(
         "-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)"
     ),
     click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages"),
-    click.option("-sys", "--system-prompt", "system", default=None, metavar="TEXT", help="system message"),
+    click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="system message"),
 )
 
 

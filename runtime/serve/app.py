@@ -171,12 +171,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
         def work(made: RequestLlama) -> Any:
             return made.create_completion(
-                prompt,
-                max_tokens=body.max_tokens,
-                logprobs=body.logprobs,
-                echo=body.echo,
-                grammar=grammar,
-                **arguments,
+                prompt, max_tokens=body.max_tokens, logprobs=body.logprobs, echo=body.echo, grammar=grammar, **arguments
             )
 
         return await service.complete(request, body, work)
@@ -259,16 +254,11 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
     @app.get("/metrics")
     async def read_metrics() -> Response:
-        return PlainTextResponse(metrics.text(service.metrics), media_type=prometheus.CONTENT_TYPE)
+        return PlainTextResponse(metrics.text(service.metrics), media_type=metrics.CONTENT_TYPE)
 
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task
-        now = {
-            "id": slot.id,
-            "n_ctx": engine.n_ctx,
-            "is_processing": task is not None,
-            "n_tokens": len(slot.tokens),
-        }
+        now = {"id": slot.id, "n_ctx": engine.n_ctx, "is_processing": task is not None, "n_tokens": len(slot.tokens)}
         if task is not None:
             now |= {"n_prompt_tokens": len(task.prompt), "n_decoded": task.n_sampled}
         return now

@@ -7,18 +7,15 @@ python -m runtime.serve -m model.subkv.gguf -c 32768 -np 4 --api-key SECRET
 from __future__ import annotations
 
 import dataclasses
-import errno
-import os
 import resource
 import signal
-import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from runtime import options
-from runtime.serve.settings import Limits
+from runtime.serve.settings import N_CONNECTIONS, N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError
 
@@ -26,90 +23,7 @@ if TYPE_CHECKING:
     from subkv.engine.cache import CacheOptions
     from subkv.engine.context import ContextOptions
 
-# Four slots, as llama-server has: a second program, or the requests for titles that chat clients send in between, then
-# do not drive a conversation out of its cells.
-N_SLOTS = 4
-N_CTX_SLOT = 4096
-N_CONNECTIONS = 4096
 N_OTHER_FILES = 64
-POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
-
-
-@dataclasses.dataclass(frozen=True)
-class Listening:
-    """Where the server listens, and to whom."""
-
-    host: str
-    port: int
-    api_key: tuple[str, ...]
-    api_key_file: str | None
-
-    def keys(self) -> list[str]:
-        """--api-key, several or separated by commas, and the lines of --api-key-file but for comments."""
-        keys = [key for text in self.api_key for key in text.split(",")]
-        if self.api_key_file is not None:
-            try:
-                lines = Path(self.api_key_file).read_text("utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise SubkvError("api_key_file", f"cannot read {self.api_key_file}: {error}") from error
-            keys += [line for line in lines if not line.startswith("#")]
-        keys = [key.strip() for key in keys if key.strip()]
-        if not keys and (self.api_key or self.api_key_file is not None):
-            raise SubkvError("api_key", "expected at least one key, found none")
-        return keys
-
-    def listen(self, timeout: float) -> socket.socket:
-        """A listening socket, taken before the model is loaded so that a port in use costs no time."""
-        host, port = self.host, self.port
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        except socket.gaierror as error:
-            raise SubkvError(
-                "host", f"expected an address of this machine, found {host!r} ({error.strerror})"
-            ) from error
-        sock = socket.socket(family, kind)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: the kernel drops who never reads
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
-            sock.bind(address)
-            sock.listen(N_CONNECTIONS)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EADDRINUSE:
-                raise SubkvError("port", f"expected a free port, found {port} in use on {host}") from error
-            raise SubkvError("host", f"cannot listen on {host} port {port}: {error.strerror}") from error
-        return sock
-
-
-@dataclasses.dataclass(frozen=True)
-class Offer:
-    """What the server answers with. n_ctx in tokens, None: N_CTX_SLOT for each slot."""
-
-    parallel: int
-    n_ctx: int | None
-    alias: str | None
-    chat_format: str | None
-    slot_save_path: str | None
-    embeddings: bool
-    pooling: str | None
-
-    @property
-    def n_slots(self) -> int:
-        return 1 if self.embeddings else self.parallel
-
-    def model_arguments(self) -> dict[str, Any]:
-        """Of SlotsLlama."""
-        pooling = -1 if self.pooling is None else POOLING[self.pooling]
-        more = {"embedding": True, "pooling_type": pooling} if self.embeddings else {}
-        return {"n_slots": self.n_slots, "chat_format": self.chat_format} | more
-
-    def folder(self) -> Path | None:
-        """Where slots are saved. Raises SubkvError."""
-        name = self.slot_save_path
-        if name is not None and not (os.path.isdir(name) and os.access(name, os.W_OK)):
-            raise SubkvError("slot_save_path", f"expected a folder that can be written, found {name}")
-        return None if name is None else Path(name)
 
 
 def _n_connections() -> int:
@@ -134,7 +48,7 @@ listening_options = group(
         help="port, 0: a free one, which is printed",
     ),
     click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="key that requests must give"),
-    click.option("--api-key-file", default=None, metavar="FILE", help="file of keys, one per line"),
+    click.option("--api-key-file", type=options.PATH, metavar="FILE", help="file of keys, one per line"),
 )
 offer_options = group(
     "offer",
@@ -151,13 +65,11 @@ offer_options = group(
         None,
         f"context in tokens, divided by the slots, 0: what the model was trained with; default: {N_CTX_SLOT} a slot",
     ),
-    click.option("-a", "--alias", default=None, envvar="LLAMA_ARG_ALIAS", help="the model's name in answers"),
-    click.option(
-        "--chat-format", default=None, help="llama_cpp's name of a chat format; default: the model's template"
-    ),
+    click.option("-a", "--alias", envvar="LLAMA_ARG_ALIAS", help="the model's name in answers"),
+    click.option("--chat-format", help="llama_cpp's name of a chat format; default: the model's template"),
     click.option(
         "--slot-save-path",
-        default=None,
+        type=options.PATH,
         envvar="LLAMA_ARG_SLOT_SAVE_PATH",
         metavar="FOLDER",
         help="where slots are saved",
@@ -168,7 +80,6 @@ offer_options = group(
     click.option(
         "--pooling",
         type=click.Choice(list(POOLING)),
-        default=None,
         envvar="LLAMA_ARG_POOLING",
         help="how embeddings are pooled; default: the model's way",
     ),

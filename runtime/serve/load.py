@@ -102,7 +102,7 @@ def row(replies: list[Reply], seconds: float, memory: tuple[float, float] | None
 @click.option("-j", "--parallel", "n_parallel", type=click.IntRange(1, 2000), default=1000, help="requests at a time")
 @click.option("-n", "--n-predict", type=click.IntRange(1, 4096), default=8, help="tokens of an answer")
 @click.option("-p", "--prompt", default="Request number {i}: what comes after {i}?", help="{i}: the request's number")
-@click.option("--pid", type=int, default=None, help="the server's process, for its memory")
+@click.option("--pid", type=int, help="the server's process, for its memory")
 def main(url: str, n_requests: int, n_parallel: int, n_predict: int, prompt: str, pid: int | None) -> None:
     """Send chat requests to a server on the loopback interface and print one line of a table."""
     parts = urlsplit(url)

@@ -52,10 +52,5 @@ def refusal(error: Exception) -> HTTPException:
 def body(error: HTTPException) -> dict[str, Any]:
     """The JSON answer: {"error": {"message", "type", "param", "code"}} and the error's own numbers."""
     kind = getattr(error, "kind", None) or TYPES.get(error.status_code, "server_error")
-    fields = {
-        "message": error.detail,
-        "type": kind,
-        "param": getattr(error, "param", None),
-        "code": error.status_code,
-    }
+    fields = {"message": error.detail, "type": kind, "param": getattr(error, "param", None), "code": error.status_code}
     return {"error": fields | getattr(error, "numbers", {})}

@@ -133,7 +133,7 @@ def test_quantizer_constants() -> None:
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("head", [0, 1])
 def test_static_equals_the_codec(layout: ResearchLayout, head: int, value: bool) -> None:
-    """Without triggers: γ Dᵀ ĉ + μ of converter/predict.py for every row, the last of an incomplete block."""
+    """Without triggers: γ Dᵀ ĉ + μ of subkv/plan/predict.py for every row, the last of an incomplete block."""
     x = rows(1, head, value, 203)
     out = layout.replay(STATIC, 0, head, value, x)
     expected = reconstructed(x, stored(head, value), 1.0 if value else GAMMA)

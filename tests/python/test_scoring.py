@@ -89,7 +89,7 @@ def test_rows_against_themselves() -> None:
     x = logits(9, 40, 300)
     targets = np.arange(40, dtype=np.int32)
     with ThreadPoolExecutor(1) as pool:
-        got = scoring.score_against_rows(x, targets, scoring.encode_rows(x), pool, 1).summary()
+        got = scoring.score(x, targets, scoring.encode_rows(x), pool, 1).summary()
     assert abs(got["mean_kld"]) < 1e-5
     assert got["same_top"] == 1.0
     assert got["ppl_ratio"] == pytest.approx(1.0, abs=1e-4)

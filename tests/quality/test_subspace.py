@@ -21,7 +21,9 @@ from converter.cli import convert_file  # noqa: E402
 from converter.scoring import log_softmax  # noqa: E402
 from subkv import SubspaceCache  # noqa: E402
 from subkv.base.errors import CacheError, SubkvError  # noqa: E402
-from subkv.engine.model import Model, parse_cache  # noqa: E402
+from subkv.engine.cache import parse_cache  # noqa: E402
+from subkv.engine.context import ContextOptions  # noqa: E402
+from subkv.engine.model import Model  # noqa: E402
 from subkv.format import metadata  # noqa: E402
 from subkv.format.calibration import read_calibration  # noqa: E402
 from subkv.format.window import N_SINK, Window  # noqa: E402
@@ -117,8 +119,8 @@ def test_logits_are_the_engines(
     """Within a tenth of what the codec changes: the engine's other layers and its window are half precision."""
     model, cache, sidecar = made(arch)
     with Model(str(tiny_model(arch))) as m:
-        choice = parse_cache(f"subkv:{sidecar}", m.path, None)
-        context = m.context(choice, n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1, flash_attn="off")
+        choice = parse_cache(f"subkv:{sidecar}", m.path)
+        context = m.context(choice, ContextOptions(256, n_batch=256, n_ubatch=256, n_threads=1, flash_attn="off"))
         theirs = context.logits(context.decode(TOKENS, 0, 0)).copy()
         native = context.stats
         context.close()
@@ -338,9 +340,8 @@ def test_the_demo_model_is_the_engines(demo_model: Path, tmp_path: Path) -> None
     with Model(str(demo_model)) as m:
         tokens = m.tokenize("\n".join(pydoc_data.topics.topics.values())[:4000].encode())[:n].tolist()
         for name in ("f16", f"subkv:{sidecar}"):
-            context = m.context(
-                parse_cache(name, demo_model, None), n_ctx=n, n_batch=n, n_ubatch=n, n_threads=2, flash_attn="off"
-            )
+            options = ContextOptions(n, n_batch=n, n_ubatch=n, n_threads=2, flash_attn="off")
+            context = m.context(parse_cache(name, demo_model), options)
             theirs[name[:5]] = context.logits(context.decode(tokens, 0, n // 2)).copy()
             context.close()
     model = load(demo_model, "llama")
