@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -144,6 +145,45 @@ def test_after_clear_nothing_of_the_old_conversation_is_left(llm: Llama) -> None
     conversation.clear()
     assert ask(conversation, "Something else entirely, no?")[0] == expected
     assert llm.input_ids[: llm.n_tokens].tolist() == conversation.tokens[: llm.n_tokens]
+
+
+class Greeting:
+    """An Opening: its answers begin with two tokens, drawn before anything is evaluated."""
+
+    n_cells = 3
+
+    def __init__(self, llm: Llama) -> None:
+        self.llm = llm
+        self.begun: list[tuple[int, int]] = []
+        self.read: list[list[int]] = []
+
+    def begin(self, prompt: list[int], n_held: int, sampler: Any) -> Iterator[int]:
+        self.begun.append((len(prompt), n_held))
+        self.llm.reset()
+        for token in (40, 41):
+            sampler.accept(token)
+            yield token
+
+    @contextlib.contextmanager
+    def reading(self, prompt: list[int]) -> Iterator[None]:
+        yield
+        self.read.append(prompt)
+
+    def told(self) -> tuple[str, list[str]]:
+        return "", []
+
+
+def test_an_opening_is_asked_before_the_first_answer(llm: Llama) -> None:
+    opening = Greeting(llm)
+    conversation = Conversation(llm, None, Sampling(temp=0.0, seed=1), opening)
+    _, turn = ask(conversation, "Hello")
+    start = conversation.answer_start
+    assert conversation.tokens[start : start + 2] == [40, 41]
+    assert (turn.opening, turn.n_opened, turn.n_prompt) == (opening, 2, 3)
+    assert (opening.begun, opening.read) == ([(start, 0)], [conversation.tokens[:start]])
+    assert llm.input_ids[: llm.n_tokens].tolist() == conversation.tokens[: llm.n_tokens]  # all of it is exact
+    _, later = ask(conversation, "Go on.")
+    assert later.opening is None and len(opening.begun) == 1
 
 
 def test_save_and_load(llm: Llama, tmp_path: Path) -> None:
