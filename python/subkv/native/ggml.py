@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+
+from subkv.native import library
 
 c_str = ctypes.c_char_p
 c_ptr = ctypes.c_void_p
@@ -16,9 +17,7 @@ class GgufInitParams(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
-Prototypes = dict[str, tuple[Any, list[Any]]]  # function -> (result type, argument types)
-
-_GGUF: Prototypes = {
+_GGUF: library.Signatures = {
     "gguf_init_from_file": (c_ptr, [c_str, GgufInitParams]),
     "gguf_init_empty": (c_ptr, []),
     "gguf_free": (None, [c_ptr]),
@@ -48,25 +47,7 @@ _GGUF: Prototypes = {
 }
 
 
-class Functions:
-    """Own prototypes for a handle's functions, so that no other user of the same handle can change them.
-
-    libllama is bound by llama_cpp; a symbol of libggml-base is found through its handle, because dlsym also searches
-    the libraries it depends on.
-    """
-
-    def __init__(self, handle: ctypes.CDLL, prototypes: Prototypes) -> None:
-        for name, (result, arguments) in prototypes.items():
-            address = ctypes.cast(getattr(handle, name), c_ptr).value
-            setattr(self, name, ctypes.CFUNCTYPE(result, *arguments)(address or 0))
-
-    def __getattr__(self, name: str) -> Any:  # only reached for a missing name; tells mypy that any may exist
-        raise AttributeError(name)
-
-
 @functools.cache
-def gguf() -> Any:
-    """ggml's gguf_* functions."""
-    from subkv.native.binding import C  # loads the native libraries: not for a --help
-
-    return Functions(C._lib, _GGUF)
+def gguf() -> ctypes.CDLL:
+    """ggml's gguf_* functions, which the handle of libsubkv finds in what it is linked with."""
+    return library.declare(library.load(), _GGUF)

@@ -6,7 +6,6 @@ is copied as raw bytes, so tensors keep their bytes, order and alignment.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -30,9 +29,8 @@ from subkv.native.split import COUNT, NUMBER, split_files
 BLOCK = 4 << 20  # bytes copied at once
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TYPE_STRING, _TYPE_ARRAY = 8, 9
-_SETTERS = {"u32": "gguf_set_val_u32", "u64": "gguf_set_val_u64", "f32": "gguf_set_val_f32", "str": "gguf_set_val_str"}
 
-Value = tuple[str, int | float | str]  # type name of _SETTERS, value
+Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
 
 
@@ -106,17 +104,15 @@ class Gguf:
                 "model", f"expected a complete GGUF, found a damaged or truncated header in {path}: {reason}"
             )
         self._opened.append(ctx)
-        end = max((self._span(ctx, i)[1] for i in range(self._c.gguf_get_n_tensors(ctx))), default=0)
+        tensors = range(self._c.gguf_get_n_tensors(ctx))
+        end = max(
+            (self._c.gguf_get_tensor_offset(ctx, i) + self._c.gguf_get_tensor_size(ctx, i) for i in tensors), default=0
+        )
         expected = self._c.gguf_get_data_offset(ctx) + end
         if end and size < expected:
             raise ModelFileError("model", f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
         number, count = self._get(ctx, NUMBER), self._get(ctx, COUNT)
         return number if isinstance(number, int) else 0, count if isinstance(count, int) else 1
-
-    def _span(self, ctx: int, i: int) -> tuple[int, int]:
-        """Where a tensor begins and ends, in bytes from the file's data."""
-        begin = self._c.gguf_get_tensor_offset(ctx, i)
-        return begin, begin + self._c.gguf_get_tensor_size(ctx, i)
 
     def close(self) -> None:
         while self._opened:
@@ -153,16 +149,13 @@ class Gguf:
         kind = self._c.gguf_get_kv_type(ctx, index)
         if kind == _TYPE_STRING:
             return self._c.gguf_get_val_str(ctx, index).decode("utf-8", "replace")
-        if kind == _TYPE_ARRAY:
-            code = _SCALARS.get(self._c.gguf_get_arr_type(ctx, index))
-            if code is None:
-                return None
-            n = self._c.gguf_get_arr_n(ctx, index)
-            raw = ctypes.string_at(self._c.gguf_get_arr_data(ctx, index), n * struct.calcsize(code)) if n else b""
-            return list(struct.unpack(f"={n}{code}", raw))
-        code = _SCALARS[kind]
-        raw = ctypes.string_at(self._c.gguf_get_val_data(ctx, index), struct.calcsize(code))
-        return struct.unpack(f"={code}", raw)[0]
+        if kind != _TYPE_ARRAY:
+            return _numbers(_SCALARS[kind], 1, self._c.gguf_get_val_data(ctx, index))[0]
+        code = _SCALARS.get(self._c.gguf_get_arr_type(ctx, index))
+        if code is None:
+            return None
+        n = self._c.gguf_get_arr_n(ctx, index)
+        return _numbers(code, n, self._c.gguf_get_arr_data(ctx, index)) if n else []
 
     def _find(self, name: str) -> tuple[int, Path, int] | None:
         """Where a tensor is: context and path of its file, index in it."""
@@ -198,20 +191,15 @@ class Gguf:
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""
-        with self._copy() as ctx:
-            _set_values(self._c, ctx, values)
-            return _metadata(self._c, ctx)
-
-    @contextlib.contextmanager
-    def _copy(self) -> Iterator[int]:
-        """A second context of the same file, free to be changed."""
         ctx = self._c.gguf_init_from_file(os.fsencode(self.path), GgufInitParams(True, None))
         if not ctx:
             raise SubkvError("model", f"{self.path}: cannot be read a second time")
-        try:
-            yield ctx
-        finally:
-            self._c.gguf_free(ctx)
+        return _metadata(ctx, values)
+
+
+def _numbers(code: str, n: int, address: int) -> list[Any]:
+    layout = f"={n}{code}"
+    return list(struct.unpack(layout, ctypes.string_at(address, struct.calcsize(layout))))
 
 
 def _check_header(path: Path) -> int:
@@ -251,15 +239,18 @@ def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path
         return file.path
 
 
-def _set_values(c: Any, ctx: int, values: Mapping[str, Value]) -> None:
-    for key, (kind, value) in values.items():
-        getattr(c, _SETTERS[kind])(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
-
-
-def _metadata(c: Any, ctx: int) -> bytes:
-    buffer = ctypes.create_string_buffer(c.gguf_get_meta_size(ctx))
-    c.gguf_get_meta_data(ctx, buffer)
-    return buffer.raw
+def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
+    """Of a context, which it frees, with `values` added or replaced."""
+    c = gguf()
+    try:
+        for key, (kind, value) in values.items():
+            setter = getattr(c, f"gguf_set_val_{kind}")
+            setter(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
+        buffer = ctypes.create_string_buffer(c.gguf_get_meta_size(ctx))
+        c.gguf_get_meta_data(ctx, buffer)
+        return buffer.raw
+    finally:
+        c.gguf_free(ctx)
 
 
 def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
@@ -289,13 +280,7 @@ def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progres
     digest = sha256(base.files, progress)
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
-    c = gguf()
-    ctx = c.gguf_init_empty()
-    try:
-        _set_values(c, ctx, {**general, **values, SHA256_KEY: ("str", digest)})
-        blob = _metadata(c, ctx)
-    finally:
-        c.gguf_free(ctx)
+    blob = _metadata(gguf().gguf_init_empty(), {**general, **values, SHA256_KEY: ("str", digest)})
     with atomic_file(output) as handle:
         handle.write(blob)
 
@@ -309,7 +294,7 @@ def sha256(files: Sequence[Path], progress: bool = False) -> str:
 
 
 def blocks(files: Sequence[Path], what: str, progress: bool) -> Iterator[bytes]:
-    """The bytes of files, one after another, behind a progress bar. Raises SubkvError that starts with `flag`."""
+    """The bytes of files, one after another, behind a progress bar. Raises SubkvError about `model`."""
     path = files[0]
     try:
         with progress_bar(what, sum(file.stat().st_size for file in files), "B", progress) as bar:
