@@ -7,6 +7,7 @@ is copied as raw bytes, so tensors keep their bytes, order and alignment.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import struct
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from subkv.base.errors import ModelFileError, SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
-from subkv.native.ggml import GgufInitParams, gguf
+from subkv.native.library import Signatures, declare, load
 from subkv.native.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
@@ -32,6 +33,50 @@ _TYPE_STRING, _TYPE_ARRAY = 8, 9
 
 Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
+
+_str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+
+
+class _InitParams(ctypes.Structure):
+    """struct gguf_init_params, passed by value."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
+
+
+# ggml's functions, which llama_cpp does not bind
+_GGUF: Signatures = {
+    "gguf_init_from_file": (_ptr, [_str, _InitParams]),
+    "gguf_init_empty": (_ptr, []),
+    "gguf_free": (None, [_ptr]),
+    "gguf_get_data_offset": (_size, [_ptr]),
+    "gguf_get_n_kv": (_i64, [_ptr]),
+    "gguf_find_key": (_i64, [_ptr, _str]),
+    "gguf_get_key": (_str, [_ptr, _i64]),
+    "gguf_get_kv_type": (_int, [_ptr, _i64]),
+    "gguf_get_arr_type": (_int, [_ptr, _i64]),
+    "gguf_get_arr_n": (_size, [_ptr, _i64]),
+    "gguf_get_arr_data": (_ptr, [_ptr, _i64]),
+    "gguf_get_val_data": (_ptr, [_ptr, _i64]),
+    "gguf_get_val_str": (_str, [_ptr, _i64]),
+    "gguf_get_n_tensors": (_i64, [_ptr]),
+    "gguf_find_tensor": (_i64, [_ptr, _str]),
+    "gguf_get_tensor_offset": (_size, [_ptr, _i64]),
+    "gguf_get_tensor_type": (_int, [_ptr, _i64]),
+    "gguf_get_tensor_size": (_size, [_ptr, _i64]),
+    "gguf_get_tensor_ne": (ctypes.POINTER(_i64), [_ptr, _i64]),
+    "gguf_set_val_u32": (None, [_ptr, _str, ctypes.c_uint32]),
+    "gguf_set_val_u64": (None, [_ptr, _str, ctypes.c_uint64]),
+    "gguf_set_val_f32": (None, [_ptr, _str, ctypes.c_float]),
+    "gguf_set_val_str": (None, [_ptr, _str, _str]),
+    "gguf_get_meta_size": (_size, [_ptr]),
+    "gguf_get_meta_data": (None, [_ptr, _ptr]),
+}
+
+
+@functools.cache
+def _gguf() -> ctypes.CDLL:
+    """ggml's gguf_* functions, which the handle of libsubkv finds in what it is linked with."""
+    return declare(load(), _GGUF)
 
 
 class Base(Protocol):
@@ -83,7 +128,7 @@ class Gguf:
         self.path = Path(path)
         self._opened: list[int] = []  # contexts of `files`
         try:
-            self._c = gguf()
+            self._c = _gguf()
             found = self._open(self.path)
             self.files = split_files(self.path, found, self._open) if split else [self.path]
         except BaseException:
@@ -97,7 +142,7 @@ class Gguf:
         from subkv.native.binding import captured_log, last_log_error  # loads the native libraries: not for a --help
 
         with captured_log(forward=False) as log:
-            ctx = self._c.gguf_init_from_file(os.fsencode(path), GgufInitParams(True, None))
+            ctx = self._c.gguf_init_from_file(os.fsencode(path), _InitParams(True, None))
         if not ctx:
             reason = last_log_error(log) or "no reason given"
             raise ModelFileError(
@@ -191,7 +236,7 @@ class Gguf:
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""
-        ctx = self._c.gguf_init_from_file(os.fsencode(self.path), GgufInitParams(True, None))
+        ctx = self._c.gguf_init_from_file(os.fsencode(self.path), _InitParams(True, None))
         if not ctx:
             raise SubkvError("model", f"{self.path}: cannot be read a second time")
         return _metadata(ctx, values)
@@ -241,7 +286,7 @@ def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path
 
 def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
     """Of a context, which it frees, with `values` added or replaced."""
-    c = gguf()
+    c = _gguf()
     try:
         for key, (kind, value) in values.items():
             setter = getattr(c, f"gguf_set_val_{kind}")
@@ -280,7 +325,7 @@ def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progres
     digest = sha256(base.files, progress)
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
-    blob = _metadata(gguf().gguf_init_empty(), {**general, **values, SHA256_KEY: ("str", digest)})
+    blob = _metadata(_gguf().gguf_init_empty(), {**general, **values, SHA256_KEY: ("str", digest)})
     with atomic_file(output) as handle:
         handle.write(blob)
 
