@@ -70,7 +70,7 @@ def _against_static(lab: Lab, text: Text, specs: dict[str, str]) -> tuple[Rows, 
     static = lab.static()
     adaptive = [lab.adaptive(spec, name) for name, spec in specs.items()]
     rows = lab.measure([static, *adaptive], text)
-    high = layout.budget_range(lab.fit().heads, lab.fit().overhead)[1]
+    high = layout.budget_range(lab.fit().heads, lab.fit().overhead)[1].total
     budgets = [min(high, lab.kv_bits + row["bpe_adapt"]) for row in rows[1:]]
     raised = {bits: lab.static(bits) for bits in sorted(set(budgets))}
     by_budget = dict(zip(raised, lab.measure(list(raised.values()), text), strict=True))

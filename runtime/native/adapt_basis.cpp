@@ -11,7 +11,7 @@ namespace subkv {
 
 namespace {
 
-constexpr int32_t MIX_MAX_BITS = 8;    // as in subkv/plan/basis.py
+constexpr int32_t MIX_MAX_BITS = 8;    // 16-bit bands have no shared step, as in subkv/plan/basis.py
 constexpr double  STEP_FLOOR   = 1e-6; // least ratio, for bands without energy; as there
 
 // Sylvester's Hadamard matrix for powers of two, else DCT-II; entry (i, j) of the orthonormal [n][n].

@@ -72,9 +72,8 @@ def test_mixing_is_orthonormal(n: int) -> None:
 
 
 def test_mixing_is_chosen_for_unequal_variances_only() -> None:
-    assert band_step(4, np.array([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.1, 0.1]), mix=True)[1]
-    assert not band_step(4, np.ones(8), mix=True)[1]
-    assert not band_step(4, np.array([8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]), mix=False)[1]
+    assert band_step(4, np.array([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.1, 0.1]))[1]
+    assert not band_step(4, np.ones(8))[1]
 
 
 @given(SEEDS, SIZES)

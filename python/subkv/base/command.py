@@ -61,13 +61,9 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
     name = PARAMETERS.get(error.key, error.key)
     for parameter in command.params if command else []:
         if name in (parameter.name, parameter.human_readable_name):
-            return str(SubkvError(parameter.opts[0] if parameter.param_type_name == "option" else _metavar(parameter),
-                                  error.reason))  # fmt: skip
+            flag = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+            return str(SubkvError(flag, error.reason))
     return str(error)
-
-
-def _metavar(argument: click.Parameter) -> str:
-    return getattr(argument, "metavar", None) or str(argument.name).upper()
 
 
 def command(name: str | None = None, **kwargs: Any) -> Callable[[Callable[..., Any]], Command]:

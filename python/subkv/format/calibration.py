@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,17 +134,8 @@ class Calibration:
 # FORMAT.md §4: metadata keys that are members of Calibration of the same names, integers with their limits
 _TEXTS = ("arch", "name", "model_sha256", "generator")
 _NUMBERS = {"block_count": (1, MAX_LAYERS), "n_ctx": (1, 2**31 - 1), "n_skip": (0, 2**31 - 1), "tokens": (1, 2**63 - 1)}
-# members of the JSON objects in `texts`, `sensitivity` and `layers`
-_SOURCE: dict[str, type] = {"name": str, "sha256": str, "bytes": int}
-_MEASURED: dict[str, type] = {
-    "method": str,
-    "tokens": int,
-    "n_recent": int,
-    "n_ctx": int,
-    "correction": float,
-    "correction0": float,
-}
-_SHAPE = ("il", "n_head", "n_head_kv", "d_k", "d_v", "scale", "tokens")
+# members of the JSON objects in `texts`, `sensitivity` and `layers`, and their types
+_SOURCE, _MEASURED, _SHAPE = map(get_type_hints, (TextSource, Sensitivity, LayerShape))
 METHODS = ("fisher",)
 # tensors of a layer, members of LayerStats (the last: of LayerSensitivity), and what of LayerShape sizes them
 _MOMENTS = {"k2": "d_k", "q2": "d_k", "v2": "d_v"}
@@ -168,11 +159,6 @@ def unpack(packed: NDArray[Any], d: int) -> F64:
     return full
 
 
-#
-# writing
-#
-
-
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write atomically. Raises SubkvError about `output` when the file cannot be written."""
     tensors: dict[str, NDArray[Any]] = {}
@@ -188,7 +174,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         "version": VERSION,
         **{key: str(getattr(calibration, key)) for key in (*_TEXTS, *_NUMBERS)},
         "texts": json.dumps([vars(text) for text in calibration.texts]),
-        "layers": json.dumps([{key: getattr(layer.shape, key) for key in _SHAPE} for layer in calibration.layers]),
+        "layers": json.dumps([vars(layer.shape) for layer in calibration.layers]),
     }
     if calibration.sensitivity is not None:
         values["sensitivity"] = json.dumps(vars(calibration.sensitivity))
@@ -208,11 +194,6 @@ def canonical(blob: bytes) -> tuple[bytes, memoryview]:
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, memoryview(blob)[end:]
-
-
-#
-# reading
-#
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -335,19 +316,18 @@ def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
     if set(item) != set(_SHAPE):
         raise SubkvError(key, f"expected the members {', '.join(_SHAPE)}, found {', '.join(sorted(item))}")
     limits = {
-        "il": (0, block_count - 1),
-        "n_head": (1, 65536),
-        "n_head_kv": (1, MAX_HEADS),
-        "d_k": (8, MAX_HEAD_SIZE),
-        "d_v": (8, MAX_HEAD_SIZE),
-        "tokens": (1, 2**63 - 1),
+        "il": (0, block_count - 1, 1),
+        "n_head": (1, 65536, 1),
+        "n_head_kv": (1, MAX_HEADS, 1),
+        "d_k": (8, MAX_HEAD_SIZE, 8),
+        "d_v": (8, MAX_HEAD_SIZE, 8),
+        "tokens": (1, 2**63 - 1, 1),
     }
-    for name, (low, high) in limits.items():
+    for name, (low, high, step) in limits.items():
         if type(item[name]) is not int or not low <= item[name] <= high:
             raise SubkvError(key, f"expected {name} to be an integer from {low} to {high}, found {item[name]!r}")
-    for name in ("d_k", "d_v"):
-        if item[name] % 8:
-            raise SubkvError(key, f"expected {name} to be a multiple of 8, found {item[name]}")
+        if item[name] % step:
+            raise SubkvError(key, f"expected {name} to be a multiple of {step}, found {item[name]}")
     if item["n_head"] % item["n_head_kv"]:
         raise SubkvError(
             key, f"expected n_head to be a multiple of n_head_kv, found {item['n_head']} and {item['n_head_kv']}"
@@ -403,11 +383,6 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
     return LayerStats(shape=shape, **stats)
 
 
-#
-# merging
-#
-
-
 def thin(rows: F16, limit: int = MAX_SAMPLES) -> F16:
     """At most `limit` rows, spread evenly over the given ones."""
     if len(rows) <= limit:
@@ -437,13 +412,11 @@ def merge(earlier: Calibration, later: Calibration) -> Calibration:
         bad = next((pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]), None)
         detail = f"expected {bad[0]}, found {bad[1]}" if bad else f"expected {len(expected)} layers, found {len(found)}"
         raise SubkvError("calibration", f"{PREFIX}layers: {detail}")
-    layers = tuple(_merge_layer(a, b) for a, b in zip(earlier.layers, later.layers, strict=True))
-    texts = tuple(dict.fromkeys(earlier.texts + later.texts))
     return replace(
         later,
-        layers=layers,
+        layers=tuple(_merge_layer(a, b) for a, b in zip(earlier.layers, later.layers, strict=True)),
         tokens=earlier.tokens + later.tokens,
-        texts=texts,
+        texts=tuple(dict.fromkeys(earlier.texts + later.texts)),
         n_ctx=min(earlier.n_ctx, later.n_ctx),
         sensitivity=later.sensitivity or earlier.sensitivity,
         sha256="",

@@ -6,13 +6,13 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from subkv.base.version import __version__
 from subkv.format.bases import CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import Calibration
 from subkv.format.layout import Layout
@@ -52,20 +52,14 @@ class Settings:
 
 def generator() -> str:
     """Program and version, for the files' provenance."""
-    try:
-        return f"subkv {version('subkv')}"
-    except PackageNotFoundError:
-        return "subkv (not installed)"
+    return f"subkv {__version__}"
 
 
 def layout_json(layers: Sequence[CodedLayer]) -> str:
     """FORMAT.md §2, without spaces."""
     items = [
         {
-            "il": layer.shape.il,
-            "n_head_kv": layer.shape.n_head_kv,
-            "d_k": layer.shape.d_k,
-            "d_v": layer.shape.d_v,
+            **{name: getattr(layer.shape, name) for name in ("il", "n_head_kv", "d_k", "d_v")},
             "k": [head.k.bands for head in layer.heads],
             "v": [head.v.bands for head in layer.heads],
         }
@@ -76,16 +70,15 @@ def layout_json(layers: Sequence[CodedLayer]) -> str:
 
 def basis_block(layer: CodedLayer) -> bytes:
     """FORMAT.md §3: for each head K then V, little-endian, no padding."""
-    parts = []
+    parts: list[NDArray[Any]] = []
     for head in layer.heads:
-        parts.append(np.array([head.gamma], dtype="<f4").tobytes())
-        for stored, key in ((head.k, True), (head.v, False)):
-            parts.append(stored.ratio.astype("<f4").tobytes())
-            if key:
-                parts.append(stored.mean.astype("<f2").tobytes())
-            parts.append(stored.encode.astype("<f2").tobytes())
-            parts.append(stored.decode.astype("<f2").tobytes())
-    return b"".join(parts)
+        parts.append(np.array([head.gamma], dtype="<f4"))
+        for ratio, *halves in (
+            (head.k.ratio, head.k.mean, head.k.encode, head.k.decode),
+            (head.v.ratio, head.v.encode, head.v.decode),
+        ):
+            parts += [ratio.astype("<f4"), *(half.astype("<f2") for half in halves)]
+    return b"".join(part.tobytes() for part in parts)
 
 
 def keys(

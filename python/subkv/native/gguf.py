@@ -6,8 +6,8 @@ is copied as raw bytes, so tensors keep their bytes, order and alignment.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import struct
@@ -24,16 +24,59 @@ from numpy.typing import NDArray
 from subkv.base.errors import ModelFileError, SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
-from subkv.native.ggml import GgufInitParams, gguf
+from subkv.native.library import Signatures, declare, load
 from subkv.native.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TYPE_STRING, _TYPE_ARRAY = 8, 9
-_SETTERS = {"u32": "gguf_set_val_u32", "u64": "gguf_set_val_u64", "f32": "gguf_set_val_f32", "str": "gguf_set_val_str"}
 
-Value = tuple[str, int | float | str]  # type name of _SETTERS, value
+Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
+
+_str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+
+
+class _InitParams(ctypes.Structure):
+    """struct gguf_init_params, passed by value."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
+
+
+# ggml's functions, which llama_cpp does not bind
+_GGUF: Signatures = {
+    "gguf_init_from_file": (_ptr, [_str, _InitParams]),
+    "gguf_init_empty": (_ptr, []),
+    "gguf_free": (None, [_ptr]),
+    "gguf_get_data_offset": (_size, [_ptr]),
+    "gguf_get_n_kv": (_i64, [_ptr]),
+    "gguf_find_key": (_i64, [_ptr, _str]),
+    "gguf_get_key": (_str, [_ptr, _i64]),
+    "gguf_get_kv_type": (_int, [_ptr, _i64]),
+    "gguf_get_arr_type": (_int, [_ptr, _i64]),
+    "gguf_get_arr_n": (_size, [_ptr, _i64]),
+    "gguf_get_arr_data": (_ptr, [_ptr, _i64]),
+    "gguf_get_val_data": (_ptr, [_ptr, _i64]),
+    "gguf_get_val_str": (_str, [_ptr, _i64]),
+    "gguf_get_n_tensors": (_i64, [_ptr]),
+    "gguf_find_tensor": (_i64, [_ptr, _str]),
+    "gguf_get_tensor_offset": (_size, [_ptr, _i64]),
+    "gguf_get_tensor_type": (_int, [_ptr, _i64]),
+    "gguf_get_tensor_size": (_size, [_ptr, _i64]),
+    "gguf_get_tensor_ne": (ctypes.POINTER(_i64), [_ptr, _i64]),
+    "gguf_set_val_u32": (None, [_ptr, _str, ctypes.c_uint32]),
+    "gguf_set_val_u64": (None, [_ptr, _str, ctypes.c_uint64]),
+    "gguf_set_val_f32": (None, [_ptr, _str, ctypes.c_float]),
+    "gguf_set_val_str": (None, [_ptr, _str, _str]),
+    "gguf_get_meta_size": (_size, [_ptr]),
+    "gguf_get_meta_data": (None, [_ptr, _ptr]),
+}
+
+
+@functools.cache
+def _gguf() -> ctypes.CDLL:
+    """ggml's gguf_* functions, which the handle of libsubkv finds in what it is linked with."""
+    return declare(load(), _GGUF)
 
 
 class Base(Protocol):
@@ -85,7 +128,7 @@ class Gguf:
         self.path = Path(path)
         self._opened: list[int] = []  # contexts of `files`
         try:
-            self._c = gguf()
+            self._c = _gguf()
             found = self._open(self.path)
             self.files = split_files(self.path, found, self._open) if split else [self.path]
         except BaseException:
@@ -99,24 +142,22 @@ class Gguf:
         from subkv.native.binding import captured_log, last_log_error  # loads the native libraries: not for a --help
 
         with captured_log(forward=False) as log:
-            ctx = self._c.gguf_init_from_file(os.fsencode(path), GgufInitParams(True, None))
+            ctx = self._c.gguf_init_from_file(os.fsencode(path), _InitParams(True, None))
         if not ctx:
             reason = last_log_error(log) or "no reason given"
             raise ModelFileError(
                 "model", f"expected a complete GGUF, found a damaged or truncated header in {path}: {reason}"
             )
         self._opened.append(ctx)
-        end = max((self._span(ctx, i)[1] for i in range(self._c.gguf_get_n_tensors(ctx))), default=0)
+        tensors = range(self._c.gguf_get_n_tensors(ctx))
+        end = max(
+            (self._c.gguf_get_tensor_offset(ctx, i) + self._c.gguf_get_tensor_size(ctx, i) for i in tensors), default=0
+        )
         expected = self._c.gguf_get_data_offset(ctx) + end
         if end and size < expected:
             raise ModelFileError("model", f"expected {expected} bytes of GGUF, found {size}: {path} is truncated")
         number, count = self._get(ctx, NUMBER), self._get(ctx, COUNT)
         return number if isinstance(number, int) else 0, count if isinstance(count, int) else 1
-
-    def _span(self, ctx: int, i: int) -> tuple[int, int]:
-        """Where a tensor begins and ends, in bytes from the file's data."""
-        begin = self._c.gguf_get_tensor_offset(ctx, i)
-        return begin, begin + self._c.gguf_get_tensor_size(ctx, i)
 
     def close(self) -> None:
         while self._opened:
@@ -153,16 +194,13 @@ class Gguf:
         kind = self._c.gguf_get_kv_type(ctx, index)
         if kind == _TYPE_STRING:
             return self._c.gguf_get_val_str(ctx, index).decode("utf-8", "replace")
-        if kind == _TYPE_ARRAY:
-            code = _SCALARS.get(self._c.gguf_get_arr_type(ctx, index))
-            if code is None:
-                return None
-            n = self._c.gguf_get_arr_n(ctx, index)
-            raw = ctypes.string_at(self._c.gguf_get_arr_data(ctx, index), n * struct.calcsize(code)) if n else b""
-            return list(struct.unpack(f"={n}{code}", raw))
-        code = _SCALARS[kind]
-        raw = ctypes.string_at(self._c.gguf_get_val_data(ctx, index), struct.calcsize(code))
-        return struct.unpack(f"={code}", raw)[0]
+        if kind != _TYPE_ARRAY:
+            return _numbers(_SCALARS[kind], 1, self._c.gguf_get_val_data(ctx, index))[0]
+        code = _SCALARS.get(self._c.gguf_get_arr_type(ctx, index))
+        if code is None:
+            return None
+        n = self._c.gguf_get_arr_n(ctx, index)
+        return _numbers(code, n, self._c.gguf_get_arr_data(ctx, index)) if n else []
 
     def _find(self, name: str) -> tuple[int, Path, int] | None:
         """Where a tensor is: context and path of its file, index in it."""
@@ -198,20 +236,15 @@ class Gguf:
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""
-        with self._copy() as ctx:
-            _set_values(self._c, ctx, values)
-            return _metadata(self._c, ctx)
-
-    @contextlib.contextmanager
-    def _copy(self) -> Iterator[int]:
-        """A second context of the same file, free to be changed."""
-        ctx = self._c.gguf_init_from_file(os.fsencode(self.path), GgufInitParams(True, None))
+        ctx = self._c.gguf_init_from_file(os.fsencode(self.path), _InitParams(True, None))
         if not ctx:
             raise SubkvError("model", f"{self.path}: cannot be read a second time")
-        try:
-            yield ctx
-        finally:
-            self._c.gguf_free(ctx)
+        return _metadata(ctx, values)
+
+
+def _numbers(code: str, n: int, address: int) -> list[Any]:
+    layout = f"={n}{code}"
+    return list(struct.unpack(layout, ctypes.string_at(address, struct.calcsize(layout))))
 
 
 def _check_header(path: Path) -> int:
@@ -251,15 +284,18 @@ def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path
         return file.path
 
 
-def _set_values(c: Any, ctx: int, values: Mapping[str, Value]) -> None:
-    for key, (kind, value) in values.items():
-        getattr(c, _SETTERS[kind])(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
-
-
-def _metadata(c: Any, ctx: int) -> bytes:
-    buffer = ctypes.create_string_buffer(c.gguf_get_meta_size(ctx))
-    c.gguf_get_meta_data(ctx, buffer)
-    return buffer.raw
+def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
+    """Of a context, which it frees, with `values` added or replaced."""
+    c = _gguf()
+    try:
+        for key, (kind, value) in values.items():
+            setter = getattr(c, f"gguf_set_val_{kind}")
+            setter(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
+        buffer = ctypes.create_string_buffer(c.gguf_get_meta_size(ctx))
+        c.gguf_get_meta_data(ctx, buffer)
+        return buffer.raw
+    finally:
+        c.gguf_free(ctx)
 
 
 def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
@@ -289,13 +325,7 @@ def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progres
     digest = sha256(base.files, progress)
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
-    c = gguf()
-    ctx = c.gguf_init_empty()
-    try:
-        _set_values(c, ctx, {**general, **values, SHA256_KEY: ("str", digest)})
-        blob = _metadata(c, ctx)
-    finally:
-        c.gguf_free(ctx)
+    blob = _metadata(_gguf().gguf_init_empty(), {**general, **values, SHA256_KEY: ("str", digest)})
     with atomic_file(output) as handle:
         handle.write(blob)
 
@@ -309,7 +339,7 @@ def sha256(files: Sequence[Path], progress: bool = False) -> str:
 
 
 def blocks(files: Sequence[Path], what: str, progress: bool) -> Iterator[bytes]:
-    """The bytes of files, one after another, behind a progress bar. Raises SubkvError that starts with `flag`."""
+    """The bytes of files, one after another, behind a progress bar. Raises SubkvError about `model`."""
     path = files[0]
     try:
         with progress_bar(what, sum(file.stat().st_size for file in files), "B", progress) as bar:

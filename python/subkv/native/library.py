@@ -26,53 +26,43 @@ _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
 
 
+_u32 = ctypes.c_uint32
+_u64 = ctypes.c_uint64
+_float = ctypes.c_float
+
+
+def _members(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Neighbours of one type in a struct."""
+    return [(name, kind) for name in names]
+
+
 class AdaptParams(ctypes.Structure):
     """subkv_adapt_params."""
 
     _fields_ = [
-        ("kind", _i32),
-        ("rank", _i32),
-        ("rows", _i32),
-        ("decay", ctypes.c_float),
-        ("rate", ctypes.c_float),
-        ("block", _i32),
-        ("length", _i32),
-        ("warm", _i32),
-        ("max_chunks", _i32),
-        ("tau", ctypes.c_float),
-        ("gain", ctypes.c_float),
-        ("reuse", _i32),
-        ("merge", _i32),
+        *_members(_i32, "kind", "rank", "rows"),
+        *_members(_float, "decay", "rate"),
+        *_members(_i32, "block", "length", "warm", "max_chunks"),
+        *_members(_float, "tau", "gain"),
+        *_members(_i32, "reuse", "merge"),
     ]
 
 
 class CacheParams(ctypes.Structure):
     """subkv_cache_params."""
 
-    _fields_ = [("n_sink", _i32), ("n_recent", _i32), ("n_rollback", _i32), ("adapt", _i32), ("adaptive", AdaptParams)]
+    _fields_ = [*_members(_i32, "n_sink", "n_recent", "n_rollback", "adapt"), ("adaptive", AdaptParams)]
 
 
 class Stats(ctypes.Structure):
     """subkv_stats."""
 
     _fields_ = [
-        ("bytes_codes", ctypes.c_uint64),
-        ("bytes_window", ctypes.c_uint64),
-        ("bytes_stock", ctypes.c_uint64),
-        ("bytes_f16", ctypes.c_uint64),
-        ("bytes_bases", ctypes.c_uint64),
-        ("bytes_per_token", ctypes.c_uint64),
-        ("n_zero_rows", ctypes.c_uint64),
-        ("bytes_adapt", ctypes.c_uint64),
-        ("n_chunks", ctypes.c_uint64),
-        ("n_layer_coded", ctypes.c_uint32),
-        ("n_layer_device", ctypes.c_uint32),
-        ("n_cells", ctypes.c_uint32),
-        ("n_stream", ctypes.c_uint32),
-        ("n_sink", _i32),
-        ("n_recent", _i32),
-        ("n_rollback", _i32),
-        ("bpe", ctypes.c_float),
+        *_members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_f16", "bytes_bases", "bytes_per_token"),
+        *_members(_u64, "n_zero_rows", "bytes_adapt", "n_chunks"),
+        *_members(_u32, "n_layer_coded", "n_layer_device", "n_cells", "n_stream"),
+        *_members(_i32, "n_sink", "n_recent", "n_rollback"),
+        ("bpe", _float),
     ]
 
 
@@ -80,17 +70,12 @@ class Observed(ctypes.Structure):
     """subkv_observed."""
 
     _fields_ = [
-        ("n_head", _i32),
-        ("n_head_kv", _i32),
-        ("d_k", _i32),
-        ("d_v", _i32),
-        ("scale", ctypes.c_float),
-        ("n_tokens", ctypes.c_uint64),
-        ("n_key", _i32),
-        ("n_query", _i32),
-        ("n_nonfinite", ctypes.c_uint64),
-        ("coded", _i32),
-        ("plain", _i32),
+        *_members(_i32, "n_head", "n_head_kv", "d_k", "d_v"),
+        ("scale", _float),
+        ("n_tokens", _u64),
+        *_members(_i32, "n_key", "n_query"),
+        ("n_nonfinite", _u64),
+        *_members(_i32, "coded", "plain"),
     ]
 
 
@@ -98,15 +83,8 @@ class AdaptStats(ctypes.Structure):
     """subkv_adapt_stats."""
 
     _fields_ = [
-        ("n_blocks", _i64),
-        ("n_chunks", _i64),
-        ("n_opened", _i64),
-        ("n_refused", _i64),
-        ("n_merged", _i64),
-        ("n_recoded", _i64),
-        ("n_nonfinite", _i64),
-        ("bytes_bases", _i64),
-        ("bytes_sketch", _i64),
+        *_members(_i64, "n_blocks", "n_chunks", "n_opened", "n_refused", "n_merged", "n_recoded", "n_nonfinite"),
+        *_members(_i64, "bytes_bases", "bytes_sketch"),
         ("residual", ctypes.c_double),
     ]
 

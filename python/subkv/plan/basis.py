@@ -21,7 +21,6 @@ from subkv.plan.quantizer import best_step, distortion, shared_step
 
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
-MIX_MAX_BITS = 8  # widest band that is mixed; 16-bit bands have no shared step and need none
 MEAN_TOLERANCE = 1e-4  # negative eigenvalues of a centred moment that pass for rounding, relative to the trace
 STEP_FLOOR = 1e-6  # least band step relative to the largest of the row, for bands without energy
 
@@ -133,7 +132,7 @@ def mixing_matrix(n: int) -> F64:
     return np.asarray(matrix, dtype=np.float64)
 
 
-def band_step(bits: int, variance: F64, mix: bool) -> tuple[float, bool]:
+def band_step(bits: int, variance: F64) -> tuple[float, bool]:
     """Best shared step of a band and whether mixing it lowers the expected error of Gaussian coefficients.
 
     variance: [n] of the unmixed coefficients. Mixing gives all of them the mean variance, which the shared step fits.
@@ -142,18 +141,12 @@ def band_step(bits: int, variance: F64, mix: bool) -> tuple[float, bool]:
     if mean <= 0.0:
         return 0.0, False
     step, error = shared_step(bits, variance)
-    if mix and len(variance) * mean * distortion(bits) < error * (1.0 - 1e-3):
+    if len(variance) * mean * distortion(bits) < error * (1.0 - 1e-3):
         return float(np.sqrt(mean)) * best_step(bits), True
     return step, False
 
 
-def store(
-    basis: FullBasis,
-    moment: F64,
-    bands: Bands,
-    mean: F16 | None = None,
-    mix_max_bits: int = MIX_MAX_BITS,
-) -> StoredBasis:
+def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) -> StoredBasis:
     """Keep the coefficients of `bands`, mix inside bands, round to half precision, and make D fit the rounded E.
 
     At full rank D is the inverse of the rounded E. At lower rank it is the linear decoder of least expected error,
@@ -170,9 +163,9 @@ def store(
     for i, (n, bits) in enumerate(bands):
         part = slice(first, first + n)
         first += n
-        if bits == 16:
+        if bits == 16:  # no shared step, so nothing to mix for
             continue
-        steps[i], mixed = band_step(bits, basis.variance[part], mix=bits <= mix_max_bits)
+        steps[i], mixed = band_step(bits, basis.variance[part])
         if mixed:
             encode[part] = mixing_matrix(n) @ encode[part]
     coded = np.array([bits != 16 for _, bits in bands])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,17 +134,11 @@ def _pooled(importance: F64) -> F64:
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
 
 
-def _extremes(heads: Sequence[Head], overhead: Overhead) -> tuple[Account, Account]:
-    """The least and the largest layout: one group of the least width per head, and every coefficient at the largest."""
+def budget_range(heads: Sequence[Head], overhead: Overhead) -> tuple[Account, Account]:
+    """What plan_banded can express: one group of the least width per head, and every coefficient at the largest."""
     least: list[Bands] = [((GROUP, WIDTHS[0]),) for _ in heads]
     most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
     return account(heads, least, overhead), account(heads, most, overhead)
-
-
-def budget_range(heads: Sequence[Head], overhead: Overhead) -> tuple[float, float]:
-    """Bits per element that plan_banded can express."""
-    low, high = _extremes(heads, overhead)
-    return low.total, high.total
 
 
 def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> list[Bands]:
@@ -151,82 +146,61 @@ def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> li
 
     Raises SubkvError naming the expressible range when the budget lies outside it.
     """
-    low, high = _extremes(heads, overhead)
+    low, high = budget_range(heads, overhead)
     if not low.total <= kv_bits <= high.total:
         raise SubkvError(
             "kv_bits",
-            f"expected {_up(low.total)} to {_down(high.total)} bits per element, everything counted at "
-            f"{overhead.context} tokens (exact window {low.window:.3f}, full-rank bases {high.bases:.3f}), "
-            f"found {kv_bits:g}",
+            f"expected {np.ceil(low.total * 1000.0) / 1000.0:.3f} to {np.floor(high.total * 1000.0) / 1000.0:.3f} "
+            f"bits per element, everything counted at {overhead.context} tokens (exact window {low.window:.3f}, "
+            f"full-rank bases {high.bases:.3f}), found {kv_bits:g}",
         )
     elements = sum(head.d for head in heads)
     widest = WIDTHS[-1] if kv_bits - high.window - high.bases >= WIDE_FROM else CODED_WIDTHS[-1]
-    return _Filling(heads, overhead, (kv_bits - low.total) * elements, widest).run()
+    return _filled(heads, overhead, (kv_bits - low.total) * elements, widest)
 
 
-def _up(value: float) -> str:
-    return f"{np.ceil(value * 1000.0) / 1000.0:.3f}"
+def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, widest: int) -> list[Bands]:
+    """Greedy: the widths of all groups, grown by the step that saves most error per bit as long as one fits.
 
+    spare: bits per token beyond the least layout.
+    """
+    spare *= 1.0 + 1e-12
+    basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
+    weight = [_pooled(head.importance) for head in heads]
+    widths = [[WIDTHS[0], *[0] * (len(groups) - 1)] for groups in weight]
+    steps: list[tuple[float, int, int, int]] = []  # heap of (−gain, head, group, next width)
 
-def _down(value: float) -> str:
-    return f"{np.floor(value * 1000.0) / 1000.0:.3f}"
+    def cost(h: int, old: int, new: int) -> float:
+        return GROUP * (new - old + (basis_bits[h] if old == 0 else 0.0))
 
-
-class _Filling:
-    """Greedy state: width of every group, and a heap of next steps by error saved per bit."""
-
-    def __init__(self, heads: Sequence[Head], overhead: Overhead, spare: float, widest: int) -> None:
-        self.widest = widest
-        self.spare = spare * (1.0 + 1e-12)  # bits per token beyond the least layout
-        self.basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
-        self.weight = [_pooled(head.importance) for head in heads]
-        self.bits = [[0] * len(weight) for weight in self.weight]
-        self.heap: list[tuple[float, int, int, int]] = []  # (−gain, head, group, next width)
-        for h in range(len(heads)):
-            self.bits[h][0] = WIDTHS[0]
-        for h in range(len(heads)):
-            self._offer(h, 0)
-            self._offer(h, 1)
-
-    def _cost(self, h: int, old: int, new: int) -> float:
-        return GROUP * (new - old + (self.basis_bits[h] if old == 0 else 0.0))
-
-    def _offer(self, h: int, g: int) -> None:
+    def offer(h: int, g: int) -> None:
         """Put the group's next step on the heap unless the group before it is not wide enough yet."""
-        if g >= len(self.bits[h]):
+        if g >= len(widths[h]):
             return
-        old = self.bits[h][g]
+        old = widths[h][g]
         start = WIDTHS[0] if g == 0 else 0  # the first group was started at the least width by decree
-        ladder = [bits for bits in _ladder(start, self.basis_bits[h], self.widest) if bits > old]
-        if not ladder or (g > 0 and self.bits[h][g - 1] < ladder[0]):
+        new = next((bits for bits in _ladder(start, basis_bits[h], widest) if bits > old), None)
+        if new is None or (g > 0 and widths[h][g - 1] < new):
             return
-        gain = self.weight[h][g] * (loss(old) - loss(ladder[0])) / self._cost(h, old, ladder[0])
-        heapq.heappush(self.heap, (-gain, h, g, ladder[0]))
+        gain = weight[h][g] * (loss(old) - loss(new)) / cost(h, old, new)
+        heapq.heappush(steps, (-gain, h, g, new))
 
-    def run(self) -> list[Bands]:
-        while self.heap:
-            _, h, g, new = heapq.heappop(self.heap)
-            old = self.bits[h][g]
-            if new <= old:
-                continue  # offered twice: after its own step and after the group before it moved
-            cost = self._cost(h, old, new)
-            if cost > self.spare:
-                continue  # a cheaper step of another group may still fit
-            self.spare -= cost
-            self.bits[h][g] = new
-            self._offer(h, g)
-            self._offer(h, g + 1)
-        return [_runs(widths) for widths in self.bits]
+    for h in range(len(heads)):
+        offer(h, 0)
+        offer(h, 1)
+    while steps:
+        _, h, g, new = heapq.heappop(steps)
+        old = widths[h][g]
+        # offered twice: after its own step and after the group before it moved; else a cheaper one may still fit
+        if new <= old or cost(h, old, new) > spare:
+            continue
+        spare -= cost(h, old, new)
+        widths[h][g] = new
+        offer(h, g)
+        offer(h, g + 1)
+    return [_runs(groups) for groups in widths]
 
 
 def _runs(widths: Sequence[int]) -> Bands:
-    """Bands of a head from the widths of its groups; trailing zeros are dropped coefficients."""
-    bands: list[tuple[int, int]] = []
-    for bits in widths:
-        if bits == 0:
-            break
-        if bands and bands[-1][1] == bits:
-            bands[-1] = (bands[-1][0] + GROUP, bits)
-        else:
-            bands.append((GROUP, bits))
-    return tuple(bands)
+    """Bands of a head from the widths of its groups; zeros, which come last, are dropped coefficients."""
+    return tuple((GROUP * len(list(run)), bits) for bits, run in itertools.groupby(widths) if bits)

@@ -62,10 +62,8 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
                 "kld-aware expects a calibration with sensitivities, found none in it; "
                 "python -m converter.sensitivity adds them",
             )
-    return (
-        basis_k or ("kld-aware" if measured else "query-aware"),
-        basis_v or ("kld-aware" if measured else "output-aware"),
-    )
+    best_k, best_v = ("kld-aware", "kld-aware") if measured else ("query-aware", "output-aware")
+    return basis_k or best_k, basis_v or best_v
 
 
 def output_metrics(base: Base, shape: LayerShape) -> F64:

@@ -226,7 +226,7 @@ class Fit:
         target = self.stock_error(kind)
         if target is None:
             return None
-        low, high = budget.budget_range(self.heads, self.overhead)
+        low, high = (counted.total for counted in budget.budget_range(self.heads, self.overhead))
         first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
             while first <= last:

@@ -153,21 +153,16 @@ def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvErro
             )
         turns[d] = turn
     span = float(max(trained - calibration.n_ctx, 0))
-    layers = [_spread_layer(layer, turns[layer.shape.d_k], span) for layer in calibration.layers]
-    if calibration.sensitivity is not None:
-        span = float(max(trained - calibration.sensitivity.n_ctx, 0))
-        layers = [_spread_sensitivity(layer, turns[layer.shape.d_k], span) for layer in layers]
-    return replace(calibration, layers=tuple(layers)), None
+    of_sensitivity = float(max(trained - calibration.sensitivity.n_ctx, 0)) if calibration.sensitivity else 0.0
+    layers = tuple(_spread_layer(layer, turns[layer.shape.d_k], span, of_sensitivity) for layer in calibration.layers)
+    return replace(calibration, layers=layers), None
 
 
-def _spread_sensitivity(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
+def _spread_layer(layer: LayerStats, turn: Rotation, span: float, of_sensitivity: float) -> LayerStats:
     measured = layer.sensitivity
-    assert measured is not None
-    measured = replace(measured, k=turn.matrix(measured.k, span), k0=turn.matrix(measured.k0, span))
-    return replace(layer, sensitivity=measured)
-
-
-def _spread_layer(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
+    if measured is not None:
+        k, k0 = (turn.matrix(matrices, of_sensitivity) for matrices in (measured.k, measured.k0))
+        measured = replace(measured, k=k, k0=k0)
     return replace(
         layer,
         k2=turn.matrix(layer.k2, span),
@@ -176,4 +171,5 @@ def _spread_layer(layer: LayerStats, turn: Rotation, span: float) -> LayerStats:
         q1=turn.vector(layer.q1, span),
         ks=turn.rows(layer.ks, span),
         qs=turn.rows(layer.qs, span),
+        sensitivity=measured,
     )

@@ -11,17 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from subkv.format import codec
-from subkv.format.arrays import F32, F64
+from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer, StoredBasis
 from subkv.format.calibration import Calibration
 from subkv.plan import stock
 from subkv.plan.costs import LayerCost
-
-
-def _cost(rows: F64, seen: F64, matrix: F64) -> float:
-    """Mean eᵀ M e of rows [n, d]."""
-    error = rows - seen
-    return float(np.einsum("ni,ij,nj->", error, matrix, error)) / len(rows)
 
 
 def reconstructed(x: F32, stored: StoredBasis, gamma: float = 1.0) -> F32:
@@ -32,28 +26,27 @@ def reconstructed(x: F32, stored: StoredBasis, gamma: float = 1.0) -> F32:
 
 
 def _sum(
-    calibration: Calibration,
-    costs: Sequence[LayerCost],
-    seen: Callable[[int, int, F32, F32], tuple[F32, F32]],
+    calibration: Calibration, costs: Sequence[LayerCost], seen: Callable[[int, int, str, F32], F32]
 ) -> float | None:
+    """seen: what attention sees, for a layer's index, a head, "k" or "v", of rows [n, d]."""
     if not all(stats.has_samples for stats in calibration.layers):
         return None
     total = 0.0
     for i, (stats, cost) in enumerate(zip(calibration.layers, costs, strict=True)):
         for h in range(stats.shape.n_head_kv):
-            k, v = stats.ks[:, h].astype(np.float32), stats.vs[:, h].astype(np.float32)
-            k_seen, v_seen = seen(i, h, k, v)
-            total += _cost(k.astype(np.float64), k_seen.astype(np.float64), cost.k[h])
-            total += _cost(v.astype(np.float64), v_seen.astype(np.float64), cost.v[h])
+            for side, rows, matrices in (("k", stats.ks, cost.k), ("v", stats.vs, cost.v)):
+                x = rows[:, h].astype(np.float32)
+                error = x.astype(np.float64) - seen(i, h, side, x).astype(np.float64)
+                total += float(np.einsum("ni,ij,nj->", error, matrices[h], error)) / len(x)
     return total
 
 
 def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: Sequence[CodedLayer]) -> float | None:
     """Cost per token of coded layers; None without samples. costs: parallel to calibration.layers."""
 
-    def seen(i: int, h: int, k: F32, v: F32) -> tuple[F32, F32]:
+    def seen(i: int, h: int, side: str, x: F32) -> F32:
         head = layers[i].heads[h]
-        return reconstructed(k, head.k, head.gamma), reconstructed(v, head.v)
+        return reconstructed(x, head.k, head.gamma) if side == "k" else reconstructed(x, head.v)
 
     return _sum(calibration, costs, seen)
 
@@ -63,8 +56,4 @@ def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str)
     shapes = [layer.shape for layer in calibration.layers]
     if not all(stock.fits(shape.d_k) and stock.fits(shape.d_v) for shape in shapes):
         return None
-
-    def seen(i: int, h: int, k: F32, v: F32) -> tuple[F32, F32]:
-        return stock.round_trip(kind, k, keys=True), stock.round_trip(kind, v, keys=False)
-
-    return _sum(calibration, costs, seen)
+    return _sum(calibration, costs, lambda _i, _h, side, x: stock.round_trip(kind, x, keys=side == "k"))

@@ -26,10 +26,7 @@ def rotation_size(d: int, keys: bool) -> int:
     """Side of the Hadamard matrix that rotates heads of size d, 1 for none."""
     if d % 64:
         return 1
-    size = 64
-    while keys and d % (2 * size) == 0:
-        size *= 2
-    return size
+    return d & -d if keys else 64  # the former is the largest power of two that divides d
 
 
 def round_trip(kind: str, x: F32, keys: bool) -> F32:
