@@ -62,25 +62,23 @@ def stock_coder(kind: str, sides: str = "kv") -> Coder:
     """What attention sees through one of llama.cpp's cache types."""
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
-        return (
-            stock.round_trip(kind, k, keys=True) if "k" in sides else k,
-            stock.round_trip(kind, v, keys=False) if "v" in sides else v,
-        )
+        k = stock.round_trip(kind, k, keys=True) if "k" in sides else k
+        return k, stock.round_trip(kind, v, keys=False) if "v" in sides else v
 
     return seen
 
 
 def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
     """Rows for llama.cpp's types, each as it is and with the exact window of `fit`."""
-    window = fit.overhead.window_bits
-    n_sink, n_recent = fit.settings.window.n_sink, fit.settings.window.n_recent
+    window = fit.settings.window
     caches = []
     for kind in kinds:
         bits = stock.BITS[kind]
         coder = stock_coder(kind, sides)
         caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
-        if n_sink + n_recent:
-            caches.append(Cache(f"{kind} + window", coder, bits + window, bits, n_sink, n_recent))
+        if window.n_sink + window.n_recent:
+            all_bits = bits + fit.overhead.window_bits
+            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, window.n_sink, window.n_recent))
     return caches
 
 
@@ -126,9 +124,8 @@ def run(
             base = reference.logits(chunk, first)[:-1]
             bar.update()
             for cache in caches:
-                if cache.coder is None:
-                    logits = base
-                else:
+                logits = base
+                if cache.coder is not None:
                     logits = reference.coded_logits(chunk, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
                 cache.scores.add(score(logits, targets, base, pool, n_threads))
                 bar.update()
