@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from subkv.base.errors import SubkvError
 from subkv.format import metadata
 from subkv.format.adapt import Adapt, native_params
 from subkv.format.arrays import F32
-from subkv.format.bases import CodedLayer
+from subkv.format.bases import CodedHead, CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.format.codec import rank
 from subkv.format.layout import Layout
@@ -73,18 +73,27 @@ class ResearchLayout(Layout):
     def replay(self, params: Adapt, il: int, head: int, value: bool, x: F32) -> Replayed:
         """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises SubkvError."""
         x = np.ascontiguousarray(x, dtype=np.float32)
-        out = Replayed(np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32), {})
+        seen, chunk_of, rho = np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32)
         stats = _lib.AdaptStats()
-        arrays = (out.seen.ctypes.data, out.chunk_of.ctypes.data, out.rho.ctypes.data)
+        arrays = (seen.ctypes.data, chunk_of.ctypes.data, rho.ctypes.data)
         if not _subkv().subkv_adapt_replay(
             self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats
         ):
             raise SubkvError("", _lib.last_error())
         named = {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "residual"}  # rho has it
-        out.stats.update(named)
-        return out
+        return Replayed(seen, chunk_of, rho, named)
 
 
+def coded_sides(k: F32, v: F32, heads: Sequence[CodedHead], sides: str) -> tuple[F32, F32]:
+    """What attention sees of k, v [n_head_kv, n, d] of a coded layer; those of the two not in `sides` stay exact."""
+    if "k" in sides:
+        k = np.stack([reconstructed(rows, head.k, head.gamma) for rows, head in zip(k, heads, strict=True)])
+    if "v" in sides:
+        v = np.stack([reconstructed(rows, head.v) for rows, head in zip(v, heads, strict=True)])
+    return k, v
+
+
+@dataclass(eq=False)
 class AdaptiveCoder:
     """What attention sees through coded layers that adapt to the text; a Coder of reference.py.
 
@@ -93,47 +102,39 @@ class AdaptiveCoder:
     tau: of single heads, (il, head), instead of that of `params`.
     """
 
-    def __init__(
-        self,
-        layout: ResearchLayout,
-        layers: Sequence[CodedLayer],
-        sides: str,
-        adapted: str,
-        params: Adapt,
-        tau: Mapping[tuple[int, int], float] | None = None,
-    ) -> None:
-        self._layout, self._sides, self._adapted, self._params = layout, sides, adapted, params
-        self._tau = tau or {}
-        self._layers = {layer.shape.il: layer for layer in layers}
-        self._elements = sum(layer.shape.elements for layer in layers)
-        self._seen: list[tuple[int, int, dict[str, int]]] = []  # (rows, bytes of a basis, stats) of every head and text
+    layout: ResearchLayout
+    layers: Sequence[CodedLayer]
+    sides: str
+    adapted: str
+    params: Adapt
+    tau: Mapping[tuple[int, int], float] | None = None
+    # (rows, bytes of a basis, stats) of every head and text
+    _seen: list[tuple[int, int, dict[str, int]]] = field(default_factory=list, init=False)
 
     def clear(self) -> None:
         """Forget what was counted."""
         self._seen.clear()
 
     def __call__(self, il: int, k: F32, v: F32) -> tuple[F32, F32]:
-        layer = self._layers.get(il)
+        layer = next((layer for layer in self.layers if layer.shape.il == il), None)
         if layer is None:
             return k, v
-        out = []
-        for side, rows in (("k", k), ("v", v)):
-            if side not in self._sides:
-                out.append(rows)
-                continue
+        k, v = coded_sides(k, v, layer.heads, "".join(side for side in self.sides if side not in self.adapted))
+        seen = {"k": k, "v": v}
+        for side in self._adapting():
             heads = []
-            for h, x in enumerate(rows):
-                basis = layer.heads[h].k if side == "k" else layer.heads[h].v
-                if side in self._adapted:
-                    own = dataclasses.replace(self._params, tau=self._tau.get((il, h), self._params.tau))
-                    replayed = self._layout.replay(own, il, h, side == "v", x)
-                    n = rank(basis.bands)
-                    self._seen.append((len(x), 2 * n * n + 4 * len(basis.bands), replayed.stats))
-                    heads.append(replayed.seen)
-                else:
-                    heads.append(reconstructed(x, basis, layer.heads[h].gamma if side == "k" else 1.0))
-            out.append(np.stack(heads))
-        return out[0], out[1]
+            for h, x in enumerate(seen[side]):
+                own = dataclasses.replace(self.params, tau=(self.tau or {}).get((il, h), self.params.tau))
+                replayed = self.layout.replay(own, il, h, side == "v", x)
+                bands = getattr(layer.heads[h], side).bands
+                n = rank(bands)
+                self._seen.append((len(x), 2 * n * n + 4 * len(bands), replayed.stats))
+                heads.append(replayed.seen)
+            seen[side] = np.stack(heads)
+        return seen["k"], seen["v"]
+
+    def _adapting(self) -> list[str]:
+        return [side for side in "kv" if side in self.sides and side in self.adapted]
 
     def bits(self, context: int) -> float:
         """Bits per K/V element, at `context` tokens, of the chunks' bases and the sketches.
@@ -142,18 +143,15 @@ class AdaptiveCoder:
         and sides that adapt, averaged over the texts. alive: chunks at the end of a text of n tokens, at most J_max,
         times max(1, context/n) for those that the rest of the context would open.
         """
-        texts = len(self._seen) / max(1, self._heads())
+        adapting = len(self._adapting()) * sum(len(layer.heads) for layer in self.layers)
+        texts = len(self._seen) / max(1, adapting)
         total = 0.0
         for n, basis, stats in self._seen:
-            alive = min(self._params.max_chunks, stats["n_chunks"] * max(1.0, context / n))
-            complete = alive == self._params.max_chunks and not self._params.merge  # then there is no sketch any more
+            alive = min(self.params.max_chunks, stats["n_chunks"] * max(1.0, context / n))
+            complete = alive == self.params.max_chunks and not self.params.merge  # then there is no sketch any more
             total += 8.0 * (alive * basis + (0 if complete else stats["bytes_sketch"]))
-        return total / max(texts, 1.0) / (self._elements * context)
-
-    def _heads(self) -> int:
-        """Heads and sides that adapt."""
-        adapted = sum(side in self._sides for side in self._adapted)
-        return adapted * sum(len(layer.heads) for layer in self._layers.values())
+        elements = sum(layer.shape.elements for layer in self.layers)
+        return total / max(texts, 1.0) / (elements * context)
 
     def mean(self, name: str) -> float:
         """Mean of a field of subkv_adapt_stats per head, side and text."""

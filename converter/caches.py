@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import AdaptiveCoder, loaded
+from converter.adaptive import AdaptiveCoder, coded_sides, loaded
 from converter.reference import Coder, Reference
 from converter.scoring import Scores, score
 from subkv.base.progress import progress_bar
@@ -21,7 +21,6 @@ from subkv.format.metadata import Account
 from subkv.native.gguf import Gguf
 from subkv.plan import stock
 from subkv.plan.pipeline import Fit
-from subkv.plan.predict import reconstructed
 
 
 @dataclass
@@ -54,12 +53,7 @@ def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
     coded = {layer.shape.il: layer.heads for layer in layers}
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
-        heads = coded.get(il, ())
-        if heads and "k" in sides:
-            k = np.stack([reconstructed(rows, head.k, head.gamma) for rows, head in zip(k, heads, strict=True)])
-        if heads and "v" in sides:
-            v = np.stack([reconstructed(rows, head.v) for rows, head in zip(v, heads, strict=True)])
-        return k, v
+        return coded_sides(k, v, coded[il], sides) if il in coded else (k, v)
 
     return seen
 
@@ -68,25 +62,23 @@ def stock_coder(kind: str, sides: str = "kv") -> Coder:
     """What attention sees through one of llama.cpp's cache types."""
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
-        return (
-            stock.round_trip(kind, k, keys=True) if "k" in sides else k,
-            stock.round_trip(kind, v, keys=False) if "v" in sides else v,
-        )
+        k = stock.round_trip(kind, k, keys=True) if "k" in sides else k
+        return k, stock.round_trip(kind, v, keys=False) if "v" in sides else v
 
     return seen
 
 
 def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
     """Rows for llama.cpp's types, each as it is and with the exact window of `fit`."""
-    window = fit.overhead.window_bits
-    n_sink, n_recent = fit.settings.window.n_sink, fit.settings.window.n_recent
+    window = fit.settings.window
     caches = []
     for kind in kinds:
         bits = stock.BITS[kind]
         coder = stock_coder(kind, sides)
         caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
-        if n_sink + n_recent:
-            caches.append(Cache(f"{kind} + window", coder, bits + window, bits, n_sink, n_recent))
+        if window.n_sink + window.n_recent:
+            all_bits = bits + fit.overhead.window_bits
+            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, window.n_sink, window.n_recent))
     return caches
 
 
@@ -132,9 +124,8 @@ def run(
             base = reference.logits(chunk, first)[:-1]
             bar.update()
             for cache in caches:
-                if cache.coder is None:
-                    logits = base
-                else:
+                logits = base
+                if cache.coder is not None:
                     logits = reference.coded_logits(chunk, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
                 cache.scores.add(score(logits, targets, base, pool, n_threads))
                 bar.update()
@@ -143,16 +134,16 @@ def run(
 def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
     """One JSON object, runtime.perplexity's names. chunks_*: per head that adapts and text, None if none does."""
     adaptive = cache.adaptive
+    bits = adaptive.bits(cache.context) if adaptive else 0.0
+    counts = ("opened", "refused", "merged")
     return {
         "name": cache.name,
         **cache.scores.summary(),
-        "bpe": round(cache.bpe + (adaptive.bits(cache.context) if adaptive else 0.0), 4),
+        "bpe": round(cache.bpe + bits, 4),
         "bpe_rows": round(cache.rows, 4),
-        "bpe_adapt": round(adaptive.bits(cache.context), 4) if adaptive else 0.0,
+        "bpe_adapt": round(bits, 4),
         "predicted_kld": cache.predicted,
-        "chunks_opened": round(adaptive.mean("n_opened"), 3) if adaptive else None,
-        "chunks_refused": round(adaptive.mean("n_refused"), 3) if adaptive else None,
-        "chunks_merged": round(adaptive.mean("n_merged"), 3) if adaptive else None,
+        **{f"chunks_{name}": round(adaptive.mean(f"n_{name}"), 3) if adaptive else None for name in counts},
         "n_sink": cache.n_sink,
         "n_recent": cache.n_recent,
         "text": text,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from converter.corpus import HELD_OUT, INTERRUPTED, Corpus, corpus_options, model_option
+from converter.corpus import HELD_OUT, INTERRUPTED, PATH, Corpus, corpus_options, model_option
 from subkv.base.command import command
 from subkv.base.errors import concerning
 from subkv.base.files import check_not_input, check_writable
@@ -17,10 +17,10 @@ from subkv.format.window import MAX_SINK, N_SINK
 
 
 @command("calibrate", interrupted=INTERRUPTED)
-@model_option
+@model_option()
 @corpus_options()
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="calib.safetensors to write.")
-@click.option("--in-file", type=click.Path(path_type=Path), help="Earlier calibration of the same model to add to.")
+@click.option("-o", "--output", required=True, type=PATH, help="calib.safetensors to write.")
+@click.option("--in-file", type=PATH, help="Earlier calibration of the same model to add to.")
 @click.option("--n-sink", default=N_SINK, type=click.IntRange(0, MAX_SINK), help="Positions left out per chunk.")
 @click.option("--held-out", default=HELD_OUT, type=click.IntRange(0), help="Hold out every N-th chunk, 0: none.")
 def main(model: Path, corpus: Corpus, output: Path, in_file: Path | None, n_sink: int, held_out: int) -> None:

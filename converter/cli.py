@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converter import hf, tables
-from converter.corpus import INTERRUPTED, Corpus, corpus_options
+from converter.corpus import INTERRUPTED, PATH, Corpus, corpus_options
 from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
@@ -61,8 +61,8 @@ plan_options = group(
 
 
 @command("convert", interrupted=INTERRUPTED)
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("--bases", type=click.Path(path_type=Path), help="Calibration file (calib.safetensors); or give -f.")
+@click.argument("model", type=PATH)
+@click.option("--bases", type=PATH, help="Calibration file (calib.safetensors); or give -f.")
 @corpus_options(required=False)
 @click.option(
     "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights made of a folder. [default: auto, 16 bits]"
@@ -73,7 +73,7 @@ plan_options = group(
     metavar="TYPE",
     help=f"Weights of a folder quantized by llama.cpp: {', '.join(TYPES)}.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL.subkv.gguf beside the model.")
+@click.option("-o", "--output", type=PATH, help="Default: MODEL.subkv.gguf beside the model.")
 @plan_options
 @click.option("--sidecar", is_flag=True, help="Write the keys to a GGUF without weights.")
 @click.option("--dry-run", is_flag=True, help="Print the table, write nothing.")

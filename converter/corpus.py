@@ -108,6 +108,17 @@ def cut(
 #
 
 
+PATH = click.Path(path_type=Path)
+
+
+def model_option(text: str = "GGUF model.") -> Callable[..., Any]:
+    return click.option("-m", "--model", required=True, type=PATH, help=text)
+
+
+def bases_option(text: str = "Calibration file (calib.safetensors).") -> Callable[..., Any]:
+    return click.option("--bases", required=True, type=PATH, help=text)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """What a program runs a model on, and how. n_ctx: tokens per chunk; chunks None: all; threads None: all."""
@@ -136,21 +147,10 @@ def corpus_options(
     return group(
         "corpus",
         Corpus,
-        click.option(
-            "-f",
-            "--file",
-            "files",
-            required=required,
-            multiple=True,
-            type=click.Path(path_type=Path),
-            help=text,
-        ),
+        click.option("-f", "--file", "files", required=required, multiple=True, type=PATH, help=text),
         click.option(
             "-c", "--ctx-size", "n_ctx", default=2048, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
         ),
         click.option("--chunks", default=n_chunks, type=click.IntRange(1), help=chunks),
         click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]"),
     )
-
-
-model_option = click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model.")

@@ -18,7 +18,7 @@ import click
 
 from converter import tables
 from converter.cli import planned
-from converter.corpus import INTERRUPTED, Corpus, corpus_options, cut, model_option
+from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
 from subkv.format.window import N_RECENT, N_SINK
@@ -27,6 +27,7 @@ from subkv.plan.methods import BASES_K, BASES_V
 if TYPE_CHECKING:
     from subkv.plan.pipeline import Options
 
+STOCK = "q8_0,q5_1,q5_0,q4_1,q4_0"
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
 
 
@@ -48,16 +49,11 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
 
 
 @command("evaluate", interrupted=INTERRUPTED)
-@model_option
-@click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration file (calib.safetensors).")
+@model_option()
+@bases_option()
 @corpus_options("UTF-8 text.", "Chunks of every text.", 2)
 @click.option("--kv-bits", default="3.5,4.25,5,7", callback=_numbers, help="Budgets, as of convert.")
-@click.option(
-    "--stock",
-    default="q8_0,q5_1,q5_0,q4_1,q4_0",
-    callback=_kinds,
-    help="llama.cpp's types to compare with; empty: none.",
-)
+@click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none.")
 @group(
     "options",
     planned,
@@ -75,7 +71,7 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
     metavar="SIDES[,NAME=VALUE...]",
     help="A row more per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw bits against KLD (extra plot).")
+@click.option("--plot", type=PATH, help="Draw bits against KLD (extra plot).")
 @click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md")
 def main(
     model: Path,

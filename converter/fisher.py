@@ -9,7 +9,7 @@ here, the second half of a chunk is scored: a cache matters at depth. Extra `tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,19 +52,22 @@ def measure(
     with progress_bar("sensitivity", len(chunks), "chunk", progress) as bar:
         for chunk in chunks:
             for il, gradients in enumerate(_gradients(reference, chunk, calibration.n_skip, n_recent, generator)):
-                _accumulate(sums[il], gradients, reference.key_order)
+                for key, rows in gradients.items():
+                    sums[il][key] += torch.einsum("hti,htj->hij", rows, rows).double().numpy()
             tokens += len(chunk) - len(chunk) // 2
             bar.update()
     measured = Sensitivity("fisher", tokens, n_recent, max(len(chunk) for chunk in chunks))
     layers = tuple(
-        replace(layer, sensitivity=LayerSensitivity(**{key: total / tokens for key, total in sums[i].items()}))
-        for i, layer in enumerate(calibration.layers)
+        replace(layer, sensitivity=LayerSensitivity(**{key: total / tokens for key, total in own.items()}))
+        for layer, own in zip(calibration.layers, sums, strict=True)
     )
     return replace(calibration, layers=layers, sensitivity=measured, sha256="")
 
 
-def _gradients(reference: Reference, chunk: Sequence[int], n_skip: int, n_recent: int, generator: Any) -> list[Any]:
-    """Per layer (k beyond the window, k within, v beyond, v within): [n_head_kv, n − n_skip, d] f32, torch's frame."""
+def _gradients(
+    reference: Reference, chunk: Sequence[int], n_skip: int, n_recent: int, generator: Any
+) -> Iterator[dict[str, Any]]:
+    """Per layer k, v of readings beyond the window, k0, v0 of all: [n_head_kv, n − n_skip, d] f32."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -93,26 +96,10 @@ def _gradients(reference: Reference, chunk: Sequence[int], n_skip: int, n_recent
             drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             log_p.gather(1, drawn).sum().backward()
         hidden.backward(cut.grad)
-    return [[leaf.grad[0, :, n_skip:] for leaf in leaves[il]] for il in range(reference.n_layer)]
-
-
-def _accumulate(total: dict[str, F64], gradients: Sequence[Any], key_order: Any) -> None:
-    import torch
-
-    k_far, k_near, v_far, v_near = gradients
-    order = torch.from_numpy(key_order)
-    for key, rows in (
-        ("k", k_far[..., order]),
-        ("k0", (k_far + k_near)[..., order]),
-        ("v", v_far),
-        ("v0", v_far + v_near),
-    ):
-        total[key] += torch.einsum("hti,htj->hij", rows, rows).double().numpy()
-
-
-#
-# corrections
-#
+    order = torch.from_numpy(reference.key_order)
+    for il in range(reference.n_layer):
+        k_far, k_near, v_far, v_near = (leaf.grad[0, :, n_skip:] for leaf in leaves[il])
+        yield {"k": k_far[..., order], "k0": (k_far + k_near)[..., order], "v": v_far, "v0": v_far + v_near}
 
 
 def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
@@ -137,11 +124,8 @@ def with_corrections(
     if predicted is not None:
         caches.append(Cache(TARGET, stock_coder(TARGET), 0.0, 0.0, predicted=predicted))
     run(reference, caches, chunks, n_threads, progress=True)
-    found = [1.0, 1.0]
-    for i, cache in enumerate(caches):
+    found: dict[str, Any] = {}
+    for name, cache in zip(("correction", "correction0"), caches, strict=False):
         kld = cache.scores.summary()["mean_kld"]
-        if kld > 0.0 and cache.predicted:
-            found[i] = kld / cache.predicted
-    return replace(
-        calibration, sensitivity=replace(calibration.sensitivity, correction=found[0], correction0=found[1]), sha256=""
-    )
+        found[name] = kld / cache.predicted if kld > 0.0 and cache.predicted else 1.0
+    return replace(calibration, sensitivity=replace(calibration.sensitivity, **found), sha256="")

@@ -22,7 +22,6 @@ from subkv.native import library
 
 OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 1.0625}  # bytes per weight
 MIB = 1 << 20
-_KEPT_LINES = 200  # of a program's stderr, searched for its reason
 # the converter's tqdm in percent; the quantizer's [tensor/tensors]
 _POSITION = re.compile(r"^Writing: +(\d+)%|^\[ *(\d+)/ *(\d+)\]")
 _REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.)*\w+(?:Error|Exception): .+)")
@@ -44,15 +43,11 @@ def count_weights(folder: Path) -> int:
     """
     if not (folder / "config.json").is_file():
         raise SubkvError("model", f"expected a Hugging Face folder with config.json, found none in {folder}")
-    files = sorted(folder.glob("model*.safetensors"))
-    if files:
+    if files := sorted(folder.glob("model*.safetensors")):
         return sum(_count_safetensors(path) for path in files)
-    files = sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise SubkvError(
-            "model", f"expected weights (model*.safetensors or pytorch_model*.bin) in {folder}, found none"
-        )
-    return sum(path.stat().st_size for path in files) // 2  # 2 bytes each, or 4
+    if files := sorted(folder.glob("pytorch_model*.bin")):
+        return sum(path.stat().st_size for path in files) // 2  # 2 bytes each, or 4
+    raise SubkvError("model", f"expected weights (model*.safetensors or pytorch_model*.bin) in {folder}, found none")
 
 
 def _count_safetensors(path: Path) -> int:
@@ -101,13 +96,8 @@ def check_packages(folder: Path) -> None:
 
 def to_gguf(folder: Path, outtype: str, target: Path) -> None:
     """Run llama.cpp's converter. Raises SubkvError with the converter's own reason."""
-    script = converter_path()
-    _run(
-        [sys.executable, str(script), str(folder), "--outfile", str(target), "--outtype", outtype],
-        f"converting {folder.name}",
-        "model",
-        f"llama.cpp's converter refuses {folder}",
-    )
+    command = [sys.executable, str(converter_path()), str(folder), "--outfile", str(target), "--outtype", outtype]
+    _run(command, f"converting {folder.name}", "model", f"llama.cpp's converter refuses {folder}")
 
 
 def to_quantized(source: Path, quantize: str, n_threads: int, target: Path) -> None:
@@ -122,20 +112,17 @@ def _run(command: Sequence[str], what: str, key: str, refused: str) -> None:
     Raises SubkvError about `key`, `refused` and the program's reason, when it fails.
     """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    lines: deque[str] = deque(maxlen=_KEPT_LINES)
-    with (
-        subprocess.Popen(
-            command,
-            env=os.environ | offline,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        ) as process,
-        progress_bar(what, 100, "%") as bar,
-    ):
+    lines: deque[str] = deque(maxlen=200)  # searched for its reason
+    process = subprocess.Popen(
+        command,
+        env=os.environ | offline,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    )
+    with process, progress_bar(what, 100, "%") as bar:
         try:
             assert process.stderr is not None
             for line in process.stderr:  # \r ends a line, too
@@ -148,13 +135,7 @@ def _run(command: Sequence[str], what: str, key: str, refused: str) -> None:
             process.kill()
             raise
     if process.returncode != 0:
-        raise SubkvError(key, f"{refused}: {_reason(lines, process.returncode)}")
-
-
-def _reason(lines: Sequence[str], status: int) -> str:
-    """The last line that gives a reason, else how the program ended."""
-    for line in reversed(lines):
-        found = _REASON.match(line)
-        if found:
-            return str(found[1] or found[2])
-    return f"it was ended by signal {-status}" if status < 0 else f"exit status {status} without a reason"
+        status = process.returncode
+        ended = f"it was ended by signal {-status}" if status < 0 else f"exit status {status} without a reason"
+        reasons = (found[1] or found[2] for found in map(_REASON.match, reversed(lines)) if found)
+        raise SubkvError(key, f"{refused}: {next(reasons, ended)}")

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from converter.corpus import HELD_OUT, Corpus, Text, cut
-from converter.session import NativeSession, Session
+from converter.session import Session
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import progress_bar
 from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE, UBATCH, ObservedLayer
-from subkv.format.arrays import F16
 from subkv.format.calibration import (
     MAX_HEAD_SIZE,
     MAX_SAMPLES,
@@ -72,11 +71,6 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
     return [sampled(tokens) if i in chosen else Chunk(tokens) for i, tokens in enumerate(token_chunks)], None
 
 
-#
-# the run
-#
-
-
 def observe(session: Session, chunks: Sequence[Chunk], progress: bool) -> None:
     """Decode all chunks, each from an empty cache. progress: a bar."""
     total = sum(len(chunk.tokens) for chunk in chunks)
@@ -114,16 +108,13 @@ def _collect_layer(session: Session, layer: ObservedLayer) -> LayerStats:
             f"layer {layer.il}: expected finite queries, keys and values, found NaN or infinity in every token "
             f"({layer.n_nonfinite} tokens)",
         )
-    shape = LayerShape(
-        layer.il, layer.n_head, layer.n_head_kv, layer.d_k, layer.d_v, float(np.float32(layer.scale)), layer.n_tokens
-    )
+    scale = float(np.float32(layer.scale))
+    shape = LayerShape(layer.il, layer.n_head, layer.n_head_kv, layer.d_k, layer.d_v, scale, layer.n_tokens)
+    found: dict[str, Any] = {what: session.get(layer, what) for what in ("k2", "q2", "v2", "k1", "q1", "v1")}
     limit = float(np.finfo(np.float16).max)
-
-    def rows(what: str) -> F16:
-        return thin(np.clip(session.get(layer, what), -limit, limit).astype(np.float16))
-
-    moments: dict[str, Any] = {what: session.get(layer, what) for what in ("k2", "q2", "v2", "k1", "q1", "v1")}
-    return LayerStats(shape, **moments, ks=rows("ks"), vs=rows("vs"), qs=rows("qs"))
+    for what in ("ks", "vs", "qs"):
+        found[what] = thin(np.clip(session.get(layer, what), -limit, limit).astype(np.float16))
+    return LayerStats(shape, **found)
 
 
 def calibrate(
@@ -177,7 +168,7 @@ def calibrate_file(
     """
     with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
         digest = sha256(base.files, progress=True)
-    with NativeSession(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
+    with Session(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
         if earlier:
             with concerning(calibration="earlier"):
                 check_mergeable(earlier, session.arch, session.name, session.block_count, n_sink)

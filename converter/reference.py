@@ -33,14 +33,6 @@ UNSUPPORTED = (
 EXTRAS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
 
-def _needed() -> tuple[Any, Any]:
-    need_packages("torch", ("torch", "transformers", "accelerate"))
-    import torch
-    import transformers
-
-    return torch, transformers
-
-
 def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, n_sink: int, n_recent: int) -> Any:
     """Causal attention in which the first n_sink and the last n_recent keys of every query are exact.
 
@@ -65,14 +57,9 @@ def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, 
         far = max(sinks, high - n_recent)  # coded keys [sinks, far): no query of the piece has a later one
         near = max(sinks, low - n_recent + 1)  # exact keys [near, high)
         i = torch.arange(low, high)[:, None]
-        mask = torch.cat(
-            [
-                torch.arange(sinks)[None] <= i,
-                torch.arange(sinks, far)[None] <= i - n_recent,
-                (torch.arange(near, high)[None] <= i) & (torch.arange(near, high)[None] > i - n_recent),
-            ],
-            1,
-        )
+        last = torch.arange(near, high)[None]
+        coded_seen = torch.arange(sinks, far)[None] <= i - n_recent
+        mask = torch.cat([torch.arange(sinks)[None] <= i, coded_seen, (last <= i) & (last > i - n_recent)], 1)
         keys = torch.cat([k[:, :, :sinks], k_coded[:, :, sinks:far], k[:, :, near:high]], 2)
         values = torch.cat([v[:, :, :sinks], v_coded[:, :, sinks:far], v[:, :, near:high]], 2)
         rows = grouped[:, :, :, low:high].reshape(1, n_kv, group * (high - low), d)
@@ -89,7 +76,10 @@ class Reference:
     """
 
     def __init__(self, path: Path, n_threads: int) -> None:
-        torch, transformers = _needed()
+        need_packages("torch", ("torch", "transformers", "accelerate"))
+        import torch
+        import transformers
+
         torch.set_num_threads(n_threads)
         transformers.utils.logging.set_verbosity_error()
         if not sys.stderr.isatty():
@@ -126,7 +116,7 @@ class Reference:
         self.n_ctx_train = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.key_order = np.arange(self.d)
         self._hook: Callable[..., Any] | None = None
-        self._register(torch, transformers)
+        self._register(transformers)
         self._probe()
 
     def _probe(self) -> None:
@@ -151,7 +141,7 @@ class Reference:
                 f"{self.model.config.model_type} model",
             )
 
-    def _register(self, torch: Any, transformers: Any) -> None:
+    def _register(self, transformers: Any) -> None:
         """Give this model our attention; other models of the process keep theirs."""
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **rest: Any) -> Any:
@@ -170,7 +160,6 @@ class Reference:
             if hasattr(module, "config"):
                 module.config._attn_implementation = NAME
                 object.__setattr__(module.config, "_subkv_hook", lambda: self._hook)
-        self._torch = torch
 
     @contextlib.contextmanager
     def hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
@@ -193,7 +182,8 @@ class Reference:
 
     def logits(self, tokens: Sequence[int], first: int) -> F32:
         """Logits [n − first, n_vocab] of the positions from `first` on."""
-        torch = self._torch
+        import torch
+
         with torch.inference_mode():
             ids = torch.tensor(tokens)[None]
             hidden = self.model.get_decoder()(ids, use_cache=False).last_hidden_state[:, first:]
@@ -202,7 +192,8 @@ class Reference:
 
     def coded_logits(self, tokens: Sequence[int], first: int, coder: Coder, n_sink: int, n_recent: int) -> F32:
         """As logits(), with all keys and values outside the exact window replaced by what `coder` makes of them."""
-        torch = self._torch
+        import torch
+
         order = self.key_order
         back = np.argsort(order)
 
@@ -220,7 +211,8 @@ class Reference:
         Tried: the same order, and rotary pairs that are neighbours in llama.cpp but half a head apart here. Raises
         SubkvError when neither fits: another model.
         """
-        torch = self._torch
+        import torch
+
         seen: list[Any] = [None] * self.n_layer
 
         def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
@@ -256,12 +248,8 @@ def _uneven(moments: F64) -> F64:
 def check_shapes(reference: Reference, calibration: Calibration) -> None:
     """Refuse a calibration of other attention shapes than the model's. Raises SubkvError."""
     expected = (reference.n_layer, reference.n_head, reference.n_head_kv, reference.d)
-    shapes = {
-        (len(calibration.layers), s.n_head, s.n_head_kv, s.d_k)
-        for s in (layer.shape for layer in calibration.layers)
-        if s.d_k == s.d_v
-    }
-    if shapes != {expected}:
+    shapes = [layer.shape for layer in calibration.layers]
+    if {(len(shapes), s.n_head, s.n_head_kv, s.d_k) for s in shapes if s.d_k == s.d_v} != {expected}:
         raise SubkvError(
             "calibration",
             f"expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "

@@ -18,12 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from subkv.base.errors import SubkvError
+from subkv.format.arrays import F32, F64
 
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 U16 = npt.NDArray[np.uint16]
 
+# members of a summary that need a base
+AGAINST_BASE = (
+    *("ppl_base", "ppl_ratio", "ppl_ratio_stderr", "delta_percent"),
+    *("mean_kld", "mean_kld_stderr", "median_kld", "kld_999", "max_kld"),
+    *("same_top", "same_top_stderr"),
+)
 ROWS = 16  # rows per piece of work: 16 x 49152 float64 stay in the processor's cache hierarchy
 
 
@@ -45,45 +50,24 @@ class Scores:
     same: list[npt.NDArray[np.bool_]] = dataclasses.field(default_factory=list)
 
     def add(self, part: Scores) -> None:
-        self.nll += part.nll
-        self.nll_base += part.nll_base
-        self.kld += part.kld
-        self.same += part.same
+        for name, column in vars(self).items():
+            column += getattr(part, name)
 
     def summary(self) -> dict[str, Any]:
         """Numbers under the names of the JSON output; None where there is no base."""
         nll = np.concatenate(self.nll)
         ppl, stderr = perplexity(nll)
         out: dict[str, Any] = {"ppl": ppl, "ppl_stderr": stderr, "n_scored": len(nll)}
-        names = (
-            "ppl_base",
-            "ppl_ratio",
-            "ppl_ratio_stderr",
-            "delta_percent",
-            "mean_kld",
-            "mean_kld_stderr",
-            "median_kld",
-        )
-        out.update(dict.fromkeys((*names, "kld_999", "max_kld", "same_top", "same_top_stderr")))
         if not self.kld:
-            return out
+            return out | dict.fromkeys(AGAINST_BASE)
         base, kld = np.concatenate(self.nll_base), np.concatenate(self.kld)
         same = float(np.concatenate(self.same).mean())
         ratio, ratio_error = perplexity(nll - base)
-        out.update(
-            ppl_base=perplexity(base)[0],
-            ppl_ratio=ratio,
-            ppl_ratio_stderr=ratio_error,
-            delta_percent=100.0 * (ratio - 1.0),
-            mean_kld=float(kld.mean()),
-            mean_kld_stderr=_stderr(kld),
-            median_kld=float(np.median(kld)),
-            kld_999=float(np.quantile(kld, 0.999)),
-            max_kld=float(kld.max()),
-            same_top=same,
-            same_top_stderr=math.sqrt(same * (1.0 - same) / max(len(kld) - 1, 1)),
-        )
-        return out
+        same_error = math.sqrt(same * (1.0 - same) / max(len(kld) - 1, 1))
+        quality = (perplexity(base)[0], ratio, ratio_error, 100.0 * (ratio - 1.0))
+        spread = (kld.mean(), _stderr(kld), np.median(kld), np.quantile(kld, 0.999), kld.max())
+        numbers = map(float, (*quality, *spread, same, same_error))
+        return out | dict(zip(AGAINST_BASE, numbers, strict=True))
 
 
 def _stderr(x: F64) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from converter.corpus import INTERRUPTED, Corpus, corpus_options, cut
+from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_writable
@@ -22,12 +22,10 @@ HELD_BACK = 2  # further chunks, on which predictions are corrected
 
 
 @command("sensitivity", interrupted=INTERRUPTED)
-@click.option(
-    "-m", "--model", required=True, type=click.Path(path_type=Path), help="GGUF model or Hugging Face folder."
-)
-@click.option("--bases", required=True, type=click.Path(path_type=Path), help="Calibration of the model to add to.")
+@model_option("GGUF model or Hugging Face folder.")
+@bases_option("Calibration of the model to add to.")
 @corpus_options("UTF-8 text.", "Most chunks.", 16)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="May be the same as --bases.")
+@click.option("-o", "--output", required=True, type=PATH, help="May be the same as --bases.")
 @click.option(
     "--n-recent",
     default=N_RECENT,

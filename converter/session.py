@@ -5,43 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-from converter.corpus import Tokenizer
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
-from subkv.engine.observer import UBATCH, ObservedLayer, Observer
-from subkv.format.arrays import F64
+from subkv.engine.observer import UBATCH, Observer
 from subkv.native.binding import C, captured_log, last_error, last_log_error
 
 
-class Session(Tokenizer, Protocol):
-    """The engine as calibration sees it; tests have one made of numpy."""
+class Session:
+    """The engine as calibration sees it (tests have one made of numpy); a context manager.
 
-    arch: str
-    name: str
-    block_count: int
-
-    def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:
-        """What the observer does with the tokens decoded from now on."""
-
-    def clear(self) -> None:
-        """Forget all decoded tokens."""
-
-    def decode(self, tokens: Sequence[int], first_pos: int) -> None:
-        """Run at most UBATCH tokens at positions first_pos, first_pos + 1, …"""
-
-    def layers(self) -> list[ObservedLayer]:
-        """Layers that were observed, ascending."""
-
-    def get(self, layer: ObservedLayer, what: str) -> F64:
-        """Statistics or samples of a layer, shaped as in subkv.h (subkv_observer_get)."""
-
-
-class NativeSession:
-    """Session on a Model; a context manager. Raises SubkvError about `model` when it cannot be run."""
+    mode, layers, get: the observer's. clear: forget all decoded tokens. Raises SubkvError about `model` when it cannot
+    be run.
+    """
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         with contextlib.ExitStack() as opened:
@@ -70,17 +48,19 @@ class NativeSession:
     def close(self) -> None:
         self._opened.close()
 
-    def __enter__(self) -> NativeSession:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def tokenize(self, text: bytes) -> list[int]:
+        """Tokens of UTF-8 text, without a BOS token."""
         tokens: list[int] = self._model.tokenize(text, special=False).tolist()
         return tokens
 
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:
+        """Run at most UBATCH tokens at positions first_pos, first_pos + 1, …"""
         with captured_log(forward=False) as log:
             try:
                 self._context.decode(tokens, first_pos, first_logits=len(tokens))

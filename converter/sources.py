@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,29 +53,23 @@ def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path,
     if sources.model.is_dir():
         _check_folder(sources, output, copy)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as work:
-        steps = _Steps(1 + sources.model.is_dir() + (sources.quantize is not None) + (sources.bases is None))
-        model = _gguf(sources, Path(work), steps) if sources.model.is_dir() else sources.model
+        total = 1 + sources.model.is_dir() + (sources.quantize is not None) + (sources.bases is None)
+        done = itertools.count(1)
+
+        def say(what: str) -> None:
+            click.echo(f"step {next(done)} of {total}: {what}", err=True)
+
+        model = _gguf(sources, Path(work), say) if sources.model.is_dir() else sources.model
         bases = sources.bases
         if bases is None:
-            steps.say(f"calibrate on {', '.join(text.source.name for text in texts)}")
+            say(f"calibrate on {', '.join(text.source.name for text in texts)}")
             calibration, notes = calibrate_file(model, sources.corpus, texts, sources.n_sink)
             for note in notes:
                 click.echo(note, err=True)
             bases = Path(work) / "calib.safetensors"
             write_calibration(bases, calibration)
-        steps.say("bases and layout")
+        say("bases and layout")
         yield model, bases
-
-
-class _Steps:
-    """Numbered lines on stderr that tell what is being done."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-
-    def say(self, what: str) -> None:
-        self._done += 1
-        click.echo(f"step {self._done} of {self._total}: {what}", err=True)
 
 
 def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
@@ -88,15 +83,15 @@ def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
     hf.check_space(output, n_weights, outtype, sources.quantize, copy)
 
 
-def _gguf(sources: Sources, work: Path, steps: _Steps) -> Path:
-    """The folder's GGUF; of two, only the last stays on the disk."""
+def _gguf(sources: Sources, work: Path, say: Callable[[str], None]) -> Path:
+    """The folder's GGUF; of two, only the last stays on the disk. say: of a step."""
     outtype = sources.outtype or "auto"
-    steps.say(f"llama.cpp's converter: {sources.model} to a GGUF, {outtype}")
+    say(f"llama.cpp's converter: {sources.model} to a GGUF, {outtype}")
     made = work / "model.gguf"
     hf.to_gguf(sources.model, outtype, made)
     if sources.quantize is None:
         return made
-    steps.say(f"llama.cpp's quantizer: {sources.quantize}")
+    say(f"llama.cpp's quantizer: {sources.quantize}")
     quantized = work / f"model-{sources.quantize}.gguf"
     hf.to_quantized(made, sources.quantize, sources.corpus.n_threads, quantized)
     made.unlink()

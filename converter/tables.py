@@ -25,10 +25,8 @@ def layout(result: Result) -> Iterator[str]:
     yield f"{'layer':>5} {'rank K':>8} {'bits K':>7} {'rank V':>8} {'bits V':>7} {'bytes/token':>12} {'gamma':>13}"
     for layer in result.layers:
         sides, total = "", 0
-        for stored, d in (
-            ([head.k for head in layer.heads], layer.shape.d_k),
-            ([head.v for head in layer.heads], layer.shape.d_v),
-        ):
+        for side, d in (("k", layer.shape.d_k), ("v", layer.shape.d_v)):
+            stored = [getattr(head, side) for head in layer.heads]
             sizes = [row_bytes(s.bands) for s in stored]
             sides += f" {span([len(s.encode) for s in stored]):>8} {mean_bits(sizes, d):>7.2f}"
             total += sum(sizes)

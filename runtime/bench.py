@@ -82,11 +82,6 @@ class Config:
     flash_attn: str
     depth: int = 0
 
-    @property
-    def adaptive(self) -> bool:
-        """Then sequences have cells of their own, and every token is attended to by the bases that follow it."""
-        return self.context.choice.adaptive
-
 
 @dataclasses.dataclass
 class Measurement:
@@ -117,9 +112,7 @@ class Tokens:
         self.random = np.random.default_rng(SEED)
 
     def take(self, n: int) -> Any:
-        import numpy as np
-
-        return self.random.integers(0, self.model.n_vocab, size=n).astype(np.int32)
+        return self.random.integers(0, self.model.n_vocab, size=n).astype("int32")
 
 
 def prompt(context: Context, tokens: Tokens, pos: int, n: int) -> None:
@@ -142,15 +135,17 @@ def generate(context: Context, tokens: Tokens, pos: int, n: int, n_parallel: int
 def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) -> None:
     """Extend sequences 0, 1, … to `depth` cells, each batch decoded as one more sequence and then handed over.
 
-    With adaptive bases in the sequence itself.
+    With adaptive bases in the sequence itself: sequences then have cells of their own, and every token is attended to
+    by the bases that follow it.
     """
+    adaptive = config.context.choice.adaptive
     while config.depth < depth:
         n = min(config.context.n_batch, depth - config.depth)
         for seq in range(n_parallel):
-            into = seq if config.adaptive else n_parallel
+            into = seq if adaptive else n_parallel
             config.context.decode(tokens.take(n), config.depth, n - 1, seq=into)
             config.context.synchronize()
-            if not config.adaptive:
+            if not adaptive:
                 config.context.adopt(n_parallel, seq)
             bar.update(n)
         config.depth += n
@@ -262,10 +257,6 @@ def _stdev(x: list[Any]) -> float:
     return statistics.stdev(x) if len(x) > 1 else 0.0
 
 
-def as_json(objects: list[dict[str, Any]]) -> str:
-    return json.dumps(objects, indent=2)
-
-
 def as_markdown(objects: list[dict[str, Any]]) -> str:
     """llama-bench's table; t/s is the median of the interleaved repetitions."""
     head = ["model", "size", "params", "backend", "threads", "type_k", "type_v", "fa", "KV B/token", "test", "t/s"]
@@ -372,7 +363,10 @@ def main(model: str, tests: Tests, caches: Caches, context: ContextOptions, n_gp
         bandwidth = read_bandwidth(n_threads)
         done = measure(configs, Tokens(opened), tests)
         objects = [as_object(m, opened, context, bandwidth) for m in done]
-    click.echo({"json": as_json, "csv": as_csv, "md": as_markdown}[form](objects))
+    if form == "json":
+        click.echo(json.dumps(objects, indent=2))
+    else:
+        click.echo(as_csv(objects) if form == "csv" else as_markdown(objects))
 
 
 def open_configs(

@@ -6,26 +6,22 @@ import importlib
 
 import click
 
-# command -> (module, function, line of help); modules are imported when their command runs
+# command -> (module of its main, line of help); modules are imported when their command runs
 COMMANDS = {
-    "convert": ("converter.cli", "main", "write bases and layout into a copy of a GGUF"),
-    "calibrate": ("converter.calibrate", "main", "statistics of a model on text"),
-    "sensitivity": ("converter.sensitivity", "main", "add measured sensitivities to a calibration"),
-    "evaluate": ("converter.evaluate", "main", "KL divergence of layouts in float32"),
-    "chat": ("runtime.chat.program", "main", "chat with a model"),
-    "bench": ("runtime.bench", "main", "measure speed under different KV caches"),
-    "serve": ("runtime.serve.cli", "main", "answer OpenAI requests over HTTP"),
-    "perplexity": ("runtime.perplexity", "main", "measure perplexity and KL divergence"),
-    "errors": (
-        "runtime.experiments.tracker",
-        "main",
-        "measure attention's errors against their bounds as a text is read",
-    ),
-    "experiments": ("runtime.experiments.cli", "main", "run the papers' experiments, answer their falsifiers"),
-    "warmstart": ("runtime.warmstart.cli", "main", "first tokens from similar prompts' caches (experimental)"),
-    "plot": ("runtime.plot", "main", "draw saved results: bits against KL divergence"),
-    "inspect": ("runtime.inspect", "main", "show the layout a file carries"),
-    "cmake-dir": ("runtime.cmake_dir", "main", "where CMake finds the libraries and headers for C and C++"),
+    "convert": ("converter.cli", "write bases and layout into a copy of a GGUF"),
+    "calibrate": ("converter.calibrate", "statistics of a model on text"),
+    "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
+    "evaluate": ("converter.evaluate", "KL divergence of layouts in float32"),
+    "chat": ("runtime.chat.program", "chat with a model"),
+    "bench": ("runtime.bench", "measure speed under different KV caches"),
+    "serve": ("runtime.serve.cli", "answer OpenAI requests over HTTP"),
+    "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
+    "errors": ("runtime.experiments.tracker", "measure attention's errors against their bounds as a text is read"),
+    "experiments": ("runtime.experiments.cli", "run the papers' experiments, answer their falsifiers"),
+    "warmstart": ("runtime.warmstart.cli", "first tokens from similar prompts' caches (experimental)"),
+    "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
+    "inspect": ("runtime.inspect", "show the layout a file carries"),
+    "cmake-dir": ("runtime.cmake_dir", "where CMake finds the libraries and headers for C and C++"),
 }
 
 
@@ -38,13 +34,12 @@ class Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, function, _ = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), function)
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).main
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
 @click.command(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

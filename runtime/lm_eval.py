@@ -85,9 +85,6 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         special = self._model.add_bos if add_special_tokens is None else add_special_tokens
         return self._model.tokenize(string.encode("utf-8", "replace"), special, markup=True).tolist()
 
-    def _piece(self, token: int) -> bytes:
-        return self._model.piece(token, special=True)
-
     @property
     def tokenizer_name(self) -> str:
         return self._path
@@ -178,7 +175,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
             if self._model.is_end(token):
                 break
             tokens.append(token)
-            answer += self._piece(token)
+            answer += self._model.piece(token, special=True)
             if any(stop.encode() in answer for stop in stops):
                 break
         text = answer.decode("utf-8", "replace")

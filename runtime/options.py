@@ -149,13 +149,8 @@ def cache_asked(
     """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
-    return CacheOptions(
-        type_k=type_k,
-        type_v=type_v or type_k,
-        bases=bases,
-        window=Window.of(**window),
-        adapt=adapt,
-    )
+    window_asked = Window.of(**window)
+    return CacheOptions(type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt)
 
 
 def cache_options(*more: Option) -> Option:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -82,10 +81,8 @@ class Source:
         with concerning(files="file"):
             tokens = model.tokenize(text.removesuffix(b"\n"))
         if len(tokens) < 2 * n_ctx:
-            reason = (
-                f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)} in {self.file}"
-            )
-            raise SubkvError("file", reason)
+            least = f"at least {2 * n_ctx} tokens for a context of {n_ctx}"
+            raise SubkvError("file", f"expected {least}, found {len(tokens)} in {self.file}")
         return Scored(tokens, n_ctx, len(tokens) // n_ctx, self.file.name)
 
     def _read_base(self, model: Model, cleanup: contextlib.ExitStack) -> Scored:
@@ -139,11 +136,6 @@ class Run:
         }
 
 
-def batches(n_ctx: int, n_batch: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, n_ctx, n_batch):
-        yield start, min(start + n_batch, n_ctx)
-
-
 def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writer: BinaryIO | None = None) -> None:
     """Run every cache over the same chunks, batch by batch; the first is the base of the others, unless there is a
     reader.
@@ -165,7 +157,8 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
                 feed[0] = model.bos
             for run in runs:
                 run.context.clear()
-            for start, end in batches(n_ctx, n_batch):
+            for start in range(0, n_ctx, n_batch):
+                end = min(start + n_batch, n_ctx)
                 low = max(start, first)
                 n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last position predicts a token of the next chunk
                 base: Any = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None

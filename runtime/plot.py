@@ -17,6 +17,16 @@ from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
+NONE = type(None)
+MEMBERS: dict[str, tuple[tuple[type, ...], str]] = {  # of a row that frontier() reads
+    "name": ((str,), "a string"),
+    "bpe": ((int, float), "a number"),
+    "mean_kld": ((int, float, NONE), "a number"),
+    "mean_kld_stderr": ((int, float, NONE), "a number"),
+    "text": ((str, NONE), "a string"),
+    "n_ctx": ((int, NONE), "a number"),
+}
+
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Results out of a JSON file.
@@ -38,24 +48,13 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise SubkvError("path", f"expected objects, found {json.dumps(row)[:40]} as row {i} of {path}")
-        wanted = {
-            "name": isinstance(row.get("name"), str),
-            "bpe": _is_number(row.get("bpe")),
-            "mean_kld": "mean_kld" in row and (row["mean_kld"] is None or _is_number(row["mean_kld"])),
-            "mean_kld_stderr": row.get("mean_kld_stderr") is None or _is_number(row["mean_kld_stderr"]),
-            "text": row.get("text") is None or isinstance(row["text"], str),
-            "n_ctx": row.get("n_ctx") is None or type(row["n_ctx"]) is int,
-        }
-        for key, good in wanted.items():
-            if not good:
-                kind = "a string" if key in ("name", "text") else "a number"
-                found = json.dumps(row[key])[:40] if key in row else "none"
-                raise SubkvError("path", f"expected {kind} as {key} of row {i} of {path}, found {found}")
+        for key, (kinds, expected) in MEMBERS.items():
+            value = row.get(key)
+            good = type(value) in kinds and (type(value) is not float or math.isfinite(value))
+            if not good or (key == "mean_kld" and key not in row):
+                found = json.dumps(value)[:40] if key in row else "none"
+                raise SubkvError("path", f"expected {expected} as {key} of row {i} of {path}, found {found}")
     return rows
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 @command()

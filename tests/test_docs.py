@@ -171,8 +171,8 @@ def test_flags_exist(page: Path) -> None:
 
 @functools.cache
 def flags_of(command: str) -> set[str]:
-    module, function, _ = COMMANDS[command]
-    params = getattr(importlib.import_module(module), function).params
+    module, _ = COMMANDS[command]
+    params = importlib.import_module(module).main.params
     return {flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)}
 
 

@@ -80,20 +80,15 @@ def _frontier_panel(axis: Any, key: tuple[Any, Any], rows: list[dict[str, Any]])
     axis.margins(x=0.08, y=0.08)
     ours = sorted((row for row in rows if str(row["name"]).startswith(OURS)), key=lambda row: float(row["bpe"]))
     others = [row for row in rows if not _is_floor(row) and row not in ours]
+    plain_types = [row for row in others if not str(row["name"]).endswith(WINDOW)]
+    windowed = [row for row in others if row not in plain_types]
+    line = {"marker": "o", "linestyle": "-", "linewidth": 1.8, "zorder": 4}
+    squares = {"marker": "s", "linestyle": "none", "zorder": 3}
+    diamonds = {"marker": "D", "linestyle": "none", "markerfacecolor": "white", "zorder": 3}
     groups = [
-        (ours, "subkv", "tab:blue", {"marker": "o", "linestyle": "-", "linewidth": 1.8, "zorder": 4}),
-        (
-            [row for row in others if not str(row["name"]).endswith(WINDOW)],
-            "llama.cpp's types",
-            "0.3",
-            {"marker": "s", "linestyle": "none", "zorder": 3},
-        ),
-        (
-            [row for row in others if str(row["name"]).endswith(WINDOW)],
-            "the same with subkv's exact window",
-            "tab:orange",
-            {"marker": "D", "linestyle": "none", "markerfacecolor": "white", "zorder": 3},
-        ),
+        (ours, "subkv", "tab:blue", line),
+        (plain_types, "llama.cpp's types", "0.3", squares),
+        (windowed, "the same with subkv's exact window", "tab:orange", diamonds),
     ]
     beside = []
     for group, legend, color, style in groups:
@@ -106,13 +101,8 @@ def _frontier_panel(axis: Any, key: tuple[Any, Any], rows: list[dict[str, Any]])
         for row, px, py in zip(group, x, y, strict=True):
             beside.append((px, py, plain(_short(str(row["name"]))), color))
     for i, row in enumerate(filter(_is_floor, rows)):
-        axis.axhline(
-            row["mean_kld"],
-            color="tab:red",
-            linestyle="--",
-            linewidth=1.0,
-            label="" if i else f"{NOISE}: {plain(row['name'])}",
-        )
+        legend = "" if i else f"{NOISE}: {plain(row['name'])}"
+        axis.axhline(row["mean_kld"], color="tab:red", linestyle="--", linewidth=1.0, label=legend)
     return [label for label in beside if label[2]]
 
 

@@ -12,19 +12,6 @@ from subkv.base.errors import SubkvError
 RELATIVE_ERROR = 1e-4  # ‖e‖²/‖x‖² of a one percent error
 
 
-#
-# sensitivities
-#
-
-
-def require_sensitivity(calibration: Any) -> None:
-    if calibration.sensitivity is None:
-        raise SubkvError(
-            "calibration",
-            "expected a calibration with sensitivities, found none in it; `python -m converter.sensitivity` adds them",
-        )
-
-
 def layer_costs(calibration: Any) -> dict[str, Any]:
     """Nats of KLD that one percent of error in the keys (values) of one head costs: k, v [layers, heads] float64.
 
@@ -36,8 +23,8 @@ def layer_costs(calibration: Any) -> dict[str, Any]:
     for side in "kv":
         table = np.full((len(calibration.layers), heads), np.nan)
         for row, stats in zip(table, calibration.layers, strict=True):
-            moment = stats.k2 if side == "k" else stats.v2
-            values = 0.5 * RELATIVE_ERROR * np.einsum("hij,hij->h", getattr(stats.sensitivity, side), moment)
+            moments = getattr(stats.sensitivity, side), getattr(stats, f"{side}2")
+            values = 0.5 * RELATIVE_ERROR * np.einsum("hij,hij->h", *moments)
             row[: len(values)] = values
         costs[side] = table
     return costs
@@ -48,7 +35,12 @@ def sensitivity_figure(calibration: Any) -> Any:
 
     Raises SubkvError about `calibration` where it has no sensitivities, and about `plot`.
     """
-    require_sensitivity(calibration)
+    method = calibration.sensitivity
+    if method is None:
+        raise SubkvError(
+            "calibration",
+            "expected a calibration with sensitivities, found none in it; `python -m converter.sensitivity` adds them",
+        )
     figure = new_figure(11, 5.5)
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     costs = layer_costs(calibration)
@@ -63,7 +55,6 @@ def sensitivity_figure(calibration: Any) -> Any:
     axes[1, 0].set_ylabel("nats of KLD")
     for axis in axes[0]:
         axis.set_xlabel("")
-    method = calibration.sensitivity
     figure.suptitle(
         f"{plain(calibration.name)}: KLD from a one percent error "
         f"beyond the exact window of {method.n_recent} tokens\n({method.method}, {method.tokens} tokens)",
@@ -96,11 +87,6 @@ def _heat_maps(figure: Any, axes: Any, calibration: Any, costs: dict[str, Any]) 
     figure.colorbar(image, ax=list(axes), label="nats of KLD")
 
 
-#
-# what a file carries
-#
-
-
 def bit_map(layout: dict[str, Any], side: str) -> Any:
     """[heads of all layers, d] float: bits of every coefficient, 0 for dropped ones."""
     d = max(layer[f"d_{side}"] for layer in layout["layers"])
@@ -126,19 +112,18 @@ def spectra(calibration: Any) -> dict[str, Any]:
         values = np.sort(np.maximum(values.real, 0.0), axis=-1)[:, ::-1]
         return values if measured else values / np.maximum(values[:, :1], np.finfo(np.float64).tiny)
 
-    layers = calibration.layers
-    if measured:
-        k = [descending(0.5 * np.linalg.eigvals(stats.sensitivity.k @ stats.k2)) for stats in layers]
-        v = [descending(0.5 * np.linalg.eigvals(stats.sensitivity.v @ stats.v2)) for stats in layers]
-    else:
-        k = [descending(np.linalg.eigvals(stats.q2 @ stats.k2)) for stats in layers]
-        v = [descending(np.linalg.eigvalsh(stats.v2)) for stats in layers]
-    widths = [max(x.shape[1] for x in side) for side in (k, v)]
-    padded = [
-        np.concatenate([np.pad(x, ((0, 0), (0, w - x.shape[1]))) for x in side])
-        for side, w in zip((k, v), widths, strict=True)
-    ]
-    return {"k": padded[0], "v": padded[1]}
+    def eigenvalues(stats: Any, side: str) -> Any:
+        moment = getattr(stats, f"{side}2")
+        if measured:
+            return 0.5 * np.linalg.eigvals(getattr(stats.sensitivity, side) @ moment)
+        return np.linalg.eigvals(stats.q2 @ moment) if side == "k" else np.linalg.eigvalsh(moment)
+
+    found = {}
+    for side in "kv":
+        tables = [descending(eigenvalues(stats, side)) for stats in calibration.layers]
+        width = max(table.shape[1] for table in tables)
+        found[side] = np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
+    return found
 
 
 def layout_figure(layout: dict[str, Any], calibration: Any) -> Any:
@@ -148,9 +133,8 @@ def layout_figure(layout: dict[str, Any], calibration: Any) -> Any:
     figure = new_figure(11, sum(heights))
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     for axis, side in zip(axes[0], "kv", strict=True):
-        image = axis.imshow(
-            bit_map(layout, side), aspect="auto", interpolation="nearest", vmin=0, vmax=8, cmap="viridis"
-        )
+        bits = bit_map(layout, side)
+        image = axis.imshow(bits, aspect="auto", interpolation="nearest", vmin=0, vmax=8, cmap="viridis")
         axis.set(title=f"{side.upper()}: bits per coefficient", xlabel="coefficient", ylabel="head (all layers)")
     figure.colorbar(image, ax=list(axes[0]), label="bits")
     if calibration is not None:
@@ -164,13 +148,14 @@ def _spectra_panels(axes: Any, calibration: Any) -> None:
     """All heads' spectra as thin lines with their geometric mean."""
     values = spectra(calibration)
     if calibration.sensitivity is not None:
-        names = {"k": "K: spectrum of ½ S Σk", "v": "V: spectrum of ½ S Σv"}
+        products = {"k": "½ S Σk", "v": "½ S Σv"}
         unit, top = "nats of KLD per coefficient", max(float(side.max()) for side in values.values())
     else:
-        names = {"k": "K: spectrum of Σq Σk", "v": "V: spectrum of Σv"}
+        products = {"k": "Σq Σk", "v": "Σv"}
         unit, top = "eigenvalue / largest", 1.0
     for axis, (side, table) in zip(axes, values.items(), strict=True):
         floor = np.maximum(table, 1e-12 * top)
         axis.semilogy(floor.T, color="tab:blue", alpha=0.15, linewidth=0.7)
         axis.semilogy(np.exp(np.log(floor).mean(axis=0)), color="black")
-        axis.set(title=names[side], xlabel="coefficient", ylabel=unit, ylim=(1e-8 * top, 2 * top))
+        title = f"{side.upper()}: spectrum of {products[side]}"
+        axis.set(title=title, xlabel="coefficient", ylabel=unit, ylim=(1e-8 * top, 2 * top))

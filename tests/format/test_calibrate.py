@@ -19,7 +19,7 @@ from converter import corpus
 from converter.calibrate import main
 from converter.corpus import Text, read_text
 from converter.observe import Chunk, calibrate, observe, plan_chunks
-from converter.session import NativeSession
+from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE
 from subkv.format.calibration import MAX_SAMPLES, TextSource, merge, read_calibration, write_calibration
@@ -325,11 +325,11 @@ def test_models_without_ordinary_attention_are_refused(
 
 
 def test_interrupt_leaves_no_file(run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(NativeSession):
+    class Interrupted(Session):
         def decode(self, tokens: Any, first_pos: int) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("converter.observe.NativeSession", Interrupted)
+    monkeypatch.setattr("converter.observe.Session", Interrupted)
     result = run()
     assert result.exit_code == 130
     assert "interrupted: nothing was written" in result.stderr
