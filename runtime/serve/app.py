@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -44,21 +45,23 @@ SAMPLING = {"temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presenc
 SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"}
 
 
+@dataclasses.dataclass
 class Service:
     """The model behind the routes. save_folder: where slots are saved; None: nowhere."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits, embeddings: bool, save_folder: Path | None) -> None:
-        self.engine = engine
-        self.llm = engine.llm
-        self.name = name
-        self.limits = limits
-        self.embeddings = embeddings
-        self.save_folder = save_folder
+    engine: Engine
+    name: str
+    limits: Limits
+    embeddings: bool
+    save_folder: Path | None
+
+    def __post_init__(self) -> None:
+        self.llm = self.engine.llm
         self.created = int(time.time())
-        n_slots = len(engine.slots)
+        n_slots = len(self.engine.slots)
         self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request")
-        self.places = Places(n_slots, limits.n_queue)
-        self.metrics = metrics.EngineMetrics(engine, lambda: self.places.n_waiting)
+        self.places = Places(n_slots, self.limits.n_queue)
+        self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
 
     def run(self, work: Callable[[RequestLlama], Any]) -> Run:
         """Queue a request. Raises ApiError when the queue is full."""

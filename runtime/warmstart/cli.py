@@ -70,7 +70,7 @@ _warm = click.option(
 @click.option("--seed", type=int, default=0, help="of all choices")
 def prompts(model: str, file: Path, target: Path, words: list[int], n: int, test_share: float, seed: int) -> None:
     """Make prompts and their paraphrases from a text, chat template of the model applied."""
-    from runtime.chat.conversation import Template
+    from runtime.template import Template
     from runtime.warmstart import prompts as made
     from subkv.base.files import atomic_file, check_not_input, check_writable
     from subkv.engine.llama import Llama
