@@ -200,12 +200,10 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
             raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
         texts = [body.input] if isinstance(body.input, str) else body.input
         texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
-        vectors, n_tokens = await service.run(lambda _: engine.call(lambda: embed(llm, texts)).result()).event(
-            request.receive
-        )
-        coded: list[Any] = vectors
+        run = service.run(lambda _: engine.call(lambda: embed(llm, texts)).result())
+        coded, n_tokens = await run.event(request.receive)
         if body.encoding_format == "base64":
-            coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in vectors]
+            coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in coded]
         data = [{"object": "embedding", "embedding": v, "index": i} for i, v in enumerate(coded)]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": service.name, "usage": usage}
@@ -292,8 +290,7 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
         raise ApiError(
             400, f"input: expected texts of 1 to {llm.n_batch} tokens (-b, -c), found {min(counts)} to {max(counts)}"
         )
-    vectors = llm.embed(texts, normalize=True, truncate=False)
-    return vectors, sum(counts)
+    return llm.embed(texts, normalize=True, truncate=False), sum(counts)
 
 
 def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> dict[str, Any]:
