@@ -39,7 +39,7 @@ def warm_start(lab: Any) -> Rows:
     valid, test = lab.text("wikitext2.valid.txt"), lab.text(WIKI)
     lab.run(*prompts, "-f", valid, "--test-share", "0", *size, "-o", "train.jsonl")
     lab.run(*prompts, "-f", test, "--test-share", "1", *size, "-o", "test.jsonl")
-    train = ("python", "-m", "runtime.warmstart.train", "-m", "M.gguf", "-f", "train.jsonl", "--slots", "16")
+    train = ("subkv", "warmstart", "train", "-m", "M.gguf", "-f", "train.jsonl", "--slots", "16")
     lab.run(*train, "--epochs", lab.pick("6", "1"), "-o", "w16.safetensors")
     evaluate = ("subkv", "warmstart", "evaluate", "-m", "M.gguf", "--warm-file", "w16.safetensors", "-f", "test.jsonl")
     done = lab.run(*evaluate, "--targets", lab.pick("3", "1"), "-r", "1", "-t", "1", "-o", "warm")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +40,16 @@ def top(moment: F64, r: int) -> F64:
     return np.ascontiguousarray(np.linalg.eigh(moment)[1][:, ::-1][:, :r].T)
 
 
-def softmax(logits: F64) -> F64:
-    """Over the last axis."""
-    e = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights: F64 = e / e.sum(axis=-1, keepdims=True)
+def softmax(logits: NDArray[Any]) -> NDArray[Any]:
+    """Over the last axis, in the precision given."""
+    weights: NDArray[Any] = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
     return weights
+
+
+def attention_weights(logits: NDArray[Any], at: NDArray[np.integer]) -> NDArray[Any]:
+    """Softmax over n keys of logits [..., m, n] of queries at positions at [m], which see no later key."""
+    return softmax(np.where(np.arange(logits.shape[-1]) > at[:, None], -np.inf, logits))
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def compare(scale: float, q: F64, at: NDArray[np.intp], k: F64, v: F64, k_seen: 
     """Attention over what is seen of keys and values, k̂, v̂, against k and v [n, d]; q [m, d] at positions at [m]."""
     later = np.arange(len(k))[None, :] > at[:, None]
     exact, coded = scale * q @ k.T, scale * q @ k_seen.T
-    a, a_seen = (softmax(np.where(later, -np.inf, logits)) for logits in (exact, coded))
+    a, a_seen = (attention_weights(logits, at) for logits in (exact, coded))
     seen = a_seen @ v_seen
     return Errors(
         logit=np.where(later, 0.0, np.abs(exact - coded)).max(axis=1),

@@ -15,6 +15,7 @@ from converter.adaptive import ResearchLayout, loaded
 from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
 from converter.reference import Reference, attend
 from converter.scoring import F64, score
+from runtime.experiments.grids import Rows
 from subkv.base.progress import tracked
 from subkv.format.bases import Bands, CodedLayer
 from subkv.format.calibration import Calibration
@@ -23,7 +24,6 @@ from subkv.native.gguf import Gguf
 from subkv.plan import budget as layout
 from subkv.plan.pipeline import Fit, Options
 
-Rows = list[dict[str, Any]]
 Visitor = Callable[[int, F32, F32, F32], None]  # (il, q [n_head, n, d], k, v [n_head_kv, n, d]), llama.cpp's frame
 GROUP = layout.GROUP
 

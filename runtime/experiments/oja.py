@@ -18,7 +18,8 @@ from converter.caches import Cache
 from converter.reference import Coder
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64
-from runtime.experiments.lab import Lab, Rows, Text
+from runtime.experiments.grids import Rows
+from runtime.experiments.lab import Lab, Text
 from runtime.experiments.sketch import Sketch
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
@@ -44,11 +45,10 @@ def salient(scale: float, q: F32, k: F32, prompt: int) -> Indices:
     q [n_group, n, d], k [n, d] of one KV head.
     """
     at = np.arange(prompt - QUERIES, prompt)
-    later = np.arange(prompt)[None, :] > at[:, None]
     weights = np.zeros(prompt)
     for rows in q:
         logits = scale * rows[at].astype(np.float64) @ k[:prompt].astype(np.float64).T
-        weights += bounds.softmax(np.where(later, -np.inf, logits)).sum(axis=0)
+        weights += bounds.attention_weights(logits, at).sum(axis=0)
     count = max(1, round(SALIENT * (prompt - EXACT)))
     return np.sort(EXACT + np.argsort(-weights[EXACT:])[:count])
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from converter.caches import Cache
-from runtime.experiments.lab import GROUP, Lab, Rows, Text, paired
+from runtime.experiments.grids import Rows
+from runtime.experiments.lab import GROUP, Lab, Text, paired
 from subkv.format.bases import Bands
 from subkv.plan import budget as layout
 from subkv.plan.pipeline import Fit

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from runtime.experiments.bounds import F64
-from runtime.experiments.lab import Lab, Rows
+from runtime.experiments.grids import Rows
+from runtime.experiments.lab import Lab
 from subkv.format.codec import F32
 from subkv.plan.positions import Rotation, rotation
 

@@ -40,7 +40,7 @@ def _subkv() -> ctypes.CDLL:
 
 
 class Sketch:
-    """One sketch of rows [d]. kind: one of subkv.adapt.KINDS; rows: ℓ; rate: Oja's η."""
+    """One sketch of rows [d]. kind: one of subkv.format.adapt.KINDS; rows: ℓ; rate: Oja's η."""
 
     def __init__(self, kind: str, d: int, rows: int, rate: float = 0.1) -> None:
         self.d = d

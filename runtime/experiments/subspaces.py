@@ -9,7 +9,8 @@ import numpy as np
 
 from converter.adaptive import AdaptiveCoder
 from runtime.experiments import bounds, verdicts
-from runtime.experiments.lab import Lab, Rows, Text
+from runtime.experiments.grids import Rows
+from runtime.experiments.lab import Lab, Text
 from runtime.experiments.sketch import Sketch
 from subkv.base.progress import progress_bar
 from subkv.format.adapt import Adapt, parse

@@ -1,351 +1,101 @@
 """Errors of attention over a coefficient cache while a text is read, against their bounds.
 
-    python -m runtime.errors -m M.gguf --bases FILE -f TEXT [-c N] [--every N] [--adapt …] -o FILE.jsonl [--plot FILE]
+    python -m runtime.experiments.tracker -m M.gguf --bases FILE -f TEXT [-c N] [--every N] [--adapt …]
+        -o FILE.jsonl [--plot FILE]
 
 At every N-th position, for every layer with bases and every KV head: what the position's queries get from the cells as
 the engine holds them, and from the exact keys and values that it computed and does not keep. What earlier layers and
-tokens lost is in both. Exact attention and the bounds (converter/bounds.py) are computed in float64. The exact window
-counts as exact.
+tokens lost is in both. The exact window counts as exact.
 
 Memory: all keys and values are kept beside the cache in single precision, twice the size of an f16 cache.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-import numpy as np
-from tqdm import tqdm
 
 from runtime import options
-from subkv.base.command import command
+from subkv.base.command import command, group
 from subkv.base.errors import SubkvError
 from subkv.base.threads import default_threads
-from subkv.native.library import Signatures, declare
+from subkv.format.window import Window
 
+# what runs is imported by the command: numpy and the native libraries are not for a --help
 if TYPE_CHECKING:
-    from converter.adaptive import ResearchLayout
-    from runtime.experiments.bounds import F64
-    from subkv.engine.model import Context
-    from subkv.engine.observer import ObservedLayer, Observer
-    from subkv.format.adapt import Adapt
+    from subkv.engine.cache import CacheOptions
 
-Lines = list[dict[str, Any]]
-
-_HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
-SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
-    "subkv_read_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]),
-    "subkv_get_sketch_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_void_p, ctypes.c_int64]),
-}
-
-# error, its bound, what it is called; weights and outputs have another bound, from what was measured a step before
-STEPS = {"weight_error": "weight_step", "output_error": "output_step"}
-MEASURED = (
-    ("logit_error", "logit_bound", "logits, ‖l − l̂‖∞"),
-    ("weight_error", "weight_bound", "weights, ‖a − â‖₁"),
-    ("output_error", "output_bound", "output, ‖o − ô‖"),
-    ("sketch_error_k", "epsilon_k", "sketch of K, ‖AᵀA − SᵀS‖"),
-    ("sketch_error_v", "epsilon_v", "sketch of V, ‖AᵀA − SᵀS‖"),
-)
-# what is to predict an error
-PREDICTORS = (
-    ("residual_k", "logit_error"),
-    ("epsilon_k", "logit_error"),
-    ("residual_v", "output_error"),
-    ("epsilon_v", "output_error"),
-)
-UBATCH = 512  # tokens computed at once
-SKETCH_ROUNDING = 1e-5  # of ‖A‖²: a sketch is held in single precision
+FILE = click.Path(path_type=Path)
 
 
-class Tracker:
-    """Measures one sequence of a context that an observer in mode SAMPLE watches."""
+def _cache(bases: Path | None, adapt: str | None, **window: int | None) -> CacheOptions:
+    from subkv.engine.cache import CODED, CacheOptions
 
-    def __init__(
-        self, context: Context, observer: Observer, layout: ResearchLayout, adapting: tuple[str, Adapt] | None
-    ) -> None:
-        """adapting: sides and how they follow the text, None if none does."""
-        self._context, self._observer, self._layout = context, observer, layout
-        self._sides: str = adapting[0] if adapting else ""
-        self._adapt = adapting[1] if adapting else None
-
-    def lines(self, position: int) -> Iterator[dict[str, Any]]:
-        """A line per layer and KV head, for the position decoded last; none while all positions are exact.
-
-        Lengths are those of the model's own vectors, errors and bounds the largest of the head's queries.
-        logit_error, weight_error, output_error: of attention over the stored rows, and logit_bound … theirs, from
-        residuals alone. weight_step, output_step: bounds from the error that was measured a step before.
-        kernel_error: ‖·‖ of what the engine's attention gave less attention over the same rows in float64.
-        residual_k, residual_v: ‖K_j − K̂_j‖ of the worst chunk j (largest singular value), bounds' ‖ΔK‖, ‖ΔV‖.
-        sketch_error_k, epsilon_k, …: of the head's Frequent Directions sketch, in coefficients; None without one.
-        violations: of a bound by one of the queries, or by a sketch. Raises SubkvError, SubkvError.
-        """
-        for layer in self._observer.layers():
-            if not layer.coded:
-                continue
-            if not layer.plain:
-                raise SubkvError(
-                    "model",
-                    f"expected attention by softmax of q·k alone, found soft-capping, ALiBi or attention sinks in "
-                    f"layer {layer.il}",
-                )
-            q, k, v, o = (self._observer.get(layer, what) for what in ("qs", "ks", "vs", "os"))
-            group = layer.n_head // layer.n_head_kv
-            for head in range(layer.n_head_kv):
-                own = slice(head * group, (head + 1) * group)
-                line = self._head(layer, head, position, q[-1, own], k[:, head], v[:, head], o[-1, own])
-                if line:
-                    yield line
-
-    def _head(
-        self, layer: ObservedLayer, head: int, position: int, q: F64, k: F64, v: F64, o: F64
-    ) -> dict[str, Any] | None:
-        """q, o [n_group, d], k, v [position + 1, d]."""
-        from runtime.experiments import bounds
-
-        stats = self._context.stats
-        at = np.arange(position + 1)
-        coded = (at >= stats.n_sink) & (at <= position - stats.n_recent)
-        if not coded.any():
-            return None
-        k_seen, k_chunk = self._rows(layer, head, False, k, coded)
-        v_seen, v_chunk = self._rows(layer, head, True, v, coded)
-        found = bounds.compare(layer.scale, q, np.full(len(q), position), k, v, k_seen, v_seen)
-        residual_k, residual_v = _residual(k - k_seen, k_chunk), _residual(v - v_seen, v_chunk)
-        logit = np.array([bounds.logit_bound(layer.scale, 1.0, x, residual_k, 0.0) for x in np.linalg.norm(q, axis=1)])
-        weight = np.array([bounds.softmax_bound(x) for x in logit])
-        largest = float(np.linalg.norm(v, axis=1).max())
-        output = np.array([bounds.output_bound(x, largest, residual_v) for x in logit])
-        weight_step = np.array([bounds.softmax_bound(x) for x in found.logit])
-        output_step = found.weight * largest + residual_v
-        pairs = ((found.logit, logit), (found.weight, weight_step), (found.output, output_step))
-        sketches: dict[str, float | None] = {}
-        broken = 0
-        for side, x, chunk in (("k", k, k_chunk), ("v", v, v_chunk)):
-            held = self._sketch(layer, head, side, x[chunk >= 0])
-            sketches[f"sketch_error_{side}"], sketches[f"epsilon_{side}"] = held[:2] if held else (None, None)
-            broken += held is not None and held[0] > held[1] + held[2]
-        return {
-            "position": position,
-            "layer": layer.il,
-            "head": head,
-            "coded": int(coded.sum()),
-            "chunks_k": len(set(k_chunk[coded])),
-            "chunks_v": len(set(v_chunk[coded])),
-            "residual_k": residual_k,
-            "residual_v": residual_v,
-            "logit_error": float(found.logit.max()),
-            "logit_bound": float(logit.max()),
-            "weight_error": float(found.weight.max()),
-            "weight_bound": float(weight.max()),
-            "weight_step": float(weight_step.max()),
-            "output_error": float(found.output.max()),
-            "output_bound": float(output.max()),
-            "output_step": float(output_step.max()),
-            "kernel_error": float(np.linalg.norm(o - found.seen, axis=1).max()),
-            **sketches,
-            "violations": broken + sum(int(np.sum(error > bound * bounds.SLACK)) for error, bound in pairs),
-        }
-
-    def _rows(self, layer: ObservedLayer, head: int, value: bool, x: F64, coded: Any) -> tuple[F64, Any]:
-        """What attention sees of rows x [n, d], stored ones where `coded` [n]; the chunk of each, −1 if not stored."""
-        from subkv.base.errors import CacheError
-        from subkv.native.binding import last_error, native
-
-        seen, chunk = np.empty(x.shape, np.float32), np.empty(len(x), np.int32)
-        n = declare(native(), SIGNATURES).subkv_read_rows(
-            self._context.handle, layer.il, head, value, 0, 0, len(x), seen.ctypes.data, chunk.ctypes.data
-        )
-        if n < 0:
-            raise CacheError("kv_cache", last_error())
-        if (chunk[coded] < 0).any():
-            raise CacheError("kv_cache", f"expected rows of all positions past the window, found {n} of {coded.sum()}")
-        return np.where(coded[:, None], seen, x), chunk
-
-    def _sketch(self, layer: ObservedLayer, head: int, side: str, x: F64) -> tuple[float, float, float] | None:
-        """‖AᵀA − SᵀS‖ of the head's sketch of rows x, its bound, and what rounding may add; None without a sketch.
-
-        x: all rows stored in blocks, of which the window may still have some.
-        """
-        from runtime.experiments import bounds
-        from subkv.base.errors import CacheError
-        from subkv.native.binding import last_error, native
-
-        adapt = self._adapt
-        if adapt is None or side not in self._sides or adapt.kind != "fd" or adapt.decay != 1.0:
-            return None  # the bound is of a sketch that forgets nothing
-        value = side == "v"
-        a = self._layout.project(layer.il, head, value, x.astype(np.float16)).astype(np.float64)  # as the window has it
-        r = adapt.rank or a.shape[1]
-        rows = adapt.rows or 2 * r
-        if rows == r:
-            return None
-        s = np.empty((2 * rows, a.shape[1]), np.float32)
-        n = declare(native(), SIGNATURES).subkv_get_sketch_rows(
-            self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size
-        )
-        if n < 0:
-            raise CacheError("kv_cache", last_error())
-        if n == 0:
-            return None
-        held = s[:n].astype(np.float64)
-        error = float(np.abs(np.linalg.eigvalsh(a.T @ a - held.T @ held)).max())
-        return error, bounds.fd_epsilon(a, r, rows), SKETCH_ROUNDING * bounds.norm(a) ** 2
+    return CacheOptions(CODED, bases=bases, window=Window.of(**window), adapt=adapt)
 
 
-def _residual(lost: F64, chunk: Any) -> float:
-    """Largest singular value of the rows lost [n, d] of the worst chunk; chunk [n], −1: not stored."""
-    from runtime.experiments import bounds
+@dataclass(frozen=True)
+class Reading:
+    """The text, how many tokens of it (0: as many as the model was trained with), and how often is measured."""
 
-    return bounds.chunked([bounds.norm(lost[chunk == j]) for j in set(chunk[chunk >= 0])])
-
-
-#
-# results
-#
-
-
-def summary(lines: Lines) -> str:
-    """A Markdown table of what was measured, and rank correlations over lines of what is to predict it."""
-    from runtime.experiments import bounds
-
-    out = [
-        "| error | median | largest | median bound | largest share of its bound |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    steps = [(error, STEPS[error], f"{name}, from the step before") for error, _, name in MEASURED if error in STEPS]
-    for error, bound, name in (*MEASURED, *steps):
-        pairs = [(line[error], line[bound]) for line in lines if line[error] is not None]
-        if pairs:
-            x, y = np.array(pairs).T
-            share = max((e / b for e, b in pairs if b > 0.0), default=0.0)
-            out.append(f"| {name} | {np.median(x):.3g} | {x.max():.3g} | {np.median(y):.3g} | {share:.2g} |")
-    kernel = np.array([line["kernel_error"] for line in lines])
-    out.append(f"| output, rounding of the kernels | {np.median(kernel):.3g} | {kernel.max():.3g} | | |")
-    broken = sum(line["violations"] for line in lines)
-    out += ["", f"{len(lines)} lines; bounds violated {broken} times. Rank correlations:"]
-    for predictor, measured in PREDICTORS:
-        known = [(line[predictor], line[measured]) for line in lines if line[predictor] is not None]
-        if known:
-            out.append(f"  {predictor} with {measured}: {bounds.spearman(*np.array(known).T):.2f}")
-    return "\n".join(out)
-
-
-def figure(lines: Lines) -> Any:
-    """Errors (points, and their medians) and bounds (medians) by layer, on log axes: logits, weights, outputs."""
-    from converter.plots import figure as plots
-
-    picture = plots.new_figure(8, 9)
-    layers = sorted({line["layer"] for line in lines})
-    for axis, (error, bound, name) in zip(picture.subplots(3, 1, sharex=True), MEASURED[:3], strict=True):
-        own = [[line for line in lines if line["layer"] == il] for il in layers]
-        axis.plot([line["layer"] for line in lines], [line[error] for line in lines], ".", color="tab:blue", alpha=0.3)
-        curves = [(error, "tab:blue", "measured"), (bound, "tab:red", "bound")]
-        if error in STEPS:
-            curves.append((STEPS[error], "tab:orange", "bound from the measured step before"))
-        for key, colour, label in curves:
-            axis.plot(layers, [np.median([line[key] for line in some]) for some in own], color=colour, label=label)
-        axis.set(ylabel=name, yscale="log")
-        axis.grid(True, color="0.9")
-        axis.set_axisbelow(True)
-    picture.axes[-1].set_xlabel("layer")
-    picture.legend(*picture.axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-    return picture
-
-
-#
-# program
-#
+    files: Path
+    n_ctx: int
+    every: int
 
 
 @command(name="errors")
 @options.model_option(required=True)
-@click.option("--bases", default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model")
-@click.option("-f", "--file", "file", required=True, type=click.Path(path_type=Path), help="UTF-8 text to read")
-@options.context_option(2048, "tokens to read")
-@click.option("--every", type=click.IntRange(min=1), default=256, help="tokens between two measurements")
-@options.window_options
+@group(
+    "cache",
+    _cache,
+    click.option(
+        "--bases", type=FILE, default=None, metavar="FILE", help="bases for -m: a sidecar or a converted model"
+    ),
+    options.window_options,
+)
+@group(
+    "reading",
+    Reading,
+    click.option("-f", "--file", "files", required=True, type=FILE, help="UTF-8 text to read"),
+    options.context_option(2048, "tokens to read"),
+    click.option("--every", type=click.IntRange(min=1), default=256, help="tokens between two measurements"),
+)
 @options.threads_option
-@click.option("-o", "--output", "target", required=True, type=click.Path(path_type=Path), help="JSON lines to write")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="draw errors and bounds by layer (extra plot)")
+@click.option("-o", "--output", "output", required=True, type=FILE, help="JSON lines to write")
+@click.option("--plot", type=FILE, help="draw errors and bounds by layer (extra plot)")
 def main(
-    model: str,
-    bases: str | None,
-    file: Path,
-    n_ctx: int,
-    every: int,
-    n_sink: int | None,
-    n_recent: int | None,
-    adapt: str | None,
-    n_threads: int | None,
-    target: Path,
-    picture: Path | None,
+    model: str, cache: CacheOptions, reading: Reading, n_threads: int | None, output: Path, plot: Path | None
 ) -> None:
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
-    from converter.adaptive import ResearchLayout
     from converter.corpus import read_text
     from converter.plots import figure as plots
+    from runtime.experiments import live
     from subkv.base.files import atomic_file, check_writable
-    from subkv.engine.cache import CODED, MIB, choose_cache
+    from subkv.engine.cache import choose_cache
     from subkv.engine.model import Model
-    from subkv.engine.observer import SAMPLE, Observer
-    from subkv.engine.stats import cache_line
-    from subkv.format import adapt as adaptive
 
-    check_writable(target)
-    if picture is not None:
-        plots.check(picture)
-    text = read_text(file)
-    with contextlib.ExitStack() as cleanup:
-        loaded = cleanup.enter_context(Model(model))
-        n_ctx = n_ctx or loaded.n_ctx_train
-        tokens = loaded.tokenize(text.data)[:n_ctx]
-        if len(tokens) < n_ctx:
-            raise SubkvError("files", f"expected at least {n_ctx} tokens, found {len(tokens)} in {file.name}")
-        choice = choose_cache(loaded.path, CODED, Path(bases) if bases else None)
-        assert choice.layout is not None
-        adapt = choice.adapting(adapt)
-        layout = ResearchLayout(choice.layout)
-        cleanup.callback(layout.close)
-        observer = Observer(0)
-        cleanup.callback(observer.close)
-        context = loaded.context(
-            choice,
-            n_ctx=n_ctx,
-            n_batch=every,
-            n_ubatch=UBATCH,
-            n_threads=default_threads(n_threads),
-            n_sink=n_sink,
-            n_recent=n_recent,
-            adapt=adapt,
-            observer=observer,
+    check_writable(output)
+    if plot is not None:
+        plots.check(plot)
+    text = read_text(reading.files)
+    with Model(model) as loaded:
+        n = reading.n_ctx or loaded.n_ctx_train
+        tokens = loaded.tokenize(text.data)[:n]
+        if len(tokens) < n:
+            raise SubkvError("files", f"expected at least {n} tokens, found {len(tokens)} in {reading.files.name}")
+        lines = live.measure(
+            loaded, choose_cache(loaded.path, cache), tokens, reading.every, default_threads(n_threads)
         )
-        cleanup.callback(context.close)
-        options.note(cache_line(context.stats))
-        options.note(f"exact copies of keys and values: {2 * context.stats.bytes_f16 / MIB:.1f} MiB")
-        ends = [*range(every, n_ctx, every), n_ctx]
-        observer.mode(SAMPLE, range(n_ctx), [end - 1 for end in ends])
-        how = adaptive.parse(adapt) if adapt and adapt != adaptive.NONE else None
-        tracker = Tracker(context, observer, layout, how)
-        lines: Lines = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            context.decode(tokens[start:end], start, end - start - 1)
-            context.synchronize()
-            lines.extend(tqdm(tracker.lines(end - 1), unit="head", desc=f"position {end - 1}", disable=None))
-    if not lines:
-        raise SubkvError("n_ctx", f"expected more tokens than the exact window holds, found {n_ctx}")
-    with atomic_file(target) as handle:
+    with atomic_file(output) as handle:
         handle.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
-    click.echo(summary(lines))
-    if picture is not None:
-        plots.write_figure(figure(lines), picture)
-        options.note(f"wrote {picture}")
+    click.echo(live.summary(lines))
+    if plot is not None:
+        plots.write_figure(live.figure(lines), plot)
+        options.note(f"wrote {plot}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,3 @@
 MODES = ("off", "on", "auto")
 THRESHOLD = 0.9  # cosine
 MAX_KL = 0.05  # nats
-
-# why a start is cold, in one word; "warm" stands beside them in metrics
-CAUSES = ("prompt", "prefix", "library", "similarity", "guard", "error")

@@ -1,7 +1,7 @@
-"""Warm starts by hand: prompts to train and test on, the guard, a library, and the evaluation.
+"""Warm starts by hand: prompts to train and test on, training, the guard, the evaluation, and a library.
 
 python -m runtime.warmstart prompts -m M.gguf -f TEXT -o prompts.jsonl
-python -m converter.warmstart -m M.gguf -f prompts.jsonl -o warm.safetensors
+python -m runtime.warmstart train -m M.gguf -f prompts.jsonl -o warm.safetensors
 python -m runtime.warmstart guard -m M.gguf --warm-file warm.safetensors -f prompts.jsonl
 python -m runtime.warmstart evaluate -m M.gguf --warm-file warm.safetensors -f prompts.jsonl -o report/
 python -m runtime.warmstart build -m M.gguf --warm-file warm.safetensors -f prompts.jsonl --warm-library DIR
@@ -10,10 +10,11 @@ python -m runtime.warmstart list -m M.gguf --warm-file warm.safetensors --warm-l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import re
-import sys
-from collections.abc import Callable
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,14 @@ import click
 
 from runtime import options
 from runtime.bench import IntList
-from subkv.base.command import command as program_command
-from subkv.base.errors import SubkvError
+from subkv.base.command import command, group
+from subkv.base.errors import SubkvError, concerning, need_packages
 from subkv.base.threads import default_threads
 
+# what runs is imported by the commands: numpy, torch and the native libraries are not for a --help
 if TYPE_CHECKING:
-    from runtime.warmstart.library import Library
+    from runtime.warmstart.prompts import Prompt
+    from runtime.warmstart.summaries import Library
     from runtime.warmstart.trained import Trained
     from subkv.engine.model import Model
 
@@ -38,211 +41,291 @@ def main() -> None:
     """A first token from the summarised cache of a similar prompt. Experimental."""
 
 
-def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of the group, with errors as one sentence."""
-
-    def add(function: Callable[..., Any]) -> click.Command:
-        command = program_command(name=name)(function)
-        main.add_command(command)
-        return command
-
-    return add
-
-
 _model = options.model_option(required=True)
 _prompts = click.option(
     "-f", "--file", "file", required=True, type=FILE, help="prompts, as the command `prompts` writes them"
 )
 _trained = click.option("--warm-file", "warm_file", required=True, type=FILE, help="trained file")
-_library = click.option("--warm-library", "folder", required=True, type=FILE, help="folder of the library")
-_warm = click.option(
-    "--warm-file", "warm_files", required=True, multiple=True, type=FILE, help="trained file; several: compared"
+_library = click.option("--warm-library", "warm_library", required=True, type=FILE, help="folder of the library")
+_targets = click.option(
+    "--targets", type=click.IntRange(1), default=None, help="at most so many prompts of each length"
 )
 
 
-@_command("prompts")
+@contextlib.contextmanager
+def _files() -> Iterator[None]:
+    """Errors of what is read here, under the names of the options."""
+    with concerning(path="file", prompts="file", text="file"):
+        yield
+
+
+def _read(file: Path, purpose: str, without: str) -> list[Prompt]:
+    """Prompts but those of a split, some with neighbours."""
+    from runtime.warmstart import prompts as made
+
+    with _files():
+        found = [prompt for prompt in made.read(file) if prompt.split != without]
+    if not any(prompt.neighbours for prompt in found):
+        raise SubkvError("file", f"expected prompts to {purpose} on, with neighbours, found none")
+    return found
+
+
+@dataclass(frozen=True)
+class Passages:
+    """What prompts are made about: n passages of each number of words, a share of the text's for tests only."""
+
+    words: list[int]
+    n: int
+    test_share: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.words or min(self.words) < 10:
+            raise SubkvError("words", f"expected lengths of 10 words or more, found {self.words}")
+
+
+@command("prompts")
 @_model
 @click.option("-f", "--file", "file", required=True, type=FILE, help="UTF-8 text that passages are cut from")
-@click.option("-o", "--output", "target", required=True, type=FILE, help="prompts, one JSON object a line")
-@click.option("--words", type=IntList(), default="60,180,600", help="lengths of the passages")
-@click.option("-n", "--passages", "n", type=click.IntRange(1), default=24, help="passages of each length")
-@click.option("--test-share", type=click.FloatRange(0, 1), default=0.25, help="of the text, for testing only")
-@click.option("--seed", type=int, default=0, help="of all choices")
-def prompts(model: str, file: Path, target: Path, words: list[int], n: int, test_share: float, seed: int) -> None:
+@click.option("-o", "--output", "output", required=True, type=FILE, help="prompts, one JSON object a line")
+@group(
+    "passages",
+    Passages,
+    click.option("--words", type=IntList(), default="60,180,600", help="lengths of the passages"),
+    click.option("-n", "--passages", "n", type=click.IntRange(1), default=24, help="passages of each length"),
+    click.option("--test-share", type=click.FloatRange(0, 1), default=0.25, help="of the text, for testing only"),
+    click.option("--seed", type=int, default=0, help="of all choices"),
+)
+def prompts(model: str, file: Path, output: Path, passages: Passages) -> None:
     """Make prompts and their paraphrases from a text, chat template of the model applied."""
     from runtime.template import Template
     from runtime.warmstart import prompts as made
     from subkv.base.files import atomic_file, check_not_input, check_writable
-    from subkv.engine.llama import Llama
+    from subkv.engine.model import Model
 
-    if not words or min(words) < 10:
-        raise SubkvError("words", f"expected lengths of 10 words or more, found {words}")
-    check_writable(target)
-    check_not_input(target, [("-m", Path(model)), ("-f", file)])
+    check_writable(output)
+    check_not_input(output, [("-m", Path(model)), ("-f", file)])
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SubkvError("files", f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
-    with Llama(model, n_ctx=64, kv_cache="f16", verbose=False) as llm:
-        template = Template(llm)
+        raise SubkvError("file", f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    with Model(model) as opened, _files():
+        template = Template(opened)
+        words = sorted(set(passages.words))
         found = made.make(
             text,
             lambda message: template.render([{"role": "user", "content": message}]),
-            sorted(set(words)),
-            n,
-            test_share,
-            seed,
+            words,
+            passages.n,
+            passages.test_share,
+            passages.seed,
         )
-    with atomic_file(target) as handle:
+    with atomic_file(output) as handle:
         handle.write(made.dumps(found).encode("utf-8"))
     n_test = sum(prompt.split == made.TEST for prompt in found)
-    options.note(f"wrote {target}: {len(found) - n_test} prompts to train on, {n_test} to test on")
+    options.note(f"wrote {output}: {len(found) - n_test} prompts to train on, {n_test} to test on")
 
 
-@_command("evaluate")
+@dataclass(frozen=True)
+class Shape:
+    """What a prompt is summarised in, and found by."""
+
+    n_slots: int
+    n_sink: int
+    n_last: int
+    embedding: str
+
+
+@command("train")
 @_model
-@_warm
 @_prompts
-@click.option("-ctk", "--cache-type-k", "caches", default="f16", metavar="T,T,…", help="caches, as of bench")
-@click.option("--bases", type=FILE, default=None, help="bases of 'subkv': a sidecar or a converted model")
-@options.flash_option
+@click.option("-o", "--output", "output", required=True, type=FILE, help="warm.safetensors to write")
+@group(
+    "shape",
+    Shape,
+    click.option("--slots", "n_slots", type=click.IntRange(1, 4096), default=16, help="slots per layer and KV head, m"),
+    click.option("--n-sink", type=click.IntRange(0, 4096), default=4, help="first tokens kept exact"),
+    click.option("--n-last", type=click.IntRange(1, 4096), default=8, help="last tokens kept exact"),
+    click.option(
+        "--embedding", type=click.Choice(["tokens", "hidden"]), default="tokens", help="what prompts are found by"
+    ),
+)
+@group(
+    "settings",
+    dict,  # of runtime.warmstart.learn.Settings, which needs torch
+    click.option("--epochs", type=click.IntRange(0), default=15, help="passes over the prompts"),
+    click.option("--lr", type=click.FloatRange(0, min_open=True), default=1e-3, help="learning rate of AdamW"),
+    click.option("--ridge", type=click.FloatRange(0, min_open=True), default=1e-3, help="ridge of the projector"),
+    click.option("--shared", is_flag=True, help="one adapter for all heads of a layer"),
+    click.option("--seed", type=int, default=0, help="order of the prompts"),
+)
 @options.threads_option
-@click.option("-r", "--repetitions", type=click.IntRange(0), default=5, help="of every timing, 0: time nothing")
-@click.option("--targets", type=click.IntRange(1), default=None, help="at most so many prompts of each length")
-@click.option("-o", "--output", "folder", required=True, type=FILE, help="folder of the report")
+def train(model: str, file: Path, output: Path, shape: Shape, settings: dict[str, Any], n_threads: int | None) -> None:
+    """Learn what warm starts of a model need, from prompts of `python -m runtime.warmstart prompts`. Experimental."""
+    need_packages("torch", ["torch"])
+    from runtime.warmstart import prompts as made
+    from runtime.warmstart.learn import Settings
+    from runtime.warmstart.pooled import Plan
+    from runtime.warmstart.train import How, learn, told
+    from subkv.base.files import check_not_input, check_writable
+    from subkv.engine.model import Model
+
+    with _files():
+        found = made.read(file)
+        check_writable(output)
+        check_not_input(output, (("-m", Path(model)), ("-f", file)))
+        how = How(Plan(shape.n_slots, shape.n_sink, shape.n_last), shape.embedding, default_threads(n_threads), True)
+        provenance = {"prompts": file.name, "prompts_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        with Model(model) as loaded:
+            trained, losses = learn(loaded, found, how, Settings(**settings), provenance)
+    trained.save(output)
+    click.echo(f"wrote {output}: {told(trained, losses)}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What prompts are compared in, and how often each is timed."""
+
+    type_k: str
+    bases: Path | None
+    flash_attn: str
+    repetitions: int
+    targets: int | None
+
+
+@command("evaluate")
+@_model
+@click.option(
+    "--warm-file", "warm_files", required=True, multiple=True, type=FILE, help="trained file; several: compared"
+)
+@_prompts
+@group(
+    "measured",
+    Measured,
+    click.option("-ctk", "--cache-type-k", "type_k", default="f16", metavar="T,T,…", help="caches, as of bench"),
+    click.option("--bases", type=FILE, default=None, help="bases of 'subkv': a sidecar or a converted model"),
+    options.flash_option,
+    click.option("-r", "--repetitions", type=click.IntRange(0), default=5, help="of every timing, 0: time nothing"),
+    _targets,
+)
+@options.threads_option
+@click.option("-o", "--output", "output", required=True, type=FILE, help="folder of the report")
 def evaluate(
-    model: str,
-    warm_files: tuple[Path, ...],
-    file: Path,
-    caches: str,
-    bases: Path | None,
-    flash_attn: str,
-    n_threads: int | None,
-    repetitions: int,
-    targets: int | None,
-    folder: Path,
+    model: str, warm_files: tuple[Path, ...], file: Path, measured: Measured, n_threads: int | None, output: Path
 ) -> None:
     """Compare warm starts with cold ones and with simpler ways; answer the paper's criteria."""
-    from runtime.warmstart import evaluate as evaluation
+    from runtime.experiments.grids import made_folder
+    from runtime.warmstart import comparison, report
     from runtime.warmstart import prompts as made
-    from runtime.warmstart import report
 
-    found = [prompt for prompt in made.read(file) if prompt.split != made.TRAIN]
-    if not any(prompt.neighbours for prompt in found):
-        raise SubkvError("files", "expected prompts to test on, with neighbours, found none")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SubkvError("output", f"cannot write {folder}: {error.strerror or error}") from error
-    settings = evaluation.Settings(
+    found = _read(file, "test", made.TRAIN)
+    made_folder(output)
+    settings = comparison.Settings(
         model=Path(model),
         warm_files=warm_files,
-        caches=tuple(name.strip() for name in caches.split(",")),
-        bases=bases,
-        flash_attn=options.FLASH[flash_attn],
+        caches=tuple(name.strip() for name in measured.type_k.split(",")),
+        bases=measured.bases,
+        flash_attn=options.FLASH[measured.flash_attn],
         n_threads=default_threads(n_threads),
-        repetitions=repetitions,
-        targets=targets,
+        repetitions=measured.repetitions,
+        targets=measured.targets,
     )
-    results = evaluation.run(settings, found)
-    report.write(folder, _line(), {"prompts": file.name, **results.about}, results.outcomes, results.latencies)
+    with _files():
+        results = comparison.run(settings, found)
+    report.write(output, {"prompts": file.name, **results.about}, results.outcomes, results.latencies)
     for line in report.conclusion(results.outcomes, results.latencies):
         click.echo(line)
-    options.note(f"wrote {folder / 'report.md'}")
+    options.note(f"wrote {output / 'report.md'}")
 
 
-@_command("guard")
+@command("guard")
 @_model
 @_trained
 @_prompts
-@click.option("--targets", type=click.IntRange(1), default=None, help="at most so many prompts of each length")
+@_targets
 @options.threads_option
 def guard(model: str, warm_file: Path, file: Path, targets: int | None, n_threads: int | None) -> None:
     """Learn from the training prompts how far warm starts go astray, and write it into the trained file."""
-    from runtime.warmstart import evaluate as evaluation
+    from runtime.warmstart import comparison
     from runtime.warmstart import prompts as made
     from subkv.base.files import check_writable
 
-    check_writable(warm_file)
-    found = [prompt for prompt in made.read(file) if prompt.split != made.TEST]
-    if not any(prompt.neighbours for prompt in found):
-        raise SubkvError("files", "expected prompts to train on, with neighbours, found none")
-    settings = evaluation.Settings(Path(model), (warm_file,), n_threads=default_threads(n_threads), targets=targets)
-    with evaluation.Evaluation(settings, found) as lab:
-        lab.capture()
+    with concerning(output="warm_file"):
+        check_writable(warm_file)
+    found = _read(file, "train", made.TEST)
+    settings = comparison.Settings(Path(model), (warm_file,), n_threads=default_threads(n_threads), targets=targets)
+    with _files(), concerning(warm_files="warm_file"), comparison.opened(settings, found) as lab:
         (coefficients,) = lab.fit_guards("f16")
-        dataclasses.replace(lab.sides[0].trained, guard=coefficients).save(warm_file)
+        trained = dataclasses.replace(lab.sides[0].trained, guard=coefficients)
+    with concerning(output="warm_file"):
+        trained.save(warm_file)
     options.note(f"wrote {warm_file}: {', '.join(f'{name} {value:.3g}' for name, value in coefficients.items())}")
 
 
-@_command("build")
+@command("build")
 @_model
 @_trained
 @_prompts
 @_library
 @options.threads_option
-def build(model: str, warm_file: Path, file: Path, folder: Path, n_threads: int | None) -> None:
+def build(model: str, warm_file: Path, file: Path, warm_library: Path, n_threads: int | None) -> None:
     """Put the summaries of prompts into a library; those that are there already stay."""
     from runtime.warmstart import prompts as made
-    from runtime.warmstart.capture import Capture
-    from runtime.warmstart.decode import prompt_tokens
+    from runtime.warmstart.contexts import capturing
     from runtime.warmstart.embedding import embedder
-    from runtime.warmstart.summary import summarise
+    from runtime.warmstart.pooled import summarise
     from subkv.base.progress import tracked
     from subkv.engine.model import Model
 
-    found = made.read(file)
-    with Model(model) as opened:
-        trained, library = _opened(opened, warm_file, folder)
-        tokens = [prompt_tokens(opened, prompt.text) for prompt in found]
+    with _files():
+        found = made.read(file)
+    with Model(model) as opened, concerning(folder="warm_library"):
+        trained, library = _opened(opened, warm_file, warm_library)
+        tokens = [opened.tokenize_chat(prompt.text) for prompt in found]
         shortest, longest = trained.plan.shortest, opened.n_ctx_train
         usable = [own for own in tokens if shortest <= len(own) <= longest]
         if not usable:
-            raise SubkvError("files", f"expected prompts of {shortest} to {longest} tokens, found none")
+            raise SubkvError("file", f"expected prompts of {shortest} to {longest} tokens, found none")
         new = [own for own in usable if own not in library]
-        embedding = embedder(trained.embedding, opened.path, opened.handle, default_threads(n_threads))
-        with Capture(opened, max(map(len, usable)), default_threads(n_threads)) as capture:
+        embed = embedder(trained.embedding, opened, default_threads(n_threads))
+        with capturing(opened, max(map(len, usable)), default_threads(n_threads)) as context:
             for own in tracked("build", new, "prompt"):
-                rows = capture.prompt(own)
-                library.add(own, embedding.embed(own), summarise(rows.k, rows.v, trained.plan, trained.frame))
-        embedding.close()
-    short = (
-        f", {len(tokens) - len(usable)} not {shortest} to {longest} tokens long" if len(usable) < len(tokens) else ""
-    )
-    options.note(f"wrote {folder}: {len(new)} prompts, {len(usable) - len(new)} were there{short}")
+                rows = context.capture(own)
+                library.add(own, embed(own), summarise(rows.k, rows.v, trained.plan, trained.frame))
+    left = len(tokens) - len(usable)
+    short = f", {left} not {shortest} to {longest} tokens long" if left else ""
+    options.note(f"wrote {warm_library}: {len(new)} prompts, {len(usable) - len(new)} were there{short}")
 
 
-@_command("list")
+@command("list")
 @_model
 @_trained
 @_library
 @click.option("--width", type=click.IntRange(10), default=80, help="characters of each prompt, from its end")
-def entries(model: str, warm_file: Path, folder: Path, width: int) -> None:
+def entries(model: str, warm_file: Path, warm_library: Path, width: int) -> None:
     """Show what a library holds for a model and a trained file."""
-    from subkv.engine.model import Model, token_piece
+    from subkv.engine.model import Model
 
-    with Model(model) as opened:
-        _, library = _opened(opened, warm_file, folder)
+    with Model(model) as opened, concerning(folder="warm_library"):
+        _, library = _opened(opened, warm_file, warm_library)
         for entry in library.entries():
-            text = b"".join(token_piece(opened.vocab, int(token)) for token in entry.tokens).decode("utf-8", "replace")
+            text = b"".join(opened.piece(int(token)) for token in entry.tokens).decode("utf-8", "replace")
             name = entry.name.rpartition("-")[2][:12]  # what comes before is the same for all
             click.echo(f"{name}  {len(entry.tokens):5d} tokens  …{' '.join(text.split())[-width:]}")
 
 
 def _opened(model: Model, warm_file: Path, folder: Path) -> tuple[Trained, Library]:
     """The trained file, checked against the model, and its library."""
-    from runtime.warmstart.library import Library
-    from runtime.warmstart.trained import Trained, identity_of
+    from runtime.warmstart.summaries import Library
+    from runtime.warmstart.trained import Trained
 
-    trained = Trained.load(warm_file, model.path)
-    identity = identity_of(model)
-    trained.check(identity)
-    return trained, Library(folder, identity, trained.digest, trained.centre, embedding=trained.embedding)
+    with concerning(path="warm_file"):
+        trained = Trained.load(warm_file, model)
+    return trained, Library(folder, trained)
 
 
-def _line() -> str:
-    """The command line, files without their folders."""
-    return " ".join(["python -m runtime.warmstart", *(re.sub(r"[^\s=,]*/(?=.)", "", a) for a in sys.argv[1:])])
+for _one in (prompts, train, guard, evaluate, build, entries):
+    main.add_command(_one)
 
 
 if __name__ == "__main__":

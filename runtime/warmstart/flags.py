@@ -1,109 +1,69 @@
-"""--warm-start of the chat: from flags to what its conversation asks for first tokens."""
+"""--warm-start of the chat: from flags to answers that may begin warm."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from runtime import options
 from runtime.warmstart import MAX_KL, MODES, THRESHOLD
 from subkv.base.command import group
+from subkv.base.errors import concerning
 
 if TYPE_CHECKING:
     from runtime.warmstart.start import WarmStart
     from subkv.engine.llama import Llama
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class WarmOptions:
-    """The flags; fields are named as they are."""
+    """The flags, under their names."""
 
-    warm_start: str = "off"
-    warm_file: str | None = None
-    warm_library: str | None = None
-    warm_threshold: float = THRESHOLD
-    warm_kl: float = MAX_KL
+    warm_start: str
+    warm_file: Path | None
+    warm_library: Path | None
+    warm_threshold: float
+    warm_kl: float
 
     @contextlib.contextmanager
-    def opened(
-        self, open_llm: Callable[[], contextlib.AbstractContextManager[Llama]]
-    ) -> Iterator[tuple[Llama, Begin | None]]:
-        """The model that open_llm opens, made so that answers may begin warm; None with --warm-start off.
+    def opened(self, open_llm: Callable[[], AbstractContextManager[Llama]]) -> Iterator[tuple[Llama, WarmStart | None]]:
+        """The model that open_llm() opens, made so that answers may begin warm; None with --warm-start off.
 
-        Raises UsageError, WarmStartError and SubkvError.
+        Raises click.UsageError for flags that miss each other, SubkvError for files that cannot be used.
         """
         if self.warm_start == "off":
             with open_llm() as llm:
                 yield llm, None
             return
-        needed = {"--warm-file": self.warm_file, "--warm-library": self.warm_library}
-        missing = [flag for flag, given in needed.items() if not given]
-        if missing:
-            raise click.UsageError(f"--warm-start: expected {' and '.join(missing)} beside it, found none")
-        assert self.warm_file and self.warm_library
-        from runtime.warmstart.library import Library
+        if self.warm_file is None or self.warm_library is None:
+            given = {"--warm-file": self.warm_file, "--warm-library": self.warm_library}
+            missing = " and ".join(flag for flag, path in given.items() if path is None)
+            raise click.UsageError(f"--warm-start: expected {missing} beside it, found none")
+        # numpy and the native libraries: not for a --help
         from runtime.warmstart.planting import Planting
         from runtime.warmstart.start import WarmStart
+        from runtime.warmstart.summaries import Library
         from runtime.warmstart.trained import Trained
 
-        with contextlib.closing(Planting()) as planting:
+        with contextlib.closing(Planting()) as planting, contextlib.ExitStack() as stack:
             with planting.attach():
-                opening = open_llm()
-            with opening as llm:
-                trained = Trained.load(Path(self.warm_file), Path(llm.model_path))
-                library = Library(
-                    Path(self.warm_library),
-                    trained.identity,
-                    trained.digest,
-                    trained.centre,
-                    embedding=trained.embedding,
-                )
-                start = WarmStart(llm, planting, trained, library, self.warm_start, self.warm_threshold, self.warm_kl)
-                with start:
-                    options.note(
-                        f"warm start (experimental): {len(library.entries())} prompts in {library.folder.path}; first "
-                        "tokens may come from a similar prompt, and cannot be taken back"
-                    )
-                    yield llm, Begin(start)
-
-
-class Begin:
-    """The first tokens of a WarmStart, as runtime.chat.conversation asks for them (Opening)."""
-
-    n_cells = 0
-
-    def __init__(self, start: WarmStart) -> None:
-        self.start = start
-        self._n_first = 0
-
-    def begin(self, prompt: list[int], n_held: int, sampler: Any) -> Iterator[int]:
-        self._n_first = 0
-        decision = self.start.begin(prompt, n_held)
-        if decision.warm:
-            self.n_cells = decision.n_cells
-            for token in self.start.head(prompt, sampler):
-                self._n_first += 1
-                yield token
-
-    def reading(self, prompt: list[int]) -> contextlib.AbstractContextManager[None]:
-        return self.start.remembering(prompt)
-
-    def told(self) -> tuple[str, list[str]]:
-        decision, mark, others = self.start.decision, "", []
-        assert decision is not None
-        if decision.warm:
-            head = "first token" if self._n_first == 1 else f"first {self._n_first} tokens"
-            mark = f"warm start: {decision.similarity:.2f} similar, {head}"
-        elif decision.cause != "prefix":
-            others.append(f"warm start: cold; {decision.reason}")
-        if self.start.problem:
-            others.append(f"warm start: {self.start.problem}")
-        return mark, others
+                llm = stack.enter_context(open_llm())
+            with concerning(path="warm_file", folder="warm_library"):
+                trained = Trained.load(self.warm_file, llm.opened)
+                library = Library(self.warm_library, trained)
+                n_prompts = len(library.entries())
+            warm = WarmStart(llm, planting, trained, library, self.warm_start, self.warm_threshold, self.warm_kl)
+            options.note(
+                f"warm start (experimental): {n_prompts} prompts in {library.folder.path}; first tokens may "
+                "come from a similar prompt, and cannot be taken back"
+            )
+            yield llm, warm
 
 
 warm_options = group(
@@ -118,13 +78,15 @@ warm_options = group(
     ),
     click.option(
         "--warm-file",
+        type=click.Path(path_type=Path),
         default=None,
         envvar="LLAMA_ARG_WARM_FILE",
         metavar="FILE",
-        help="what converter.warmstart trained for -m",
+        help="what runtime.warmstart trained for -m",
     ),
     click.option(
         "--warm-library",
+        type=click.Path(path_type=Path),
         default=None,
         envvar="LLAMA_ARG_WARM_LIBRARY",
         metavar="FOLDER",

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.warmstart.errors import WarmStartError
-from runtime.warmstart.shapes import F32
+from converter.scoring import F32
+from subkv.base.errors import SubkvError
 from subkv.native.gguf import Base, Gguf
 from subkv.plan.positions import ABSOLUTE, HALVES, NEIGHBOURS, Pairs, pairs
 
@@ -25,8 +25,7 @@ class Frame:
 
     @classmethod
     def of(cls, model: Path) -> Frame:
-        """Of a GGUF. Raises WarmStartError for a model whose positions are not understood here, and SubkvError for
-        a file that cannot be read."""
+        """Of a GGUF. Raises SubkvError about `model`: its positions are not understood here, or it cannot be read."""
         with Gguf(model) as base:
             return cls.read(base)
 
@@ -36,21 +35,22 @@ class Frame:
         arch = str(base.get("general.architecture"))
         known = NEIGHBOURS + HALVES + ABSOLUTE
         if arch not in known:
-            raise WarmStartError(
-                "-m", f"expected an architecture whose positions are known ({', '.join(sorted(known))}), found {arch}"
+            raise SubkvError(
+                "model",
+                f"expected an architecture whose positions are known ({', '.join(sorted(known))}), found {arch}",
             )
         for key in _UNPLAIN:
             if base.get(f"{arch}.{key}"):
-                raise WarmStartError("-m", f"expected attention by the softmax of q·k alone, found {arch}.{key}")
+                raise SubkvError("model", f"expected attention by the softmax of q·k alone, found {arch}.{key}")
         n_head = base.get(f"{arch}.attention.head_count")
         if not isinstance(n_head, int):  # a number for each layer
-            raise WarmStartError("-m", f"{arch}.attention.head_count: expected one number, found {n_head}")
+            raise SubkvError("model", f"{arch}.attention.head_count: expected one number, found {n_head}")
         d = int(base.get(f"{arch}.attention.key_length") or int(base.get(f"{arch}.embedding_length")) // n_head)
         turn = Pairs.none(d) if arch in ABSOLUTE else pairs(base, d)
         if turn is None:
             scaling = base.get(f"{arch}.rope.scaling.type")
-            raise WarmStartError(
-                "-m", f"expected keys rotated without scaling, found {arch}.rope.scaling.type {scaling}"
+            raise SubkvError(
+                "model", f"expected keys rotated without scaling, found {arch}.rope.scaling.type {scaling}"
             )
         return cls(turn)
 

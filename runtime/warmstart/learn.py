@@ -1,4 +1,4 @@
-"""What warm starts learn of a layer (runtime/warmstart): adapters and a prefix by gradient, a projector in closed form.
+"""What warm starts learn of a layer: adapters and a prefix by gradient, a projector in closed form.
 
 All layers are alike and independent of each other: queries are the model's own, so nothing of one layer's slots reaches
 the next. With slots x (mean keys and values) and the first and last tokens of a prompt exact, the adapters minimise
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.warmstart.errors import WarmStartError
-from runtime.warmstart.shapes import F32, F64
+from converter.scoring import F32, F64
 from runtime.warmstart.trained import LayerMaps
+from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs
 
 BATCH = 8  # prompts of one step
@@ -121,7 +121,7 @@ def train_layer(
 ) -> tuple[LayerMaps, Losses]:
     """Learn one layer. groups: of each prompt, those of one are paraphrases; train, held_out: indices of prompts.
 
-    Raises WarmStartError where the rate is so high that training ends in NaN or infinity.
+    Raises SubkvError where the rate is so high that training ends in NaN or infinity.
     """
     layer = _Layer(rows, places, pairs, train)
     n_head_kv, m = layer.k_slots.shape[1:3]
@@ -205,7 +205,7 @@ def _descend(
             loss(some).backward()
             optimizer.step()
     if not all(x.isfinite().all() for group in optimizer.param_groups for x in group["params"]):
-        raise WarmStartError("--lr", f"expected a rate at which training converges, found {settings.lr:g}")
+        raise SubkvError("lr", f"expected a rate at which training converges, found {settings.lr:g}")
 
 
 def _mean_loss(loss: Callable[[Tensor, Tensor], Tensor], at: Sequence[int], of: Sequence[int]) -> float:

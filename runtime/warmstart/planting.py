@@ -1,4 +1,4 @@
-"""A context whose prompts can begin warm: rows are planted in it, and rows of it are read.
+"""A context whose prompts can begin with planted rows, and whose own rows can be read.
 
 A warm batch is [the first tokens][dummies, whose rows are those of the slots][the last tokens] at consecutive
 positions that end where the prompt ends, in an empty sequence: llama.cpp allows no gaps, but an empty sequence may
@@ -12,24 +12,37 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from runtime.warmstart.errors import WarmStartError
+from converter.scoring import F32
 from runtime.warmstart.planter import Planter
-from runtime.warmstart.shapes import F32, Plan
+from runtime.warmstart.pooled import Plan
+from runtime.warmstart.trained import HeadShape, Placed
+from subkv.base.errors import SubkvError
 from subkv.engine.cache import beside
-from subkv.engine.model import decode_batch
+from subkv.engine.context import decode_batch
 from subkv.engine.observer import PAUSE, SAMPLE, Observer
 from subkv.native.binding import C
 
-if TYPE_CHECKING:
-    from runtime.warmstart.trained import Placed
-
-Rows = list[tuple[F32, F32]]  # by layer: k [n, n_head_kv, d_k], v [n, n_head_kv, d_v]
-
 N_SINKS_KEPT = 16  # beginnings of prompts whose rows are kept
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the model computed for T tokens, by layer, keys rotated: k [T, n_head_kv, d_k], v [T, n_head_kv, d_v], and
+    q [n, n_head, d_k] of the tokens whose queries were wanted. scale: what the layer multiplies q·k with."""
+
+    k: list[F32]
+    v: list[F32]
+    q: list[F32]
+    scale: list[float]
+
+    @property
+    def shapes(self) -> list[HeadShape]:
+        return [HeadShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in zip(self.k, self.v, strict=True)]
 
 
 class Planting:
@@ -42,7 +55,7 @@ class Planting:
     …  # close the context
     planting.close()
 
-    No more thread-safe than the context.
+    Everything is about sequence 0. No more thread-safe than the context.
     """
 
     def __init__(self) -> None:
@@ -68,67 +81,61 @@ class Planting:
         self.planter.close()
         self.observer.close()
 
-    def empty(self, seq: int = 0) -> None:
-        """Remove all cells of a sequence."""
-        C.llama_memory_seq_rm(C.llama_get_memory(self._handle), seq, -1, -1)
+    def empty(self) -> None:
+        """Remove all cells."""
+        C.llama_memory_seq_rm(C.llama_get_memory(self._handle), 0, -1, -1)
 
-    def decode(self, tokens: Sequence[int], plan: Plan, placed: list[Placed], seq: int = 0) -> None:
-        """Replace what a sequence holds by the warm cells of a prompt; its last token gives logits (at index -1).
+    def decode(self, tokens: Sequence[int], plan: Plan, placed: list[Placed]) -> None:
+        """Replace what the context holds by the warm cells of a prompt; its last token gives logits (at index -1).
 
-        placed: Trained.place(slots, len(tokens)), whose cells are not looked at; empty: only the first and last tokens,
-        which a prompt must have at least. Raises WarmStartError and CacheError; the sequence is then empty.
+        placed: Trained.place(slots, len(tokens)); empty: only the first and last tokens, which a prompt must have at
+        least. Raises SubkvError and CacheError; the context is then empty.
         """
-        if placed:
-            plan.span(len(tokens))
-        n_slots = plan.n_slots if placed else 0
-        n, n_sink = plan.n_sink + n_slots + plan.n_last, plan.n_sink
+        n_sink, n_slots = plan.n_sink, plan.n_slots if placed else 0
+        n = n_sink + n_slots + plan.n_last
         begin = len(tokens) - n
         if begin < 0:
-            raise WarmStartError("prompt", f"expected {n} tokens or more, found {len(tokens)}")
-        sinks = self.sinks(tokens[:n_sink], seq) if n_sink else []
-        dummies = [tokens[n_sink]] * n_slots
-        cells = np.arange(begin, begin + n_sink + n_slots, dtype=np.int32)
+            raise SubkvError("prompt", f"expected {n} tokens or more, found {len(tokens)}")
+        sinks = self.sinks(tokens[:n_sink]) if n_sink else None
+        batch = [*tokens[:n_sink], *[tokens[n_sink]] * n_slots, *tokens[len(tokens) - plan.n_last :]]
         try:
-            self._plant(cells, sinks, placed)
-            batch = [*tokens[:n_sink], *dummies, *tokens[len(tokens) - plan.n_last :]]
-            self.empty(seq)
-            self._decode(batch, begin, seq, last=True)
+            parts = [list(zip(sinks.k, sinks.v, strict=True))] if sinks else []
+            self._plant(begin, [*parts, placed] if placed else parts)
+            self.empty()
+            self._decode(batch, begin, last=True)
         except BaseException:
-            self.empty(seq)
+            self.empty()
             raise
         finally:
             self.planter.clear()
 
-    def _plant(self, cells: Any, sinks: Rows, placed: list[Placed]) -> None:
+    def _plant(self, begin: int, parts: list[list[Placed]]) -> None:
+        """Rows for the positions from `begin` on, by part and layer."""
         layers = self.planter.layers()
-        parts = [part for part in (sinks, [(k, v) for _, k, v in placed]) if part]
         for part in parts:
             if len(part) != len(layers):
-                raise WarmStartError("-m", f"expected rows of {len(layers)} layers, found {len(part)}")
-        if parts:
-            for i, layer in enumerate(layers):
-                k, v = (np.concatenate([part[i][side] for part in parts]) for side in (0, 1))
-                self.planter.set(layer.il, cells, k, v)
+                raise SubkvError("model", f"expected rows of {len(layers)} layers, found {len(part)}")
+        for i, layer in enumerate(layers if parts else []):
+            k, v = (np.concatenate([part[i][side] for part in parts]) for side in (0, 1))
+            self.planter.set(layer.il, np.arange(begin, begin + len(k)), k, v)
 
-    def sinks(self, tokens: Sequence[int], seq: int = 0) -> Rows:
-        """Rows of the first tokens of a prompt at positions 0, 1, …; evaluated, in an emptied sequence, if new."""
+    def sinks(self, tokens: Sequence[int]) -> Rows:
+        """Rows of the first tokens of a prompt at positions 0, 1, …; evaluated, in an emptied context, if new."""
         key = tuple(tokens)
-        if key in self._sinks:
-            self._sinks.move_to_end(key)
-            return self._sinks[key]
-        self.empty(seq)
-        try:
-            with self.recording(range(len(key))):
-                self._decode(key, 0, seq, last=False)
-                rows = self.rows()
-        finally:
-            self.empty(seq)
-        self._sinks[key] = rows
-        while len(self._sinks) > N_SINKS_KEPT:
-            self._sinks.popitem(last=False)
-        return rows
+        if key not in self._sinks:
+            self.empty()
+            try:
+                with self.recording(range(len(key))):
+                    self._decode(key, 0, last=False)
+                    self._sinks[key] = self.rows()
+            finally:
+                self.empty()
+            if len(self._sinks) > N_SINKS_KEPT:
+                self._sinks.popitem(last=False)
+        self._sinks.move_to_end(key)
+        return self._sinks[key]
 
-    def _decode(self, tokens: Sequence[int], begin: int, seq: int, last: bool) -> None:
+    def _decode(self, tokens: Sequence[int], begin: int, last: bool) -> None:
         n_batch = C.llama_n_batch(self._handle)
         for start in range(0, len(tokens), n_batch):
             piece = tokens[start : start + n_batch]
@@ -136,15 +143,12 @@ class Planting:
             logits = np.zeros(n, dtype=np.int8)
             logits[-1] = last and start + n == len(tokens)
             where = np.arange(begin + start, begin + start + n)
-            decode_batch(self._handle, self._batch, piece, where, [seq] * n, logits, coded=self._coded)
+            decode_batch(self._handle, self._batch, piece, where, [0] * n, logits, coded=self._coded)
         C.llama_synchronize(self._handle)
 
     @contextlib.contextmanager
     def recording(self, positions: Sequence[int], queries: Sequence[int] = ()) -> Iterator[None]:
-        """Keys and values decoded inside the block at these positions, whichever the sequence, are kept for rows().
-
-        queries: positions whose queries the observer keeps beside them.
-        """
+        """Keys and values decoded inside the block at these positions are kept for rows(), and these queries."""
         self.observer.forget()
         self.observer.mode(SAMPLE, positions, queries)
         try:
@@ -156,15 +160,16 @@ class Planting:
     def rows(self) -> Rows:
         """What was recorded so far, in the order of decoding; inside recording()."""
         C.llama_synchronize(self._handle)
-        return [
-            (self.observer.get(layer, "ks").astype(np.float32), self.observer.get(layer, "vs").astype(np.float32))
-            for layer in self.observer.layers()
-        ]
+        layers = self.observer.layers()
+        k, v, q = (
+            [self.observer.get(layer, what).astype(np.float32) for layer in layers] for what in ("ks", "vs", "qs")
+        )
+        return Rows(k, v, q, [layer.scale for layer in layers])
 
     def logits(self, n_vocab: int) -> F32:
         """A copy of the logits [n_vocab] of the last token that decode() evaluated."""
         return np.ctypeslib.as_array(C.llama_get_logits_ith(self._handle, -1), (n_vocab,)).copy()
 
-    def follow(self, tokens: Sequence[int], begin: int, seq: int = 0) -> None:
-        """Evaluate tokens behind what a sequence holds, the first at position `begin`; the last one gives logits."""
-        self._decode(tokens, begin, seq, last=True)
+    def follow(self, tokens: Sequence[int], begin: int) -> None:
+        """Evaluate tokens behind what the context holds, the first at position `begin`; the last one gives logits."""
+        self._decode(tokens, begin, last=True)

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.wordings import INSTRUCTIONS, LABELLED, NUMERALS, ONE_WAY, SYNONYMS
+from subkv.base.errors import SubkvError
 
 KINDS = ("paraphrase", "template", "question", "format", "random")
 STRENGTHS = (0.0, 0.25, 0.5, 1.0)
@@ -39,8 +39,6 @@ WORDS = (60, 180, 600)
 FEW = 3  # sentences that a task with worked examples needs
 TEST, TRAIN = "test", "train"
 ARTICLE = 40  # paragraphs, in a text without headings
-
-Edit = tuple[re.Pattern[str], str]
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def articles(text: str) -> list[list[str]]:
 def passages(text: str, words: Sequence[int], n: int, test_share: float, seed: int) -> list[Passage]:
     """n passages of each number of words, in an order that depends on the seed alone.
 
-    Raises WarmStartError where the text has too few.
+    Raises SubkvError about `text` where it has too few.
     """
     pool = articles(text)
     rng = random.Random(seed)
@@ -132,8 +130,8 @@ def passages(text: str, words: Sequence[int], n: int, test_share: float, seed: i
         for size in sorted(words, reverse=True):  # long ones first: few articles have room for them
             own = list(_cut(rest, size, wanted))
             if len(own) < wanted:
-                raise WarmStartError(
-                    "-f", f"expected text for {wanted} passages of {size} words ({split}), found {len(own)}"
+                raise SubkvError(
+                    "text", f"expected text for {wanted} passages of {size} words ({split}), found {len(own)}"
                 )
             found += [Passage(f"{split}-{size}-{i}", split, size, tuple(part)) for i, part in enumerate(own)]
     return sorted(found, key=lambda p: (p.split, words.index(p.words), int(p.id.rpartition("-")[2])))
@@ -163,12 +161,8 @@ def _cut(rest: list[list[str]], size: int, wanted: int) -> Iterator[list[str]]:
 #
 
 
-def _edits() -> list[Edit]:
-    pairs = [*SYNONYMS, *((b, a) for a, b in SYNONYMS), *ONE_WAY, *NUMERALS]
-    return [(re.compile(rf"\b{re.escape(a)}\b"), b) for a, b in pairs]
-
-
-_RULES = _edits()
+_PAIRS = [*SYNONYMS, *((b, a) for a, b in SYNONYMS), *ONE_WAY, *NUMERALS]
+_RULES = [(re.compile(rf"\b{re.escape(a)}\b"), b) for a, b in _PAIRS]
 _OPENING = re.compile(r"^((?:In|On|By|After|During|Since|Until|For|At|From|With) [^,;]{3,40}), (\w)(.*)([.!?])$")
 _CLAUSES = re.compile(r"; (\w)")
 
@@ -211,24 +205,16 @@ def _last_word(passage: Passage) -> str | None:
     return found[1] if found else None
 
 
-@dataclass(frozen=True)
-class _Examples:
-    """Sentences with their yes or no, and the sentence that is asked about."""
-
-    shown: tuple[str, ...]
-    asked: str
-
-
 def _has_number(sentence: str) -> str:
     return "yes" if re.search(r"\d", sentence) else "no"
 
 
-def _few_shot(wording: str, examples: _Examples) -> str:
-    lines = [f"Sentence: {s}\nAnswer: {_has_number(s)}" for s in examples.shown]
-    return "\n\n".join([wording, *lines, f"Sentence: {examples.asked}\nAnswer:"])
+def _few_shot(wording: str, shown: Sequence[str], asked: str) -> str:
+    lines = [f"Sentence: {s}\nAnswer: {_has_number(s)}" for s in shown]
+    return "\n\n".join([wording, *lines, f"Sentence: {asked}\nAnswer:"])
 
 
-def _about(wording: str, sentences: Sequence[str], cloze: str | None) -> str:
+def _about(wording: str, sentences: Sequence[str], cloze: str | None = None) -> str:
     text = " ".join(sentences)
     return f"{wording}\n\n{text[: text.rindex(cloze)].rstrip() if cloze else text}"
 
@@ -240,75 +226,81 @@ class _Writer:
         self.render, self.seed = render, seed
         self.prompts: list[Prompt] = []
 
-    def add(self, passage: Passage, kind: str, group: str, task: str, text: str, **more: Any) -> Prompt:
-        name = f"{passage.id}/{task}" if kind == "base" else f"{group}/{kind}-{more.pop('number', 0)}"
+    def _add(self, passage: Passage, kind: str, name: str, task: str, text: str, **more: Any) -> Prompt:
         prompt = Prompt(
             id=name,
-            group=group or name,
             kind=kind,
             text=self.render(text),
             split=passage.split,
             passage=passage.id,
             task=task,
             words=passage.words,
-            **more,
+            **{"group": name, **more},
         )
         self.prompts.append(prompt)
         return prompt
 
-    def rng(self, *key: object) -> random.Random:
+    def _rng(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed}/{'/'.join(map(str, key))}")
+
+    def _other(self, base: Prompt, passage: Passage, kind: str, task: str, text: str, group: str, **more: Any) -> None:
+        """Add a neighbour of a base."""
+        name = f"{group}/{kind}-{more.pop('number', 0)}"
+        base.neighbours.setdefault(kind, []).append(self._add(passage, kind, name, task, text, group=group, **more).id)
 
     def instruction(self, passage: Passage, task: str, number: int) -> Prompt:
         """Base, paraphrases of every strength and another question on one passage."""
-        table = INSTRUCTIONS | LABELLED
-        labels = {"year": _year, "cloze": _last_word}
+        wordings, labels = (INSTRUCTIONS | LABELLED)[task], {"year": _year, "cloze": _last_word}
         answer = labels[task](passage) if task in labels else None
         cloze = answer if task == "cloze" else None
-        base = self.add(passage, "base", "", task, _about(table[task][0], passage.sentences, cloze), answer=answer)
-        for i, strength in enumerate(STRENGTHS):
-            edited = reword(passage.sentences, strength, self.rng(base.id, strength), answer or "")
-            wording = table[task][1 + (number + i) % 3]
-            self._paraphrase(base, passage, _about(wording, edited, cloze), i)
+        text = _about(wordings[0], passage.sentences, cloze)
+        base = self._add(passage, "base", f"{passage.id}/{task}", task, text, answer=answer)
+
+        def reworded(wording: str, strength: float) -> str:
+            edited = reword(passage.sentences, strength, self._rng(base.id, strength), answer or "")
+            return _about(wording, edited, cloze)
+
+        self._paraphrases(base, passage, wordings, number, reworded)
         others = [name for name in INSTRUCTIONS if name != task]
         other = others[number % len(others)]
-        question = _about(INSTRUCTIONS[other][0], passage.sentences, None)
-        asked = self.add(passage, "question", f"{base.id}/{other}", other, question)
-        self._pair(base, asked)
+        text = _about(INSTRUCTIONS[other][0], passage.sentences)
+        self._other(base, passage, "question", other, text, f"{base.id}/{other}")
         return base
 
     def examples(self, passage: Passage, number: int) -> Prompt | None:
-        """A base with worked examples, the same with another last sentence, and a reworded one."""
-        rng = self.rng(passage.id, "examples")
-        sentences = list(passage.sentences)
-        rng.shuffle(sentences)
+        """A base with worked examples, the same with another last sentence, and reworded ones."""
+        sentences, wordings = list(passage.sentences), LABELLED["number"]
+        self._rng(passage.id, "examples").shuffle(sentences)
         if len(sentences) < FEW:
             return None
         *shown, asked, other = sentences
-        usual = LABELLED["number"][0]
-        base = self.add(
-            passage, "base", "", "number", _few_shot(usual, _Examples(tuple(shown), asked)), answer=_has_number(asked)
-        )
-        text = _few_shot(usual, _Examples(tuple(shown), other))
-        self._pair(base, self.add(passage, "format", f"{base.id}/other", "number", text, answer=_has_number(other)))
-        for i, strength in enumerate(STRENGTHS):
-            edited = reword(shown, strength, self.rng(base.id, strength))
-            wording = LABELLED["number"][1 + (number + i) % 3]
-            text = _few_shot(wording, _Examples(tuple(edited), asked))
-            self._paraphrase(base, passage, text, i)
+        name, text = f"{passage.id}/number", _few_shot(wordings[0], shown, asked)
+        base = self._add(passage, "base", name, "number", text, answer=_has_number(asked))
+        text = _few_shot(wordings[0], shown, other)
+        self._other(base, passage, "format", "number", text, f"{base.id}/other", answer=_has_number(other))
+
+        def reworded(wording: str, strength: float) -> str:
+            return _few_shot(wording, reword(shown, strength, self._rng(base.id, strength)), asked)
+
+        self._paraphrases(base, passage, wordings, number, reworded)
         return base
 
-    def _paraphrase(self, base: Prompt, passage: Passage, text: str, number: int) -> None:
-        """Add the paraphrase with STRENGTHS[number], unless no edit applied and it stands there already."""
-        group = [prompt.text for prompt in self.prompts if prompt.group == base.id]
-        if self.render(text) in group:
-            return
-        more = {"number": number, "strength": STRENGTHS[number], "answer": base.answer}
-        self._pair(base, self.add(passage, "paraphrase", base.id, base.task, text, **more))
-
-    @staticmethod
-    def _pair(base: Prompt, other: Prompt) -> None:
-        base.neighbours.setdefault(other.kind, []).append(other.id)
+    def _paraphrases(
+        self,
+        base: Prompt,
+        passage: Passage,
+        wordings: Sequence[str],
+        number: int,
+        reworded: Callable[[str, float], str],
+    ) -> None:
+        """Add one of every strength, unless no edit applied and it stands there already."""
+        seen = {base.text}
+        for i, strength in enumerate(STRENGTHS):
+            text = reworded(wordings[1 + (number + i) % 3], strength)
+            if self.render(text) not in seen:
+                seen.add(self.render(text))
+                more = {"number": i, "strength": strength, "answer": base.answer}
+                self._other(base, passage, "paraphrase", base.task, text, base.id, **more)
 
 
 def make(
@@ -321,7 +313,7 @@ def make(
 ) -> list[Prompt]:
     """All prompts about n passages of each number of words. render: a user's message to a whole prompt.
 
-    Raises WarmStartError for a text that is too short.
+    Raises SubkvError about `text` for one that is too short.
     """
     writer = _Writer(render, seed)
     bases: list[Prompt] = []
@@ -330,8 +322,7 @@ def make(
         labelled = [t for t, known in (("year", _year(passage)), ("cloze", _last_word(passage))) if known]
         kind = number % 4  # half of the passages get a labelled task, where they have one
         if kind == 1 and labelled:
-            bases.append(writer.instruction(passage, labelled[number // 4 % len(labelled)], number))
-            continue
+            plain = labelled[number // 4 % len(labelled)]
         own = writer.examples(passage, number) if kind == 3 else None
         bases.append(own or writer.instruction(passage, plain, number))
     for i, base in enumerate(bases):
@@ -352,41 +343,34 @@ def dumps(prompts: Sequence[Prompt]) -> str:
     return "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
 
 
-def read(path: Path, key: str = "-f") -> list[Prompt]:
-    """Prompts of a file. Raises WarmStartError with the line that is not one."""
+def read(path: Path) -> list[Prompt]:
+    """Prompts of a file. Raises SubkvError about `path` with the line that is not one."""
     try:
         # splitlines() would split at U+2028, too, which JSON leaves in texts as it is
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise WarmStartError(key, f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise SubkvError("path", f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     found: dict[str, Prompt] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
-            prompt = _prompt(key, f"line {number} of {path.name}", line)
+            where = f"line {number} of {path.name}"
+            prompt = _prompt(where, line)
             if prompt.id in found:
-                raise WarmStartError(
-                    key, f"expected every id once, found {prompt.id!r} again in line {number} of {path.name}"
-                )
+                raise SubkvError("path", f"expected every id once, found {prompt.id!r} again in {where}")
             found[prompt.id] = prompt
     if not found:
-        raise WarmStartError(key, f"expected prompts, one JSON object a line, found none in {path.name}")
+        raise SubkvError("path", f"expected prompts, one JSON object a line, found none in {path.name}")
     for prompt in found.values():
         for other in (name for names in prompt.neighbours.values() for name in names):
             if other not in found:
-                raise WarmStartError(
-                    key, f"expected {other!r}, a neighbour of {prompt.id!r}, in {path.name}, found none"
+                raise SubkvError(
+                    "path", f"expected {other!r}, a neighbour of {prompt.id!r}, in {path.name}, found none"
                 )
     return list(found.values())
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "id": (str,),
-    "group": (str,),
-    "kind": (str,),
-    "text": (str,),
-    "split": (str,),
-    "passage": (str,),
-    "task": (str,),
+    **dict.fromkeys(("id", "group", "kind", "text", "split", "passage", "task"), (str,)),
     "words": (int,),
     "strength": (int, float, type(None)),
     "answer": (str, type(None)),
@@ -394,23 +378,25 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _prompt(key: str, where: str, line: str) -> Prompt:
+def _prompt(where: str, line: str) -> Prompt:
+    """One line. Raises SubkvError about `path`; where: which line."""
+
+    def expect(fits: bool, wanted: str, found: str) -> None:
+        if not fits:
+            raise SubkvError("path", f"expected {wanted}, found {found}")
+
     try:
         given = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WarmStartError(key, f"expected a JSON object in {where}, found text that does not parse") from error
-    if not isinstance(given, dict):
-        raise WarmStartError(key, f"expected a JSON object in {where}, found {type(given).__name__}")
+        raise SubkvError("path", f"expected a JSON object in {where}, found text that does not parse") from error
+    expect(isinstance(given, dict), f"a JSON object in {where}", type(given).__name__)
     for name in ("id", "group", "kind", "text"):
-        if name not in given:
-            raise WarmStartError(key, f"expected {name!r} in {where}, found none")
+        expect(name in given, f"{name!r} in {where}", "none")
     for name, value in given.items():
-        if name not in _TYPES:
-            raise WarmStartError(key, f"expected one of {', '.join(_TYPES)} in {where}, found {name!r}")
-        if not isinstance(value, _TYPES[name]):
-            wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
-            raise WarmStartError(key, f"expected {name} as {wanted} in {where}, found {type(value).__name__}")
+        expect(name in _TYPES, f"one of {', '.join(_TYPES)} in {where}", repr(name))
+        wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
+        expect(isinstance(value, _TYPES[name]), f"{name} as {wanted} in {where}", type(value).__name__)
     for kind, names in given.get("neighbours", {}).items():
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise WarmStartError(key, f"expected ids of neighbours of kind {kind} in {where}, found something else")
+        fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        expect(fits, f"ids of neighbours of kind {kind} in {where}", "something else")
     return Prompt(**given)

@@ -63,88 +63,33 @@ LABELLED = {
     ),
 }
 
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """a/b, c/d, … -> (a, b), (c, d), …"""
+    listed = (pair.split("/") for pair in " ".join(text.split()).split(", "))
+    return tuple((one, other) for one, other in listed)
+
+
 # Whole words that can stand for each other in most sentences of plain prose.
-SYNONYMS = (
-    ("began", "started"),
-    ("big", "large"),
-    ("many", "numerous"),
-    ("although", "though"),
-    ("used", "employed"),
-    ("made", "produced"),
-    ("shows", "displays"),
-    ("built", "constructed"),
-    ("received", "got"),
-    ("said", "stated"),
-    ("small", "little"),
-    ("important", "significant"),
-    ("different", "distinct"),
-    ("main", "chief"),
-    ("whole", "entire"),
-    ("city", "town"),
-    ("children", "kids"),
-    ("film", "movie"),
-    ("road", "street"),
-    ("ship", "vessel"),
-    ("usually", "normally"),
-    ("mostly", "mainly"),
-    ("quickly", "rapidly"),
-    ("almost", "nearly"),
-    ("finally", "eventually"),
-    ("later", "afterwards"),
-    ("found", "discovered"),
-    ("described", "portrayed"),
-    ("gave", "provided"),
-    ("stopped", "halted"),
-    ("allowed", "let"),
-    ("required", "needed"),
-    ("attempted", "tried"),
-    ("ended", "finished"),
-    ("often", "frequently"),
-    ("buy", "purchase"),
-    ("approximately", "roughly"),
-    ("located", "situated"),
-    ("among", "amongst"),
-    ("area", "region"),
-    ("story", "tale"),
-    ("show", "programme"),
-    ("previously", "earlier"),
-    ("noted", "remarked"),
-    ("included", "comprised"),
-    ("may", "might"),
-    ("each", "every"),
+SYNONYMS = _pairs(
+    """
+    began/started, big/large, many/numerous, although/though, used/employed, made/produced, shows/displays,
+    built/constructed, received/got, said/stated, small/little, important/significant, different/distinct,
+    main/chief, whole/entire, city/town, children/kids, film/movie, road/street, ship/vessel, usually/normally,
+    mostly/mainly, quickly/rapidly, almost/nearly, finally/eventually, later/afterwards, found/discovered,
+    described/portrayed, gave/provided, stopped/halted, allowed/let, required/needed, attempted/tried,
+    ended/finished, often/frequently, buy/purchase, approximately/roughly, located/situated, among/amongst,
+    area/region, story/tale, show/programme, previously/earlier, noted/remarked, included/comprised, may/might,
+    each/every
+    """
 )
 # The same in one direction only.
-ONE_WAY = (
-    ("in order to", "to"),
-    ("upon", "on"),
-    ("such as", "like"),
-    ("as well as", "and also"),
-    ("before", "prior to"),
-    ("during", "in the course of"),
-    ("due to", "owing to"),
-    ("according to", "as stated by"),
-    ("while", "whereas"),
-    ("caused", "brought about"),
-    ("several", "a number of"),
-    ("near", "close to"),
-    ("throughout", "all through"),
-    ("initially", "at first"),
-    ("however", "still"),
-    ("create", "make"),
-    ("known", "recognised"),
-    ("called", "named"),
-    ("within", "inside"),
+ONE_WAY = _pairs(
+    """
+    in order to/to, upon/on, such as/like, as well as/and also, before/prior to, during/in the course of, due
+    to/owing to, according to/as stated by, while/whereas, caused/brought about, several/a number of, near/close to,
+    throughout/all through, initially/at first, however/still, create/make, known/recognised, called/named,
+    within/inside
+    """
 )
-NUMERALS = (
-    ("two", "2"),
-    ("three", "3"),
-    ("four", "4"),
-    ("five", "5"),
-    ("six", "6"),
-    ("seven", "7"),
-    ("eight", "8"),
-    ("nine", "9"),
-    ("ten", "10"),
-    ("eleven", "11"),
-    ("twelve", "12"),
-)
+NUMERALS = _pairs("two/2, three/3, four/4, five/5, six/6, seven/7, eight/8, nine/9, ten/10, eleven/11, twelve/12")

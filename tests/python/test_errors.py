@@ -1,4 +1,4 @@
-"""runtime.errors: what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
+"""`subkv errors`: what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime.experiments import tracker as errors
+from runtime.experiments import live, tracker
 
 N_RECENT = 48
-PAIRS = [(error, bound) for error, bound, _ in errors.MEASURED[:3]] + list(errors.STEPS.items())
+PAIRS = [(error, bound) for error, bound, _ in live.MEASURED[:3]] + list(live.STEPS.items())
 CONVERT = ("--n-recent", str(N_RECENT), "--kv-bits", "4")
 FD = "kv,block=16,length=32,warm=32,kind=fd,rank=8,rows=16,max_chunks=40,gain=1"  # its sketches are never freed
 MERGED = "kv,block=16,length=32,warm=32,gain=100,max_chunks=2,reuse=0,merge=1"
@@ -26,7 +26,7 @@ def measure(tiny_model: Callable[..., Path], text_file: Path, tmp_path: Path) ->
     def run(bases: Path, *arguments: str) -> Result:
         given = ["-m", str(tiny_model("llama")), "--bases", str(bases), "-f", str(text_file), "-t", "1"]
         return CliRunner().invoke(
-            errors.main, [*given, "-c", "320", "--every", "100", "-o", str(tmp_path / "errors.jsonl"), *arguments]
+            tracker.main, [*given, "-c", "320", "--every", "100", "-o", str(tmp_path / "errors.jsonl"), *arguments]
         )
 
     return run
@@ -110,5 +110,5 @@ def test_refuses(
 
 def test_refuses_without_bases(tiny_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
     given = ["-m", str(tiny_model("llama")), "-f", str(text_file), "-o", str(tmp_path / "errors.jsonl")]
-    result = CliRunner().invoke(errors.main, given)
+    result = CliRunner().invoke(tracker.main, given)
     assert result.exit_code == 1 and "expected bases for 'subkv'" in result.stderr

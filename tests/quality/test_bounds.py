@@ -1,4 +1,4 @@
-"""The bounds of converter/bounds.py hold on random and on adversarial data."""
+"""The bounds of runtime/experiments/bounds.py hold on random and on adversarial data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.experiments import bounds
-from subkv.native import library
+from runtime.experiments.sketch import Sketch
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1.0 + 1e-9  # float64 against float64
@@ -102,12 +102,6 @@ def test_bounds_over_chunks(seed: int, n_chunks: int, d: int) -> None:
 @given(SEEDS, st.integers(4, 24), st.integers(0, 120))
 @settings(max_examples=40, deadline=None)
 def test_residual_behind_a_frequent_directions_sketch(seed: int, d: int, n: int) -> None:
-    try:
-        library.load()
-    except ImportError as error:
-        pytest.skip(str(error))
-    from runtime.experiments.sketch import Sketch
-
     rng = np.random.default_rng(seed)
     r = 1 + int(rng.integers(d - 1))
     rows = r + 1 + int(rng.integers(2 * r))

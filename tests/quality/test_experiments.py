@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime import plot as plots
+from converter.plots import figure as plots
 from runtime.experiments import cli, oja, rotary, verdicts
 from subkv.base.errors import SubkvError
 
@@ -179,8 +179,8 @@ def test_interruption_keeps_what_is_finished(
 
 
 def test_without_matplotlib(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(flag: str, width: float, height: float) -> Any:
-        raise SubkvError(f"{flag}: expected matplotlib, found none; pip install 'subkv[plot]'")
+    def missing(width: float, height: float) -> Any:
+        raise SubkvError("plot", "expected matplotlib, found none; pip install 'subkv[plot]'")
 
     monkeypatch.setattr(plots, "new_figure", missing)
     result = run("--only", "bounds", *arguments, "-o", str(tmp_path))

@@ -36,10 +36,10 @@ TEST: Signatures = {  # of subkv_test.h
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
     from converter import adaptive
-    from runtime.experiments import sketch, tracker
+    from runtime.experiments import live, sketch
     from runtime.warmstart import planter
 
-    return {**tracker.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
+    return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
 
 
 @functools.cache

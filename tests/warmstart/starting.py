@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime.warmstart.embedding import embedder
+from runtime.warmstart.embedding import input_mean
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.library import Library
 from runtime.warmstart.planting import Planting
-from runtime.warmstart.shapes import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.start import WarmStart
-from runtime.warmstart.trained import HeadShape, Trained
+from runtime.warmstart.summaries import Library
+from runtime.warmstart.trained import TENSORS, HeadShape, LayerMaps, Trained
 from subkv.engine.llama import Llama
 
 N_CTX = 256
@@ -26,17 +26,28 @@ def prompt(n: int, seed: int = 0) -> list[int]:
     return [10 + (7 * i + i * i + 13 * seed * (i + 1)) % 200 for i in range(n)]
 
 
-def untrained(llm: Llama, planting: Planting, plan: Plan = PLAN, **changes: Any) -> Trained:
-    """Slots are pooled tokens as they are; embeddings are centred at that of one token."""
-    embedding = embedder("tokens", Path(llm.model_path))
+def no_maps(shape: HeadShape, n_slots: int) -> LayerMaps:
+    """Changes nothing; a prefix of zeros."""
+    sizes = {name: shape.sizes(letters, n_slots) for name, (_, letters) in TENSORS.items()}
+    maps = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+    for name in ("a_k", "a_v", "projector"):
+        maps[name] = maps[name] + np.eye(sizes[name][-1], dtype=np.float32)
+    return LayerMaps(**maps)
+
+
+def trained_without(
+    identity: str, plan: Plan, shapes: list[HeadShape], frame: Frame, centre: Any, **more: Any
+) -> Trained:
+    """Slots are pooled tokens as they are: where every token has a slot of its own, the exact cache."""
+    layers = tuple(no_maps(shape, plan.n_slots) for shape in shapes)
+    return Trained(identity, plan, layers, frame, "tokens", centre, **more)
+
+
+def untrained(llm: Llama, planting: Planting, plan: Plan = PLAN, **more: Any) -> Trained:
+    """As trained_without; embeddings are centred at that of one token."""
+    path = Path(llm.model_path)
     shapes = [HeadShape(layer.n_head_kv, layer.d_k, layer.d_v) for layer in planting.planter.layers()]
-    frame = Frame.of(Path(llm.model_path))
-    made = Trained.untrained(llm.identity()["model"], plan, shapes, frame, "tokens", 0.5 * embedding.embed([5]))
-    return Trained(**{**vars(made), **changes})
-
-
-def library(trained: Trained, folder: Path, **more: Any) -> Library:
-    return Library(folder, trained.identity, trained.digest, trained.centre, **more)
+    return trained_without(llm.identity()["model"], plan, shapes, Frame.of(path), 0.5 * input_mean(path)([5]), **more)
 
 
 @contextlib.contextmanager
@@ -55,19 +66,38 @@ def opened(path: Path, **options: Any) -> Iterator[tuple[Llama, Planting]]:
 @contextlib.contextmanager
 def warm(path: Path, folder: Path, plan: Plan = PLAN, guard: Any = None, **options: Any) -> Iterator[WarmStart]:
     """Warm starts of any prompt that has a neighbour; options: of WarmStart, or else of Llama."""
-    own = {key: options.pop(key) for key in ("mode", "threshold", "max_kl", "n_warm", "embed") if key in options}
+    own = {key: options.pop(key) for key in ("mode", "threshold", "max_kl", "n_warm") if key in options}
     with opened(path, **options) as (llm, planting):
         trained = untrained(llm, planting, plan, guard=guard or {})
-        with WarmStart(llm, planting, trained, library(trained, folder), **{"threshold": -1.0} | own) as made:
-            yield made
+        yield WarmStart(llm, planting, trained, Library(folder, trained), **{"threshold": -1.0} | own)
 
 
 def remember(start: WarmStart, tokens: list[int]) -> None:
     """Put a prompt in the library."""
     start.llm.reset()
-    with start.remembering(tokens):
+    with start.reading(tokens):
         start.llm.eval(tokens)
     assert start.problem == ""
+
+
+def answer(start: WarmStart, tokens: list[int], n: int) -> list[int]:
+    """A greedy answer as a conversation makes it: warm tokens if there are any, then exact ones."""
+    llm = start.llm
+    sampler = llm._init_sampler(temp=0.0)
+    held = llm.longest_token_prefix(llm._input_ids, tokens)
+    said = list(start.begin(tokens, held, sampler))[:n]
+    if start.decision.cause != "prefix":
+        llm.reset()
+        with start.reading(tokens):
+            llm.eval(tokens)
+        llm.eval(said)
+    else:
+        llm.eval(tokens[held:])
+    while len(said) < n:
+        said.append(int(sampler.sample(llm._ctx, -1)))
+        if len(said) < n:
+            llm.eval(said[-1:])
+    return said
 
 
 def logits(llm: Llama) -> Any:

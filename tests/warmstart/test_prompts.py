@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.warmstart import prompts
-from runtime.warmstart.errors import WarmStartError
+from subkv.base.errors import SubkvError
 
 SENTENCE = "In {year}, the {a} team began to use {n} small ships near the old city, and many of them were built there."
 NOUNS = ("red", "northern", "young", "famous", "quiet", "local", "royal", "modern", "eastern", "lost")
@@ -103,7 +103,7 @@ def test_wikitext_is_cleaned() -> None:
 
 
 def test_text_too_short() -> None:
-    with pytest.raises(WarmStartError, match=r"^-f: expected text for 8 passages of 600 words \(test\), found \d"):
+    with pytest.raises(SubkvError, match=r"^text: expected text for 8 passages of 600 words \(test\), found \d"):
         prompts.make(text(2, 4), chat, (600,), 8, 1.0, 0)
 
 
@@ -128,7 +128,7 @@ def test_file_round_trip_and_errors(tmp_path: Path, made: list[prompts.Prompt]) 
         (f"{json.dumps(good)}\n{json.dumps(good)}", "found 'a' again in line 2"),
     ):
         path.write_text(line, encoding="utf-8")
-        with pytest.raises(WarmStartError, match=f"^-f: .*{re.escape(wanted)}"):
+        with pytest.raises(SubkvError, match=f"^path: .*{re.escape(wanted)}"):
             prompts.read(path)
-    with pytest.raises(WarmStartError, match="^-f: cannot read"):
+    with pytest.raises(SubkvError, match="^path: cannot read"):
         prompts.read(tmp_path / "none.jsonl")

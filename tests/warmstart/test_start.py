@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from starting import N_CTX, PLAN, cold, library, logits, opened, prompt, remember, take, untrained, warm
+from starting import N_CTX, PLAN, answer, cold, logits, opened, prompt, remember, untrained, warm
 
-from runtime.warmstart import guard
+from runtime.warmstart import predictor
 from runtime.warmstart.embedding import N_BATCH, embedder
-from runtime.warmstart.errors import WarmStartError
-from runtime.warmstart.refine import Refiner
-from runtime.warmstart.shapes import Plan
+from runtime.warmstart.pooled import Plan
 from runtime.warmstart.start import WarmStart
-from subkv.base.errors import CacheError
+from runtime.warmstart.summaries import Library
+from runtime.warmstart.trained import Trained
+from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
@@ -45,11 +43,10 @@ def test_a_slot_for_every_token_is_the_exact_prompt(path: tuple[Path, dict[str, 
         expected = logits(start.llm)
         # a summary has 16 bits
         decision = start.first(A)
-        assert decision.warm and decision.similarity == pytest.approx(1.0, abs=1e-5)
+        assert decision.error is None and decision.similarity == pytest.approx(1.0, abs=1e-5)
         assert decision.logits is not None
         bound = 0.02 if start.llm.cache_choice.name == "f16" else 0.1
         assert np.abs(decision.logits - expected).max() < bound * np.abs(expected).max()
-        assert set(decision.seconds) == {"embed", "retrieve", "project", "decode"}
         assert start.llm.n_tokens == 0  # nobody may take these cells for the prompt's
 
 
@@ -69,193 +66,115 @@ def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
 def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with warm(path[0], tmp_path, n_warm=2, **path[1]) as start:
         remember(start, A)
-        answer = take(start.generate(B, temp=0.0), 8)
-        assert start.decision is not None and start.decision.warm
+        said = answer(start, B, 8)
+        assert start.decision.error is None
+        mark, sentences = start.told()
+        assert mark.endswith(" similar, first 2 tokens") and not sentences
         held = start.llm.input_ids[: start.llm.n_tokens].tolist()
-        assert held == [*B, *answer[:7]]
+        assert held == [*B, *said[:7]]
         assert B in start.library  # read exactly, so it is remembered
-        assert cold(start.llm, [*B, *answer[:2]], 6) == answer[2:]
+        assert cold(start.llm, [*B, *said[:2]], 6) == said[2:]
         with opened(path[0], **path[1]) as (other, _):
-            other.eval([*B, *answer[:7]])
+            other.eval([*B, *said[:7]])
             start.llm.reset()
-            start.llm.eval([*B, *answer[:7]])
+            start.llm.eval([*B, *said[:7]])
             np.testing.assert_array_equal(logits(other), logits(start.llm))
 
 
 def test_an_answer_that_ends_warm_leaves_no_prefix(tiny_model: Models, tmp_path: Path) -> None:
-    with warm(tiny_model("llama"), tmp_path) as start:
+    with warm(tiny_model("llama"), tmp_path, n_warm=4) as start:
         expected = cold(start.llm, B, 5)
         remember(start, A)
-        for how, n in (("first", 1), ("never", 5), ("background", 1)):
+        for n in (1, 3):
             start.llm.reset()
-            take(start.generate(B, how, temp=0.0), n)
-            assert start.decision is not None and start.decision.warm
+            stream = start.begin(B, 0, start.llm._init_sampler(temp=0.0))
+            first = [next(stream) for _ in range(n)]
+            assert start.decision.logits is not None and int(start.decision.logits.argmax()) == first[0]
+            stream.close()  # type: ignore[attr-defined]
             assert start.llm.n_tokens == 0
             state = start.llm.save_state()
             assert state.n_tokens == 0
-            assert take(start.llm.generate(B, temp=0.0), 5) == expected
+            assert cold(start.llm, B, 5) == expected
             start.llm.load_state(state)
-            assert take(start.llm.generate(B, temp=0.0), 5) == expected
-
-
-def test_never_refined_answers_stay_warm(tiny_model: Models, tmp_path: Path) -> None:
-    with warm(tiny_model("llama"), tmp_path) as start:
-        remember(start, A)
-        answer = take(start.generate(B, "never", temp=0.0), 6)
-        decision = start.first(B)
-        assert decision.logits is not None
-        assert int(decision.logits.argmax()) == answer[0]
-        start.planting.follow(answer[:5], len(B))
-        assert int(start.planting.logits(start.llm.n_vocab()).argmax()) == answer[5]
-        with pytest.raises(CacheError, match=f"n_ctx: expected room for another token, found {N_CTX}"):
-            for _ in start.generate(B, "never", temp=0.0):
-                pass
-
-
-def test_the_background_brings_exact_cells(
-    path: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with warm(path[0], tmp_path, **path[1]) as start:
-        remember(start, A)
-        go = threading.Event()
-        read = Refiner._read
-        monkeypatch.setattr(Refiner, "_read", lambda self: (go.wait(20), read(self)))
-        stream = start.generate(B, "background", temp=0.0)
-        answer = [next(stream) for _ in range(3)]
-        assert start.llm.n_tokens == 0  # still warm
-        go.set()
-        assert start._refiner is not None and start._refiner._thread is not None
-        start._refiner._thread.join()
-        answer += [next(stream) for _ in range(3)]
-        assert start.llm.input_ids[: start.llm.n_tokens].tolist() == [*B, *answer[:-1]]
-        found = logits(start.llm)
-        stream.close()  # type: ignore[attr-defined]
-        with opened(path[0], **path[1]) as (other, _):
-            other.eval(B)
-            other.eval(answer[:3])
-            for token in answer[3:-1]:
-                other.eval([token])
-            np.testing.assert_allclose(found, logits(other), atol=1e-4)
-
-
-def test_a_failing_background_costs_only_time(
-    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with warm(tiny_model("llama"), tmp_path) as start:
-        remember(start, A)
-
-        def fail(*_: Any) -> None:
-            raise CacheError("-c", "cannot evaluate")
-
-        monkeypatch.setattr("runtime.warmstart.refine.decode_batch", fail)
-        stream = start.generate(B, "background", temp=0.0)
-        answer = [next(stream)]
-        assert start._refiner is not None and start._refiner._thread is not None
-        start._refiner._thread.join()
-        answer += take(stream, 4)
-        assert isinstance(start._refiner.error, CacheError)
-        assert cold(start.llm, [*B, answer[0]], 4) == answer[1:]
-
-
-def test_closing_and_leaving_while_the_background_reads(tiny_model: Models, tmp_path: Path) -> None:
-    n_threads = threading.active_count()
-    with warm(tiny_model("llama"), tmp_path, n_ctx=2048, n_batch=64) as start:
-        remember(start, A)
-        long = prompt(1500, 2)
-        stream = start.generate(long, "background", temp=0.0)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
-        assert threading.active_count() == n_threads
-        next(start.generate(long, "background", temp=0.0))
-        stream = start.generate(long, "background", temp=0.0)
-        next(stream)
-        start.close()
-        assert threading.active_count() == n_threads
+            assert cold(start.llm, B, 5) == expected
 
 
 def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
     with warm(tiny_model("llama"), tmp_path) as start:
         cases = [
-            ([], "prompt", "prompt: expected at least one token, found none"),
-            (prompt(N_CTX), "prompt", f"prompt: expected fewer than {N_CTX} tokens (the context), found {N_CTX}"),
-            (prompt(PLAN.shortest - 1), "prompt", f"prompt: expected at least {PLAN.shortest} tokens"),
-            (A, "library", "library: expected summaries of earlier prompts, found none yet"),
+            ([], "prompt", "expected at least one token, found none"),
+            (prompt(N_CTX), "prompt", f"expected fewer than {N_CTX} tokens (the context), found {N_CTX}"),
+            (prompt(PLAN.shortest - 1), "prompt", f"expected at least {PLAN.shortest} tokens"),
+            (A, "library", "expected summaries of earlier prompts, found none yet"),
         ]
         for tokens, cause, reason in cases:
             decision = start.first(tokens)
-            assert (decision.warm, decision.cause) == (False, cause)
-            assert decision.reason.startswith(reason)
+            assert decision.error is not None and decision.cause == cause
+            assert decision.error.reason.startswith(reason)
+            assert start.told() == ("", [f"warm start: cold; {decision.error}"])
         remember(start, A)
         start.threshold = 0.999999
         decision = start.first(B)
-        assert decision.cause == "similarity"
-        assert decision.reason.startswith("similarity: expected at least 0.999999, found ")
-        assert not decision.touched
+        assert str(decision.error).startswith("similarity: expected at least 0.999999, found ")
+        assert start.llm.n_tokens == len(A)  # untouched
         start.threshold = -1.0
         file = next(tmp_path.iterdir())
         data = bytearray(file.read_bytes())
         data[-100] ^= 1
         file.write_bytes(data)
         decision = start.first(B)
-        assert decision.cause == "library"
-        assert (
-            decision.reason == f"--warm-library: dropped the damaged entry {file.name}: checksum of the state differs"
-        )
+        dropped = f"dropped the damaged entry {file.name}: checksum of the state differs"
+        assert str(decision.error) == f"warm_library: {dropped}"
         assert not file.exists()
         expected = cold(start.llm, B, 3)
         start.llm.reset()
-        assert take(start.generate(B, temp=0.0), 3) == expected
-        with pytest.raises(WarmStartError, match="prompt: expected at least one token"):
-            next(start.generate([]))
-        with pytest.raises(WarmStartError, match="refine: expected one of first, background, never, found 'later'"):
-            next(start.generate(A, "later"))
+        assert answer(start, B, 3) == expected
 
 
 def test_another_model_is_refused_and_its_library_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
-    with warm(tiny_model("llama"), tmp_path) as start:
+    with warm(tiny_model("llama"), tmp_path / "library") as start:
         remember(start, A)
+        start.trained.save(tmp_path / "file")
+        assert Trained.load(tmp_path / "file", start.llm.opened).digest == start.trained.digest
     with opened(tiny_model("llama", seed=1)) as (llm, planting):
         trained = untrained(llm, planting)
-        with WarmStart(llm, planting, trained, library(trained, tmp_path), threshold=-1.0) as start:
-            decision = start.first(B)
-            assert decision.cause == "library"
-            assert "expected prompts summarised for this model and trained file, found 1 of others" in decision.reason
-        with opened(tiny_model("llama")) as (other, others):
-            foreign = untrained(other, others)
-        with pytest.raises(WarmStartError, match="--warm-file: expected a file trained for this model"):
-            WarmStart(llm, planting, foreign, library(foreign, tmp_path))
+        library = Library(tmp_path / "library", trained)
+        decision = WarmStart(llm, planting, trained, library, threshold=-1.0).first(B)
+        assert decision.cause == "warm_library"
+        assert "expected prompts summarised for this model and trained file, found 1 of others" in str(decision.error)
+        with pytest.raises(SubkvError, match="path: expected a file trained for this model"):
+            Trained.load(tmp_path / "file", llm.opened)
         for mode in ("off", "maybe"):
-            with pytest.raises(WarmStartError, match=f"--warm-start: expected on or auto, found '{mode}'"):
-                WarmStart(llm, planting, trained, library(trained, tmp_path), mode=mode)
+            with pytest.raises(SubkvError, match=f"mode: expected on or auto, found '{mode}'"):
+                WarmStart(llm, planting, trained, library, mode=mode)
 
 
 def test_auto_asks_the_guard(tiny_model: Models, tmp_path: Path) -> None:
     with warm(tiny_model("llama"), tmp_path, mode="auto") as start:
         remember(start, A)
         decision = start.first(B)
-        assert decision.reason == (
+        assert str(decision.error) == (
             "guard: expected coefficients in the trained file (python -m runtime.warmstart guard), found none"
         )
-        assert not decision.touched
+        assert start.llm.n_tokens == len(A)  # untouched
     with warm(tiny_model("llama"), tmp_path, guard={**COEFS}, mode="auto", max_kl=1e3) as start:
         alone = start.first(B)  # checked against first and last tokens only
-        assert alone.warm and alone.predicted_kl == pytest.approx(alone.self_check)
+        assert alone.error is None and alone.predicted_kl == pytest.approx(alone.self_check)
         remember(start, prompt(T, 3))
         both = start.first(B)
-        assert both.warm and both.self_check != alone.self_check
+        assert both.error is None and both.self_check != alone.self_check
         assert both.logits is not None
         start.max_kl = 1e-9
         decision = start.first(B)
-        assert decision.cause == "guard" and decision.touched
-        assert decision.reason.startswith("guard: expected KL up to 1e-09 nats, found ")
+        assert decision.logits is None
+        assert str(decision.error).startswith("guard: expected KL up to 1e-09 nats, found ")
         assert start.llm.n_tokens == 0
         start.trained.guard["constant"] = 1e4
         endless = start.first(B)
         assert (endless.cause, endless.predicted_kl) == ("guard", math.inf)
-        json.dumps(endless.mark(1), allow_nan=False)  # as in answers
         expected = cold(start.llm, B, 4)
         start.llm.reset()
-        assert take(start.generate(B, temp=0.0), 4) == expected
+        assert answer(start, B, 4) == expected
 
 
 def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -> None:
@@ -263,31 +182,9 @@ def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -
         remember(start, A)
         longer = [*A, *prompt(20, 5)]
         start.problem = "of an earlier prompt"
-        take(start.generate(longer, temp=0.0), 2)
-        assert start.decision is not None and start.decision.cause == "prefix"
-        assert start.problem == ""
-        assert start.decision.mark(1) == {
-            "warm": False,
-            "reason": f"prefix: {T} of {T + 20} tokens are in the cache already",
-            "seconds": {},
-        }
-
-
-def test_any_function_embeds(tiny_model: Models, tmp_path: Path) -> None:
-    with opened(tiny_model("llama")) as (llm, planting):
-        trained = untrained(llm, planting, embedding="callable", centre=np.zeros(2, np.float32))
-        shelf = library(trained, tmp_path, embedding="callable")
-        with WarmStart(
-            llm, planting, trained, shelf, embed=lambda tokens: [len(tokens), tokens[0]], threshold=0.9
-        ) as start:
-            remember(start, A)
-            assert start.first(B).warm
-        with WarmStart(llm, planting, trained, shelf, embed=lambda tokens: [np.nan, 1.0]) as start:
-            decision = start.first(B)
-            assert (decision.cause, decision.touched) == ("error", False)
-            assert decision.reason.startswith("embedding: expected a finite vector")
-        with pytest.raises(WarmStartError, match="embedding: expected tokens, hidden or a function"):
-            WarmStart(llm, planting, trained, shelf)
+        answer(start, longer, 2)
+        assert str(start.decision.error) == f"prefix: {T} of {T + 20} tokens are in the cache already"
+        assert start.told() == ("", [])
 
 
 def test_hidden_states_embed(tiny_model: Models) -> None:
@@ -298,7 +195,11 @@ def test_hidden_states_embed(tiny_model: Models) -> None:
         tokens = llm.tokenize(text.encode())
         assert len(tokens) > N_BATCH
         expected = np.array(llm.embed(text, truncate=False))
-        found = embedder("hidden", Path(llm.model_path), llm.model).embed(tokens)
+        found = embedder("hidden", llm.opened)(tokens)
+        with pytest.raises(SubkvError, match="embedding: expected tokens or hidden, found 'callable'"):
+            embedder("callable", llm.opened)
+        with pytest.raises(SubkvError, match="prompt: expected at least one token"):
+            embedder("tokens", llm.opened)([])
     np.testing.assert_allclose(found, expected, atol=1e-4 * float(np.abs(expected).max()))
 
 
@@ -310,9 +211,9 @@ def test_recorded_rows_are_those_of_one_block(tiny_model: Models) -> None:
             with planting.recording(range(20)):
                 llm.eval(tokens)
                 found.append(planting.rows())
-        assert {len(k) for rows in found for pair in rows for k in pair} == {20}
-        np.testing.assert_array_equal(found[0][1][0], found[1][1][0])
-        assert not np.array_equal(found[0][1][0], found[2][1][0])
+        assert {len(x) for rows in found for x in (*rows.k, *rows.v)} == {20}
+        np.testing.assert_array_equal(found[0].k[1], found[1].k[1])
+        assert not np.array_equal(found[0].k[1], found[2].k[1])
         assert planting.observer.layers()[0].n_key == 0  # nothing piles up
 
 
@@ -321,7 +222,7 @@ def test_an_attached_planter_changes_nothing_when_cold(path: tuple[Path, dict[st
         expected = cold(llm, B, 8)
         bits = logits(llm)
     with warm(path[0], tmp_path, **path[1]) as start:
-        assert take(start.generate(B, temp=0.0), 8) == expected
+        assert answer(start, B, 8) == expected
         np.testing.assert_array_equal(logits(start.llm), bits)
 
 
@@ -330,19 +231,19 @@ def test_the_guard_finds_a_law() -> None:
     similarity, check = rng.uniform(0.5, 1, 400), np.exp(rng.uniform(-8, 1, 400))
     noise = rng.normal(0, 0.3, 400)
     kl = np.exp(-1.0 + 4.0 * (1 - similarity) + 0.7 * np.log(check) + noise)
-    found = guard.fit(np.stack([similarity, check], axis=1), kl)
+    found = predictor.fit(np.stack([similarity, check], axis=1), kl)
     assert found["constant"] == pytest.approx(-1.0, abs=0.1)
     assert found["distance"] == pytest.approx(4.0, abs=0.3)
     assert found["log_check"] == pytest.approx(0.7, abs=0.03)
-    covered = [k <= guard.predict(found, s, c) for s, c, k in zip(similarity, check, kl, strict=True)]
+    covered = [k <= predictor.predict(found, s, c) for s, c, k in zip(similarity, check, kl, strict=True)]
     assert np.mean(covered) == pytest.approx(0.9, abs=0.02)
-    assert guard.predict({}, 1.0, 0.0) == np.inf
-    with pytest.raises(WarmStartError, match="guard: expected 8 pairs or more, found 3 and 3"):
-        guard.fit(np.ones((3, 2)), np.ones(3))
-    with pytest.raises(WarmStartError, match="guard: expected finite features"):
-        guard.fit(np.full((9, 2), np.nan), np.ones(9))
-    with pytest.raises(WarmStartError, match="found no margin"):
-        guard.predict(dict.fromkeys(guard.NAMES[:3], 0.0), 1.0, 0.0)
+    assert predictor.predict({}, 1.0, 0.0) == np.inf
+    with pytest.raises(SubkvError, match="guard: expected 8 pairs or more, found 3 and 3"):
+        predictor.fit(np.ones((3, 2)), np.ones(3))
+    with pytest.raises(SubkvError, match="guard: expected finite features"):
+        predictor.fit(np.full((9, 2), np.nan), np.ones(9))
+    with pytest.raises(SubkvError, match="found no margin"):
+        predictor.predict(dict.fromkeys(predictor.NAMES[:3], 0.0), 1.0, 0.0)
     p, q = np.log([0.5, 0.5]), np.log([0.9, 0.1])
-    assert guard.self_check(p, q) == pytest.approx(0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1))
-    assert guard.self_check(p, p) == 0.0
+    assert predictor.self_check(p, q) == pytest.approx(0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1))
+    assert predictor.self_check(p, p) == 0.0

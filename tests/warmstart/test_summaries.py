@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starting import no_maps, trained_without
 
-import subkv
-from runtime.warmstart.capture import Capture, Captured, attention
-from runtime.warmstart.errors import WarmStartError
+from runtime.warmstart.contexts import WarmContext, attention, capturing
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.shapes import Plan, counts, placed, pooling
-from runtime.warmstart.summary import Summary, summarise
-from runtime.warmstart.trained import HeadShape, LayerMaps, Slots, Trained, identity_of
+from runtime.warmstart.planting import Rows
+from runtime.warmstart.pooled import Plan, Slots, counts, placed, pooling, summarise
+from runtime.warmstart.trained import HeadShape, LayerMaps, Trained, read
+from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
 from subkv.engine.states import weights_digest
 
@@ -63,7 +64,8 @@ def test_weights_are_triangles() -> None:
 def test_positions_lie_within_the_pooled_tokens(m: int, n_sink: int, n_last: int, more: int) -> None:
     plan = Plan(m, n_sink, n_last)
     n_tokens = plan.shortest + more
-    where = placed(plan, n_tokens)
+    where, mass = placed(plan, n_tokens)
+    np.testing.assert_allclose(np.exp(mass), counts(more + m, m))
     assert plan.span(n_tokens) == (n_sink, n_tokens - n_last)
     assert (np.diff(where) > 0).all() and where[0] >= n_sink and where[-1] <= n_tokens - n_last - 1
     if more == 0:
@@ -71,12 +73,12 @@ def test_positions_lie_within_the_pooled_tokens(m: int, n_sink: int, n_last: int
 
 
 def test_prompts_and_plans_that_do_not_fit() -> None:
-    with pytest.raises(WarmStartError, match=r"^prompt: expected at least 28 tokens \(4 sinks, 16 .*found 27$"):
+    with pytest.raises(SubkvError, match=r"^prompt: expected at least 28 tokens \(4 sinks, 16 .*found 27$"):
         Plan(16, 4, 8).span(27)
-    with pytest.raises(WarmStartError, match="^prompt: expected at least 3 tokens to pool, found 2$"):
+    with pytest.raises(SubkvError, match="^prompt: expected at least 3 tokens to pool, found 2$"):
         pooling(2, 3)
     for bad in ((0, 4, 8), (16, -1, 8), (16, 4, 0), (5000, 4, 8)):
-        with pytest.raises(WarmStartError, match=r"^n_(slots|sink|last): expected a number of tokens from \d to 4096"):
+        with pytest.raises(SubkvError, match=r"^n_(slots|sink|last): expected a number of tokens from \d to 4096"):
             Plan(*bad)
 
 
@@ -107,17 +109,23 @@ class Keys:
         raise AssertionError(name)
 
 
-def rows(capture: Capture, n: int, seed: int = 0, n_last: int = 0) -> Captured:
+@contextlib.contextmanager
+def capturing_file(path: Path, n_ctx: int) -> Iterator[WarmContext]:
+    with Model(path) as model, capturing(model, n_ctx, 1) as context:
+        yield context
+
+
+def rows(context: WarmContext, n: int, seed: int = 0, n_last: int = 0) -> Rows:
     rng = random.Random(seed)
-    return capture.prompt([rng.randrange(10, capture.model.n_vocab - 4) for _ in range(n)], n_last)
+    return context.capture([rng.randrange(10, context.model.n_vocab - 4) for _ in range(n)], n_last)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_the_same_token_has_the_same_key_everywhere(arch: str, tiny_model: Callable[..., Path]) -> None:
     """Keys of the first layer depend on token and position alone, so without the rotation on the token alone."""
     frame = Frame.of(tiny_model(arch))
-    with Capture(tiny_model(arch), 300, n_threads=1) as capture:
-        found = capture.prompt([20] * 300)
+    with capturing_file(tiny_model(arch), 300) as context:
+        found = context.capture([20] * 300)
     assert frame.rotated
     assert np.abs(found.k[0][1:] - found.k[0][0]).max() > 1
     still = frame.unrotate(found.k[0], np.arange(300))
@@ -128,8 +136,8 @@ def test_the_same_token_has_the_same_key_everywhere(arch: str, tiny_model: Calla
 def test_a_model_that_adds_its_positions_is_left_alone(tiny_model: Callable[..., Path]) -> None:
     frame = Frame.of(tiny_model("gpt2"))
     assert not frame.rotated and frame.d_k == 32
-    with Capture(tiny_model("gpt2"), 64, n_threads=1) as capture:
-        found = rows(capture, 40)
+    with capturing_file(tiny_model("gpt2"), 64) as context:
+        found = rows(context, 40)
     np.testing.assert_array_equal(frame.unrotate(found.k[1], np.arange(40)), found.k[1])
     summary = summarise(found.k, found.v, Plan(8, 2, 2), frame)
     np.testing.assert_allclose(summary.k[1], np.einsum("mn,nhd->hmd", pooling(36, 8), found.k[1][2:38]), atol=1e-5)
@@ -150,15 +158,15 @@ def test_part_of_a_head_may_be_rotated() -> None:
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        (Keys("bloom"), r"^-m: expected an architecture whose positions are known \(gemma, gpt2, .*, found bloom$"),
+        (Keys("bloom"), r"^model: expected an architecture whose positions are known \(gemma, gpt2, .*, found bloom$"),
         (Keys("gemma2"), "found gemma2$"),
-        (Keys(**{"rope.scaling.type": "yarn"}), "^-m: expected keys rotated without scaling, .*scaling.type yarn$"),
-        (Keys(attn_logit_softcapping=30.0), "^-m: expected attention by the softmax of q·k alone, found llama"),
-        (Keys(**{"attention.head_count": [2, 0]}), "^-m: llama.attention.head_count: expected one number, found"),
+        (Keys(**{"rope.scaling.type": "yarn"}), "^model: expected keys rotated without scaling, .*scaling.type yarn$"),
+        (Keys(attn_logit_softcapping=30.0), "^model: expected attention by the softmax of q·k alone, found llama"),
+        (Keys(**{"attention.head_count": [2, 0]}), "^model: llama.attention.head_count: expected one number, found"),
     ],
 )
 def test_models_that_are_not_understood(base: Keys, message: str) -> None:
-    with pytest.raises(WarmStartError, match=message):
+    with pytest.raises(SubkvError, match=message):
         Frame.read(base)
 
 
@@ -172,23 +180,22 @@ def test_a_slot_for_every_token_is_the_exact_cache(arch: str, tiny_model: Callab
     """Untrained, with as many slots as pooled tokens: the rows that are planted are those of the prompt."""
     path, n = tiny_model(arch), 50
     plan, frame = Plan(n - 7, 3, 4), Frame.of(path)
-    with Capture(path, n, n_threads=1) as capture:
-        found = rows(capture, n, n_last=4)
-    trained = Trained.untrained(IDENTITY, plan, found.shapes, frame, "tokens", np.zeros(4, np.float32))
+    with capturing_file(path, n) as context:
+        found = rows(context, n, n_last=4)
+    trained = trained_without(IDENTITY, plan, found.shapes, frame, np.zeros(4, np.float32))
     summary = summarise(found.k, found.v, plan, frame)
     for project in (False, True):
         planted = trained.place(trained.slots(summary, project), n)
         assert len(planted) == len(found.k)
-        for (cells, k, v), keys, values in zip(planted, found.k, found.v, strict=True):
-            assert cells.dtype == np.int32 and cells.tolist() == list(range(3, n - 4))
+        for (k, v), keys, values in zip(planted, found.k, found.v, strict=True):
             np.testing.assert_allclose(k, keys[3:-4], atol=2e-5 * np.abs(keys).max())
             np.testing.assert_allclose(v, values[3:-4], atol=1e-6 * np.abs(values).max())
 
 
 def test_attention_is_that_of_the_model(tiny_model: Callable[..., Path]) -> None:
     """Against a loop over heads and tokens, and the whole prompt against its last tokens."""
-    with Capture(tiny_model("llama"), 64, n_threads=1) as capture:
-        found = rows(capture, 30, n_last=30)
+    with capturing_file(tiny_model("llama"), 64) as context:
+        found = rows(context, 30, n_last=30)
     q, k, v, scale = found.q[1], found.k[1], found.v[1], found.scale[1]
     every = attention(q, k, v, scale)
     assert scale == pytest.approx(32**-0.5)
@@ -202,16 +209,16 @@ def test_attention_is_that_of_the_model(tiny_model: Callable[..., Path]) -> None
 
 
 def test_captures_do_not_depend_on_each_other(tiny_model: Callable[..., Path]) -> None:
-    with Capture(tiny_model("llama"), 600, n_threads=1) as capture:
-        first = rows(capture, 600, seed=1, n_last=3)  # more than one batch
-        rows(capture, 20, seed=2)
-        again = rows(capture, 600, seed=1, n_last=3)
+    with capturing_file(tiny_model("llama"), 600) as context:
+        first = rows(context, 600, seed=1, n_last=3)  # more than one batch
+        rows(context, 20, seed=2)
+        again = rows(context, 600, seed=1, n_last=3)
         assert [x.shape for x in (first.k[0], first.v[0], first.q[0])] == [(600, 2, 32), (600, 2, 32), (3, 4, 32)]
         for a, b in zip((*first.k, *first.v, *first.q), (*again.k, *again.v, *again.q), strict=True):
             np.testing.assert_array_equal(a, b)
         for bad, n in (([], 0), ([5] * 601, 601)):
-            with pytest.raises(WarmStartError, match=rf"^prompt: expected 1 to 600 tokens \(the context\), found {n}$"):
-                capture.prompt(bad)
+            with pytest.raises(SubkvError, match=rf"^prompt: expected 1 to 600 tokens \(the context\), found {n}$"):
+                context.capture(bad)
 
 
 def test_rows_that_are_not_numbers() -> None:
@@ -219,21 +226,21 @@ def test_rows_that_are_not_numbers() -> None:
     k = [np.ones((20, 2, 32), np.float32), np.ones((20, 2, 32), np.float32)]
     v = [x.copy() for x in k]
     v[1][9, 0, 3] = np.nan
-    with pytest.raises(WarmStartError, match=r"^prompt: expected finite keys and values, found NaN .* in layer 1$"):
+    with pytest.raises(SubkvError, match=r"^prompt: expected finite keys and values, found NaN .* in layer 1$"):
         summarise(k, v, Plan(4, 2, 2), frame)
 
 
 def random_trained(plan: Plan, frame: Frame, n_layer: int = 2, n_head_kv: int = 2) -> Trained:
     rng = np.random.default_rng(3)
     shape = HeadShape(n_head_kv, frame.d_k, 16)
-    start = LayerMaps.untrained(shape, plan.n_slots)
+    start = no_maps(shape, plan.n_slots)
 
     def layer() -> LayerMaps:
         sizes = {f.name: getattr(start, f.name).shape for f in fields(start)}
         return LayerMaps(**{name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()})
 
     layers = tuple(layer() for _ in range(n_layer))
-    trained = Trained.untrained(IDENTITY, plan, [shape] * n_layer, frame, "tokens", np.ones(8, np.float32))
+    trained = trained_without(IDENTITY, plan, [shape] * n_layer, frame, np.ones(8, np.float32))
     return replace(trained, layers=layers, guard={"a": 0.5}, provenance={"by": "a test"})
 
 
@@ -241,27 +248,26 @@ def test_slots_are_adapted_projected_weighted_and_turned() -> None:
     plan, frame = Plan(5, 2, 3), Frame.read(Keys())
     trained = random_trained(plan, frame)
     rng = np.random.default_rng(4)
-    summary = Summary(
-        60,
+    summary = Slots(
         [rng.standard_normal((2, 5, 32)).astype(np.float32) for _ in range(2)],
         [rng.standard_normal((2, 5, 16)).astype(np.float32) for _ in range(2)],
     )
     n_tokens = 45  # of another prompt than the summary's
-    _, k, v = trained.place(trained.slots(summary, project=True), n_tokens)[1]
+    k, v = trained.place(trained.slots(summary, project=True), n_tokens)[1]
     layer, n = trained.layers[1], counts(n_tokens - 5, 5)
     for h in range(2):
         keys = layer.projector @ (summary.k[1][h] @ layer.a_k[h]) + np.log(n)[:, None] * layer.b_k[h]
-        turned = frame.rotate(keys[:, None], placed(plan, n_tokens))[:, 0]
+        turned = frame.rotate(keys[:, None], placed(plan, n_tokens)[0])[:, 0]
         np.testing.assert_allclose(k[:, h], turned, rtol=1e-3, atol=1e-3)
         values = layer.projector @ (summary.v[1][h] @ layer.a_v[h] + layer.b_v[h])
         np.testing.assert_allclose(v[:, h], values, rtol=1e-3, atol=1e-3)
     static = trained.static()
     np.testing.assert_array_equal(static.k[0], trained.layers[0].prefix_k)
-    assert [x[1].shape for x in trained.place(static, 10)] == [(5, 2, 32)] * 2
-    with pytest.raises(WarmStartError, match=r"^summary: expected 2 layers, found 1$"):
-        trained.slots(Summary(60, summary.k[:1], summary.v[:1]), project=False)
-    with pytest.raises(WarmStartError, match=r"^summary: layer 1: expected slots of .*\(2, 5, 32\).*found .*4, 32\)"):
-        trained.slots(Summary(60, [summary.k[0], summary.k[1][:, :4]], summary.v), project=False)
+    assert [k.shape for k, _ in trained.place(static, 10)] == [(5, 2, 32)] * 2
+    with pytest.raises(SubkvError, match=r"^summary: expected 2 layers, found 1$"):
+        trained.slots(Slots(summary.k[:1], summary.v[:1]), project=False)
+    with pytest.raises(SubkvError, match=r"^summary: layer 1: expected slots of .*\(2, 5, 32\).*found .*4, 32\)"):
+        trained.slots(Slots([summary.k[0], summary.k[1][:, :4]], summary.v), project=False)
 
 
 #
@@ -275,12 +281,12 @@ def test_the_file_comes_back(tmp_path: Path, tiny_model: Callable[..., Path]) ->
     trained.save(tmp_path / "a.safetensors")
     trained.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    found = Trained.load(tmp_path / "a.safetensors", tiny_model("llama"))
+    found = read(tmp_path / "a.safetensors", frame)
     assert found.digest == trained.digest
     assert (found.plan, found.guard, found.provenance) == (trained.plan, trained.guard, trained.provenance)
     assert (found.embedding, found.identity) == ("tokens", IDENTITY)
     slots = Slots([np.ones((2, 5, 32), np.float32)] * 2, [np.ones((2, 5, 16), np.float32)] * 2)
-    for (_, k, v), (_, k2, v2) in zip(found.place(slots, 30), trained.place(slots, 30), strict=True):
+    for (k, v), (k2, v2) in zip(found.place(slots, 30), trained.place(slots, 30), strict=True):
         np.testing.assert_array_equal(k, k2)
         np.testing.assert_array_equal(v, v2)
 
@@ -292,16 +298,13 @@ def test_the_digest_is_of_what_a_library_holds() -> None:
         assert replace(trained, **changed).digest != trained.digest
 
 
-def test_a_file_of_another_model_is_refused(tiny_model: Callable[..., Path]) -> None:
-    with Model(str(tiny_model("llama"))) as model, Model(str(tiny_model("llama", seed=5))) as other:
-        own, foreign = identity_of(model), identity_of(other)
-    llm = subkv.Llama(str(tiny_model("llama")), n_ctx=64, verbose=False)
-    assert own == weights_digest(llm) != foreign
-    llm.close()
-    with Capture(tiny_model("llama"), 8, n_threads=1) as capture:
-        shapes = capture.prompt([5]).shapes
-    frame = Frame.of(tiny_model("llama"))
-    trained = Trained.untrained(own, Plan(4, 1, 1), shapes, frame, "tokens", np.zeros(4, np.float32))
-    trained.check(own)
-    with pytest.raises(WarmStartError, match=rf"^--warm-file: expected a file trained for this .*{foreign[:12]}…\)"):
-        trained.check(foreign)
+def test_a_file_of_another_model_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "warm.safetensors"
+    with Model(tiny_model("llama")) as model, Model(tiny_model("llama", seed=5)) as other:
+        own, foreign = weights_digest(model), weights_digest(other)
+        with capturing(model, 8, 1) as context:
+            shapes = context.capture([5]).shapes
+        trained_without(own, Plan(4, 1, 1), shapes, Frame.of(model.path), np.zeros(4, np.float32)).save(path)
+        assert Trained.load(path, model).identity == own != foreign
+        with pytest.raises(SubkvError, match=rf"^path: expected a file trained for this .*{foreign[:12]}…\)"):
+            Trained.load(path, other)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from starting import trained_without
 
-from runtime.warmstart.errors import WarmStartError
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.shapes import Plan
-from runtime.warmstart.trained import PREFIX, HeadShape, Trained, read
+from runtime.warmstart.pooled import Plan
+from runtime.warmstart.trained import PREFIX, HeadShape, read
+from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs
 
 FRAME = Frame(Pairs.none(8))
@@ -45,7 +46,7 @@ Damage = Callable[[dict[str, np.ndarray], dict[str, str]], Any]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "warm.safetensors"
     shapes, centre = [HeadShape(2, 8, 4)] * 2, np.ones(6, np.float32)
-    Trained.untrained("a" * 64, Plan(3, 1, 2), shapes, FRAME, "tokens", centre).save(path)
+    trained_without("a" * 64, Plan(3, 1, 2), shapes, FRAME, centre).save(path)
     return path
 
 
@@ -56,8 +57,8 @@ def damaged(whole: Path, path: Path, damage: Damage) -> str:
         metadata = {key.removeprefix(PREFIX): value for key, value in handle.metadata().items()}
     damage(tensors, metadata)
     save_file(tensors, path, {PREFIX + key: value for key, value in metadata.items()})
-    with pytest.raises(WarmStartError) as caught:
-        read(path, FRAME, "--warm-file")
+    with pytest.raises(SubkvError) as caught:
+        read(path, FRAME)
     return str(caught.value)
 
 
@@ -65,7 +66,7 @@ def test_the_file_holds_what_the_format_says(whole: Path) -> None:
     with safe_open(whole, framework="numpy") as handle:
         assert {name: list(handle.get_tensor(name).shape) for name in handle.keys()} == TENSORS  # noqa: SIM118
         assert set(handle.metadata()) == {PREFIX + key for key in KEYS}
-    assert read(whole, FRAME, "--warm-file").layers[1].shape == HeadShape(2, 8, 4)
+    assert read(whole, FRAME).layers[1].shape == HeadShape(2, 8, 4)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -129,8 +130,8 @@ def test_layers_and_tensors_that_do_not_fit(whole: Path, tmp_path: Path) -> None
 
 
 def test_no_file_and_no_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(WarmStartError, match=r"^--warm-file: expected a file of python -m converter.warmstart, found"):
-        read(tmp_path / "none.safetensors", FRAME, "--warm-file")
+    with pytest.raises(SubkvError, match=r"^path: expected a file of python -m runtime.warmstart train, found"):
+        read(tmp_path / "none.safetensors", FRAME)
     (tmp_path / "text").write_text("not a safetensors file at all, but long enough")
-    with pytest.raises(WarmStartError, match=r"^--warm-file: .* is not a readable safetensors file: "):
-        read(tmp_path / "text", FRAME, "--warm-file")
+    with pytest.raises(SubkvError, match=r"^path: .* is not a readable safetensors file: "):
+        read(tmp_path / "text", FRAME)

@@ -16,12 +16,13 @@ from click.testing import CliRunner, Result
 torch = pytest.importorskip("torch")
 
 from runtime.warmstart import train as warmstart  # noqa: E402
-from runtime.warmstart.capture import Capture  # noqa: E402
-from runtime.warmstart.errors import WarmStartError  # noqa: E402
+from runtime.warmstart.cli import main  # noqa: E402
+from runtime.warmstart.contexts import capturing  # noqa: E402
 from runtime.warmstart.frame import Frame  # noqa: E402
 from runtime.warmstart.learn import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
-from runtime.warmstart.shapes import Plan  # noqa: E402
-from runtime.warmstart.trained import Trained, identity_of  # noqa: E402
+from runtime.warmstart.pooled import Plan  # noqa: E402
+from runtime.warmstart.trained import Trained, read  # noqa: E402
+from subkv.base.errors import SubkvError  # noqa: E402
 from subkv.engine.model import Model  # noqa: E402
 
 WORDS = "the sun and a fox run over an old hill in the rain that sings of no end"
@@ -121,7 +122,7 @@ def collected(tiny_model: Callable[..., Path]) -> Callable[[Plan], tuple[LayerRo
             for i in range(N)
         ]
         with Model(str(path)) as model:
-            kept = warmstart.collect(model, found, plan, frame, "tokens", range(TRAIN), 1)
+            kept = warmstart.collect(model, found, warmstart.How(plan), frame, range(TRAIN))
         return kept.layer(1), warmstart.places(found, plan), frame
 
     return rows
@@ -147,7 +148,7 @@ def test_training_is_seeded_and_heads_may_share(collected: Callable[..., Any]) -
     assert same == losses and np.array_equal(again.a_k, maps.a_k)
     other, _ = train_layer(*arguments, Settings(epochs=1, seed=1))
     train_layer(*arguments, Settings(epochs=1, seed=10**30))
-    with pytest.raises(WarmStartError, match="--lr: expected a rate at which training converges, found 1e\\+30"):
+    with pytest.raises(SubkvError, match="lr: expected a rate at which training converges, found 1e\\+30"):
         train_layer(*arguments, Settings(epochs=2, lr=1e30))
     assert not np.array_equal(other.a_k, maps.a_k)
     shared, _ = train_layer(*arguments, Settings(epochs=1, shared=True))
@@ -161,7 +162,7 @@ def test_no_epochs_and_a_slot_for_every_token_lose_nothing(collected: Callable[.
     found = [warmstart.Example(str(i), "g", "p", tuple(rng.randrange(10, 250) for _ in range(44))) for i in range(2)]
     frame = Frame.of(path)
     with Model(str(path)) as model:
-        kept = warmstart.collect(model, found, plan, frame, "tokens", [0, 1], 1)
+        kept = warmstart.collect(model, found, warmstart.How(plan), frame, [0, 1])
     lie = warmstart.places(found, plan)
     for il in (0, 1):
         maps, losses = train_layer(kept.layer(il), lie, frame.pairs, ["g", "g"], [0, 1], [0, 1], Settings(epochs=0))
@@ -187,7 +188,7 @@ def test_passages_are_held_out_as_a_whole() -> None:
 
 
 def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(warmstart.command, [str(a) for a in arguments])
+    return CliRunner().invoke(main, ["train", *map(str, arguments)])
 
 
 def test_the_command_writes_a_file_for_its_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -197,17 +198,16 @@ def test_the_command_writes_a_file_for_its_model(tiny_model: Callable[..., Path]
     done = run("-m", model, "-f", given, "-o", out, *options)
     assert done.exit_code == 0, done.output
     assert "2 layers, 6 slots" in done.output and "2 held-out of 8 prompts" in done.output
-    found = Trained.load(out, model)
-    with Model(str(model)) as loaded:
-        found.check(identity_of(loaded))
-        assert found.centre.shape == (128,)
+    with Model(model) as loaded:
+        found = Trained.load(out, loaded)
+        with capturing(loaded, 64) as context:
+            assert [layer.shape for layer in found.layers] == context.capture([5, 6]).shapes
+    assert found.centre.shape == (128,)
     assert found.plan == Plan(6, 2, 3) and found.guard == {} and found.embedding == "tokens"
     assert found.provenance["n_prompts"] == "8" and "adapted" in json.loads(found.provenance["losses"])
     assert not np.array_equal(found.layers[0].a_k[0], np.eye(32)) and found.layers[1].prefix_k.any()
-    with Capture(model, 64) as capture:
-        assert [layer.shape for layer in found.layers] == capture.prompt([5, 6]).shapes
     assert run("-m", model, "-f", given, "-o", tmp_path / "again", *options).exit_code == 0
-    assert Trained.load(tmp_path / "again", model).digest == found.digest
+    assert read(tmp_path / "again", found.frame).digest == found.digest
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,9 +66,6 @@ class Outcome:
     self_check: float | None = None
     predicted_kl: float | None = None
 
-    def line(self) -> dict[str, Any]:
-        return {"what": "outcome", **asdict(self)}
-
 
 @dataclass
 class Latency:
@@ -87,9 +84,6 @@ class Latency:
     def cut(self) -> float:
         """Share of the cold start's time that the warm start saves."""
         return 1.0 - self.warm / self.cold
-
-    def line(self) -> dict[str, Any]:
-        return {"what": "latency", **asdict(self)}
 
 
 #
@@ -125,26 +119,23 @@ def mean(values: Iterable[float]) -> tuple[float, float, int]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """A table row of outcomes of one system; None for what none of them has."""
+    """A table row of outcomes of one system; None or NaN for what none of them has."""
+
+    def of(*names: str) -> dict[str, Any]:
+        """Means, over the outcomes that have them."""
+        return {name: mean(x for o in outcomes if (x := getattr(o, name)) is not None)[0] for name in names}
+
     kl, error, n = mean(o.kl for o in outcomes)
-    answered = [o for o in outcomes if o.nll is not None and o.nll_cold is not None]
-    ratio = mean(float(o.nll or 0.0) - float(o.nll_cold or 0.0) for o in answered)[0]
-    cosines = [float(np.mean(o.cosines)) for o in outcomes if o.cosines]
-    labelled = [o for o in outcomes if o.correct is not None]
+    ratio, _, answered = mean(o.nll - o.nll_cold for o in outcomes if o.nll is not None and o.nll_cold is not None)
     return {
         "n": n,
         "kl": kl,
         "kl_stderr": error,
         "kl_median": float(np.median([o.kl for o in outcomes])) if n else math.nan,
-        "kl_reverse": mean(o.kl_reverse for o in outcomes)[0],
-        "same_top": mean(o.same_top for o in outcomes)[0],
         "ppl_ratio": math.exp(ratio) if answered else None,
-        "cosine": mean(cosines)[0] if cosines else None,
-        "n_labelled": len(labelled),
-        "correct": mean(bool(o.correct) for o in labelled)[0] if labelled else None,
-        "correct_head": mean(bool(o.correct_head) for o in labelled)[0] if labelled else None,
-        "correct_cold": mean(bool(o.correct_cold) for o in labelled)[0] if labelled else None,
-        "same_answer": mean(bool(o.same_answer) for o in outcomes if o.same_answer is not None)[0],
+        "cosine": mean(float(np.mean(o.cosines)) for o in outcomes if o.cosines)[0],
+        "n_labelled": sum(o.correct is not None for o in outcomes),
+        **of("kl_reverse", "same_top", "correct", "correct_head", "correct_cold", "same_answer"),
     }
 
 
@@ -153,14 +144,6 @@ def similarity_bin(similarity: float) -> str:
     low = max((low for low in BINS if similarity >= low), default=BINS[0])
     higher = [other for other in BINS if other > low]
     return f"{low:g} to {higher[0] if higher else 1:g}"
-
-
-def grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], Any]) -> dict[Any, list[Outcome]]:
-    """Outcomes by a key, keys in the order in which they first appear."""
-    found: dict[Any, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(key(outcome), []).append(outcome)
-    return found
 
 
 def layer_cosines(outcomes: Sequence[Outcome]) -> F64:
@@ -204,35 +187,26 @@ def criteria(outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> list[
     targets = {o.target for o in pairs}
     cut, cut_error, n_cut = mean(latency.cut for latency in latencies if latency.target in targets)
     kl, kl_error, n_kl = mean(o.kl for o in pairs)
-    labelled = [o for o in pairs if o.correct is not None]
+    faster = f"at least {LATENCY_CUT:.0%} less first-token latency"
+    same = f"mean KL(warm‖cold) at most {MEAN_KL:g}"
     found = [
-        Criterion(
-            f"at least {LATENCY_CUT:.0%} less first-token latency",
-            f"{cut:.1%} ± {cut_error:.1%} less" if n_cut else "nothing timed",
-            n_cut,
-            cut >= LATENCY_CUT if n_cut else None,
-        ),
-        Criterion(
-            f"mean KL(warm‖cold) at most {MEAN_KL:g}",
-            f"{kl:.3g} ± {kl_error:.2g}" if n_kl else "no such pair",
-            n_kl,
-            kl <= MEAN_KL if n_kl else None,
-        ),
+        Criterion(faster, f"{cut:.1%} ± {cut_error:.1%} less", n_cut, cut >= LATENCY_CUT)
+        if n_cut
+        else Criterion(faster, "nothing timed", 0, None),
+        Criterion(same, f"{kl:.3g} ± {kl_error:.2g}", n_kl, kl <= MEAN_KL)
+        if n_kl
+        else Criterion(same, "no such pair", 0, None),
     ]
+    labelled = [o for o in pairs if o.correct is not None]
     right = mean(bool(o.correct_cold) for o in labelled)[0]
-    for name, flag in (("warm to the end", "correct"), ("a head start of one token", "correct_head")):
+    for way, flag in (("warm to the end", "correct"), ("a head start of one token", "correct_head")):
+        name = f"at most {TASK_DROP:.0%} absolute drop on tasks, {way}"
         drop, error, n = mean(float(o.correct_cold or 0) - float(getattr(o, flag) or 0) for o in labelled)
-        text = f"{drop:+.1%} ± {error:.1%} drop from {right:.1%}"
-        if not n or not right:  # what is never right cannot get worse
-            text = "no cold answer is right" if n else "no labelled pair"
-        found.append(
-            Criterion(
-                f"at most {TASK_DROP:.0%} absolute drop on tasks, {name}",
-                text,
-                n,
-                drop <= TASK_DROP if n and right else None,
-            )
-        )
+        if n and right:
+            text = f"{drop:+.1%} ± {error:.1%} drop from {right:.1%}"
+            found.append(Criterion(name, text, n, drop <= TASK_DROP))
+        else:  # what is never right cannot get worse
+            found.append(Criterion(name, "no cold answer is right" if n else "no labelled pair", n, None))
     return found
 
 

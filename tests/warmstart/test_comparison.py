@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from starting import trained_without
 from test_prompts import text
 
-from runtime.warmstart import evaluate, guard, metrics, prompts, report
-from runtime.warmstart.capture import Capture
+from runtime.warmstart import comparison, predictor, prompts, report
+from runtime.warmstart import divergences as metrics
 from runtime.warmstart.cli import main
-from runtime.warmstart.decode import ColdContext, WarmContext, prompt_tokens
-from runtime.warmstart.embedding import Tokens
+from runtime.warmstart.contexts import attention, capturing, cold_context, warm_context
+from runtime.warmstart.embedding import input_mean
 from runtime.warmstart.frame import Frame
-from runtime.warmstart.shapes import Plan
-from runtime.warmstart.summary import summarise
-from runtime.warmstart.trained import Trained, identity_of
-from subkv.engine.cache import choose_cache
+from runtime.warmstart.pooled import Plan, summarise
+from runtime.warmstart.trained import Trained
+from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.states import weights_digest
 
 NOISE = 1e-4  # nats between two ways to the same tiny model's distribution, f16 cache
 N_SINK, N_LAST = 2, 3
@@ -42,15 +44,15 @@ def files(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     arguments = ["-m", str(model), "-f", str(folder / "text"), "-o", str(folder / "prompts.jsonl")]
     run(["prompts", *arguments, "--words", "30", "-n", "7", "--test-share", "0.4"])
     found = prompts.read(folder / "prompts.jsonl")
-    embedding = Tokens(model)
+    embed = input_mean(model)
     with Model(str(model)) as opened:
-        tokens = [prompt_tokens(opened, prompt.text) for prompt in found]
-        centre = np.mean([embedding.embed(own) for own in tokens], axis=0)
-        with Capture(opened, len(tokens[0])) as capture:
-            shapes = capture.prompt(tokens[0]).shapes
+        tokens = [opened.tokenize_chat(prompt.text) for prompt in found]
+        centre = np.mean([embed(own) for own in tokens], axis=0)
+        with capturing(opened, len(tokens[0])) as context:
+            shapes = context.capture(tokens[0]).shapes
         for m in (4, 8):
             plan = Plan(m, N_SINK, N_LAST)
-            trained = Trained.untrained(identity_of(opened), plan, shapes, Frame.of(model), "tokens", centre)
+            trained = trained_without(weights_digest(opened), plan, shapes, Frame.of(model), centre)
             trained.save(folder / f"warm{m}")
     return {name: folder / name for name in ("text", "prompts.jsonl", "warm4", "warm8")}
 
@@ -64,16 +66,16 @@ def run(arguments: list[str], code: int = 0) -> str:
 def test_own_slots_for_all_tokens_are_the_cold_start(model: Path, files: dict[str, Path]) -> None:
     """As many slots as tokens, the prompt's own: logits, answers and attention outputs are those of the cold start."""
     prompt = prompts.read(files["prompts.jsonl"])[0]
-    choice = choose_cache(model, "f16")
+    choice, options = choose_cache(model, CacheOptions("f16")), ContextOptions(96, n_threads=1)
     with Model(str(model)) as opened:
-        tokens = prompt_tokens(opened, prompt.text)[:60]
+        tokens = opened.tokenize_chat(prompt.text)[:60]
         plan = Plan(60 - N_SINK - N_LAST, N_SINK, N_LAST)
-        with Capture(opened, 60) as capture:
-            rows = capture.prompt(tokens, 1)
+        with capturing(opened, 60) as context:
+            rows = context.capture(tokens, 1)
         own = summarise(rows.k, rows.v, plan, Frame.of(model))
-        trained = Trained.untrained("0" * 64, plan, rows.shapes, Frame.of(model), "tokens", np.zeros(1, np.float32))
+        trained = trained_without("0" * 64, plan, rows.shapes, Frame.of(model), np.zeros(1, np.float32))
         placed = trained.place(trained.slots(own, False), 60)
-        with ColdContext(opened, choice, 96, 1) as cold, WarmContext(opened, choice, 96, 1) as warm:
+        with cold_context(opened, choice, options) as cold, warm_context(opened, choice, options) as warm:
             exact, found = cold.decode(tokens), warm.decode(tokens, plan, placed)
             assert metrics.divergence(found.log_p, exact.log_p) < NOISE
             answer = exact.greedy(6)
@@ -86,7 +88,7 @@ def test_own_slots_for_all_tokens_are_the_cold_start(model: Path, files: dict[st
             outputs = warm.attention(tokens, plan, placed)
             parts = zip(rows.q, rows.k, rows.v, rows.scale, strict=True)
             for output, (q, k, v, scale) in zip(outputs, parts, strict=True):
-                assert metrics.cosine(output, evaluate.attention(q, k, v, scale)) > 0.999
+                assert metrics.cosine(output, attention(q, k, v, scale)) > 0.999
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +154,12 @@ def test_outcomes(evaluated: tuple[str, Path], model: Path, files: dict[str, Pat
     assert all(known[line["neighbour"]].group != known[line["target"]].group for line in others)
     judged = [line for line in outcomes if line["self_check"] is not None]
     assert {(line["system"], line["kind"]) for line in judged} == {(metrics.METHOD, kind) for kind in metrics.FOUND}
-    coefficients = Trained.load(files["warm4"], model).guard
+    with Model(model) as opened:
+        coefficients = Trained.load(files["warm4"], opened).guard
     for line in judged:  # the guard of 8 slots was not fitted
-        expected = guard.predict(coefficients, line["similarity"], line["self_check"]) if line["n_slots"] == 4 else None
+        expected = (
+            predictor.predict(coefficients, line["similarity"], line["self_check"]) if line["n_slots"] == 4 else None
+        )
         assert line["predicted_kl"] == expected
 
 
@@ -224,11 +229,11 @@ def test_the_model_is_not_overwritten(model: Path, files: dict[str, Path]) -> No
 
 
 def test_right() -> None:
-    assert evaluate.right("The year is 1984.", "1984") and not evaluate.right("The year is 1985.", "1984")
-    assert evaluate.right("No, yes", "no") and not evaluate.right("No, yes", "yes")
-    assert not evaluate.right("", "no")
+    assert comparison.right("The year is 1984.", "1984") and not comparison.right("The year is 1985.", "1984")
+    assert comparison.right("No, yes", "no") and not comparison.right("No, yes", "yes")
+    assert not comparison.right("", "no")
 
 
 def test_report_without_anything() -> None:
-    text_of = report.markdown("x", {"a": 1}, [], [], [])
+    text_of = report.markdown({"a": 1}, [], [], [])
     assert "## Criteria" in text_of

@@ -12,9 +12,11 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from runtime.warmstart.errors import WarmStartError
+from converter.scoring import F64
+from runtime.warmstart.divergences import divergence
+from subkv.base.errors import SubkvError
 
 QUANTILE = 0.9
 FLOOR = 1e-6  # nats: below, divergences are noise of rounding
@@ -22,7 +24,7 @@ NAMES = ("constant", "distance", "log_check", "margin")
 MIN_PAIRS = 8
 
 
-def _row(similarity: Any, self_check: Any) -> NDArray[np.float64]:
+def _row(similarity: Any, self_check: Any) -> F64:
     """[…, 3] what ln KL is linear in."""
     similarity, self_check = np.asarray(similarity, np.float64), np.asarray(self_check, np.float64)
     return np.stack([np.ones_like(similarity), 1.0 - similarity, np.log(np.maximum(self_check, FLOOR))], axis=-1)
@@ -31,14 +33,14 @@ def _row(similarity: Any, self_check: Any) -> NDArray[np.float64]:
 def fit(features: ArrayLike, kl: ArrayLike) -> dict[str, float]:
     """Coefficients from pairs of features [n, 2] (similarity, self-check in nats) and divergences KL [n] in nats.
 
-    Raises WarmStartError for fewer than 8 pairs and for what is not finite.
+    Raises SubkvError for fewer than 8 pairs and for what is not finite.
     """
     given = np.asarray(features, np.float64).reshape(-1, 2)
     found = np.asarray(kl, np.float64)
     if len(given) != len(found) or len(found) < MIN_PAIRS:
-        raise WarmStartError("guard", f"expected {MIN_PAIRS} pairs or more, found {len(given)} and {len(found)}")
+        raise SubkvError("guard", f"expected {MIN_PAIRS} pairs or more, found {len(given)} and {len(found)}")
     if not (np.isfinite(given).all() and np.isfinite(found).all()):
-        raise WarmStartError("guard", "expected finite features and divergences, found others")
+        raise SubkvError("guard", "expected finite features and divergences, found others")
     rows, target = _row(given[:, 0], given[:, 1]), np.log(np.maximum(found, FLOOR))
     solved = np.linalg.lstsq(rows, target, rcond=None)[0]
     margin = float(np.quantile(target - rows @ solved, QUANTILE))
@@ -51,14 +53,12 @@ def predict(coefs: dict[str, float], similarity: float, self_check: float) -> fl
         return math.inf
     missing = [name for name in NAMES if name not in coefs]
     if missing:
-        raise WarmStartError("guard", f"expected the coefficients {', '.join(NAMES)}, found no {missing[0]}")
+        raise SubkvError("guard", f"expected the coefficients {', '.join(NAMES)}, found no {missing[0]}")
     weights = np.array([coefs[name] for name in NAMES[:3]])
     with np.errstate(over="ignore"):
         return float(np.exp(_row(similarity, self_check) @ weights + coefs["margin"]))
 
 
-def self_check(log_p: ArrayLike, log_other: ArrayLike) -> float:
+def self_check(log_p: F64, log_other: F64) -> float:
     """KL(p‖other) in nats of two rows of log-probabilities [n_vocab]: how much the answer hangs on the neighbour."""
-    p, other = np.asarray(log_p, np.float64), np.asarray(log_other, np.float64)
-    mass = np.exp(p)
-    return max(float(np.sum(np.where(mass > 0, mass * (p - other), 0.0))), 0.0)
+    return max(divergence(log_p, log_other), 0.0)

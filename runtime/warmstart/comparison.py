@@ -1,7 +1,7 @@
 """Warm starts of prompts with known neighbours, against cold starts and simpler ways, in the native engine.
 
 Every prompt of the file is captured once: its summaries go into a library on disk, as in use. Then every target is
-decoded cold in the cache under test, and under every system of metrics.py; a cold start is the yardstick of its own
+decoded cold in the cache under test, and under every system of divergences.py; a cold start is the yardstick of its own
 cache. Times come from a loop in which cold, warm and exact take turns.
 """
 
@@ -18,22 +18,31 @@ from typing import Any
 
 import numpy as np
 
-from converter.scoring import F64
+from converter.scoring import F32, F64
 from runtime import options
-from runtime.warmstart import guard, metrics
-from runtime.warmstart.capture import Capture, attention
-from runtime.warmstart.decode import ColdContext, Continued, WarmContext, prompt_tokens
+from runtime.experiments.grids import grouped
+from runtime.warmstart import divergences as metrics
+from runtime.warmstart import predictor
+from runtime.warmstart.contexts import (
+    ColdContext,
+    Continued,
+    WarmContext,
+    capturing,
+    cold_context,
+    last_outputs,
+    warm_context,
+)
+from runtime.warmstart.divergences import Latency, Outcome
 from runtime.warmstart.embedding import Embedder, embedder
-from runtime.warmstart.errors import WarmStartError
-from runtime.warmstart.library import Entry, Library
-from runtime.warmstart.metrics import Latency, Outcome
+from runtime.warmstart.pooled import Plan, Slots, summarise
 from runtime.warmstart.prompts import Prompt
-from runtime.warmstart.shapes import F32, Plan
-from runtime.warmstart.summary import Summary, summarise
-from runtime.warmstart.trained import Placed, Trained, identity_of
+from runtime.warmstart.summaries import Library, Remembered
+from runtime.warmstart.trained import Placed, Trained
+from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import tracked
-from subkv.engine.cache import CacheChoice
-from subkv.engine.model import Model, parse_cache, token_piece
+from subkv.engine.cache import CacheChoice, CacheOptions, parse_cache
+from subkv.engine.context import ContextOptions
+from subkv.engine.model import Model
 
 N_ANSWER = 16  # tokens of the cold answer that are scored
 N_LABELLED = 8  # tokens of a greedy answer that an exact match is looked for in
@@ -73,9 +82,9 @@ class Side:
 
     trained: Trained
     library: Library
-    embedder: Embedder
+    embed: Embedder
     vectors: dict[str, F32] = field(default_factory=dict)
-    summaries: dict[str, Entry] = field(default_factory=dict)
+    summaries: dict[str, Remembered] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -86,16 +95,17 @@ class Side:
         """Cosine of two prompts, centred."""
         return metrics.cosine(self.vectors[a] - self.trained.centre, self.vectors[b] - self.trained.centre)
 
-    def summary(self, prompt: str) -> Summary:
-        return self.library.load(self.summaries[prompt])
-
-    def nearest(self, vector: F32, without: Collection[str]) -> list[tuple[str, Entry]]:
+    def nearest(self, vector: F32, without: Collection[str]) -> list[tuple[str, Remembered]]:
         """The most similar prompts of the library but some, best first."""
         found = self.library.nearest(vector, N_NEAREST, exclude=[self.summaries[name].name for name in without])
         return [(self.ids[entry.name], entry) for entry, _ in found]
 
-    def placed(self, summary: Summary, project: bool, n_tokens: int) -> list[Placed]:
+    def placed(self, summary: Slots, project: bool, n_tokens: int) -> list[Placed]:
         return self.trained.place(self.trained.slots(summary, project), n_tokens)
+
+    def stored(self, prompt: str, project: bool, n_tokens: int) -> list[Placed]:
+        """As placed, from the library."""
+        return self.placed(self.library.load(self.summaries[prompt]), project, n_tokens)
 
 
 def right(text: str, answer: str) -> bool:
@@ -108,113 +118,73 @@ def right(text: str, answer: str) -> bool:
 
 
 class Evaluation:
-    """Prompts under one model and several trained files; a context manager. Raises SubkvError and SubkvError."""
+    """Prompts under one model and several trained files.
 
-    def __init__(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
-        self.settings = settings
+    folder: for the libraries. Raises SubkvError about `prompts` and `warm_files`.
+    """
+
+    def __init__(self, settings: Settings, prompts: Sequence[Prompt], model: Model, folder: Path) -> None:
+        self.settings, self.model = settings, model
         self.prompts = {prompt.id: prompt for prompt in prompts}
-        self._stack = contextlib.ExitStack()
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> Evaluation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _open(self) -> None:
-        settings = self.settings
-        self.model = self._stack.enter_context(Model(str(settings.model)))
-        identity = identity_of(self.model)
-        loaded = [Trained.load(path, self.model.path) for path in settings.warm_files]
-        for trained in loaded:
-            trained.check(identity)
+        with concerning(path="warm_files"):
+            loaded = [Trained.load(path, model) for path in settings.warm_files]
         sizes = [trained.plan.n_slots for trained in loaded]
         if len(set(sizes)) < len(sizes):
-            raise WarmStartError("--warm-file", f"expected files of different numbers of slots, found {sizes}")
-        self.tokens = {name: prompt_tokens(self.model, prompt.text) for name, prompt in self.prompts.items()}
-        self._choose(loaded)
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="warmstart-")))
+            raise SubkvError("warm_files", f"expected files of different numbers of slots, found {sizes}")
+        self.tokens = {name: model.tokenize_chat(prompt.text) for name, prompt in self.prompts.items()}
+        self._choose(max(trained.plan.shortest for trained in loaded))
         self.sides = []
         for trained in sorted(loaded, key=lambda t: t.plan.n_slots):
-            embedding = embedder(trained.embedding, self.model.path, self.model.handle, settings.n_threads)
-            self._stack.callback(embedding.close)
-            library = Library(
-                folder / str(trained.plan.n_slots),
-                identity,
-                trained.digest,
-                trained.centre,
-                UNBOUNDED,
-                trained.embedding,
-            )
-            self.sides.append(Side(trained, library, embedding))
+            library = Library(folder / str(trained.plan.n_slots), trained, UNBOUNDED)
+            self.sides.append(Side(trained, library, embedder(trained.embedding, model, settings.n_threads)))
         self.n_ctx = max(len(self.tokens[name]) for name in self.involved) + ROOM
         self.outputs: dict[str, list[F32]] = {}  # of attention at the last position, of targets
 
-    def _choose(self, loaded: Sequence[Trained]) -> None:
+    def _choose(self, shortest: int) -> None:
         """The targets, and all prompts that they need."""
-        shortest = max(trained.plan.shortest for trained in loaded)
         longest = self.model.n_ctx_train - ROOM
         usable = {name for name, tokens in self.tokens.items() if shortest <= len(tokens) <= longest}
-        by_words: dict[int, list[Prompt]] = {}
-        for prompt in self.prompts.values():
-            others = {name for names in prompt.neighbours.values() for name in names}
-            if prompt.id in usable and others & usable:
-                by_words.setdefault(prompt.words, []).append(prompt)
-        limit = self.settings.targets
-        self.targets = [prompt for own in by_words.values() for prompt in own[:limit]]
+        self.pairs: dict[str, list[tuple[str, str]]] = {}  # of targets: kind and neighbour
+        self.targets: list[Prompt] = []
+        for own in grouped(self.prompts.values(), lambda prompt: prompt.words).values():
+            found = []
+            for target in own:
+                listed = [(kind, name) for kind, names in target.neighbours.items() for name in names if name in usable]
+                if target.id in usable and listed:
+                    self.pairs[target.id] = listed
+                    found.append(target)
+            self.targets += found[: self.settings.targets]
+        wanted = f"{shortest} to {longest} tokens"
         if not self.targets:
-            raise WarmStartError(
-                "-f",
-                f"expected prompts of {shortest} to {longest} tokens, neighbours included, found {len(usable)} such",
-            )
+            raise SubkvError("prompts", f"expected prompts of {wanted}, neighbours included, found {len(usable)} such")
         if left := len(self.tokens) - len(usable):
-            options.note(
-                f"-f: {left} of {len(self.tokens)} prompts are not {shortest} to {longest} tokens long; left out"
-            )
-        self.pairs = {
-            target.id: [
-                (kind, name) for kind, names in target.neighbours.items() for name in names if name in usable
-            ]
-            for target in self.targets
-        }  # fmt: skip
-        paired = [name for pairs in self.pairs.values() for _, name in pairs]
+            options.note(f"-f: {left} of {len(self.tokens)} prompts are not {wanted} long; left out")
+        paired = [name for target in self.targets for _, name in self.pairs[target.id]]
         self.involved = list(dict.fromkeys([*(target.id for target in self.targets), *paired]))
-
-    #
-    # capture
-    #
 
     def capture(self) -> None:
         """Summaries and embeddings of all prompts, attention outputs of the targets."""
         targets = {target.id for target in self.targets}
-        with Capture(self.model, self.n_ctx, self.settings.n_threads) as capture:
+        with capturing(self.model, self.n_ctx, self.settings.n_threads) as context:
             for name in tracked("capture", self.involved, "prompt"):
                 tokens = self.tokens[name]
-                rows = capture.prompt(tokens, 1)
+                rows = context.capture(tokens, 1)
                 for side in self.sides:
-                    vector = side.embedder.embed(tokens)
-                    side.vectors[name] = vector
+                    vector = side.vectors[name] = side.embed(tokens)
                     entry = side.library.add(tokens, vector, summarise(rows.k, rows.v, side.plan, side.trained.frame))
                     side.summaries[name], side.ids[entry.name] = entry, name
                 if name in targets:
-                    parts = zip(rows.q, rows.k, rows.v, rows.scale, strict=True)
-                    self.outputs[name] = [attention(q, k, v, scale)[-1] for q, k, v, scale in parts]
-
-    #
-    # one cache
-    #
+                    self.outputs[name] = last_outputs(rows)
 
     @contextlib.contextmanager
     def _in(self, cache: str) -> Iterator[_Run]:
         settings = self.settings
-        choice = parse_cache(cache, self.model.path, settings.bases)
-        common = (self.model, choice, self.n_ctx, settings.n_threads, settings.flash_attn)
-        with ColdContext(*common) as cold, WarmContext(*common) as warm:
+        choice = parse_cache(cache, self.model.path, CacheOptions(bases=settings.bases))
+        common = ContextOptions(self.n_ctx, n_threads=settings.n_threads, flash_attn=settings.flash_attn)
+        with (
+            cold_context(self.model, choice, common) as cold,
+            warm_context(self.model, choice, common) as warm,
+        ):
             yield _Run(self, cache, choice, cold, warm)
 
     def measure(self, cache: str) -> tuple[list[Outcome], list[Latency]]:
@@ -230,7 +200,7 @@ class Evaluation:
     def fit_guards(self, cache: str) -> list[dict[str, float]]:
         """Coefficients of the guard for every trained file, from what its library finds for the targets.
 
-        Raises WarmStartError where that is too little.
+        Raises SubkvError where that is too little.
         """
         seen: list[list[tuple[float, float, float]]] = [[] for _ in self.sides]
         with self._in(cache) as run:
@@ -239,11 +209,10 @@ class Evaluation:
                 cold = run.cold.decode(tokens).log_p
                 for side, rows in zip(self.sides, seen, strict=True):
                     for _, name, other in run.retrieved(side, target):
-                        placed = side.placed(side.summary(name), True, len(tokens))
+                        placed = side.stored(name, True, len(tokens))
                         kl = metrics.divergence(run.warm.decode(tokens, side.plan, placed).log_p, cold)
-                        check = run.check(side, target, placed, other)
-                        rows.append((side.similarity(target.id, name), check, kl))
-        return [guard.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in seen]
+                        rows.append((side.similarity(target.id, name), run.check(side, target, placed, other), kl))
+        return [predictor.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in seen]
 
 
 class _Run:
@@ -256,8 +225,7 @@ class _Run:
         self.log_p: dict[str, F64] = {}
 
     def text(self, tokens: Sequence[int]) -> str:
-        pieces = (token_piece(self.all.model.vocab, token) for token in tokens)
-        return b"".join(pieces).decode("utf-8", "replace")
+        return b"".join(map(self.all.model.piece, tokens)).decode("utf-8", "replace")
 
     def target(self, target: Prompt) -> Iterator[Outcome]:
         """Every system on one prompt, for every trained file."""
@@ -289,7 +257,7 @@ class _Run:
         n, plan = len(self.all.tokens[target.id]), side.plan
         longer = Plan(plan.n_slots, plan.n_sink, plan.n_last + plan.n_slots)
         ways: dict[str, tuple[Plan, list[Placed]]] = {
-            metrics.OWN: (plan, side.placed(side.summary(target.id), False, n)),
+            metrics.OWN: (plan, side.stored(target.id, False, n)),
             metrics.STATIC: (plan, side.trained.place(side.trained.static(), n)),
             metrics.LAST: (longer, []),
             metrics.ENDS: (plan, []),
@@ -298,33 +266,27 @@ class _Run:
             yield judge.warm(side, system, used, placed)
 
     def _pair(
-        self,
-        side: Side,
-        target: Prompt,
-        judge: _Judge,
-        kind: str,
-        name: str,
-        other: str | None,
+        self, side: Side, target: Prompt, judge: _Judge, kind: str, name: str, other: str | None
     ) -> Iterator[Outcome]:
         """Systems with a neighbour; other: the second one, for the guard."""
         n = len(self.all.tokens[target.id])
         pair: dict[str, Any] = {"kind": kind, "neighbour": name, "similarity": side.similarity(target.id, name)}
-        summary = side.summary(name)
-        yield judge.warm(side, metrics.UNPROJECTED, side.plan, side.placed(summary, False, n), **pair)
-        found = judge.warm(side, metrics.METHOD, side.plan, side.placed(summary, True, n), **pair)
+        yield judge.warm(side, metrics.UNPROJECTED, side.plan, side.stored(name, False, n), **pair)
+        projected = side.stored(name, True, n)
+        found = judge.warm(side, metrics.METHOD, side.plan, projected, **pair)
         if kind in metrics.FOUND:
-            found.self_check = self.check(side, target, side.placed(summary, True, n), other)
+            found.self_check = self.check(side, target, projected, other)
             if side.trained.guard:
-                found.predicted_kl = guard.predict(side.trained.guard, pair["similarity"], found.self_check)
+                found.predicted_kl = predictor.predict(side.trained.guard, pair["similarity"], found.self_check)
         yield found
         yield judge.other(side, metrics.NEIGHBOUR, self.log_p[name], **pair)
 
     def check(self, side: Side, target: Prompt, placed: list[Placed], other: str | None) -> float:
         """The guard's self-check: divergence of the warm start from that of the second neighbour, nats."""
         tokens = self.all.tokens[target.id]
-        second = side.placed(side.summary(other), True, len(tokens)) if other else []
+        second = side.stored(other, True, len(tokens)) if other else []
         log_p = self.warm.decode(tokens, side.plan, placed).log_p
-        return guard.self_check(log_p, self.warm.decode(tokens, side.plan, second).log_p)
+        return predictor.self_check(log_p, self.warm.decode(tokens, side.plan, second).log_p)
 
     #
     # times
@@ -332,9 +294,8 @@ class _Run:
 
     def times(self) -> list[Latency]:
         """Seconds to the first token of some prompts of each length, everything that a warm start does counted."""
-        chosen: list[Prompt] = []
-        for words in dict.fromkeys(target.words for target in self.all.targets):
-            chosen += [target for target in self.all.targets if target.words == words][:N_TIMED]
+        by_words = grouped(self.all.targets, lambda target: target.words).values()
+        chosen = [target for own in by_words for target in own[:N_TIMED]]
         found = []
         for target in tracked(f"{self.cache}: time", chosen, "prompt"):
             found += [self._time(side, target) for side in self.all.sides]
@@ -342,19 +303,21 @@ class _Run:
 
     def _time(self, side: Side, target: Prompt) -> Latency:
         tokens = self.all.tokens[target.id]
-        steps: dict[str, list[float]] = {}
+        steps: dict[str, list[float]] = {"embed": [], "retrieve": [], "project": [], "decode": []}
 
         def warm() -> None:
-            clock = _Clock(steps)
-            vector = side.embedder.embed(tokens)
-            clock("embed")
+            clock = [time.perf_counter()]
+            vector = side.embed(tokens)
+            clock.append(time.perf_counter())
             _, entry = side.nearest(vector, [target.id])[0]
             summary = side.library.load(entry)
-            clock("retrieve")
+            clock.append(time.perf_counter())
             placed = side.placed(summary, True, len(tokens))
-            clock("project")
+            clock.append(time.perf_counter())
             _ = self.warm.decode(tokens, side.plan, placed).first
-            clock("decode")
+            clock.append(time.perf_counter())
+            for own, seconds in zip(steps.values(), np.diff(clock), strict=True):
+                own.append(float(seconds))
 
         ways: dict[str, Callable[[], Any]] = {
             "cold": lambda: self.cold.decode(tokens).first,
@@ -369,27 +332,15 @@ class _Run:
                 ways[name]()
                 samples[name].append(time.perf_counter() - start)
         # the first round builds graphs and pages things in
-        medians = {name: float(np.median(values[1:])) for name, values in samples.items()}
+        medians = {name: float(np.median(values[1:])) for name, values in (samples | steps).items()}
         return Latency(
             cache=self.cache,
             n_slots=side.plan.n_slots,
             target=target.id,
             n_tokens=len(tokens),
-            **medians,
-            steps={name: float(np.median(values[1:])) for name, values in steps.items()},
+            **{name: medians[name] for name in ways},
+            steps={name: medians[name] for name in steps},
         )
-
-
-class _Clock:
-    """Adds the time since the last call to a step's list."""
-
-    def __init__(self, steps: dict[str, list[float]]) -> None:
-        self.steps, self.last = steps, time.perf_counter()
-
-    def __call__(self, step: str) -> None:
-        now = time.perf_counter()
-        self.steps.setdefault(step, []).append(now - self.last)
-        self.last = now
 
 
 class _Judge:
@@ -400,30 +351,25 @@ class _Judge:
         self.answer = cold.greedy(N_ANSWER) or [cold.first]
         self.nll = float(cold.nll(self.answer).mean())
         self.short = self.answer[:N_LABELLED]
-        known = target.answer
-        self.correct = None if known is None else right(run.text(self.short), known)
 
     def warm(self, side: Side, system: str, plan: Plan, placed: list[Placed], **pair: Any) -> Outcome:
         """Decode and compare one warm start."""
         run, tokens = self.run, self.run.all.tokens[self.target.id]
         cosines: list[float] = []
         if system in WITH_ATTENTION and not run.choice.coded:
-            outputs = run.warm.attention(tokens, plan, placed)
-            cold = run.all.outputs[self.target.id]
+            outputs, cold = run.warm.attention(tokens, plan, placed), run.all.outputs[self.target.id]
             cosines = [metrics.cosine(a, b) for a, b in zip(outputs, cold, strict=True)]
         return self.outcome(side, system, run.warm.decode(tokens, plan, placed), cosines=cosines, **pair)
 
     def outcome(self, side: Side, system: str, found: Continued, **more: Any) -> Outcome:
         """Everything of a context that holds the prompt in some way."""
         nll = float(found.nll(self.answer).mean())
-        answers: dict[str, Any] = {}
-        own = found.greedy(N_LABELLED)
-        answers["same_answer"] = own == self.short
-        if self.target.answer is not None:
+        own, known = found.greedy(N_LABELLED), self.target.answer
+        answers: dict[str, Any] = {"same_answer": own == self.short}
+        if known is not None:
             head = own if found is self.cold else self.cold.greedy(N_LABELLED, first=found.first)
-            answers["correct"] = right(self.run.text(own), self.target.answer)
-            answers["correct_head"] = right(self.run.text(head), self.target.answer)
-            answers["correct_cold"] = self.correct
+            said = {"correct": own, "correct_head": head, "correct_cold": self.short}
+            answers |= {name: right(self.run.text(tokens), known) for name, tokens in said.items()}
         return self.other(side, system, found.log_p, nll=nll, nll_cold=self.nll, **answers, **more)
 
     def other(self, side: Side, system: str, log_p: F64, **more: Any) -> Outcome:
@@ -444,15 +390,23 @@ class _Judge:
         )
 
 
+@contextlib.contextmanager
+def opened(settings: Settings, prompts: Sequence[Prompt]) -> Iterator[Evaluation]:
+    """An evaluation whose prompts are captured. Raises SubkvError."""
+    with Model(settings.model) as model, tempfile.TemporaryDirectory(prefix="warmstart-") as folder:
+        evaluation = Evaluation(settings, prompts, model, Path(folder))
+        evaluation.capture()
+        yield evaluation
+
+
 def run(settings: Settings, prompts: Sequence[Prompt]) -> Results:
-    """Evaluate all caches. Raises SubkvError and SubkvError."""
-    with Evaluation(settings, prompts) as evaluation:
+    """Evaluate all caches. Raises SubkvError."""
+    with opened(settings, prompts) as evaluation:
+        plans = [side.plan for side in evaluation.sides]
         about: dict[str, Any] = {
             "model": settings.model.name,
             "trained": ", ".join(path.name for path in settings.warm_files),
-            "plan": "; ".join(
-                f"{s.plan.n_slots} slots, {s.plan.n_sink} sinks, {s.plan.n_last} last tokens" for s in evaluation.sides
-            ),
+            "plan": "; ".join(f"{p.n_slots} slots, {p.n_sink} sinks, {p.n_last} last tokens" for p in plans),
             "embedding": ", ".join(dict.fromkeys(side.trained.embedding for side in evaluation.sides)),
             "caches": ", ".join(settings.caches),
             "flash attention": settings.flash_attn,
@@ -461,7 +415,6 @@ def run(settings: Settings, prompts: Sequence[Prompt]) -> Results:
             "library": f"{len(evaluation.involved)} prompts",
             "repetitions": settings.repetitions,
         }
-        evaluation.capture()
         results = Results(about)
         for cache in settings.caches:
             outcomes, latencies = evaluation.measure(cache)

@@ -1,4 +1,4 @@
-"""The experiment `bounds`: measured errors of projected attention against the bounds of converter/bounds.py, per head.
+"""The experiment `bounds`: measured errors of projected attention against the bounds of bounds.py, per head.
 
 No quantizer and no exact window: what the bounds speak of. The sinks that the calibration left out stay exact.
 """
@@ -12,7 +12,8 @@ import numpy as np
 
 from runtime.experiments import bounds
 from runtime.experiments.bounds import F64
-from runtime.experiments.lab import Lab, Rows
+from runtime.experiments.grids import Rows
+from runtime.experiments.lab import Lab
 from runtime.experiments.sketch import Sketch
 from subkv.base.progress import progress_bar
 from subkv.format.calibration import LayerStats
