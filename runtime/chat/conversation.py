@@ -143,16 +143,14 @@ class Conversation:
         before, mark, after = self.template.render([*past, user]).rpartition(MARK)
         if not mark:
             raise TemplateError(KEY, "expected earlier answers in the rendered conversation, found none")
-        return self._tokenize(after)
+        return self.tokenize(after)
 
-    def _tokenize(self, text: str) -> list[int]:
-        """Tokens of a text in the midst of a conversation."""
-        found = self.llm.opened.tokenize(text.encode("utf-8", "replace"), special=False, markup=True)
-        return [int(token) for token in found]
-
-    def count(self, text: str) -> int:
-        """Tokens of a text, the template around it left out."""
-        return len(self._tokenize(text))
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text in the midst of a conversation, the template around it left out."""
+        tokens: list[int] = self.llm.opened.tokenize(
+            text.encode("utf-8", "replace"), special=False, markup=True
+        ).tolist()
+        return tokens
 
     def ask(self, text: str, n_predict: int, stop: Stop, turn: Turn) -> Answer:
         """Yield the answer to `text` piece by piece and fill `turn`.
@@ -221,8 +219,7 @@ class Conversation:
                 if stop():
                     turn.stopped = "interrupt"
                     break
-        tail = decoder.decode(b"", final=True)
-        if tail:
+        if tail := decoder.decode(b"", final=True):
             yield tail
         return answer + tail
 

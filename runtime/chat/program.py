@@ -8,6 +8,7 @@ echo "What is a sonnet?" | python -m runtime.chat --temp 0
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
 
 if TYPE_CHECKING:
-    from runtime.chat.conversation import Conversation, Sampling, Turn
+    from runtime.chat.conversation import Conversation, Sampling, Stop, Turn
     from subkv.engine.cache import CacheOptions
     from subkv.engine.context import ContextOptions
 
@@ -112,30 +113,21 @@ class Chat:
         return True
 
     def say(self, text: str) -> None:
-        from runtime.chat.conversation import Turn
-
-        if self.read_text:
-            text = f"{self.read_text}\n\n{text}"
-        turn = Turn()
-        self.print_answer(self.conversation.ask(text, self.n_predict, self.interrupts.stop, turn), turn)
+        turn = self.print_answer(functools.partial(self.conversation.ask, self.after_what_was_read(text)))
         if turn.n_answer:
             self.read_text = ""
 
     def regenerate(self, _: str) -> None:
-        from runtime.chat.conversation import Turn
+        self.print_answer(self.conversation.regenerate)
+
+    def print_answer(self, answer: Callable[[int, Stop, Turn], Iterator[str]]) -> Turn:
+        from runtime.chat.conversation import MORE_ROOM, Turn  # numpy and the native libraries: not for a --help
 
         turn = Turn()
-        self.print_answer(self.conversation.regenerate(self.n_predict, self.interrupts.stop, turn), turn)
-
-    def print_answer(self, pieces: Iterator[str], turn: Turn) -> None:
-        from runtime.chat.conversation import MORE_ROOM
-
         with self.interrupts.watch():
-            for piece in pieces:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+            for piece in answer(self.n_predict, self.interrupts.stop, turn):
+                print(piece, end="", flush=True)
+        print(flush=True)
         conversation = self.conversation
         if turn.stopped == "interrupt":
             options.note("stopped")
@@ -150,6 +142,10 @@ class Chat:
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
             f"KV: {stats.bytes_kv / MIB:.1f} MiB (f16: {stats.bytes_f16 / MIB:.1f}){mark} ]"
         )
+        return turn
+
+    def after_what_was_read(self, text: str) -> str:
+        return f"{self.read_text}\n\n{text}" if self.read_text else text
 
     def clear(self, _: str) -> None:
         self.conversation.clear()
@@ -159,15 +155,14 @@ class Chat:
     def read(self, name: str) -> None:
         path = named_file("/read", name)
         try:
-            text = path.read_text("utf-8")
+            text = self.after_what_was_read(path.read_text("utf-8"))
         except OSError as error:
             raise SubkvError("/read", f"cannot read {path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise SubkvError(
                 "/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else"
             ) from error
-        text = f"{self.read_text}\n\n{text}" if self.read_text else text
-        n_tokens = self.conversation.count(text)
+        n_tokens = len(self.conversation.tokenize(text))
         self.conversation.check_room("/read", "what was read", n_tokens)
         self.read_text = text
         options.note(f"{path}: {n_tokens} tokens go in front of the next message (room: {self.conversation.room})")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,35 +71,31 @@ def history_file(name: str) -> Path | None:
     return path
 
 
-def joined(next_line: Callable[[str], str]) -> str | None:
-    """One message from next_line(prompt), which raises EOFError at the end of the input."""
-    parts: list[str] = []
-    while True:
-        try:
-            text = next_line(MORE if parts else PROMPT)
-        except EOFError:
-            return "\n".join(parts) if parts else None
-        if not text.endswith("\\"):
-            return "\n".join([*parts, text])
-        parts.append(text[:-1])
-
-
 class Pipe:
     """Lines of stdin."""
 
     interactive = False
 
     def read(self) -> str | None:
-        return joined(self._line)
+        parts: list[str] = []
+        while True:
+            try:
+                text = self._line(MORE if parts else PROMPT)
+            except EOFError:
+                return "\n".join(parts) if parts else None
+            if not text.endswith("\\"):
+                return "\n".join([*parts, text])
+            parts.append(text[:-1])
 
-    def _line(self, _prompt: str) -> str:
+    def _line(self, prompt: str) -> str:
+        """Raises EOFError at the end of the input."""
         text = sys.stdin.readline()
         if not text:
             raise EOFError
         return text.rstrip("\n")
 
 
-class Plain:
+class Plain(Pipe):
     """input(), with the line editing, history and completion of module readline where Python has it."""
 
     interactive = True
@@ -130,7 +126,7 @@ class Plain:
         return next(iter(self.completer.lines(line)[index:]), None)
 
     def read(self) -> str | None:
-        message = joined(self._line)
+        message = super().read()
         if message is None:
             click.echo(err=True)
         return message

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 
 from runtime.serve import metrics, refusals, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
 from runtime.serve.guard import Guard, Places
-from runtime.serve.refusals import ApiError
+from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.runs import EventStream, Run
 from runtime.serve.settings import Limits
 from runtime.serve.task import CancelledError
@@ -34,8 +37,6 @@ from subkv.native.binding import llama_cpp
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server import types
 
-T = TypeVar("T")
-
 UNION_MEMBER = re.compile(r"[\[A-Z]")  # pydantic puts the types of a union's members between the fields' names
 
 
@@ -44,21 +45,23 @@ SAMPLING = {"temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presenc
 SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"}
 
 
+@dataclasses.dataclass
 class Service:
     """The model behind the routes. save_folder: where slots are saved; None: nowhere."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits, embeddings: bool, save_folder: Path | None) -> None:
-        self.engine = engine
-        self.llm = engine.llm
-        self.name = name
-        self.limits = limits
-        self.embeddings = embeddings
-        self.save_folder = save_folder
+    engine: Engine
+    name: str
+    limits: Limits
+    embeddings: bool
+    save_folder: Path | None
+
+    def __post_init__(self) -> None:
+        self.llm = self.engine.llm
         self.created = int(time.time())
-        n_slots = len(engine.slots)
+        n_slots = len(self.engine.slots)
         self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request")
-        self.places = Places(n_slots, limits.n_queue)
-        self.metrics = metrics.registry(engine, lambda: self.places.n_waiting)
+        self.places = Places(n_slots, self.limits.n_queue)
+        self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
 
     def run(self, work: Callable[[RequestLlama], Any]) -> Run:
         """Queue a request. Raises ApiError when the queue is full."""
@@ -74,13 +77,10 @@ class Service:
             return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
         return JSONResponse(answer | {"timings": run.llm.timings()})
 
-    async def on_engine(self, job: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self.engine.call(job))
-
 
 def sampling(llm: Llama, body: Any) -> dict[str, Any]:
     """A request's fields as arguments of create_completion."""
-    arguments = {name: getattr(body, name) for name in SAMPLING}
+    arguments: dict[str, Any] = body.model_dump(include=SAMPLING)
     if body.logit_bias:
         bias = body.logit_bias
         if body.logit_bias_type == "tokens":
@@ -91,13 +91,39 @@ def sampling(llm: Llama, body: Any) -> dict[str, Any]:
             }
         n_vocab = llm.n_vocab()
         if not all(str(token).isdecimal() and int(token) < n_vocab for token in bias):
-            raise ApiError(400, f"logit_bias: expected tokens from 0 to {n_vocab - 1}, found others", "logit_bias")
+            raise bad_field("logit_bias", f"expected tokens from 0 to {n_vocab - 1}, found others")
         arguments["logit_bias"] = bias
     if body.min_tokens:
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(
             [llama_cpp.MinTokensLogitsProcessor(body.min_tokens, llm.token_eos())]
         )
     return arguments
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    refusal = refusals.refusal(error)
+    return JSONResponse(refusals.body(refusal), refusal.status_code, refusal.headers)
+
+
+async def invalid(request: Request, error: RequestValidationError) -> Response:
+    # of a union every member says what it misses: the one whose literals fit is the one that was meant
+    first = min(error.errors(), key=lambda found: found["type"] == "literal_error")
+    where = ".".join(str(part) for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
+    message = f"{where}: {first['msg']}" if where else first["msg"]
+    return await refused(request, ApiError(400, message, where or None))
+
+
+async def gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # as proxies log it; nobody reads it
+
+
+HANDLERS: dict[Any, Any] = {
+    HTTPException: refused,
+    RequestValidationError: invalid,
+    SubkvError: refused,
+    CancelledError: gone,
+    Exception: refused,  # ours: uvicorn prints the traceback, too
+}
 
 
 def create_app(service: Service, keys: list[str]) -> FastAPI:
@@ -113,36 +139,8 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
             await asyncio.to_thread(engine.close)
             await asyncio.to_thread(service.pool.shutdown)
 
-    app = FastAPI(title="subkv", lifespan=lifespan)
-    app.add_middleware(Guard, keys=keys, max_body=service.limits.max_body, timeout=service.limits.timeout)
-
-    #
-    # refusals
-    #
-
-    async def refused(_: Request, error: Exception) -> Response:
-        refusal = refusals.refusal(error)
-        return JSONResponse(refusals.body(refusal), refusal.status_code, refusal.headers)
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        # of a union every member says what it misses: the one whose literals fit is the one that was meant
-        first = min(error.errors(), key=lambda found: found["type"] == "literal_error")
-        where = ".".join(str(part) for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
-        message = f"{where}: {first['msg']}" if where else first["msg"]
-        return await refused(request, ApiError(400, message, where or None))
-
-    async def gone(_request: Request, _error: Exception) -> Response:
-        return Response(status_code=499)  # as proxies log it; nobody reads it
-
-    for kind, handler in {
-        HTTPException: refused,
-        RequestValidationError: invalid,
-        SubkvError: refused,
-        CancelledError: gone,
-        Exception: refused,  # ours: uvicorn prints the traceback, too
-    }.items():
-        app.add_exception_handler(kind, handler)
+    guard = Middleware(Guard, keys=keys, max_body=service.limits.max_body, timeout=service.limits.timeout)
+    app = FastAPI(title="subkv", lifespan=lifespan, middleware=[guard], exception_handlers=HANDLERS)
 
     #
     # OpenAI
@@ -202,12 +200,10 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
             raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
         texts = [body.input] if isinstance(body.input, str) else body.input
         texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
-        vectors, n_tokens = await service.run(lambda _: engine.call(lambda: embed(llm, texts)).result()).event(
-            request.receive
-        )
-        coded: list[Any] = vectors
+        run = service.run(lambda _: engine.call(lambda: embed(llm, texts)).result())
+        coded, n_tokens = await run.event(request.receive)
         if body.encoding_format == "base64":
-            coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in vectors]
+            coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in coded]
         data = [{"object": "embedding", "embedding": v, "index": i} for i, v in enumerate(coded)]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": service.name, "usage": usage}
@@ -227,12 +223,12 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
     @app.post("/extras/tokenize/count")
     def extras_count(body: types.TokenizeInputRequest) -> Any:
-        return {"count": len(llm.tokenize(body.input.encode("utf-8", "replace"), special=True))}
+        return {"count": len(extras_tokenize(body)["tokens"])}
 
     def text_of(tokens: list[int]) -> str:
         n_vocab = llm.n_vocab()
         if any(not 0 <= token < n_vocab for token in tokens):
-            raise ApiError(400, f"tokens: expected numbers from 0 to {n_vocab - 1}, found others", "tokens")
+            raise bad_field("tokens", f"expected numbers from 0 to {n_vocab - 1}, found others")
         return llm.text(tokens, special=True)
 
     @app.post("/detokenize")
@@ -254,7 +250,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
     @app.get("/metrics")
     async def read_metrics() -> Response:
-        return PlainTextResponse(metrics.text(service.metrics), media_type=metrics.CONTENT_TYPE)
+        return PlainTextResponse(generate_latest(service.metrics), media_type=metrics.CONTENT_TYPE)
 
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task
@@ -272,16 +268,15 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         if not 0 <= id_slot < len(engine.slots):
             raise ApiError(404, f"expected a slot from 0 to {len(engine.slots) - 1}, found {id_slot}")
         if action not in ("save", "restore", "erase"):
-            raise ApiError(400, f"action: expected save, restore or erase, found {action!r}", "action")
-        slot = engine.slots[id_slot]
-        if action == "erase":
-            return await service.on_engine(lambda: erased(engine, slot))
-        if service.save_folder is None:
-            raise ApiError(501, "this server keeps no files of slots; start it with --slot-save-path")
-        if body is None:
-            raise ApiError(400, "filename: expected a name, found none", "filename")
-        path = service.save_folder / body.filename
-        return await service.on_engine(lambda: filed(engine, slot, path, action))
+            raise bad_field("action", f"expected save, restore or erase, found {action!r}")
+        path = service.save_folder
+        if action != "erase":
+            if path is None:
+                raise ApiError(501, "this server keeps no files of slots; start it with --slot-save-path")
+            if body is None:
+                raise bad_field("filename", "expected a name, found none")
+            path /= body.filename
+        return await asyncio.wrap_future(engine.call(lambda: acted(engine, engine.slots[id_slot], action, path)))
 
     return app
 
@@ -295,33 +290,24 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
         raise ApiError(
             400, f"input: expected texts of 1 to {llm.n_batch} tokens (-b, -c), found {min(counts)} to {max(counts)}"
         )
-    vectors = llm.embed(texts, normalize=True, truncate=False)
-    return vectors, sum(counts)
+    return llm.embed(texts, normalize=True, truncate=False), sum(counts)
 
 
-def _idle(slot: slots.Slot) -> None:
+def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> dict[str, Any]:
+    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file."""
     if slot.task is not None:
         raise ApiError(409, f"slot {slot.id} is at work; try again when it is idle", retry_after=1)
-
-
-def erased(engine: Engine, slot: slots.Slot) -> dict[str, Any]:
-    """On the engine's thread: empty an idle slot."""
-    _idle(slot)
-    n = len(slot.tokens)
-    engine.empty(slot)
-    return {"id_slot": slot.id, "n_erased": n}
-
-
-def filed(engine: Engine, slot: slots.Slot, path: Path, action: str) -> dict[str, Any]:
-    """On the engine's thread: save or restore an idle slot; llama-server's answer."""
-    _idle(slot)
-    start = time.perf_counter()
-    answer: dict[str, Any] = {"id_slot": slot.id, "filename": path.name}
+    n, start = len(slot.tokens), time.perf_counter()
+    answer: dict[str, Any] = {"id_slot": slot.id}
+    if action == "erase":
+        engine.empty(slot)
+        return answer | {"n_erased": n}
+    assert path is not None
+    answer["filename"] = path.name
     if action == "save":
-        n_bytes = slots.save(engine.llm, slot, path)
-        answer |= {"n_saved": len(slot.tokens), "n_written": n_bytes}
+        answer |= {"n_saved": n, "n_written": slots.save(engine.llm, slot, path)}
     else:
-        n_bytes = slots.restore(engine.llm, slot, path, engine.n_ctx)
+        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx)
         engine.touch(slot)
-        answer |= {"n_restored": len(slot.tokens), "n_read": n_bytes}
+        answer |= {"n_restored": len(slot.tokens), "n_read": n_read}
     return answer | {"timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start)}}

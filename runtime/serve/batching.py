@@ -24,7 +24,7 @@ from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
 from runtime.serve.slots_llama import SlotsLlama
-from runtime.serve.task import Task
+from runtime.serve.task import CancelledError, Task
 from subkv.base.errors import SubkvError
 from subkv.engine.context import Logits, decode_batch
 from subkv.native.binding import C, internals
@@ -52,11 +52,12 @@ class Totals:
 
 @dataclasses.dataclass
 class Piece:
-    """What one slot gives to a step: tokens after those it holds."""
+    """What one slot gives to a step: tokens after those it holds; `start`: where they begin in the batch."""
 
     slot: Slot
     task: Task
     tokens: list[int]
+    start: int = 0
 
     @property
     def complete(self) -> bool:
@@ -177,7 +178,7 @@ class Engine:
                 future.set_exception(error)
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
-                self._release(slot)
+                self._end(slot, CancelledError())
         while self._waiting and self.n_busy < len(self.slots):
             task = self._waiting.popleft()
             if not task.cancelled:
@@ -218,17 +219,17 @@ class Engine:
         return pieces
 
     def _evaluate(self, pieces: list[Piece]) -> None:
-        tokens = [token for piece in pieces for token in piece.tokens]
-        pos = [len(piece.slot.tokens) + i for piece in pieces for i in range(len(piece.tokens))]
-        seqs = [piece.slot.id for piece in pieces for _ in piece.tokens]
-        logits = np.zeros(len(tokens), dtype=np.int8)
-        start = 0
+        tokens: list[int] = []
+        pos: list[int] = []
+        seqs: list[int] = []
+        logits: list[bool] = []
         for piece in pieces:
-            end = start + len(piece.tokens)
-            logits[end - 1] = piece.complete
-            if piece.task.scores_prompt and piece.task.reading:
-                logits[start:end] = 1
-            start = end
+            piece.start, n, n_held = len(tokens), len(piece.tokens), len(piece.slot.tokens)
+            every = piece.task.scores_prompt and piece.task.reading
+            tokens += piece.tokens
+            pos += range(n_held, n_held + n)
+            seqs += [piece.slot.id] * n
+            logits += [every] * (n - 1) + [every or piece.complete]
         try:
             decode_batch(self.llm.ctx, self.llm._batch.batch, tokens, pos, seqs, logits, self._coded)
         except SubkvError as error:
@@ -237,13 +238,11 @@ class Engine:
             return
         self.totals.n_decode += 1
         self.totals.n_busy += self.n_busy
-        start = 0
         for piece in pieces:
-            self._advance(piece, start)
-            start += len(piece.tokens)
+            self._advance(piece)
 
-    def _advance(self, piece: Piece, start: int) -> None:
-        """Take in what a step gave one slot, its rows from `start` on; sample when its prompt is read."""
+    def _advance(self, piece: Piece) -> None:
+        """Take in what a step gave one slot; sample when its prompt is read."""
         slot, task = piece.slot, piece.task
         complete, reading = piece.complete, task.reading
         n_held = len(slot.tokens)
@@ -252,24 +251,24 @@ class Engine:
         try:
             if task.scores_prompt and reading:
                 known = task.prompt[n_held + 1 : n_held + 1 + len(piece.tokens)]
-                task.prompt_scores += [scored(t, self._row(start + i), task.sampler.n_top) for i, t in enumerate(known)]
+                for i, token in enumerate(known, piece.start):
+                    task.prompt_scores.append(scored(token, self._row(i), task.sampler.n_top))
             if not complete:
                 return
-            row = self._row(start + len(piece.tokens) - 1)
+            row = self._row(piece.start + len(piece.tokens) - 1)
             task.give(task.sampler.sample(row, task.tokens, self._candidates))
         except Exception as error:  # of this request only: its grammar, its processors
-            self._release(slot)
-            task.end(error)
+            self._end(slot, error)
             return
         if task.n_sampled >= task.limit or self.llm.opened.is_end(task.tokens[-1]):
-            self._release(slot)
-            task.end()
+            self._end(slot)
 
     def _row(self, index: int) -> Logits:
         """Logits of the batch's token at `index`, [n_vocab] f32: a view that the next decode overwrites."""
         return np.ctypeslib.as_array(C.llama_get_logits_ith(self.llm.ctx, index), (self._n_vocab,))
 
-    def _release(self, slot: Slot) -> None:
+    def _end(self, slot: Slot, error: Exception | None = None) -> None:
+        """A slot is idle again, and whoever waits for its task hears of its end."""
         task = slot.task
         assert task is not None
         slot.task = None
@@ -280,11 +279,9 @@ class Engine:
             self.totals.prompt_seconds += task.prompt_seconds
             self.totals.n_predicted += task.n_sampled
             self.totals.predicted_seconds += task.predicted_seconds
+        task.end(error)
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         """End a slot's task with an error; what its cells hold is not known any more."""
-        task = slot.task
-        assert task is not None
-        self._release(slot)
         self.empty(slot)
-        task.end(error)
+        self._end(slot, error)

@@ -6,6 +6,7 @@ the logits of every position, [n_ctx, n_vocab] floats for each slot.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import time
@@ -17,7 +18,7 @@ import jinja2
 import numpy as np
 
 from runtime.serve.batching import Engine
-from runtime.serve.refusals import ApiError
+from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.sampling import Processor, Sampler, Scored
 from runtime.serve.slots_llama import SlotsLlama
 from runtime.serve.task import Task
@@ -39,7 +40,7 @@ class Logprobs:
     def __init__(self, llm: SlotsLlama, offset: int) -> None:
         self.llm = llm
         self.offset = offset
-        self.pending: list[tuple[str, Scored]] = []
+        self.pending: list[Scored] = []
 
     def _text(self, token: int) -> str:
         piece: bytes = self.llm.opened.piece(token, special=True)
@@ -48,24 +49,20 @@ class Logprobs:
         except UnicodeDecodeError:  # OpenAI's notation for a part of a character
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
-    def add(self, found: Scored) -> None:
-        self.pending.append((self._text(found.token), found))
-
-    def take(self) -> dict[str, Any]:
-        """Everything added since the last call."""
-        tops: list[dict[str, float | None]] = []
-        for text, found in self.pending:
-            tops.append({self._text(token): logprob for token, logprob in found.top})
-            tops[-1][text] = found.logprob  # the chosen token is always listed
-        offsets = []
-        for text, _ in self.pending:
-            offsets.append(self.offset)
-            self.offset += len(text)
+    def take(self) -> dict[str, Any] | None:
+        """What is pending, which it then is no more; None for nothing."""
+        if not self.pending:
+            return None
+        texts = [self._text(found.token) for found in self.pending]
+        *offsets, self.offset = itertools.accumulate(map(len, texts), initial=self.offset)
         fields = {
-            "tokens": [text for text, _ in self.pending],
+            "tokens": texts,
             "text_offset": offsets,
-            "token_logprobs": [found.logprob for _, found in self.pending],
-            "top_logprobs": tops,
+            "token_logprobs": [found.logprob for found in self.pending],
+            "top_logprobs": [
+                {**{self._text(token): logprob for token, logprob in found.top}, text: found.logprob}  # always listed
+                for text, found in zip(texts, self.pending, strict=True)
+            ],
         }
         self.pending = []
         return fields
@@ -108,7 +105,7 @@ class RequestLlama:
         except (ValueError, TypeError, KeyError, jinja2.TemplateError) as error:
             if self.tasks:
                 raise
-            raise ApiError(400, f"messages: the model's chat template refuses them: {error}", "messages") from error
+            raise bad_field("messages", f"the model's chat template refuses them: {error}") from error
 
     def create_completion(
         self,
@@ -147,7 +144,7 @@ class RequestLlama:
         shown = prompt if isinstance(prompt, str) else self.llm.text(tokens)
         stops = [stop] if isinstance(stop, str) else stop or []
         texts = (shown, "") if echo else ("", shown)
-        chunks = self._chunks(task, stops, limit, *texts, stopping_criteria)
+        chunks = self._chunks(task, StopText(stops), limit, *texts, stopping_criteria)
         return chunks if stream else self._whole(chunks)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
@@ -155,8 +152,7 @@ class RequestLlama:
         longest = self.llm.longest_piece
         if longest is not None:
             self._check_room(len(text) // longest, "at least ")
-        tokens: list[int] = self.llm.tokenize(text, add_bos=add_bos, special=special)
-        return tokens
+        return self.llm.tokenize(text, add_bos=add_bos, special=special)
 
     def _check_room(self, n_tokens: int, bound: str = "") -> None:
         n_ctx = self.engine.n_ctx
@@ -172,18 +168,15 @@ class RequestLlama:
 
     def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         llm = self.llm
-        if isinstance(prompt, str):
-            tokens = self.tokenize(prompt.encode("utf-8", "replace"), add_bos=True, special=True)
-        else:
-            tokens = prompt
+        tokens = self.tokenize(prompt.encode("utf-8", "replace"), special=True) if isinstance(prompt, str) else prompt
         n_vocab = llm.n_vocab()
         wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
         if wrong is not None:
-            raise ApiError(400, f"prompt: expected tokens from 0 to {n_vocab - 1}, found {wrong}", "prompt")
+            raise bad_field("prompt", f"expected tokens from 0 to {n_vocab - 1}, found {wrong}")
         if not tokens and llm.token_bos() >= 0:
             tokens = [llm.token_bos()]
         if not tokens:
-            raise ApiError(400, "prompt: expected at least one token, found none", "prompt")
+            raise bad_field("prompt", "expected at least one token, found none")
         return tokens
 
     def _grammar(self, grammar: Any) -> internals.LlamaSampler | None:
@@ -196,20 +189,16 @@ class RequestLlama:
         bare = GRAMMAR_TEXT.sub("", grammar._grammar)
         steps = np.cumsum([1 if bracket == "(" else -1 for bracket in bare if bracket in "()"])
         if bare.count("::=") > N_RULES or steps.max(initial=0) > N_NESTED:
-            raise ApiError(
-                400, f"grammar: expected at most {N_RULES} rules and {N_NESTED} nested groups, found more", "grammar"
-            )
+            raise bad_field("grammar", f"expected at most {N_RULES} rules and {N_NESTED} nested groups, found more")
         text, root = grammar._grammar.encode(), grammar._root.encode()
         sampler = C.llama_sampler_init_grammar(self.llm.opened.vocab, text, root)
         if not sampler:  # a chain would take it as it is, and fail at its first use
-            raise ApiError(400, "grammar: expected GBNF that llama.cpp can read, found something else", "grammar")
+            raise bad_field("grammar", "expected GBNF that llama.cpp can read, found something else")
         chain = internals.LlamaSampler()
         C.llama_sampler_chain_add(chain.sampler, sampler)
         return chain
 
-    def _chunks(
-        self, task: Task, stops: list[str], limit: int, echo: str, before: str, criteria: Any
-    ) -> Iterator[Chunk]:
+    def _chunks(self, task: Task, text: StopText, limit: int, echo: str, before: str, criteria: Any) -> Iterator[Chunk]:
         """Chunks of text, then an empty one with the reason of the end. The text begins with `echo`, after `before`."""
         llm = self.llm
         n_top = task.sampler.n_top
@@ -221,20 +210,17 @@ class RequestLlama:
             "model": self.name,
         }
 
-        def chunk(text: str, reason: str | None = None) -> Chunk:
-            taken = logprobs.take() if logprobs and logprobs.pending else None
-            return head | {"choices": [{"text": text, "index": 0, "logprobs": taken, "finish_reason": reason}]}
+        def chunk(shown: str, reason: str | None = None) -> Chunk:
+            taken = logprobs.take() if logprobs else None
+            return head | {"choices": [{"text": shown, "index": 0, "logprobs": taken, "finish_reason": reason}]}
 
-        text = StopText(stops)
         n, reason = 0, "length"
         n_prompt = len(task.prompt)
         seen = np.array(task.prompt + [0] * task.limit, dtype=np.intc)  # the task's own list is ahead of this loop
         try:
             for found in task:
                 if task.prompt_scores and logprobs and not n:
-                    logprobs.add(Scored(task.prompt[0]))
-                    for score in task.prompt_scores:
-                        logprobs.add(score)
+                    logprobs.pending += [Scored(task.prompt[0]), *task.prompt_scores]
                 if not n and echo:
                     yield chunk(echo)
                 if limit == 0:
@@ -245,14 +231,10 @@ class RequestLlama:
                 seen[n_prompt + n] = found.token
                 n += 1
                 if logprobs:
-                    logprobs.add(found)
-                shown = text.feed(llm.opened.piece(found.token))
-                if shown:
+                    logprobs.pending.append(found)
+                if shown := text.feed(llm.opened.piece(found.token)):
                     yield chunk(shown)
-                if text.stopped:
-                    reason = "stop"
-                    break
-                if criteria is not None and criteria(seen[: n_prompt + n], None):
+                if text.stopped or (criteria is not None and criteria(seen[: n_prompt + n], None)):
                     reason = "stop"
                     break
             if rest := text.end():

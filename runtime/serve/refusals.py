@@ -40,6 +40,11 @@ class ApiError(HTTPException):
         self.numbers = numbers
 
 
+def bad_field(param: str, reason: str) -> ApiError:
+    """400, and the reason names the field."""
+    return ApiError(400, f"{param}: {reason}", param)
+
+
 def refusal(error: Exception) -> HTTPException:
     """The answer to what went wrong: the client's fault, or ours."""
     if isinstance(error, HTTPException):

@@ -39,6 +39,7 @@ def scored(token: int, logits: Logits, n_top: int | None) -> Scored:
     return Scored(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
 
 
+@dataclasses.dataclass
 class Sampler:
     """The samplers of one request.
 
@@ -47,20 +48,15 @@ class Sampler:
     [n_vocab]. n_top: how many likely tokens to score, None: nothing is scored.
     """
 
-    def __init__(
-        self,
-        chain: internals.LlamaSampler,
-        grammar: internals.LlamaSampler | None = None,
-        bias: dict[int, float] | None = None,
-        processors: Sequence[Processor] = (),
-        n_top: int | None = None,
-    ) -> None:
-        self.chain = chain
-        self.grammar = grammar
-        self.biased = np.array(list(bias or {}), dtype=np.intp)
-        self.bias = np.array(list((bias or {}).values()), dtype=np.float32)
-        self.processors = processors
-        self.n_top = n_top
+    chain: internals.LlamaSampler
+    grammar: internals.LlamaSampler | None
+    bias: dict[int, float]
+    processors: Sequence[Processor]
+    n_top: int | None
+
+    def __post_init__(self) -> None:
+        self._biased = np.array(list(self.bias), dtype=np.intp)
+        self._scores = np.array(list(self.bias.values()), dtype=np.float32)
 
     def sample(self, logits: Logits, tokens: Sequence[int], candidates: internals.LlamaTokenDataArray) -> Scored:
         """The token that follows `tokens`, from the model's logits [n_vocab]. Raises SamplingError.
@@ -68,16 +64,16 @@ class Sampler:
         candidates: room for one row, which this call overwrites.
         """
         row = logits
-        if self.processors or len(self.biased):
+        if self.processors or self.bias:
             row = logits.copy()
-            row[self.biased] += self.bias
+            row[self._biased] += self._scores
             for process in self.processors:
                 row = process(np.array(tokens, dtype=np.intc), row)
-        token = self._choose(row, candidates, None)
+        token = self._choose(row, candidates, self.chain)
         # a grammar takes milliseconds for all of a vocabulary, microseconds for one token: as in llama.cpp's own
         # programs the token is chosen freely, and again under the grammar only when that rules it out
         if self.grammar is not None and (token is None or not self._admits(token)):
-            token = self._choose(row, candidates, self.grammar)
+            token = self._choose(row, candidates, self.grammar, self.chain)
         # llama.cpp ends the process when a grammar is told to accept what it has ruled out
         if token is None:
             raise SamplingError("", "no token can follow: the grammar rules out all of the vocabulary")
@@ -86,14 +82,13 @@ class Sampler:
         self.chain.accept(token)
         return scored(token, logits, self.n_top)
 
-    def _choose(
-        self, row: Logits, candidates: internals.LlamaTokenDataArray, first: internals.LlamaSampler | None
-    ) -> int | None:
-        """The chain's choice after `first`; None when it is none."""
+    @staticmethod
+    def _choose(row: Logits, candidates: internals.LlamaTokenDataArray, *chains: internals.LlamaSampler) -> int | None:
+        """The choice of the chains, one after the other; None when it is none."""
         candidates.copy_logits(row)
         array = candidates.candidates
         array.selected = -1
-        for chain in [self.chain] if first is None else [first, self.chain]:
+        for chain in chains:
             C.llama_sampler_apply(chain.sampler, ctypes.byref(array))
         chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
         return int(chosen.id) if chosen is not None and np.isfinite(chosen.logit) else None

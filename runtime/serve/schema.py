@@ -22,7 +22,7 @@ from subkv.native.binding import llama_cpp
 from llama_cpp.llama_grammar import JSON_GBNF, LlamaGrammar
 from llama_cpp.server import types
 
-from runtime.serve.refusals import ApiError
+from runtime.serve.refusals import bad_field
 
 N_MESSAGES = 8192
 N_STOPS = 64
@@ -154,7 +154,7 @@ def _schema_grammar(schema: Any, param: str) -> Any:
     try:
         return LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
     except Exception as error:  # llama_cpp's converter asserts, indexes and recurses without naming its errors
-        raise ApiError(400, f"{param}: this JSON schema cannot become a grammar: {error!r}", param) from error
+        raise bad_field(param, f"this JSON schema cannot become a grammar: {error!r}") from error
 
 
 def chat_grammar(request: ChatRequest) -> Any:
@@ -165,17 +165,15 @@ def chat_grammar(request: ChatRequest) -> Any:
     form = request.response_format or {"type": "text"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise ApiError(
-            400, f"response_format: expected text, json_object or json_schema, found {kind!r}", "response_format"
-        )
+        raise bad_field("response_format", f"expected text, json_object or json_schema, found {kind!r}")
     if kind == "text":
         return LlamaGrammar.from_string(request.grammar, verbose=False) if request.grammar else None
     if request.grammar:
-        raise ApiError(400, "grammar: expected none beside response_format, found one", "grammar")
+        raise bad_field("grammar", "expected none beside response_format, found one")
     inner = form.get("json_schema") if kind == "json_schema" else form
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if schema is None and kind == "json_schema":
-        raise ApiError(400, "response_format: expected json_schema.schema, found none", "response_format")
+        raise bad_field("response_format", "expected json_schema.schema, found none")
     if schema is None:
         return LlamaGrammar.from_string(JSON_GBNF, verbose=False)
     return _schema_grammar(schema, "response_format")
@@ -186,13 +184,11 @@ def tool_choice(request: ChatRequest) -> Any:
     tools, choice = request.tools or [], request.tool_choice
     if choice == "required":
         if len(tools) != 1:
-            raise ApiError(
-                400, f"tool_choice: expected one tool for 'required', found {len(tools)}; name one", "tool_choice"
-            )
+            raise bad_field("tool_choice", f"expected one tool for 'required', found {len(tools)}; name one")
         choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
     if isinstance(choice, dict):
         chosen = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
         if not chosen:
-            raise ApiError(400, f"tool_choice: expected a tool of the request, found {choice}", "tool_choice")
+            raise bad_field("tool_choice", f"expected a tool of the request, found {choice}")
         _schema_grammar(chosen[0]["function"].get("parameters"), "tools")
     return choice

@@ -33,15 +33,14 @@ def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None
     n_removable: the longest tail that the cache can remove, None: any. A slot that would lose more cells than the
     prompt finds there is left to the conversation it belongs to.
     """
-    idle = [slot for slot in slots if slot.task is None]
 
     def kept(slot: Slot) -> int:
         n_common = llama_cpp.Llama.longest_token_prefix(slot.tokens, prompt)
         n_lost = len(slot.tokens) - n_common
         return 0 if n_lost > n_common or (n_removable is not None and n_lost > n_removable) else n_common
 
-    kept_by = {slot.id: kept(slot) for slot in idle}
-    return max(idle, key=lambda slot: (kept_by[slot.id], not slot.tokens, -slot.used))
+    idle = (slot for slot in slots if slot.task is None)
+    return max(idle, key=lambda slot: (kept(slot), not slot.tokens, -slot.used))
 
 
 #
@@ -99,8 +98,7 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
         saved = container.read(path, "action=save")
         container.check(saved, _identity(llm), path)
     tokens = saved.tokens.tolist()
-    n_vocab = llm.n_vocab()
-    if not all(0 <= token < n_vocab for token in tokens):
+    if not np.all((saved.tokens >= 0) & (saved.tokens < llm.n_vocab())):
         raise StateError("filename", f"expected tokens of this model, found others in {path}")
     if len(tokens) > n_ctx:
         raise StateError("filename", f"expected at most {n_ctx} tokens, found {len(tokens)} in {path}")

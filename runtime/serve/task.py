@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,12 @@ class CancelledError(Exception):
     """Nobody waits for this generation any more."""
 
 
+def per(n: float, of: float) -> float:
+    """n / of, 0 where there is nothing to divide by."""
+    return n / of if of else 0.0
+
+
+@dataclasses.dataclass(eq=False)
 class Task:
     """A prompt and its tokens as they come: iterate over it in the caller's thread.
 
@@ -24,17 +31,18 @@ class Task:
     too, in `prompt_scores` (from the second on); then no cells are reused.
     """
 
-    def __init__(self, prompt: list[int], sampler: Sampler, limit: int, scores_prompt: bool = False) -> None:
-        self.prompt = prompt
-        self.sampler = sampler
-        self.limit = limit
-        self.scores_prompt = scores_prompt
+    prompt: list[int]
+    sampler: Sampler
+    limit: int
+    scores_prompt: bool = False
+    n_cached: int = 0
+    n_sampled: int = 0
+    n_taken: int = 0
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
         self.prompt_scores: list[Scored] = []
-        self.tokens = list(prompt)  # and the sampled ones
-        self.n_cached = 0
-        self.n_sampled = 0
-        self.n_taken = 0
-        self.cancelled = False
+        self.tokens = list(self.prompt)  # and the sampled ones
         self.started = self.prompt_done = self.last = time.perf_counter()
         self.notify: Callable[[], None] = lambda: None
         self._results: queue.SimpleQueue[Scored | Exception | None] = queue.SimpleQueue()
@@ -66,11 +74,11 @@ class Task:
             "prompt_n": n_prompt,
             "prompt_ms": prompt_ms,
             "prompt_per_token_ms": prompt_ms / n_prompt,
-            "prompt_per_second": 1e3 * n_prompt / prompt_ms if prompt_ms else 0.0,
+            "prompt_per_second": per(1e3 * n_prompt, prompt_ms),
             "predicted_n": self.n_taken,
             "predicted_ms": predicted_ms,
-            "predicted_per_token_ms": predicted_ms / self.n_taken if self.n_taken else 0.0,
-            "predicted_per_second": 1e3 * self.n_taken / predicted_ms if predicted_ms else 0.0,
+            "predicted_per_token_ms": per(predicted_ms, self.n_taken),
+            "predicted_per_second": per(1e3 * self.n_taken, predicted_ms),
         }
 
     #
