@@ -117,7 +117,7 @@ def test_a_base_file_gives_what_the_direct_comparison_gives(
         (["-f", "TEXT", "-ctk", "q4_0", "-fa", "off"], "-fa: expected 'on' or 'auto'"),
         (
             ["-f", "TEXT", "--compare", "f16,subkv:missing.gguf"],
-            "--compare: expected a GGUF file, found no file",
+            "--compare: subkv:missing.gguf: expected a GGUF file, found no file",
         ),
         (["-f", "TEXT", "--bases", "MODEL"], "--bases: expected subkv.* keys"),
         (["-f", "TEXT", "--kl-divergence-base", "missing/dir/base"], "--kl-divergence-base: cannot write"),

@@ -161,11 +161,14 @@ def parse_cache(spec: str, model: Path, asked: CacheOptions = CacheOptions()) ->
         return choice if asked.adapt is not None else dataclasses.replace(choice, adapt=sides.replace(";", ","))
     kind, _, file = spec.partition(":")
     type_k, slash, type_v = kind.partition("/")
-    with concerning(type_k="kv_cache", type_v="kv_cache", bases="kv_cache", path="model"):
+    with concerning(type_k="kv_cache", type_v="kv_cache", path="model"):
         if file:
             if kind != CODED:
                 raise CacheError("kv_cache", f"expected a file only after 'subkv:', found {spec!r}")
-            return choose_cache(model, dataclasses.replace(asked, kv_cache=kind, bases=Path(file)))
+            try:
+                return choose_cache(model, dataclasses.replace(asked, kv_cache=kind, bases=Path(file)))
+            except SubkvError as error:  # of one in a list: which
+                raise CacheError("kv_cache", f"{spec}: {error.reason}") from error
         if slash:
             return choose_cache(model, CacheOptions(type_k=type_k, type_v=type_v))
         if kind == CODED or (kind == AUTO and (asked.bases or present(model))):

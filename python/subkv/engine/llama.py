@@ -215,10 +215,12 @@ class Llama(llama_cpp.Llama):
         """What a saved state is bound to (subkv.states.identity), made once."""
         if self._identity is None:
             overrides, lora = self.kv_overrides, self.lora_path
+            with concerning(model="lora_path"):
+                adapter = None if not lora else [sha256([Path(lora)]), self.lora_scale]
             self._identity = {
                 **states.identity(self.opened, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
                 "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
-                "lora": None if not lora else [sha256([Path(lora)]), self.lora_scale],
+                "lora": adapter,
             }
         return self._identity
 

@@ -34,3 +34,11 @@ class Layout:
         """Free it; nothing that was made of it may live any more."""
         self._library.subkv_layout_free(self.handle)
         self.handle = None
+
+
+def present(path: str | os.PathLike[str]) -> bool:
+    """Whether a GGUF carries subkv.* keys. Raises CacheError about `path` when it cannot be read."""
+    found: int = library.load().subkv_layout_present(os.fsencode(path))
+    if found < 0:
+        raise CacheError("path", library.last_error())
+    return found > 0
