@@ -165,14 +165,9 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         arguments = sampling(llm, body)
-        grammar = LlamaGrammar.from_string(body.grammar, verbose=False) if body.grammar else None
-
-        def work(made: RequestLlama) -> Any:
-            return made.create_completion(
-                prompt, max_tokens=body.max_tokens, logprobs=body.logprobs, echo=body.echo, grammar=grammar, **arguments
-            )
-
-        return await service.complete(request, body, work)
+        arguments |= body.model_dump(include={"max_tokens", "logprobs", "echo"})
+        arguments["grammar"] = LlamaGrammar.from_string(body.grammar, verbose=False) if body.grammar else None
+        return await service.complete(request, body, lambda made: made.create_completion(prompt, **arguments))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: schema.ChatRequest) -> Response:

@@ -13,17 +13,9 @@ from subkv.native.binding import C
 class SlotsLlama(Llama):
     """subkv.Llama whose context has n_slots sequences; n_ctx is divided among them."""
 
-    def __init__(
-        self,
-        model_path: str | os.PathLike[str],
-        *,
-        n_slots: int,
-        pooling_type: int = -1,
-        embedding: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model_path: str | os.PathLike[str], *, n_slots: int, **kwargs: Any) -> None:
         self.n_slots = n_slots
-        super().__init__(model_path, embedding=embedding, pooling_type=pooling_type, **kwargs)
+        super().__init__(model_path, **kwargs)
 
     @functools.cached_property
     def longest_piece(self) -> int | None:
