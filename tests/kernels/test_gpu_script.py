@@ -139,5 +139,5 @@ def test_whole_models_are_timed(small: tuple[Path, Path], capsys: pytest.Capture
     assert [one["step"] for one in said] == steps
     assert "times the best ordinary cache" in said[-1]["result"]
     assert said[-1]["kv_bytes_per_token"] == 2 * (71 + 67)
-    with pytest.raises(RuntimeError, match="-ctk: subkv:"):
+    with pytest.raises(RuntimeError, match="--bases: expected subkv"):
         gpu_models.bench(small[0], small[0], 64, 1, 0)
