@@ -170,15 +170,16 @@ def avx2(lab: Any) -> Rows:
 
 
 def kernels(lab: Any) -> Rows:
-    """kernel-bench's figures: a heading with the versions, then 48 columns of words and 18 per version."""
+    """kernel-bench's figures: a heading with the versions, then words and, from the end, 18 columns per version."""
     lines = lab.run(lab.built("kernel-bench"), lab.pick("200", "2")).stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("ns (GB/s of codes)"))
     versions = lines[at].split(")", 1)[1].split()
     rows = []
     for line in lines[at + 1 :]:
-        cells = [line[48 + 18 * i : 66 + 18 * i].strip() for i in range(len(versions))]
+        start = len(line) - 18 * len(versions)  # long words push the numbers to the right
+        cells = [line[start + 18 * i : start + 18 * (i + 1)].strip() for i in range(len(versions))]
         if line.strip():
-            rows.append({"figure": line[:48].strip(), **dict(zip(versions, cells, strict=True))})
+            rows.append({"figure": line[:start].strip(), **dict(zip(versions, cells, strict=True))})
     return rows
 
 
