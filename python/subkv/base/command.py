@@ -19,7 +19,6 @@ PARAMETERS = {
     "model_path": "model",
     "kv_cache": "type_k",
     "calibration": "bases",
-    "n_threads": "threads",
 }
 
 

@@ -171,9 +171,11 @@ def parse_cache(spec: str, model: Path, asked: CacheOptions = CacheOptions()) ->
                 raise CacheError("kv_cache", f"{spec}: {error.reason}") from error
         if slash:
             return choose_cache(model, CacheOptions(type_k=type_k, type_v=type_v))
-        if kind == CODED or (kind == AUTO and (asked.bases or present(model))):
-            return choose_cache(model, dataclasses.replace(asked, kv_cache=kind))
-        return choose_cache(model, CacheOptions(kind))
+        choice = choose_cache(model, CacheOptions(kind, bases=asked.bases if kind in (AUTO, CODED) else None))
+        if not choice.coded:
+            return choice
+        adapt = choice.adapt if asked.adapt is None else asked.adapt
+        return dataclasses.replace(choice, window=asked.window, adapt=adapt)
 
 
 def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:

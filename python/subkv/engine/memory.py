@@ -94,7 +94,7 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
 
 def _numbers(path: Path) -> dict[str, int]:
     """What bounds a model's cache, as far as its file says."""
-    with Gguf(path) as file:
+    with Gguf(path, split=False) as file:
         arch = file.get("general.architecture")
         found = {name: file.get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
     return {name: value for name, value in found.items() if isinstance(value, int)}

@@ -29,9 +29,10 @@ class Model:
     """
 
     def __init__(self, path: str | os.PathLike[str], n_gpu_layers: int = 0, handle: Any = None) -> None:
-        """handle: of a model that somebody else has loaded and will free; None: the model is loaded."""
-        self.path, self.n_gpu_layers = check_model_file(path), n_gpu_layers
+        """handle: of a model that somebody else has checked, loaded and will free; None: the model is loaded."""
+        self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
+            check_model_file(self.path)
             C.llama_backend_init()
             params = C.llama_model_default_params()
             params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers

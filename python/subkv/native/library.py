@@ -24,8 +24,6 @@ _str = ctypes.c_char_p
 _ptr = ctypes.c_void_p
 _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
-
-
 _u32 = ctypes.c_uint32
 _u64 = ctypes.c_uint64
 _float = ctypes.c_float
