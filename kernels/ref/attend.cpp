@@ -2,7 +2,7 @@
 //   logit(t,g,c) = cap(q[t*n_group+g] . k(c) + shift[t*n_group+g]) + slope[g]*bias[t][c]
 //   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x;  no shift over exact keys
 //   m' = max(m, max_c logit);  z' = z exp(m - m') + sum_c exp(logit - m');  acc' = acc exp(m - m') + sum_c exp(..) v(c)
-// bias = -INFINITY leaves a cell out: its row is not even looked at. A query row that sees nothing keeps its state.
+// bias = -INFINITY leaves a cell out: it is not even looked at. A query row that sees nothing keeps its state.
 // m is a float between calls, so m' is rounded to float before it is used.
 #include "half.h"
 #include "rows.h"
@@ -68,8 +68,8 @@ void attend(const AttendArgs & a) {
             a.n_cells, a.k->rank, a.v->rank, a.qt + row * a.k->rank, a.shift != nullptr ? a.shift[row] : 0.0f,
             a.bias + row / a.n_group * a.bias_stride, a.slope[row % a.n_group], a.softcap, a.m + row, a.z + row,
             a.acc + row * a.acc_stride,
-            [&](int64_t c, float * out) { dequantize_rows(*a.k, a.k_rows + c * a.k_stride, a.k_stride, 1, out); },
-            [&](int64_t c, float * out) { dequantize_rows(*a.v, a.v_rows + c * a.v_stride, a.v_stride, 1, out); });
+            [&](int64_t c, float * out) { dequantize(*a.k, a.k_tiles, a.k_stride, 1, &c, out); },
+            [&](int64_t c, float * out) { dequantize(*a.v, a.v_tiles, a.v_stride, 1, &c, out); });
     }
 }
 

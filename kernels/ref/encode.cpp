@@ -1,5 +1,5 @@
-// encode.cpp: c = E x - offset, quantized into rows.
-//   x [n][ldx] f32 | E [rank][d] half | offset [rank] f32 or none | row of token t at rows + cells[t]*row_stride, row_bytes written
+// encode.cpp: c = E x - offset, quantized into rows, and these into tiles.
+//   x [n][ldx] f32 | E [rank][d] half | offset [rank] f32 or none | row of token t: a cell of a tile
 //
 // Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in 1..255
 // with SCALES[k0] >= max r_j, i.e. nothing clips (255 if even that one clips). Candidates k0, k0-1, ...,
@@ -17,7 +17,6 @@
 #include "rows.h"
 
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 namespace subkv::ref {
@@ -78,19 +77,6 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
     return best;
 }
 
-static void put_plane(uint8_t * plane, int32_t n, int32_t w, int32_t j, uint32_t value) {
-    const int32_t m = n * w / 8;
-    plane[j % m]    = (uint8_t) (plane[j % m] | (value & ((1u << w) - 1)) << (w * (j / m)));
-}
-
-static void put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u) {
-    const int32_t low = low_plane(bits);
-    put_plane(planes, n, low, j, u);
-    if (low < bits) {
-        put_plane(planes + n * low / 8, n, bits - low, j, u >> low);
-    }
-}
-
 static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
     row[0]        = (uint8_t) choose_scale(codec, c);
     const float s = SCALES[row[0]];
@@ -111,10 +97,11 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
     }
 }
 
-int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
-                    uint8_t * rows, int64_t row_stride) {
-    std::vector<float> c((size_t) codec.rank);
-    int64_t            n_bad = 0;
+int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
+               int64_t tile_stride) {
+    std::vector<float>   c((size_t) codec.rank);
+    std::vector<uint8_t> row((size_t) codec.row_bytes);
+    int64_t              n_bad = 0;
     for (int64_t t = 0; t < n; ++t) {
         if (codec.encode != nullptr) {
             project(codec.encode, codec.rank, codec.d, x + t * ldx, ldx, 1, 1.0f, c.data(), codec.rank);
@@ -130,13 +117,13 @@ int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64
             finite = finite && std::isfinite(value);
             zero   = zero && value == 0.0f;
         }
-        uint8_t * row = rows + cells[t] * row_stride;
-        std::memset(row, 0, (size_t) codec.row_bytes);
+        row.assign(row.size(), 0);
         if (!finite) {
             ++n_bad;
         } else if (!zero) {
-            put_row(codec, c.data(), row);
+            put_row(codec, c.data(), row.data());
         }
+        row_to_tile(codec, row.data(), tiles + cells[t] / TILE * tile_stride, cells[t] % TILE);
     }
     return n_bad;
 }

@@ -4,7 +4,7 @@
 namespace subkv {
 
 const Ops & ops_ref() {
-    static const Ops table = { "ref",       ref::encode_rows,  ref::dequantize_rows, ref::project, ref::reconstruct,
+    static const Ops table = { "ref",       ref::encode, ref::dequantize, ref::project, ref::reconstruct,
                                ref::attend, ref::attend_exact, ref::moment,          ref::to_half, 0.0f };
     return table;
 }

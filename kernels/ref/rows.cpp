@@ -1,13 +1,14 @@
-// rows.cpp: the row format, reading side, and to_half.
+// rows.cpp: the row format, dequantize, and to_half.
 //   row: scale byte u, then per band its planes; c_j = s * ratio * (u_j - (2^b - 1)/2), s = SCALES[u]
 //   a w-bit plane of n coefficients is m = n*w/8 bytes, coefficient j in byte j % m at bit w*(j / m)
 //   16-bit band: little-endian half, no scale, no ratio. u = 0: every coefficient is zero.
-// rows [n] bytes, row_stride apart | c [n][rank] f32
+// row [row_bytes] | c [rank] f32
 #include "rows.h"
 
 #include "half.h"
 
 #include <cmath>
+#include <vector>
 
 namespace subkv {
 
@@ -34,31 +35,49 @@ static uint32_t plane_value(const uint8_t * plane, int32_t n, int32_t w, int32_t
     return (uint32_t) (plane[j % m] >> (w * (j / m))) & ((1u << w) - 1);
 }
 
-static uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j) {
+uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j) {
     const int32_t  low = low_plane(bits);
     const uint32_t u   = plane_value(planes, n, low, j);
     return low == bits ? u : u | plane_value(planes + n * low / 8, n, bits - low, j) << low;
 }
 
-void dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c) {
-    for (int64_t t = 0; t < n; ++t) {
-        const uint8_t * row = rows + t * row_stride;
-        float *         out = c + t * codec.rank;
-        const float     s   = SCALES[row[0]];
-        for (int32_t i = 0; i < codec.n_bands; ++i) {
-            const Band &    band   = codec.bands[i];
-            const uint8_t * planes = row + band.offset;
-            for (int32_t j = 0; j < band.n; ++j) {
-                if (row[0] == 0) {
-                    out[band.first + j] = 0.0f;
-                } else if (band.bits == 16) {
-                    out[band.first + j] = half_to_float((uint16_t) (planes[2 * j] | planes[2 * j + 1] << 8));
-                } else {
-                    const float u       = (float) code(planes, band.n, band.bits, j);
-                    out[band.first + j] = s * band.ratio * (u - half_range(band.bits));
-                }
+static void put_plane(uint8_t * plane, int32_t n, int32_t w, int32_t j, uint32_t value) {
+    const int32_t m = n * w / 8;
+    plane[j % m]    = (uint8_t) (plane[j % m] | (value & ((1u << w) - 1)) << (w * (j / m)));
+}
+
+void put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u) {
+    const int32_t low = low_plane(bits);
+    put_plane(planes, n, low, j, u);
+    if (low < bits) {
+        put_plane(planes + n * low / 8, n, bits - low, j, u >> low);
+    }
+}
+
+void dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c) {
+    const float s = SCALES[row[0]];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band &    band   = codec.bands[i];
+        const uint8_t * planes = row + band.offset;
+        for (int32_t j = 0; j < band.n; ++j) {
+            if (row[0] == 0) {
+                c[band.first + j] = 0.0f;
+            } else if (band.bits == 16) {
+                c[band.first + j] = half_to_float((uint16_t) (planes[2 * j] | planes[2 * j + 1] << 8));
+            } else {
+                const float u     = (float) code(planes, band.n, band.bits, j);
+                c[band.first + j] = s * band.ratio * (u - half_range(band.bits));
             }
         }
+    }
+}
+
+void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
+                float * c) {
+    std::vector<uint8_t> row((size_t) codec.row_bytes);
+    for (int64_t t = 0; t < n; ++t) {
+        tile_to_row(codec, tiles + cells[t] / TILE * tile_stride, cells[t] % TILE, row.data());
+        dequantize_row(codec, row.data(), c + t * codec.rank);
     }
 }
 

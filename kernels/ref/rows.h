@@ -1,13 +1,15 @@
-// rows.h: the reference's ops.
+// rows.h: the reference's ops, and the row format.
 #pragma once
 
 #include "subkv/ops.h"
 
 namespace subkv::ref {
 
-int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
-                    uint8_t * rows, int64_t row_stride);
-void    dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
+// kernels of the table
+int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
+               int64_t tile_stride);
+void    dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
+                   float * c);
 void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
 void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
@@ -15,5 +17,10 @@ void attend(const AttendArgs & args);
 void attend_exact(const ExactArgs & args);
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
 void to_half(const float * x, uint16_t * h, int64_t n);
+
+// One row: codes of coefficient j of a band's planes, and all its coefficients c [rank].
+uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j);
+void     put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u); // into zeros
+void     dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c);
 
 } // namespace subkv::ref

@@ -4,7 +4,7 @@
 // Glossary: a *coefficient* is one number of c = E x; its *code* is the quantized integer; a head's *row* is
 // what one cell stores for one KV head (K or V): one scale byte followed by the codes of its bands.
 //
-// Row format (FORMAT.md is normative):
+// Row format (FORMAT.md is normative; of files, states and Python):
 //   byte 0        scale code u; s = 0 when u = 0 (zero row), else s = 2^((u - 160) / 8)
 //   then, band by band, the planes of the band's codes.
 //   A band of n coefficients (n % 8 == 0) with b bits stores its codes u_j in [0, 2^b - 1] as bit planes:
@@ -13,9 +13,11 @@
 //   Dequantize: c_j = s * ratio * (u_j - (2^b - 1) / 2).
 //   A 16-bit band stores c_j itself as little-endian IEEE half, n*2 bytes, no scale, no ratio (it is still zero in
 //   a zero row).
+// In the cache 64 rows of a head are a tile (tiles.h), and every op below works on tiles.
 #pragma once
 
 #include "subkv/format.h"
+#include "subkv/tiles.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -34,6 +36,7 @@ struct Band {
 
 // One KV head of one layer, K or V.
 struct HeadCodec {
+    int32_t          value;     // side, which orders its tiles: 0 K, 1 V
     int32_t          d;         // head size
     int32_t          rank;      // coefficients kept, = sum of bands[i].n, <= d
     int32_t          row_bytes; // 1 + bytes of all planes
@@ -57,11 +60,11 @@ struct HeadCodec {
 struct AttendArgs {
     const HeadCodec * k;
     const HeadCodec * v;
-    const uint8_t *   k_rows; // this head's row of the first cell
-    const uint8_t *   v_rows;
-    int64_t           k_stride; // bytes from one cell to the next
+    const uint8_t *   k_tiles; // this head's tile of the first cell
+    const uint8_t *   v_tiles;
+    int64_t           k_stride; // bytes from one tile to the next
     int64_t           v_stride;
-    int64_t           n_cells;
+    int64_t           n_cells; // the last tile is there in full, its cells beyond may hold anything
     int64_t           n_tok;
     int64_t           n_group;
     const float *     qt;    // [n_tok*n_group][k->rank] projected queries, gamma and softmax scale already in
@@ -99,15 +102,18 @@ struct ExactArgs {
 struct Ops {
     const char * name; // "ref", "avx2", ...
 
-    // c = E x - offset, quantized, written to rows + cells[t]*row_stride for t in [0, n).
+    // c = E x - offset, quantized, for t in [0, n) into cell cells[t] % TILE of the tile at
+    // tiles + cells[t] / TILE * tile_stride. Other cells stay; lines are read and written whole, so that no two threads
+    // may be in one tile.
     //   x [n][ldx] f32. The scale code is the one of a few candidates with the least squared coefficient error
     //   (kernels/ref/encode.cpp says which). A row with a non-finite coefficient, or all zero, becomes a zero row:
     //   scale byte 0, all codes 0. Returns the number of non-finite rows.
-    int64_t (*encode_rows)(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
-                           uint8_t * rows, int64_t row_stride);
+    int64_t (*encode)(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
+                      uint8_t * tiles, int64_t tile_stride);
 
-    // c [n][rank] f32 = dequantized coefficients of n consecutive cells.
-    void (*dequantize_rows)(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
+    // c [n][rank] f32 = dequantized coefficients of n cells, found as encode finds them.
+    void (*dequantize)(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n,
+                       const int64_t * cells, float * c);
 
     // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d] IEEE half, finite; x [n][ldx], y [n][ldy] f32
     //   Products and sums in f32 or wider: the entries of m are not rounded again.
@@ -136,7 +142,15 @@ struct Ops {
 
 const Ops & ops_ref();
 
-// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512bw|avx512vnni|avx512|neon overrides (debugging); an unknown
+// Cell `cell` of one tile from and to a row of row_bytes bytes; other cells stay. Every row has one form in a tile.
+void row_to_tile(const HeadCodec & codec, const uint8_t * row, uint8_t * tile, int64_t cell);
+void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, uint8_t * row);
+
+// Rows [n][row_bytes] as x and c of Ops::encode and Ops::dequantize, by way of tiles.
+int64_t encode_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, uint8_t * rows);
+void    dequantize_rows(const Ops & ops, const HeadCodec & codec, const uint8_t * rows, int64_t n, float * c);
+
+// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512bw|avx512|neon overrides (debugging); an unknown
 // or unsupported name is reported by ops_error() and the best version is NOT substituted: callers refuse to start.
 const Ops &  ops();
 const char * ops_error(); // nullptr when fine
