@@ -75,7 +75,7 @@ def test_a_state_holds_the_rows_of_the_format(model: engine.Model, tokens: list[
 
 @pytest.mark.parametrize("adapt", [None, ADAPT])
 def test_a_restored_state_is_the_state(model: engine.Model, tokens: list[int], layout: Any, adapt: str | None) -> None:
-    with session(model, layout, window=WINDOW, adapt=adapt) as s:
+    with session(model, layout, window=WINDOW, adapt=adapt, offload_kqv=adapt is None) as s:
         s.decode(tokens[:N])
         whole, one = s.state(), s.state(0)
         s.clear()
