@@ -10,6 +10,7 @@
 //
 // Isa, a type of the including file alone (its functions are compiled for its instructions), gives
 //   W                     floats of a register, and dwords of four codes
+//   BEFORE                what open() takes off a code
 //   KEYS_FROM_CODES       few rows multiply keys straight out of the tile; false: bytes first, registers are few
 //   KEY_ROWS, KEY_REGS    query rows and registers of W cells whose logits are summed at once, 3 rows at most
 //   octets(rows)          octets whose values are summed at once for as many of up to VALUE_ROWS = 4 rows
@@ -75,6 +76,11 @@ struct Call {
 
     int64_t n_rows() const { return a.n_tok * a.n_group; }
 };
+
+// Twice what centring takes off a code as products see it.
+template <typename Isa> static inline int32_t odd_of(const Band & band) {
+    return (1 << band.bits) - 1 - 2 * Isa::BEFORE;
+}
 
 //
 // codes of a register
@@ -422,7 +428,7 @@ static void values(const Call & call, const uint8_t * tiles, int64_t stride, uin
                               stride,
                               BYTES || index > 0 ? 0 : AHEAD * stride, // once is enough
                               awake,
-                              (1 << band.bits) - 1,
+                              odd_of<Isa>(band),
                               step,
                               i,
                               call.row + index,
@@ -613,7 +619,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
         for (int32_t j = 0; codec.bands[i].bits != 16 && j < codec.bands[i].n; ++j) {
             sum += u[codec.bands[i].first + j];
         }
-        twice += (int64_t) sum * ((1 << codec.bands[i].bits) - 1);
+        twice += (int64_t) sum * odd_of<Isa>(codec.bands[i]);
     }
     row.start = (int32_t) -(twice >> 1);
     row.half  = (twice & 1) != 0 ? 0.5f : 0.0f;
