@@ -76,8 +76,7 @@ void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, ui
             if (band.bits == 16) {
                 std::copy_n(octet + 2 * (j * TILE + c), 2, planes + 2 * (first + j));
             } else {
-                ref::put_code(planes, band.n, band.bits, first + j,
-                              get_code(octet, place_of(codec, j, c), band.bits));
+                ref::put_code(planes, band.n, band.bits, first + j, get_code(octet, place_of(codec, j, c), band.bits));
             }
         }
     });
