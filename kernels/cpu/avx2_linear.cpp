@@ -4,12 +4,11 @@
 #if defined(SUBKV_X86)
 
 #    include "avx2_simd.h"
+#    include "scratch.h"
 
 #    include <string.h>
 
 namespace subkv::avx2 {
-
-enum Slot { SLOT_BLOCK = 11, SLOT_TRIANGLE = 9 }; // 9 is the tiled attention's; neither outlives a call
 
 constexpr int64_t TOKENS = 64; // of the second moment: summed in float before they are added to the doubles
 
@@ -162,9 +161,9 @@ static void moment_4x16(const float * x, int64_t n, int64_t ld, int64_t i, int64
 
 // Upper triangle (in 4x16 blocks) of this call alone in scratch, mirrored into s at the end.
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum) {
-    const int64_t ld    = cpu::padded(d);
-    float *       block = (float *) cpu::scratch(SLOT_BLOCK, (size_t) (TOKENS * ld) * sizeof(float));
-    double *      upper = (double *) cpu::scratch(SLOT_TRIANGLE, (size_t) (ld * ld) * sizeof(double));
+    const int64_t ld    = padded(d);
+    float *       block = (float *) cpu::scratch(cpu::SLOT_PROJECT, (size_t) (TOKENS * ld) * sizeof(float));
+    double *      upper = (double *) cpu::scratch(cpu::SLOT_MOMENT, (size_t) (ld * ld) * sizeof(double));
     memset(upper, 0, (size_t) (ld * ld) * sizeof(double));
     for (int64_t first = 0; first < n; first += TOKENS) {
         const int64_t count = n - first < TOKENS ? n - first : TOKENS;

@@ -3,18 +3,17 @@
 #pragma once
 
 #include "../ref/rows.h"
-#include "plan.h"
 
 #include <immintrin.h>
 
 namespace subkv::avx2 {
 
-using cpu::GROUP;
-using cpu::Group;
-using cpu::Part;
-using cpu::Plan;
-
 constexpr float NEG_INF = -__builtin_inff();
+constexpr int   GROUP   = 16; // entries of a vector that loops take at once; head sizes are multiples of 8
+
+static inline int32_t padded(int64_t d) { // whole groups
+    return (int32_t) ((d + GROUP - 1) / GROUP * GROUP);
+}
 
 static inline float horizontal_max(__m256 x) {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -37,27 +36,26 @@ static inline __m256 sum_pairs(__m256 h01, __m256 h23, __m256 h45, __m256 h67) {
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-// exp(x) for x <= 0, relative error about 2 ulp; 0 below -87.3 and for -inf. Cody-Waite reduction, then Taylor to
-// degree 7 on |r| <= ln(2)/2 (remainder 6e-9 relative at the ends; degree 6 would leave 1e-7).
+// exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y) in the low bits of
+// y + 1.5 * 2^23, 2^f on |f| <= 1/2 the polynomial of degree 5 with the least largest relative error, 2e-7. The rounding of
+// y adds |x| * 9e-8 relative, which matters as little as such weights do.
+constexpr float LOG2_E  = 1.44269504f;
+constexpr float ROUNDER = 12582912.0f;
+constexpr float EXP2[6] = { 1.32764713e-3f, 9.67554096e-3f, 5.55071309e-2f, 2.40221202e-1f, 6.93146944e-1f, 1.0f };
+
 static inline __m256 exp_nonpositive(__m256 x) {
     const __m256 floor_x = _mm256_set1_ps(-87.3f);
     const __m256 alive   = _mm256_cmp_ps(x, floor_x, _CMP_NLT_UQ); // true for NaN: it shall stay visible
-    x                    = _mm256_max_ps(floor_x, x);
-    const __m256 n =
-        _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r            = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693145752f), x);
-    r                   = _mm256_fnmadd_ps(n, _mm256_set1_ps(1.42860677e-6f), r);
-    __m256 p            = _mm256_set1_ps(1.98412698e-4f);
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.38888889e-3f));
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.33333333e-3f));
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.16666667e-2f));
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.66666667e-1f));
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5f));
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    p                   = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    const __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    const __m256  y     = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power));
-    return _mm256_and_ps(y, alive);
+    const __m256 rounder = _mm256_set1_ps(ROUNDER);
+    const __m256 y       = _mm256_mul_ps(_mm256_max_ps(floor_x, x), _mm256_set1_ps(LOG2_E));
+    const __m256 t       = _mm256_add_ps(y, rounder);
+    const __m256 f       = _mm256_sub_ps(y, _mm256_sub_ps(t, rounder));
+    __m256       p       = _mm256_set1_ps(EXP2[0]);
+    for (int i = 1; i < 6; ++i) {
+        p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(EXP2[i]));
+    }
+    const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_and_ps(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power)), alive);
 }
 
 static inline float exp_nonpositive(float x) {
@@ -74,14 +72,6 @@ static inline __m256 soft_cap(__m256 x, float cap) {
     return _mm256_or_ps(_mm256_mul_ps(ratio, _mm256_set1_ps(cap)), sign);
 }
 
-static inline __m256i gather_part(const Part & part, const uint8_t * row) {
-    const __m256i window = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) (row + part.window)));
-    const __m256i bytes =
-        _mm256_and_si256(_mm256_shuffle_epi8(window, _mm256_load_si256((const __m256i *) part.shuffle)),
-                         _mm256_load_si256((const __m256i *) part.mask));
-    return _mm256_maddubs_epi16(bytes, _mm256_load_si256((const __m256i *) part.weight));
-}
-
 // Loads are the bottleneck of the inner loops, and a compiler likes to fold one load into every instruction that uses
 // its value. A pinned value is loaded once.
 static inline __m256i pin(__m256i x) {
@@ -95,120 +85,26 @@ static inline __m256 pin(__m256 x) {
     return _mm256_castsi256_ps(pin(_mm256_castps_si256(x)));
 }
 
-// Sums of multiply-adds to centred codes / unit (plan.h).
-static inline void center(__m256i sum, __m256 offset_low, __m256 offset_high, __m256 & low, __m256 & high) {
-    const __m256i exponent = _mm256_set1_epi16(0x4a80);
-    low                    = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_unpacklo_epi16(sum, exponent)), offset_low);
-    high                   = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_unpackhi_epi16(sum, exponent)), offset_high);
+// at[j] = shrink * at[j] + unit * (2 * sum[j] - middle); wraps, but the centred sum fits
+static inline void add_eight(__m256i sum, int32_t middle, float shrink, float unit, float * at) {
+    const __m256i centred = _mm256_sub_epi32(_mm256_slli_epi32(sum, 1), _mm256_set1_epi32(middle));
+    const __m256  add     = _mm256_mul_ps(_mm256_cvtepi32_ps(centred), _mm256_set1_ps(unit));
+    _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_set1_ps(shrink), _mm256_loadu_ps(at), add));
 }
 
-// Openers of one group: what unpacking it needs, ready for many rows. load() gives 16 values (zero beyond the end).
-struct OneWindow { // a group of one part, everything in registers
-    __m256i shuffle, mask, weight;
-    __m256  offset_low, offset_high;
-    int64_t window;
-
-    OneWindow(const Part * parts, const Group & group) {
-        const Part & part = parts[group.first_part];
-        shuffle           = pin(_mm256_load_si256((const __m256i *) part.shuffle));
-        mask              = pin(_mm256_load_si256((const __m256i *) part.mask));
-        weight            = pin(_mm256_load_si256((const __m256i *) part.weight));
-        offset_low        = pin(_mm256_load_ps(group.offset));
-        offset_high       = pin(_mm256_load_ps(group.offset + 8));
-        window            = part.window;
-    }
-
-    inline void load(const void * row, __m256 & low, __m256 & high) const {
-        const __m128i * at    = (const __m128i *) ((const uint8_t *) row + window);
-        const __m256i   bytes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(at)), shuffle);
-        center(_mm256_maddubs_epi16(_mm256_and_si256(bytes, mask), weight), offset_low, offset_high, low, high);
-    }
-};
-
-struct ManyWindows { // any number of parts
-    const Part *  part;
-    const Group * group;
-
-    ManyWindows(const Part * parts, const Group & g) : part(parts + g.first_part), group(&g) {}
-
-    inline void load(const void * row, __m256 & low, __m256 & high) const {
-        __m256i sum = gather_part(part[0], (const uint8_t *) row);
-        for (int32_t i = 1; i < group->n_parts; ++i) {
-            sum = _mm256_add_epi16(sum, gather_part(part[i], (const uint8_t *) row));
-        }
-        center(sum, _mm256_load_ps(group->offset), _mm256_load_ps(group->offset + 8), low, high);
-    }
-};
-
-struct Halves {
-    int64_t at;
-    bool    whole; // 16 values, not 8
-
-    inline void load(const void * row, __m256 & low, __m256 & high) const {
-        const __m128i * h = (const __m128i *) ((const uint16_t *) row + at);
-        low               = _mm256_cvtph_ps(_mm_loadu_si128(h));
-        high              = whole ? _mm256_cvtph_ps(_mm_loadu_si128(h + 1)) : _mm256_setzero_ps();
-    }
-};
-
-// The rows of one side of a call. The same attention code runs on coded and on exact rows. open<Fast>(g) may be asked
-// for Fast only if simple(g).
-struct CodeRows {
-    using Fast = OneWindow;
-    using Slow = ManyWindows;
-    const Plan & plan;
-
-    inline bool simple(int32_t g) const { return plan.groups[g].n_parts == 1; }
-
-    inline bool all_simple() const { return plan.single; }
-
-    template <typename Opener> inline Opener open(int32_t g) const { return Opener(plan.parts, plan.groups[g]); }
-};
-
-struct HalfRows {
-    using Fast = Halves;
-    using Slow = Halves;
-    int64_t d; // multiple of 8
-
-    inline bool simple(int32_t) const { return true; }
-
-    inline bool all_simple() const { return true; }
-
-    template <typename Opener> inline Opener open(int32_t g) const { return Opener{ g * GROUP, g * GROUP + 8 < d }; }
-};
-
-// One attention call, coded or exact, as the loops see it.
-struct Call {
-    int64_t            n, n_tok, n_group;
-    int64_t            d_k, d_v; // ranks or head sizes
-    const float *      q;        // [n_tok*n_group][d_k]
-    const float *      shift;    // [n_tok*n_group] or nullptr
-    const float *      bias;
-    int64_t            bias_stride;
-    const float *      slope;
-    float              softcap;
-    float *            m;
-    float *            z;
-    float *            acc;
-    int64_t            acc_stride;
-    const AttendArgs * coded; // one of the two is set
-    const ExactArgs *  exact;
-};
-
-void attend_small(const Call & call); // few query rows: straight from the codes
-void attend_tiled(const Call & call); // many: tiles of dequantized rows
+void attend_exact_few(const ExactArgs & a);  // query rows: key by key
+void attend_exact_many(const ExactArgs & a); // in tiles of floats
 
 // kernels of the table
-int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
-                    uint8_t * rows, int64_t row_stride);
-void    dequantize_rows(const HeadCodec & codec, const uint8_t * rows, int64_t row_stride, int64_t n, float * c);
+int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
+               int64_t tile_stride);
+void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
+                float * c);
+void attend(const AttendArgs & a);
 void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
 void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
 void to_half(const float * x, uint16_t * h, int64_t n);
-
-// One coded row, dequantized, to out[padded(rank)] (zero beyond rank).
-void dequantize_row(const HeadCodec & codec, const Plan & plan, const uint8_t * row, float * out);
 
 } // namespace subkv::avx2

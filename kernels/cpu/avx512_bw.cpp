@@ -1,30 +1,30 @@
-// avx512_bw.cpp: the table of AVX-512 without VNNI and VBMI. Products are VPMADDWD's: the codes of even and of odd places
-// as words, times words of the integers.
+// avx512_bw.cpp: the table of AVX-512 without VNNI. Products are VPMADDWD's: the codes of even and of odd places as words,
+// times words of the integers.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
 
-#    include "avx512_dwords.h"
+#    include "avx512_attend.h"
 
 namespace subkv::avx512 {
 namespace {
 
 struct Words {
-    static constexpr int MR = 3; // 12 sums, 8 registers of codes
-
     using Sum = __m512i;
 
     struct Opened {
         __m512i even, odd;
     };
 
+    static constexpr int octets(int) { return 4; } // 16 sums and 8 registers of codes at most
+
     static void split(__m512i u, void * first, void * second) { // words of places 0, 2, 4, ... and of 1, 3, 5, ...
         const __m256i apart =
             _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
         const __m256i eights = _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(u), apart);
         const __m256i halves = _mm256_permute4x64_epi64(eights, _MM_SHUFFLE(3, 1, 2, 0));
-        _mm_store_si128((__m128i *) first, _mm256_castsi256_si128(halves));
-        _mm_store_si128((__m128i *) second, _mm256_extracti128_si256(halves, 1));
+        _mm_storeu_si128((__m128i *) first, _mm256_castsi256_si128(halves));
+        _mm_storeu_si128((__m128i *) second, _mm256_extracti128_si256(halves, 1));
     }
 
     static Opened open(__m512i codes) {
@@ -46,7 +46,7 @@ struct Words {
 
 namespace subkv {
 
-constexpr Ops ops_avx512_bw = avx512::table<avx512::PermutedDwords, avx512::Words>("avx512bw");
+constexpr Ops ops_avx512_bw = avx512::table<avx512::Words>("avx512bw");
 
 } // namespace subkv
 

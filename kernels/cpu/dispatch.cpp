@@ -33,7 +33,7 @@ bool has_dot_products() {
 #endif
 
 struct Choice {
-    const Ops * available[6] = {}; // slowest first, ends with nullptr
+    const Ops * available[5] = {}; // slowest first, ends with nullptr
     const Ops * chosen       = nullptr;
     std::string error;
 
@@ -47,10 +47,7 @@ struct Choice {
             if (has_avx512_bw()) {
                 available[n++] = &ops_avx512_bw;
                 if (__builtin_cpu_supports("avx512vnni")) {
-                    available[n++] = &ops_avx512_vnni;
-                    if (__builtin_cpu_supports("avx512vbmi")) {
-                        available[n++] = &ops_avx512;
-                    }
+                    available[n++] = &ops_avx512;
                 }
             }
         }

@@ -4,7 +4,7 @@
 #if defined(SUBKV_ARM64)
 
 #    include "../ref/rows.h"
-#    include "integer_attend.h"
+#    include "attend_tiles.h"
 #    include "neon.h"
 
 #    include <string.h>
@@ -75,16 +75,16 @@ void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, floa
     }
 }
 
-constexpr int64_t TILE = 64; // keys
+constexpr int64_t KEYS = 64; // of a tile
 
 // One query row against keys [first, first + n). Head sizes are multiples of 8.
 static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n) {
     const float * q     = a.q + row * a.d_k;
     const float * bias  = a.bias + row / a.n_group * a.bias_stride + first;
     const float   slope = a.slope[row % a.n_group];
-    float         x[TILE];
+    float         x[KEYS];
     float         top = -__builtin_inff();
-    for (int64_t c = 0; c < TILE; ++c) {
+    for (int64_t c = 0; c < KEYS; ++c) {
         x[c] = -__builtin_inff();
         if (c >= n || bias[c] == -__builtin_inff()) {
             continue; // not even looked at
@@ -111,7 +111,7 @@ static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n
                          old == -__builtin_inff() ? 0.0f :
                                                     vgetq_lane_f32(exp_nonpositive(vdupq_n_f32(old - new_m)), 0);
     float32x4_t total  = vdupq_n_f32(0.0f);
-    for (int64_t c = 0; c < TILE; c += 4) {
+    for (int64_t c = 0; c < KEYS; c += 4) {
         const float32x4_t e = exp_nonpositive(vsubq_f32(vld1q_f32(x + c), vdupq_n_f32(new_m)));
         total               = vaddq_f32(total, e);
         vst1q_f32(x + c, e);
@@ -134,9 +134,9 @@ static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n
 }
 
 void attend_exact(const ExactArgs & a) {
-    for (int64_t first = 0; first < a.n_keys; first += TILE) {
+    for (int64_t first = 0; first < a.n_keys; first += KEYS) {
         for (int64_t row = 0; row < a.n_tok * a.n_group; ++row) {
-            exact_row(a, row, first, a.n_keys - first < TILE ? a.n_keys - first : TILE);
+            exact_row(a, row, first, a.n_keys - first < KEYS ? a.n_keys - first : KEYS);
         }
     }
 }
@@ -145,9 +145,9 @@ void attend_exact(const ExactArgs & a) {
 
 namespace subkv {
 
-// dequantize_rows serves tests and tools, moment is vectorized by the compiler as it stands
-const Ops ops_neon = { "neon",       neon::encode_rows,  ref::dequantize_rows, neon::project, neon::reconstruct,
-                       neon::attend, neon::attend_exact, ref::moment,          neon::to_half, 1.0f / cpu::LARGEST };
+// dequantize serves tests and tools, moment is vectorized by the compiler as it stands
+const Ops ops_neon = { "neon",       neon::encode,       ref::dequantize, neon::project, neon::reconstruct,
+                       neon::attend, neon::attend_exact, ref::moment,     neon::to_half, 1.0f / cpu::LARGEST };
 
 } // namespace subkv
 

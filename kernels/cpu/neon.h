@@ -7,7 +7,7 @@
 
 namespace subkv::neon {
 
-// exp(x) for x <= 0, 0 below -87.3; the method and errors of AVX2's (avx2_simd.h).
+// exp(x) for x <= 0, 0 below -87.3, relative error about 2 ulp: Cody-Waite reduction, then Taylor to degree 7.
 static inline float32x4_t exp_nonpositive(float32x4_t x) {
     const float32x4_t floor_x = vdupq_n_f32(-87.3f);
     const uint32x4_t  dead    = vcltq_f32(x, floor_x); // false for NaN: it shall stay visible
@@ -44,8 +44,8 @@ static inline float32x4_t widen(const uint16_t * h) {
 // kernels of the table
 void    attend(const AttendArgs & a);
 void    attend_exact(const ExactArgs & a);
-int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
-                    uint8_t * rows, int64_t row_stride);
+int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
+               int64_t tile_stride);
 void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
 void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);

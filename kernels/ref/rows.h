@@ -8,8 +8,8 @@ namespace subkv::ref {
 // kernels of the table
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride);
-void    dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
-                   float * c);
+void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
+                float * c);
 void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
 void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);

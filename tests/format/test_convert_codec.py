@@ -1,11 +1,7 @@
-"""Rows: the format, byte by byte, and the same bytes from its definition in numpy and from every kernel."""
+"""Rows: the format, byte by byte, and the same bytes from its definition in numpy; every kernel: tests/kernels."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
-import capi
 import codec_numpy
 import numpy as np
 import pytest
@@ -164,81 +160,3 @@ def test_searching_the_scale_beats_never_clipping() -> None:
     widest = np.abs(c).max(axis=1, keepdims=True) / 3.5
     plain = np.clip(np.rint(c / widest + 3.5), 0, 7) * widest - 3.5 * widest
     assert error < 0.8 * np.mean((plain - c) ** 2)
-
-
-#
-# against the native kernels
-#
-
-
-class _Band(ctypes.Structure):
-    _fields_ = [
-        ("n", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
-        ("first", ctypes.c_int32),
-        ("offset", ctypes.c_int32),
-        ("ratio", ctypes.c_float),
-    ]
-
-
-class _HeadCodec(ctypes.Structure):
-    _fields_ = [
-        ("d", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("row_bytes", ctypes.c_int32),
-        ("n_bands", ctypes.c_int32),
-        ("bands", _Band * 8),
-        ("encode", ctypes.c_void_p),
-        ("decode", ctypes.c_void_p),
-        ("offset", ctypes.c_void_p),
-    ]
-
-
-class _Ops(ctypes.Structure):
-    """Start of struct Ops: the two functions that this test calls."""
-
-    _fields_ = [("name", ctypes.c_char_p), ("encode_rows", ctypes.c_void_p), ("dequantize_rows", ctypes.c_void_p)]
-
-
-_ENCODE = ctypes.CFUNCTYPE(
-    ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
-)
-_DEQUANTIZE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p)
-
-
-def native_tables() -> list[Any]:
-    lib = capi.load()
-    tables = [lib.subkv_ops_table(i) for i in range(lib.subkv_ops_count())]
-    return [ctypes.cast(table, ctypes.POINTER(_Ops)).contents for table in tables]
-
-
-@given(st.integers(0, 10**9), BANDS)
-@settings(max_examples=40, deadline=None)
-def test_native_kernels_write_the_same_bytes(seed: int, bands: Bands) -> None:
-    """Every kernel version, with the identity as E, so that the coefficients are the input."""
-    r = rank(bands)
-    n = 16
-    ratio = np.random.default_rng(seed).uniform(0.1, 1.0, len(bands)).astype(np.float32)
-    c = rows_of(seed, n, bands)
-    identity = np.eye(r, dtype=np.float16)
-    codec = _HeadCodec(r, r, row_bytes(bands), len(bands))
-    first, offset = 0, 1
-    for i, (m, bits) in enumerate(bands):
-        codec.bands[i] = _Band(m, bits, first, offset, ratio[i])
-        first, offset = first + m, offset + m * bits // 8
-    codec.encode = codec.decode = identity.ctypes.data
-    cells = np.arange(n, dtype=np.int64)
-    clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0.0))  # NaN·0 would spread through E
-    want = codec_numpy.encode(clean, bands, ratio)
-    for table in native_tables():
-        rows = np.full((n, row_bytes(bands)), 0xAA, dtype=np.uint8)
-        bad = _ENCODE(table.encode_rows)(
-            ctypes.addressof(codec), clean.ctypes.data, r, n, cells.ctypes.data, rows.ctypes.data, rows.shape[1]
-        )
-        assert bad == 0
-        np.testing.assert_array_equal(rows, want, err_msg=table.name.decode())
-        back = np.empty((n, r), dtype=np.float32)
-        _DEQUANTIZE(table.dequantize_rows)(
-            ctypes.addressof(codec), rows.ctypes.data, rows.shape[1], n, back.ctypes.data
-        )
-        np.testing.assert_allclose(back, codec_numpy.decode(rows, bands, ratio), rtol=3e-7, atol=1e-30)

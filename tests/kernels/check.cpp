@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -46,8 +47,9 @@ struct Head {
     std::vector<uint16_t> basis;
     std::vector<float>    offset;
 
-    Head(int d, bool halves, bool exact) {
+    Head(bool value, int d, bool halves, bool exact) {
         static const int bits[] = { 2, 3, 4, 5, 6, 8, 16 };
+        codec.value             = value;
         codec.row_bytes         = 1;
         codec.d                 = d;
         const int n_bands       = pick(1, 5);
@@ -106,28 +108,49 @@ std::vector<float> normals(int64_t n) {
     return x;
 }
 
+std::vector<int64_t> first_cells(int64_t n) {
+    std::vector<int64_t> cells((size_t) n);
+    std::iota(cells.begin(), cells.end(), 0);
+    return cells;
+}
+
+// Where the last of the tiles that hold n cells ends.
+int64_t tile_bytes(const HeadCodec & codec, int64_t n, int64_t stride) {
+    return (n - 1) / TILE * stride + TILE * codec.row_bytes;
+}
+
 void check_encode(const Ops & ops, int d) {
-    const Head                        head(d, true, true);
-    const int64_t                     n = pick(1, 70);
-    std::vector<float>                x = normals(n * d);
-    std::vector<int64_t>              cells;
-    const int64_t                     stride = head.codec.row_bytes + pick(0, 3);
-    std::vector<std::vector<uint8_t>> rows(2, std::vector<uint8_t>((size_t) (n * stride), 170));
-    for (int64_t t = 0; t < n; ++t) {
-        cells.push_back(n - 1 - t);
-    }
+    const Head           head(pick(0, 1) != 0, d, true, true);
+    const HeadCodec &    codec = head.codec;
+    const int64_t        n_all = 3 * TILE, n = pick(1, (int) n_all);
+    const int64_t        stride = TILE * codec.row_bytes + pick(0, 70), size = tile_bytes(codec, n_all, stride);
+    std::vector<float>   x     = normals(n * d);
+    std::vector<int64_t> cells = first_cells(n_all);
+    std::shuffle(cells.begin(), cells.end(), random_bits);
     x[0] = pick(0, 3) == 0 ? NAN : x[0];
     std::fill_n(x.begin() + (n - 1) * d, pick(0, 1) * d, 0.0f);
-    const int64_t bad[] = { ops_ref().encode_rows(head.codec, x.data(), d, n, cells.data(), rows[0].data(), stride),
-                            ops.encode_rows(head.codec, x.data(), d, n, cells.data(), rows[1].data(), stride) };
-    require(bad[0] == bad[1], ops.name, "encode_rows: rows that are not finite", 0, (double) bad[1], (double) bad[0]);
-    for (size_t i = 0; i < rows[0].size(); ++i) {
-        require(rows[0][i] == rows[1][i], ops.name, "encode_rows: byte", (int64_t) i, rows[1][i], rows[0][i]);
+    const Fenced expected(size), found(size);
+    std::copy_n(expected.data, size, found.data);
+    const int64_t bad[] = { ops_ref().encode(codec, x.data(), d, n, cells.data(), expected.data, stride),
+                            ops.encode(codec, x.data(), d, n, cells.data(), found.data, stride) };
+    require(bad[0] == bad[1], ops.name, "encode: rows that are not finite", 0, (double) bad[1], (double) bad[0]);
+    for (int64_t i = 0; i < size; ++i) {
+        require(expected.data[i] == found.data[i], ops.name, "encode: byte", i, found.data[i], expected.data[i]);
+    }
+    // every version finds the reference's coefficients, of cells in any order
+    std::vector<float> c[2];
+    for (int i = 0; i < 2; ++i) {
+        c[i].resize((size_t) (n * codec.rank));
+        (i == 0 ? ops_ref() : ops).dequantize(codec, found.data, stride, n, cells.data(), c[i].data());
+    }
+    for (size_t i = 0; i < c[0].size(); ++i) {
+        require(std::fabs(c[1][i] - c[0][i]) <= 3e-7f * std::fabs(c[0][i]), ops.name, "dequantize", (int64_t) i,
+                c[1][i], c[0][i]);
     }
 }
 
 void check_linear(const Ops & ops, int d) {
-    const Head               head(d, false, false);
+    const Head               head(false, d, false, false);
     const HeadCodec &        codec = head.codec;
     const int64_t            n     = pick(1, 20);
     const std::vector<float> x     = normals(n * d);
@@ -192,33 +215,37 @@ void compare(const char * version, const char * what, const State & expected, co
     }
 }
 
-// Random rows of n cells: some zero ones, 16-bit bands finite.
-void fill_rows(const HeadCodec & codec, uint8_t * rows, int64_t stride, int64_t n, int64_t every) {
+// Makes cells of random bytes those that attention may see: some zero rows, 16-bit bands finite.
+void tame(const HeadCodec & codec, uint8_t * tiles, int64_t stride, int64_t n, int64_t every) {
+    std::vector<uint8_t> row((size_t) codec.row_bytes);
     for (int64_t c = 0; c < n; ++c) {
-        uint8_t * row = rows + c * stride;
-        row[0]        = (uint8_t) (c % every == 0 ? 0 : pick(120, 160));
+        uint8_t * tile = tiles + c / TILE * stride;
+        tile_to_row(codec, tile, c % TILE, row.data());
+        row[0] = (uint8_t) (c % every == 0 ? 0 : pick(120, 160));
         for (int i = 0; i < codec.n_bands; ++i) {
             for (int j = 0; codec.bands[i].bits == 16 && j < codec.bands[i].n; ++j) {
                 const uint16_t h = half_of(normal());
-                std::memcpy(row + codec.bands[i].offset + 2 * j, &h, sizeof(h));
+                std::memcpy(row.data() + codec.bands[i].offset + 2 * j, &h, sizeof(h));
             }
         }
+        row_to_tile(codec, row.data(), tile, c % TILE);
     }
 }
 
 void check_attend(const Ops & ops, int d_k, int d_v) {
-    const Head    k(d_k, true, false), v(d_v, true, false);
-    const int64_t n = pick(1, 200), n_tok = pick(1, 4), n_group = pick(1, 5), n_rows = n_tok * n_group;
-    const int64_t k_stride = k.codec.row_bytes + pick(0, 2), v_stride = v.codec.row_bytes;
-    const Fenced  k_fenced((n - 1) * k_stride + k.codec.row_bytes), v_fenced(n * v_stride);
-    uint8_t *     k_rows = k_fenced.data;
-    uint8_t *     v_rows = v_fenced.data;
-    fill_rows(k.codec, k_rows, k_stride, n, 7);
-    fill_rows(v.codec, v_rows, v_stride, n, 5);
-    std::vector<float>       keys((size_t) (n * k.codec.rank)), values((size_t) (n * v.codec.rank));
-    const std::vector<float> bias = random_bias(n_tok, n), slope = normals(n_group), shift = normals(n_rows);
-    ops_ref().dequantize_rows(k.codec, k_rows, k_stride, n, keys.data());
-    ops_ref().dequantize_rows(v.codec, v_rows, v_stride, n, values.data());
+    const Head    k(false, d_k, true, false), v(true, d_v, true, false);
+    const int64_t n = pick(1, 300), n_tok = pick(1, 4), n_group = pick(1, 9), n_rows = n_tok * n_group;
+    const int64_t k_stride = TILE * k.codec.row_bytes + pick(0, 70), v_stride = TILE * v.codec.row_bytes;
+    const Fenced  k_fenced(tile_bytes(k.codec, n, k_stride)), v_fenced(tile_bytes(v.codec, n, v_stride));
+    uint8_t *     k_tiles = k_fenced.data;
+    uint8_t *     v_tiles = v_fenced.data;
+    tame(k.codec, k_tiles, k_stride, n, 7);
+    tame(v.codec, v_tiles, v_stride, n, 5);
+    const std::vector<int64_t> cells = first_cells(n);
+    std::vector<float>         keys((size_t) (n * k.codec.rank)), values((size_t) (n * v.codec.rank));
+    const std::vector<float>   bias = random_bias(n_tok, n), slope = normals(n_group), shift = normals(n_rows);
+    ops_ref().dequantize(k.codec, k_tiles, k_stride, n, cells.data(), keys.data());
+    ops_ref().dequantize(v.codec, v_tiles, v_stride, n, cells.data(), values.data());
     std::vector<float> q       = normals(n_rows * k.codec.rank);
     double             largest = 1e-6;
     for (const float key : keys) {
@@ -258,7 +285,7 @@ void check_attend(const Ops & ops, int d_k, int d_v) {
             top = std::max(top, (double) std::fabs(values[(size_t) (c * v.codec.rank + j)]));
         }
         top_value         = std::max(top_value, top);
-        const int    code = v_rows[c * v_stride];
+        const int    code = v_tiles[c / TILE * v_stride + c % TILE];
         const double s    = code == 0 ? 1.0 : std::exp2((code - 160) / 8.0);
         unit += top / s;
     }
@@ -267,8 +294,9 @@ void check_attend(const Ops & ops, int d_k, int d_v) {
     for (int i = 0; i < 2; ++i) {
         State & s = state[(size_t) i];
         (i == 0 ? ops_ref() : ops)
-            .attend({ &k.codec, &v.codec, k_rows, v_rows, k_stride, v_stride, n, n_tok, n_group, q.data(), shift.data(),
-                      bias.data(), n, slope.data(), softcap, s.m.data(), s.z.data(), s.acc.data(), v.codec.rank });
+            .attend({ &k.codec, &v.codec, k_tiles, v_tiles, k_stride, v_stride, n, n_tok, n_group, q.data(),
+                      shift.data(), bias.data(), n, slope.data(), softcap, s.m.data(), s.z.data(), s.acc.data(),
+                      v.codec.rank });
     }
     compare(ops.name, "attend", state[0], state[1], v.codec.rank, logit, { top_value, 0.5 * ops.rounding * unit });
 }

@@ -115,10 +115,11 @@ class Library:
 
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
 REF = [
-    *(ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows")),
+    *(ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows", "tiles")),
+    ROOT / "runtime/native/capi_tiles.cpp",
     ROOT / "tests/kernels/ref_capi.cpp",
 ]
-INCLUDE = f"-I{ROOT}/kernels/include"
+INCLUDE = [f"-I{ROOT}/kernels/include", f"-I{ROOT}/runtime/native"]
 
 
 def build_emulated(folder: Path) -> Library:
@@ -127,7 +128,7 @@ def build_emulated(folder: Path) -> Library:
     flags = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     jobs = []
     for source in [*SOURCES, *REF, emulated / "emulated.cpp"]:
-        command = ["c++", *flags, f"-I{emulated}", INCLUDE, "-x", "c++", "-c", str(source), "-o", f"{source.name}.o"]
+        command = ["c++", *flags, f"-I{emulated}", *INCLUDE, "-x", "c++", "-c", str(source), "-o", f"{source.name}.o"]
         jobs.append(subprocess.Popen(command, cwd=folder))
         if len(jobs) % (os.cpu_count() or 1) == 0:
             assert [job.wait() for job in jobs] == [0] * len(jobs)
@@ -139,7 +140,7 @@ def build_emulated(folder: Path) -> Library:
 
 def build_ref(folder: Path) -> Path:
     """The reference alone, as ops.py takes it from SUBKV_TEST_LIB."""
-    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", INCLUDE, *map(str, REF), "-o", "libref.so"]
+    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", *INCLUDE, *map(str, REF), "-o", "libref.so"]
     subprocess.run(command, cwd=folder, check=True)
     return folder / "libref.so"
 
@@ -150,7 +151,7 @@ def nvcc() -> str | None:
     return os.environ.get("CUDACXX") or shutil.which("nvcc") or (str(usual) if usual.exists() else None)
 
 
-NVCC_FLAGS = ["-std=c++17", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings", INCLUDE]
+NVCC_FLAGS = ["-std=c++17", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings", *INCLUDE]
 
 
 def build_native(folder: Path, compiler: str, arch: str = "native") -> Library:

@@ -28,11 +28,18 @@ class Side:
 
     @classmethod
     def make(
-        cls, bands: Sequence[o.Layout], d: int, seed: int, orthonormal: bool = False, centred: bool = False
+        cls,
+        bands: Sequence[o.Layout],
+        d: int,
+        seed: int,
+        orthonormal: bool = False,
+        centred: bool = False,
+        value: bool = False,
     ) -> Side:
         rng = np.random.default_rng(seed)
         means = [rng.standard_normal(sum(n for n, _ in b)).astype(np.float32) if centred else None for b in bands]
-        return cls([o.make_head(b, d, rng, orthonormal, mean) for b, mean in zip(bands, means, strict=True)], d)
+        heads = [o.make_head(b, d, rng, orthonormal, mean, value) for b, mean in zip(bands, means, strict=True)]
+        return cls(heads, d)
 
     @property
     def row_bytes(self) -> int:
@@ -58,20 +65,9 @@ def head_size(bands: Sequence[o.Layout]) -> int:
 def encode_with(table: o.Ops, side: Side, x: o.F32, cells: list[int], n_cells: int, extra: int) -> tuple[o.U8, int]:
     """x [n][H][d] encoded head by head -> rows [n_cells][row_bytes + extra], 0xAA where not written; bad rows."""
     rows = np.full((n_cells, side.row_bytes + extra), 0xAA, np.uint8)
-    index = np.array(cells, np.int64)
     bad = 0
     for h, (head, part) in enumerate(zip(side.heads, side.parts(), strict=True)):
-        bad += int(
-            table.encode_rows(
-                head.ref(),
-                o.ptr(x) + 4 * h * side.d,
-                x.shape[1] * side.d,
-                len(cells),
-                o.ptr(index),
-                o.ptr(rows) + part.start,
-                rows.shape[1],
-            )
-        )
+        bad += o.encode(table, head, x[:, h], cells, rows[:, part], ldx=x.shape[1] * side.d)
     return rows, bad
 
 

@@ -1,4 +1,7 @@
-"""ctypes mirror of kernels/include/subkv/ops.h and an independent numpy definition of the row format."""
+"""ctypes mirror of kernels/include/subkv/ops.h and independent numpy definitions of rows and attention.
+
+Cases are made of rows, [n][row_bytes] and perhaps more; what calls an op lays them out as tiles (tiles.py).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tiles
+from tiles import TILE, Layout
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -22,9 +27,6 @@ MAX_BANDS = 8
 EPS = float(np.finfo(np.float32).eps)
 SCALES = np.array([0.0] + [2.0 ** ((u - 160) / 8) for u in range(1, 256)], np.float32)
 SCALE_ONE = 160
-PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2]}
-
-Layout = tuple[tuple[int, int], ...]  # (n, bits) of every band
 
 
 class Band(ct.Structure):
@@ -39,6 +41,7 @@ class Band(ct.Structure):
 
 class HeadCodec(ct.Structure):
     _fields_ = [
+        ("value", ct.c_int32),
         ("d", ct.c_int32),
         ("rank", ct.c_int32),
         ("row_bytes", ct.c_int32),
@@ -54,8 +57,8 @@ class AttendArgs(ct.Structure):
     _fields_ = [
         ("k", ct.POINTER(HeadCodec)),
         ("v", ct.POINTER(HeadCodec)),
-        ("k_rows", ct.c_void_p),
-        ("v_rows", ct.c_void_p),
+        ("k_tiles", ct.c_void_p),
+        ("v_tiles", ct.c_void_p),
         ("k_stride", ct.c_int64),
         ("v_stride", ct.c_int64),
         ("n_cells", ct.c_int64),
@@ -104,8 +107,8 @@ class Ops(ct.Structure):
 
     _fields_ = [
         ("name", ct.c_char_p),
-        ("encode_rows", ct.CFUNCTYPE(_I64, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P, _I64)),
-        ("dequantize_rows", ct.CFUNCTYPE(None, ct.POINTER(HeadCodec), _P, _I64, _I64, _P)),
+        ("encode", ct.CFUNCTYPE(_I64, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P, _I64)),
+        ("dequantize", ct.CFUNCTYPE(None, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P)),
         ("project", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _I64, _I64, ct.c_float, _P, _I64)),
         ("reconstruct", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _P)),
         ("attend", ct.CFUNCTYPE(None, ct.POINTER(AttendArgs))),
@@ -136,6 +139,11 @@ def load_library() -> ct.CDLL:
     lib.subkv_ops_name.restype = ct.c_char_p
     lib.subkv_ops_table.argtypes = [ct.c_int32]
     lib.subkv_ops_table.restype = ct.c_void_p
+    lib.subkv_row_to_tile.argtypes = [_P, _P, _P, _I64]
+    lib.subkv_tile_to_row.argtypes = [_P, _P, _I64, _P]
+    lib.subkv_ops_encode_rows.argtypes = [_P, _P, _P, _I64, _I64, _P]
+    lib.subkv_ops_encode_rows.restype = _I64
+    lib.subkv_ops_dequantize_rows.argtypes = [_P, _P, _P, _I64, _P]
     return lib
 
 
@@ -169,6 +177,10 @@ class Head:
     def row_bytes(self) -> int:
         return int(self.codec.row_bytes)
 
+    @property
+    def value(self) -> bool:
+        return bool(self.codec.value)
+
     def ref(self) -> Any:
         return ct.byref(self.codec)
 
@@ -178,17 +190,22 @@ class Head:
 
 
 def make_head(
-    layout: Layout, d: int, rng: np.random.Generator, orthonormal: bool = False, subtracted: F32 | None = None
+    layout: Layout,
+    d: int,
+    rng: np.random.Generator,
+    orthonormal: bool = False,
+    subtracted: F32 | None = None,
+    value: bool = False,
 ) -> Head:
     """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs).
 
-    subtracted: the codec's offset [rank].
+    subtracted: the codec's offset [rank]. value: the side.
     """
     rank = sum(n for n, _ in layout)
     assert rank <= d
     encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float16)
     ratio = (2.0 ** rng.uniform(-6, 0, len(layout))).astype(np.float32)
-    codec = HeadCodec(d=d, rank=rank, n_bands=len(layout), encode=ptr(encode), decode=ptr(encode))
+    codec = HeadCodec(value=value, d=d, rank=rank, n_bands=len(layout), encode=ptr(encode), decode=ptr(encode))
     first, offset = 0, 1
     for i, (n, bits) in enumerate(layout):
         codec.bands[i] = Band(n=n, bits=bits, first=first, offset=offset, ratio=float(ratio[i]))
@@ -199,45 +216,32 @@ def make_head(
     return Head(codec, encode, layout, ratio, subtracted)
 
 
-def codes_of(head: Head, row: U8) -> F64:
-    """Codes u of one row by FORMAT.md, as floats; a 16-bit coefficient appears as its value."""
-    out: list[float] = []
+def codes_of(head: Head, rows: U8) -> F64:
+    """Codes [n][rank] of rows [n][>= row_bytes] by FORMAT.md, as floats; a 16-bit coefficient appears as its value."""
+    out = np.empty((len(rows), head.rank))
+    bits = np.unpackbits(rows[:, : head.row_bytes], axis=1, bitorder="little")
     for band in head.codec.bands[: head.codec.n_bands]:
-        if band.bits == 16:
-            raw = row[band.offset : band.offset + 2 * band.n].tobytes()
-            out.extend(np.frombuffer(raw, "<f2").astype(np.float64))
-            continue
-        code = np.zeros(band.n, np.int64)
-        at, shift = band.offset, 0
-        for w in PLANES[band.bits]:
-            m = band.n * w // 8
-            for j in range(band.n):
-                code[j] |= ((int(row[at + j % m]) >> (w * (j // m))) & (2**w - 1)) << shift
-            at, shift = at + m, shift + w
-        out.extend(code.astype(np.float64))
-    return np.array(out)
+        at = 8 * band.offset + tiles.band_in_row(band.n, band.bits)
+        codes = bits[:, at] @ (2 ** np.arange(band.bits))
+        out[:, band.first : band.first + band.n] = codes.astype(np.uint16).view("<f2") if band.bits == 16 else codes
+    return out
 
 
 def dequantize(head: Head, rows: U8) -> F64:
     """Coefficients [n][rank] of rows [n][>= row_bytes], in double."""
-    out = np.zeros((len(rows), head.rank))
-    for t, row in enumerate(rows):
-        if row[0] == 0:
-            continue
-        codes = codes_of(head, row)
-        for band in head.codec.bands[: head.codec.n_bands]:
+    out = codes_of(head, rows)
+    scale = SCALES[rows[:, 0]].astype(np.float64)[:, None]
+    for band in head.codec.bands[: head.codec.n_bands]:
+        if band.bits != 16:
             part = slice(band.first, band.first + band.n)
-            if band.bits == 16:
-                out[t, part] = codes[part]
-            else:
-                step = float(SCALES[row[0]]) * float(band.ratio)
-                out[t, part] = step * (codes[part] - (2**band.bits - 1) / 2)
+            out[:, part] = scale * float(band.ratio) * (out[:, part] - (2**band.bits - 1) / 2)
+    out[rows[:, 0] == 0] = 0
     return out
 
 
-def random_rows(head: Head, n: int, rng: np.random.Generator, stride: int | None = None) -> U8:
+def random_rows(head: Head, n: int, rng: np.random.Generator) -> U8:
     """Rows of random codes with scales around 1, every seventh a zero row; 16-bit bands hold finite halves."""
-    rows = rng.integers(0, 256, (n, stride or head.row_bytes), np.uint8)
+    rows = rng.integers(0, 256, (n, head.row_bytes), np.uint8)
     rows[:, 0] = rng.integers(120, 165, n)
     rows[::7, 0] = 0
     for band in head.codec.bands[: head.codec.n_bands]:
@@ -245,6 +249,42 @@ def random_rows(head: Head, n: int, rng: np.random.Generator, stride: int | None
             h = rng.standard_normal((n, band.n)).astype("<f2").view(np.uint8)
             rows[:, band.offset : band.offset + 2 * band.n] = h
     return rows
+
+
+def to_tiles(head: Head, rows: U8, extra: int = 0) -> U8:
+    """Tiles [n_tiles][TILE * row_bytes + extra] of rows [n][>= row_bytes].
+
+    Cells beyond n and the bytes between tiles, where other heads' would lie, hold anything.
+    """
+    n_tiles = -(-len(rows) // TILE)
+    anything = np.random.default_rng(len(rows))
+    every = anything.integers(0, 256, (n_tiles * TILE, head.row_bytes), np.uint8)
+    every[: len(rows)] = rows[:, : head.row_bytes]
+    out = anything.integers(0, 256, (n_tiles, TILE * head.row_bytes + extra), np.uint8)
+    out[:, : TILE * head.row_bytes] = tiles.of_rows(head.layout, head.value, every)
+    return out
+
+
+def to_rows(head: Head, laid_out: U8) -> U8:
+    """Rows [n_tiles * TILE][row_bytes] of tiles [n_tiles][>= TILE * row_bytes]."""
+    return tiles.to_rows(head.layout, head.value, laid_out[:, : TILE * head.row_bytes])
+
+
+def encode(ops: Ops, head: Head, x: F32, cells: list[int], rows: U8, ldx: int | None = None, extra: int = 0) -> int:
+    """x [n][ldx] into rows [> max(cells)][>= row_bytes] by way of tiles, `extra` bytes apart -> rows not finite.
+
+    Nothing but those cells changes.
+    """
+    laid_out = to_tiles(head, rows, extra)
+    before = laid_out.copy()
+    index = np.array(cells, np.int64)
+    bad = ops.encode(head.ref(), ptr(x), ldx or x.shape[1], len(cells), ptr(index), ptr(laid_out), laid_out.strides[0])
+    after, held = to_rows(head, laid_out), to_rows(head, before)
+    others = np.setdiff1d(np.arange(len(held)), index)
+    assert np.array_equal(after[others], held[others])
+    assert np.array_equal(laid_out[:, TILE * head.row_bytes :], before[:, TILE * head.row_bytes :])
+    rows[:, : head.row_bytes] = after[: len(rows)]
+    return int(bad)
 
 
 @dataclass
@@ -276,21 +316,40 @@ def attend(
     slope: F32,
     softcap: float,
     state: State,
-    n_cells: int | None = None,
+    shift: F32 | None = None,
+    extra: int = 0,
+) -> None:
+    """q [n_tok*n_group][rank]; shift [n_tok*n_group]; bias [n_tok][>= n_cells]; rows [n_cells][>= row_bytes].
+
+    Updates state. extra: bytes between tiles of keys, twice as many between those of values.
+    """
+    laid_out = to_tiles(k, k_rows, extra), to_tiles(v, v_rows, 2 * extra)
+    attend_tiles(ops, k, v, *laid_out, len(k_rows), q, bias, slope, softcap, state, shift)
+
+
+def attend_tiles(
+    ops: Ops,
+    k: Head,
+    v: Head,
+    k_tiles: U8,
+    v_tiles: U8,
+    n_cells: int,
+    q: F32,
+    bias: F32,
+    slope: F32,
+    softcap: float,
+    state: State,
     shift: F32 | None = None,
 ) -> None:
-    """q [n_tok*n_group][rank]; shift [n_tok*n_group]; bias [n_tok][>= n_cells]; rows [n_cells][stride].
-
-    Updates state.
-    """
+    """As attend; tiles [n_tiles][..], one row of the array a tile."""
     args = AttendArgs(
         k=ct.pointer(k.codec),
         v=ct.pointer(v.codec),
-        k_rows=ptr(k_rows),
-        v_rows=ptr(v_rows),
-        k_stride=k_rows.strides[0],
-        v_stride=v_rows.strides[0],
-        n_cells=len(k_rows) if n_cells is None else n_cells,
+        k_tiles=ptr(k_tiles),
+        v_tiles=ptr(v_tiles),
+        k_stride=k_tiles.strides[0],
+        v_stride=v_tiles.strides[0],
+        n_cells=n_cells,
         n_tok=len(bias),
         n_group=len(slope),
         qt=ptr(q),

@@ -46,7 +46,9 @@ def test_encode(library: c.Library, name: str, orthonormal: bool) -> None:
     """The bytes of the reference; where coefficients are sums, in another order, nearly all."""
     bands = layers.LAYERS[name]
     d = max(map(layers.head_size, bands))
-    sides = [layers.Side.make(b, d, 1 + i, orthonormal, not orthonormal and i == 0) for i, b in enumerate(bands)]
+    sides = [
+        layers.Side.make(b, d, 1 + i, orthonormal, not orthonormal and i == 0, i == 1) for i, b in enumerate(bands)
+    ]
     rng = np.random.default_rng(3)
     n_head, n = len(bands[0]), 9
     x = [layers.inputs_to_encode(n, n_head, d, rng) for _ in sides]
@@ -141,7 +143,7 @@ class Call:
         d = max(map(layers.head_size, bands))
         self.rng = rng = np.random.default_rng(shape.n_kv)
         self.shape = s = shape
-        self.sides = [layers.Side.make(b, d, 5 + i) for i, b in enumerate(bands)]
+        self.sides = [layers.Side.make(b, d, 5 + i, value=i == 1) for i, b in enumerate(bands)]
         self.memory = memory = library.memory()
         self.heads = c.Heads(memory, self.sides[0], self.sides[1], s.group, s.means)
         self.n_head, self.n_tok = len(bands[0]), s.n_stream * s.n_tps

@@ -1,4 +1,4 @@
-"""encode_rows, dequantize_rows and to_half of every version, against numpy and against the reference."""
+"""encode, dequantize and to_half of every version, against numpy and against the reference; tiles: test_tiles.py."""
 
 from __future__ import annotations
 
@@ -12,44 +12,51 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 SWEEP = pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
+SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
 
 
-def encode(table: o.Ops, head: o.Head, x: o.F32, cells: list[int], rows: o.U8, ldx: int | None = None) -> int:
-    index = np.array(cells, np.int64)
-    n = len(cells)
-    bad = table.encode_rows(head.ref(), o.ptr(x), ldx or x.shape[1], n, o.ptr(index), o.ptr(rows), rows.strides[0])
-    return int(bad)
-
-
-def check_dequantize(table: o.Ops, layout: o.Layout, n: int, extra: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    head = o.make_head(layout, layouts.head_size(layout), rng)
-    rows = o.random_rows(head, n, rng, head.row_bytes + extra)
-    got = np.full((n + 1, head.rank), 7.0, np.float32)
-    table.dequantize_rows(head.ref(), o.ptr(rows), rows.strides[0], n, o.ptr(got))
-    want = o.dequantize(head, rows)
+def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra: int, seed: int) -> None:
+    """Of n cells those at `cells`."""
+    rows = o.random_rows(head, n, np.random.default_rng(seed))
+    laid_out, index = o.to_tiles(head, rows, extra), np.array(cells, np.int64)
+    got = np.full((len(cells) + 1, head.rank), 7.0, np.float32)
+    table.dequantize(head.ref(), o.ptr(laid_out), laid_out.strides[0], len(cells), o.ptr(index), o.ptr(got))
+    want = o.dequantize(head, rows[cells])
     # two roundings: scale * ratio, times the centred code
-    assert np.all(np.abs(got[:n] - want) <= 2 * o.EPS * np.abs(want))
-    assert np.all(got[n] == 7.0)
+    assert np.all(np.abs(got[:-1] - want) <= 2 * o.EPS * np.abs(want))
+    assert np.all(got[-1] == 7.0)
 
 
 @SWEEP
+@SIDES
 @pytest.mark.parametrize("extra", [0, 5])
-def test_dequantize_follows_the_format(table: o.Ops, layout: o.Layout, extra: int) -> None:
-    for n in (0, 1, 9):
-        check_dequantize(table, layout, n, extra, seed=n)
+def test_dequantize_follows_the_format(table: o.Ops, layout: o.Layout, value: bool, extra: int) -> None:
+    rng = np.random.default_rng(extra)
+    head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
+    for cells in ([], [0], list(range(9)), list(range(130)), [int(c) for c in rng.integers(0, 130, 40)]):
+        check_dequantize(table, head, 130, cells, extra, seed=len(cells))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layout=layouts.layouts(), seed=st.integers(0, 2**32 - 1))
-def test_dequantize_any_layout(table: o.Ops, layout: o.Layout, seed: int) -> None:
-    check_dequantize(table, layout, 4, 0, seed)
+@given(
+    layout=layouts.layouts(),
+    value=st.booleans(),
+    cells=st.lists(st.integers(0, 199), max_size=80),
+    extra=st.sampled_from([0, 1, 64]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_dequantize_any_cells(
+    table: o.Ops, layout: o.Layout, value: bool, cells: list[int], extra: int, seed: int
+) -> None:
+    head = o.make_head(layout, layouts.head_size(layout), np.random.default_rng(seed), value=value)
+    check_dequantize(table, head, 200, cells, extra, seed)
 
 
 @SWEEP
-def test_bytes_depend_on_the_coefficients_alone(table: o.Ops, ref: o.Ops, layout: o.Layout) -> None:
+@SIDES
+def test_bytes_depend_on_the_coefficients_alone(table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool) -> None:
     rng = np.random.default_rng(11)
-    head = o.make_head(layout, layouts.head_size(layout), rng, orthonormal=True)
+    head = o.make_head(layout, layouts.head_size(layout), rng, orthonormal=True, value=value)
     n = 67
     x = (rng.standard_normal((n, head.codec.d)) * 10.0 ** rng.uniform(-7, 6, (n, 1))).astype(np.float32)
     x[3] = np.float32(1e30)
@@ -57,23 +64,24 @@ def test_bytes_depend_on_the_coefficients_alone(table: o.Ops, ref: o.Ops, layout
     x[5] = 1e-30
     x[6, ::2] = 0
     got, want = (np.zeros((n, head.row_bytes), np.uint8) for _ in range(2))
-    assert encode(table, head, x, list(range(n)), got) == 0
-    assert encode(ref, head, x, list(range(n)), want) == 0
+    assert o.encode(table, head, x, list(range(n)), got) == 0
+    assert o.encode(ref, head, x, list(range(n)), want) == 0
     assert np.array_equal(got, want)
     head.codec.d, head.codec.encode = head.rank, None  # coefficients themselves, out of longer rows
     got[:] = 0xAA
-    assert encode(table, head, x, list(range(n)), got) == 0
+    assert o.encode(table, head, x, list(range(n)), got) == 0
     assert np.array_equal(got, want)
 
 
 @SWEEP
-def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, layout: o.Layout) -> None:
+@SIDES
+def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool) -> None:
     """c = E x − offset gives the bytes of the coefficients themselves; a row that becomes zero is a zero row."""
     rng = np.random.default_rng(13)
     d, n = layouts.head_size(layout), 40
     offset = rng.standard_normal(sum(m for m, _ in layout)).astype(np.float32)
-    plain = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True)
-    shifted = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True, subtracted=offset)
+    plain = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True, value=value)
+    shifted = o.make_head(layout, d, np.random.default_rng(0), orthonormal=True, subtracted=offset, value=value)
     x = (rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-3, 4, (n, 1))).astype(np.float32)
     x[3, : len(offset)] = offset
     x[4] = 0
@@ -81,8 +89,8 @@ def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, la
     c = x.copy()
     c[:, : len(offset)] -= offset
     got, want = (np.full((n, plain.row_bytes), 0xAA, np.uint8) for _ in range(2))
-    assert encode(table, shifted, x, list(range(n)), got) == 1
-    assert encode(ref, plain, c, list(range(n)), want) == 1
+    assert o.encode(table, shifted, x, list(range(n)), got) == 1
+    assert o.encode(ref, plain, c, list(range(n)), want) == 1
     assert np.array_equal(got, want)
     assert not got[3].any() and got[4, 0] != 0 and not got[5].any()
 
@@ -105,13 +113,14 @@ def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
 
 
 @SWEEP
-def test_scale_is_the_best_candidate(table: o.Ops, layout: o.Layout) -> None:
+@SIDES
+def test_scale_is_the_best_candidate(table: o.Ops, layout: o.Layout, value: bool) -> None:
     rng = np.random.default_rng(5)
-    head = o.make_head(layout, layouts.head_size(layout), rng)
+    head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
     n = 24
     x = (rng.standard_normal((n, head.codec.d)) * 10.0 ** rng.uniform(-3, 3, (n, 1))).astype(np.float32)
     rows = np.zeros((n, head.row_bytes), np.uint8)
-    assert encode(table, head, x, list(range(n)), rows) == 0
+    assert o.encode(table, head, x, list(range(n)), rows) == 0
     c = x.astype(np.float64) @ head.encode.astype(np.float64).T
     size = np.abs(x).astype(np.float64) @ np.abs(head.encode).astype(np.float64).T
     back = o.dequantize(head, rows)
@@ -134,14 +143,15 @@ def test_ties_go_to_the_larger_scale(table: o.Ops) -> None:
     x = np.zeros((1, 8), np.float32)
     x[0] = 1.5 * float(head.ratio[0])  # exact with s = 1, code 3 everywhere
     rows = np.zeros((1, head.row_bytes), np.uint8)
-    encode(table, head, x, [0], rows)
+    o.encode(table, head, x, [0], rows)
     assert rows[0].tolist() == [160, 255, 255]
 
 
 @SWEEP
-def test_zero_and_nonfinite_rows(table: o.Ops, layout: o.Layout) -> None:
+@SIDES
+def test_zero_and_nonfinite_rows(table: o.Ops, layout: o.Layout, value: bool) -> None:
     rng = np.random.default_rng(2)
-    head = o.make_head(layout, layouts.head_size(layout), rng)
+    head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
     x = rng.standard_normal((6, head.codec.d)).astype(np.float32)
     x[0] = 0
     x[1, 0] = np.nan
@@ -149,28 +159,29 @@ def test_zero_and_nonfinite_rows(table: o.Ops, layout: o.Layout) -> None:
     x[3, 1] = -np.inf
     x[4] = -0.0
     rows = np.full((6, head.row_bytes), 0xAA, np.uint8)
-    assert encode(table, head, x, list(range(6)), rows) == 3
+    assert o.encode(table, head, x, list(range(6)), rows) == 3
     assert np.all(rows[:5] == 0)
     assert rows[5, 0] != 0
     assert np.all(o.dequantize(head, rows)[:5] == 0)
 
 
 @SWEEP
-def test_encode_stays_inside_its_row(table: o.Ops, layout: o.Layout) -> None:
+@SIDES
+@pytest.mark.parametrize("extra", [0, 7, 64])
+def test_encode_stays_inside_its_cells(table: o.Ops, layout: o.Layout, value: bool, extra: int) -> None:
     rng = np.random.default_rng(3)
-    head = o.make_head(layout, layouts.head_size(layout), rng)
+    head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
     ldx = head.codec.d + 3
     x = rng.standard_normal((40, ldx)).astype(np.float32)
     x[:, head.codec.d :] = np.nan  # padding of the input is not read
-    cells = rng.permutation(60)[:40].tolist()
-    rows = np.full((60, head.row_bytes + 7), 0xAA, np.uint8)
-    assert encode(table, head, x, cells, rows, ldx) == 0
-    assert np.all(rows[:, head.row_bytes :] == 0xAA)
-    assert np.all(rows[sorted(set(range(60)) - set(cells))] == 0xAA)
-    assert encode(table, head, x, [], rows, ldx) == 0
+    cells = rng.permutation(150)[:40].tolist()
+    rows = np.full((150, head.row_bytes), 0xAA, np.uint8)
+    assert o.encode(table, head, x, cells, rows, ldx, extra) == 0
+    assert np.all(rows[sorted(set(range(150)) - set(cells))] == 0xAA)
+    assert o.encode(table, head, x, [], rows, ldx, extra) == 0
     single = np.zeros((1, head.row_bytes), np.uint8)
     for t, cell in enumerate(cells):
-        encode(table, head, x[t : t + 1], [0], single, ldx)
+        o.encode(table, head, x[t : t + 1], [0], single, ldx)
         want = o.dequantize(head, single)
         # one token at a time may round a coefficient differently, which moves a code by at most one step
         step = float(o.SCALES[single[0, 0]]) * head.coefficient_ratio
@@ -183,7 +194,7 @@ def test_half_band_saturates(table: o.Ops) -> None:
     head = o.make_head(((8, 16),), 8, np.random.default_rng(0), orthonormal=True)
     x = np.array([[1e6, -1e6, 65504, 65519.9, 65520, 6e-8, 1, -0.0]], np.float32)
     rows = np.zeros((1, head.row_bytes), np.uint8)
-    assert encode(table, head, x, [0], rows) == 0
+    assert o.encode(table, head, x, [0], rows) == 0
     want = [65504, -65504, 65504, 65504, 65504, 2.0**-24, 1, 0]
     assert o.dequantize(head, rows)[0].tolist() == want
     assert rows[0, 0] == o.SCALE_ONE
@@ -210,7 +221,7 @@ def test_to_half_is_ieee(table: o.Ops, n: int) -> None:
 def test_struct_sizes() -> None:
     """The ctypes mirror has the layout that a 64-bit C++ compiler gives the structs."""
     assert ct.sizeof(o.Band) == 20
-    assert ct.sizeof(o.HeadCodec) == 16 + 8 * 20 + 24
+    assert ct.sizeof(o.HeadCodec) == 20 + 8 * 20 + 4 + 24  # 4 of padding
     assert ct.sizeof(o.AttendArgs) == 19 * 8
     assert ct.sizeof(o.ExactArgs) == 16 * 8
     assert ct.sizeof(o.Ops) == 10 * 8

@@ -1,19 +1,16 @@
-// neon_rows.cpp: encode_rows and to_half. Definition: ref/encode.cpp, which the scale search follows operation by
+// neon_encode.cpp: encode and to_half. Definition: ref/encode.cpp, which the scale search follows operation by
 // operation (explicit fused multiply-adds, coefficient j in lane j % 8): the same coefficients give the same bytes.
 #include "versions.h"
 
 #if defined(SUBKV_ARM64)
 
-#    include "../ref/rows.h"
+#    include "cells.h"
 #    include "neon.h"
-#    include "pack.h"
-#    include "plan.h"
+#    include "scratch.h"
 
 #    include <string.h>
 
 namespace subkv::neon {
-
-enum Slot { SLOT_COEF = 10 };
 
 constexpr int64_t TOKENS = 32; // projected together
 
@@ -54,10 +51,11 @@ static float largest_of(const float * x, int32_t n) {
     return vmaxvq_f32(largest);
 }
 
-static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
+// A cell's scale code and codes; 16-bit bands have halves instead.
+static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & cell) {
     const auto error = [&](float s) { return squared_error(codec, c, s); };
-    row[0]           = (uint8_t) cpu::choose_scale(codec, c, largest_of, error);
-    const float s    = SCALES[row[0]];
+    cell.scale       = (uint8_t) cpu::choose_scale(codec, c, largest_of, error);
+    const float s    = SCALES[cell.scale];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band &  band = codec.bands[i];
         const float * x    = c + band.first;
@@ -67,46 +65,45 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
                 vst1q_f32(within + j,
                           vminq_f32(vmaxq_f32(vld1q_f32(x + j), vdupq_n_f32(-HALF_MAX)), vdupq_n_f32(HALF_MAX)));
             }
-            uint16_t halves[MAX_HEAD_SIZE];
-            to_half(within, halves, band.n);
-            memcpy(row + band.offset, halves, (size_t) band.n * sizeof(uint16_t));
+            to_half(within, cell.half + band.first, band.n);
             continue;
         }
         const float32x4_t inverse = vdupq_n_f32(1.0f / (s * band.ratio));
         const float32x4_t middle  = vdupq_n_f32(half_range(band.bits));
-        uint8_t           code[MAX_HEAD_SIZE];
         for (int32_t j = 0; j < band.n; j += 8) {
             const uint16x4_t a = vmovn_u32(vcvtq_u32_f32(quantize(vld1q_f32(x + j), inverse, middle)));
             const uint16x4_t b = vmovn_u32(vcvtq_u32_f32(quantize(vld1q_f32(x + j + 4), inverse, middle)));
-            vst1_u8(code + j, vmovn_u16(vcombine_u16(a, b)));
+            vst1_u8(cell.code + band.first + j, vmovn_u16(vcombine_u16(a, b)));
         }
-        cpu::put_codes(code, band.n, band.bits, row + band.offset);
     }
 }
 
-int64_t encode_rows(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
-                    uint8_t * rows, int64_t row_stride) {
-    float * c     = (float *) cpu::scratch(SLOT_COEF, (size_t) (TOKENS * codec.rank) * sizeof(float));
+int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
+               int64_t tile_stride) {
+    float * c     = (float *) cpu::scratch(cpu::SLOT_COEFFICIENTS, (size_t) (TOKENS * codec.rank) * sizeof(float));
     int64_t n_bad = 0;
     for (int64_t first = 0; first < n; first += TOKENS) {
         const int64_t count = n - first < TOKENS ? n - first : TOKENS;
         cpu::coefficients(project, codec, x + first * ldx, ldx, count, c);
         for (int64_t t = 0; t < count; ++t) {
-            float * row_c  = c + t * codec.rank;
+            uint8_t * tile = tiles + cells[first + t] / TILE * tile_stride;
+            cpu::prefetch_tile(codec, tile);
+            float * own    = c + t * codec.rank;
             bool    finite = true;
             bool    any    = false;
             for (int32_t j = 0; j < codec.rank; ++j) {
-                row_c[j] -= codec.offset != nullptr ? codec.offset[j] : 0.0f;
-                finite = finite && __builtin_fabsf(row_c[j]) <= __FLT_MAX__;
-                any    = any || row_c[j] != 0.0f;
+                own[j] -= codec.offset != nullptr ? codec.offset[j] : 0.0f;
+                finite = finite && __builtin_fabsf(own[j]) <= __FLT_MAX__;
+                any    = any || own[j] != 0.0f;
             }
-            uint8_t * row = rows + cells[first + t] * row_stride;
-            memset(row, 0, (size_t) codec.row_bytes);
-            if (!finite) {
-                ++n_bad;
-            } else if (any) {
-                put_row(codec, row_c, row);
+            cpu::Cell cell;
+            if (finite && any) {
+                quantize_cell(codec, own, cell);
+            } else {
+                memset(&cell, 0, sizeof(cell));
             }
+            n_bad += finite ? 0 : 1;
+            cpu::put_cell(codec, cell, tile, (int32_t) (cells[first + t] % TILE));
         }
     }
     return n_bad;

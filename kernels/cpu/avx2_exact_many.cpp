@@ -1,22 +1,21 @@
-// avx2_tiled.cpp: attention for many query rows (prefill), and for layouts with 16-bit bands. Definition: ref/attend.cpp.
+// avx2_exact_many.cpp: attention over exact keys for many query rows. Definition: ref/attend.cpp.
 //
-// A tile of 128 cells is dequantized once: keys transposed in panels of 16 cells, values as rows. Blocks of 48 query
+// A tile of 128 keys is widened once: keys transposed in panels of 16 cells, values as rows. Blocks of 48 query
 // rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
 
 #    include "avx2_simd.h"
+#    include "scratch.h"
 
 #    include <string.h>
 
 namespace subkv::avx2 {
 
-constexpr int TILE  = 128;
-constexpr int BLOCK = 48; // query rows whose weights are held at once
-constexpr int MR    = 6;  // query rows of the micro kernels
-
-enum Slot { SLOT_KEYS = 4, SLOT_VALUES, SLOT_ROWS, SLOT_WEIGHT, SLOT_BIAS, SLOT_SEEN }; // 4..9
+constexpr int KEYS  = 128; // of a tile
+constexpr int BLOCK = 48;  // query rows whose weights are held at once
+constexpr int MR    = 6;   // query rows of the micro kernels
 
 // out[i][0..15] = sum_j q[i][j] panel[j][0..15]
 template <int ROWS>
@@ -58,7 +57,7 @@ static void outputs(const float * weight, const float * shrink, int64_t n, const
             v[k] = _mm256_load_ps(values + c * ldv + 8 * k);
         }
         for (int i = 0; i < ROWS; ++i) {
-            const __m256 w = _mm256_broadcast_ss(weight + i * TILE + c);
+            const __m256 w = _mm256_broadcast_ss(weight + i * KEYS + c);
             for (int k = 0; k < VECTORS; ++k) {
                 sum[i][k] = _mm256_fmadd_ps(w, v[k], sum[i][k]);
             }
@@ -116,21 +115,21 @@ struct Tile {
     int64_t first;
     int32_t n;
     int32_t n16;
-    float * keys;   // [n16/16][k_pad][16]
-    float * values; // [TILE][v_pad]
-    float * bias;   // [n_tok][TILE]
+    float * keys;   // [n16/16][a.d_k][16]
+    float * values; // [KEYS][a.d_v]
+    float * bias;   // [n_tok][KEYS]
     bool *  awake;  // [n_tok]: sees a cell of this tile
 };
 
-static bool read_bias(const Call & call, Tile & tile, bool * seen) {
+static bool read_bias(const ExactArgs & a, Tile & tile, bool * seen) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
-    __m256       any[TILE / 8];
+    __m256       any[KEYS / 8];
     for (int32_t c = 0; c < tile.n16; c += 8) {
         any[c / 8] = _mm256_setzero_ps();
     }
-    for (int64_t t = 0; t < call.n_tok; ++t) {
-        float * bias = tile.bias + t * TILE;
-        memcpy(bias, call.bias + t * call.bias_stride + tile.first, (size_t) tile.n * sizeof(float));
+    for (int64_t t = 0; t < a.n_tok; ++t) {
+        float * bias = tile.bias + t * KEYS;
+        memcpy(bias, a.bias + t * a.bias_stride + tile.first, (size_t) tile.n * sizeof(float));
         for (int32_t c = tile.n; c < tile.n16; ++c) {
             bias[c] = NEG_INF;
         }
@@ -153,46 +152,37 @@ static bool read_bias(const Call & call, Tile & tile, bool * seen) {
     return found != 0;
 }
 
-// Cells nobody sees become zero vectors, whatever their bytes are.
-static void read_rows(const Call & call, Tile & tile, const bool * seen) {
-    const int32_t k_pad  = cpu::padded(call.d_k);
-    const int32_t v_pad  = cpu::padded(call.d_v);
-    float *       rows   = (float *) cpu::scratch(SLOT_ROWS, (size_t) (TILE * k_pad) * sizeof(float));
-    const Plan *  plan_k = call.coded != nullptr ? &cpu::plan_of(*call.coded->k) : nullptr;
-    const Plan *  plan_v = call.coded != nullptr ? &cpu::plan_of(*call.coded->v) : nullptr;
+// Keys nobody sees become zero vectors, whatever their bytes are.
+static void read_rows(const ExactArgs & a, Tile & tile, const bool * seen) {
+    float * rows = (float *) cpu::scratch(cpu::SLOT_EXACT_ROWS, (size_t) (KEYS * a.d_k) * sizeof(float));
     for (int32_t c = 0; c < tile.n16; ++c) {
-        float *       k    = rows + c * k_pad;
-        float *       v    = tile.values + c * v_pad;
-        const int64_t cell = tile.first + c;
-        if (!seen[c]) {
-            memset(k, 0, (size_t) k_pad * sizeof(float));
-            memset(v, 0, (size_t) v_pad * sizeof(float));
-        } else if (call.coded != nullptr) {
-            const AttendArgs & a = *call.coded;
-            dequantize_row(*a.k, *plan_k, a.k_rows + cell * a.k_stride, k);
-            dequantize_row(*a.v, *plan_v, a.v_rows + cell * a.v_stride, v);
+        float * k = rows + c * a.d_k;
+        float * v = tile.values + c * a.d_v;
+        if (seen[c]) {
+            widen_row(a.k[tile.first + c], a.d_k, k);
+            widen_row(a.v[tile.first + c], a.d_v, v);
         } else {
-            widen_row(call.exact->k[cell], call.d_k, k);
-            widen_row(call.exact->v[cell], call.d_v, v);
+            memset(k, 0, (size_t) a.d_k * sizeof(float));
+            memset(v, 0, (size_t) a.d_v * sizeof(float));
         }
     }
     for (int32_t c = 0; c < tile.n16; c += 8) {
-        float * panel = tile.keys + (c / 16) * 16 * k_pad + c % 16;
-        for (int64_t j = 0; j < call.d_k; j += 8) {
-            transpose8(rows + c * k_pad + j, k_pad, panel + j * 16);
+        float * panel = tile.keys + (c / 16) * 16 * a.d_k + c % 16;
+        for (int64_t j = 0; j < a.d_k; j += 8) {
+            transpose8(rows + c * a.d_k + j, a.d_k, panel + j * 16);
         }
     }
 }
 
 // Logits in x[n16] become weights; returns what the row's sum so far shrinks by.
-static float soften(const Call & call, const Tile & tile, float * x, const float * bias, float shift, float slope,
-                    float & m, float & z) {
+static float soften(const ExactArgs & a, const Tile & tile, float * x, const float * bias, float slope, float & m,
+                    float & z) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
     __m256       top       = minus_inf;
     for (int32_t c = 0; c < tile.n16; c += 8) {
-        __m256 l = _mm256_add_ps(_mm256_load_ps(x + c), _mm256_set1_ps(shift));
-        if (call.softcap > 0.0f) {
-            l = soft_cap(l, call.softcap);
+        __m256 l = _mm256_load_ps(x + c);
+        if (a.softcap > 0.0f) {
+            l = soft_cap(l, a.softcap);
         }
         const __m256 b = _mm256_load_ps(bias + c);
         l              = _mm256_fmadd_ps(_mm256_set1_ps(slope), b, l);
@@ -219,35 +209,35 @@ static float soften(const Call & call, const Tile & tile, float * x, const float
     return shrink;
 }
 
-static void block_logits(const Call & call, int64_t row, int64_t n, const float * panel, float * out) {
-    const float * q = call.q + row * call.d_k;
+static void block_logits(const ExactArgs & a, int64_t row, int64_t n, const float * panel, float * out) {
+    const float * q = a.q + row * a.d_k;
     switch (n) {
-        case 1: logits<1>(q, call.d_k, call.d_k, panel, out, TILE); break;
-        case 2: logits<2>(q, call.d_k, call.d_k, panel, out, TILE); break;
-        case 3: logits<3>(q, call.d_k, call.d_k, panel, out, TILE); break;
-        case 4: logits<4>(q, call.d_k, call.d_k, panel, out, TILE); break;
-        case 5: logits<5>(q, call.d_k, call.d_k, panel, out, TILE); break;
-        default: logits<6>(q, call.d_k, call.d_k, panel, out, TILE); break;
+        case 1: logits<1>(q, a.d_k, a.d_k, panel, out, KEYS); break;
+        case 2: logits<2>(q, a.d_k, a.d_k, panel, out, KEYS); break;
+        case 3: logits<3>(q, a.d_k, a.d_k, panel, out, KEYS); break;
+        case 4: logits<4>(q, a.d_k, a.d_k, panel, out, KEYS); break;
+        case 5: logits<5>(q, a.d_k, a.d_k, panel, out, KEYS); break;
+        default: logits<6>(q, a.d_k, a.d_k, panel, out, KEYS); break;
     }
 }
 
-static void block_outputs(const Call & call, const Tile & tile, int64_t row, int64_t n, const float * weight,
+static void block_outputs(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n, const float * weight,
                           const float * shrink) {
-    const int64_t ldv = cpu::padded(call.d_v);
-    const int64_t lda = call.acc_stride;
-    float *       acc = call.acc + row * lda;
+    const int64_t ldv = a.d_v;
+    const int64_t lda = a.acc_stride;
+    float *       acc = a.acc + row * lda;
     switch (n) {
-        case 1: all_outputs<1>(weight, shrink, tile.n, tile.values, ldv, call.d_v, acc, lda); break;
-        case 2: all_outputs<2>(weight, shrink, tile.n, tile.values, ldv, call.d_v, acc, lda); break;
-        case 3: all_outputs<3>(weight, shrink, tile.n, tile.values, ldv, call.d_v, acc, lda); break;
-        case 4: all_outputs<4>(weight, shrink, tile.n, tile.values, ldv, call.d_v, acc, lda); break;
-        case 5: all_outputs<5>(weight, shrink, tile.n, tile.values, ldv, call.d_v, acc, lda); break;
-        default: all_outputs<6>(weight, shrink, tile.n, tile.values, ldv, call.d_v, acc, lda); break;
+        case 1: all_outputs<1>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
+        case 2: all_outputs<2>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
+        case 3: all_outputs<3>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
+        case 4: all_outputs<4>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
+        case 5: all_outputs<5>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
+        default: all_outputs<6>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
     }
 }
 
-static bool any_awake(const Call & call, const Tile & tile, int64_t row, int64_t n) {
-    for (int64_t t = row / call.n_group; t <= (row + n - 1) / call.n_group; ++t) {
+static bool any_awake(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n) {
+    for (int64_t t = row / a.n_group; t <= (row + n - 1) / a.n_group; ++t) {
         if (tile.awake[t]) {
             return true;
         }
@@ -256,16 +246,15 @@ static bool any_awake(const Call & call, const Tile & tile, int64_t row, int64_t
 }
 
 // Query rows [row, row + n), n <= BLOCK, against one tile.
-static void step(const Call & call, const Tile & tile, int64_t row, int64_t n, float * weight) {
-    const int32_t k_pad = cpu::padded(call.d_k);
-    bool          awake[BLOCK / MR];
+static void step(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n, float * weight) {
+    bool awake[BLOCK / MR];
     for (int64_t i = 0; i < n; i += MR) {
-        awake[i / MR] = any_awake(call, tile, row + i, n - i < MR ? n - i : MR);
+        awake[i / MR] = any_awake(a, tile, row + i, n - i < MR ? n - i : MR);
     }
     for (int32_t c = 0; c < tile.n16; c += 16) { // a panel stays in L1 while the block's queries pass
         for (int64_t i = 0; i < n; i += MR) {
             if (awake[i / MR]) {
-                block_logits(call, row + i, n - i < MR ? n - i : MR, tile.keys + c * k_pad, weight + i * TILE + c);
+                block_logits(a, row + i, n - i < MR ? n - i : MR, tile.keys + c * a.d_k, weight + i * KEYS + c);
             }
         }
     }
@@ -277,35 +266,32 @@ static void step(const Call & call, const Tile & tile, int64_t row, int64_t n, f
         float         shrink[MR];
         for (int64_t k = 0; k < rows; ++k) {
             const int64_t r = row + i + k;
-            shrink[k] = soften(call, tile, weight + (i + k) * TILE, tile.bias + r / call.n_group * TILE,
-                               call.shift != nullptr ? call.shift[r] : 0.0f, call.slope[r % call.n_group], call.m[r],
-                               call.z[r]);
+            shrink[k]       = soften(a, tile, weight + (i + k) * KEYS, tile.bias + r / a.n_group * KEYS,
+                                     a.slope[r % a.n_group], a.m[r], a.z[r]);
         }
-        block_outputs(call, tile, row + i, rows, weight + i * TILE, shrink);
+        block_outputs(a, tile, row + i, rows, weight + i * KEYS, shrink);
     }
 }
 
-void attend_tiled(const Call & call) {
-    const int64_t n_rows = call.n_tok * call.n_group;
-    const int32_t k_pad  = cpu::padded(call.d_k);
-    const int32_t v_pad  = cpu::padded(call.d_v);
-    float *       weight = (float *) cpu::scratch(SLOT_WEIGHT, BLOCK * TILE * sizeof(float));
-    bool          seen[TILE];
+void attend_exact_many(const ExactArgs & a) {
+    const int64_t n_rows = a.n_tok * a.n_group;
+    float *       weight = (float *) cpu::scratch(cpu::SLOT_EXACT_WEIGHTS, BLOCK * KEYS * sizeof(float));
+    bool          seen[KEYS];
     Tile          tile;
-    tile.keys   = (float *) cpu::scratch(SLOT_KEYS, (size_t) (TILE * k_pad) * sizeof(float));
-    tile.values = (float *) cpu::scratch(SLOT_VALUES, (size_t) (TILE * v_pad) * sizeof(float));
-    tile.bias   = (float *) cpu::scratch(SLOT_BIAS, (size_t) (call.n_tok * TILE) * sizeof(float));
-    tile.awake  = (bool *) cpu::scratch(SLOT_SEEN, (size_t) call.n_tok * sizeof(bool));
-    for (int64_t first = 0; first < call.n; first += TILE) {
+    tile.keys   = (float *) cpu::scratch(cpu::SLOT_EXACT_KEYS, (size_t) (KEYS * a.d_k) * sizeof(float));
+    tile.values = (float *) cpu::scratch(cpu::SLOT_EXACT_VALUES, (size_t) (KEYS * a.d_v) * sizeof(float));
+    tile.bias   = (float *) cpu::scratch(cpu::SLOT_EXACT_BIAS, (size_t) (a.n_tok * KEYS) * sizeof(float));
+    tile.awake  = (bool *) cpu::scratch(cpu::SLOT_EXACT_AWAKE, (size_t) a.n_tok * sizeof(bool));
+    for (int64_t first = 0; first < a.n_keys; first += KEYS) {
         tile.first = first;
-        tile.n     = (int32_t) (call.n - first < TILE ? call.n - first : TILE);
+        tile.n     = (int32_t) (a.n_keys - first < KEYS ? a.n_keys - first : KEYS);
         tile.n16   = (tile.n + 15) / 16 * 16;
-        if (!read_bias(call, tile, seen)) {
+        if (!read_bias(a, tile, seen)) {
             continue;
         }
-        read_rows(call, tile, seen);
+        read_rows(a, tile, seen);
         for (int64_t row = 0; row < n_rows; row += BLOCK) {
-            step(call, tile, row, n_rows - row < BLOCK ? n_rows - row : BLOCK, weight);
+            step(a, tile, row, n_rows - row < BLOCK ? n_rows - row : BLOCK, weight);
         }
     }
 }

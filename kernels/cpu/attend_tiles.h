@@ -1,0 +1,332 @@
+// attend_tiles.h: attention over tiles in integers, for any number of query rows; what does not depend on the instruction
+// set. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
+//
+// Steps of STEP cells, blocks of BLOCK query rows: products of all keys, one softmax over the step, products of all values.
+// Queries and weights are integers of 16 bits, multiplied with the codes' bytes as they come out of the tile by a shift and
+// a mask; several query rows share that work. Sums are exact: what is rounded is a query, to 1/65278 of its largest
+// coefficient times band ratio, and a weight times scale, to 1/65278 of the step's largest weight times its largest scale.
+// Coefficients of 16-bit bands, few if any, are multiplied in float beside that (halves.h).
+// With many query rows the step's codes are unpacked once, into tiles of 8-bit bands: the same kernels then run on those.
+//
+// Isa, a type of the including file alone (its functions are compiled for its instructions), gives
+//   W                     floats of a register, and dwords of four codes
+//   BEFORE                what open() takes off a code
+//   KEYS_FROM_CODES       few rows multiply keys straight out of the tile; false: bytes first, registers are few
+//   KEY_ROWS              query rows whose logits are summed at once, 3 at most
+//   key_regs(rows)        registers of W cells whose logits are summed at once for as many rows
+//   octets(rows)          octets whose values are summed at once for as many of up to VALUE_ROWS = 4 rows
+//   BYTES_FROM            query rows from which unpacking once is the cheaper way
+//   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
+//   and the functions used below.
+#pragma once
+
+#include "../ref/rows.h"
+#include "scratch.h"
+#include "tile_products.h"
+
+namespace subkv::cpu {
+
+//
+// softmax
+//
+
+// The row sees no cell of the step.
+static inline void skip_step(Step & step, int i, Row & row) {
+    row.shrink  = 1.0f;
+    row.share   = 0.0f;
+    row.unit    = 0.0f;
+    row.weights = 0;
+    memset(step.logit[i], 0, sizeof(step.logit[i]));
+    memset(step.first[i], 0, STEP);
+    memset(step.second[i], 0, STEP);
+}
+
+// Products become logits; returns the largest. common: of every cell, nullptr: the row's shift
+template <typename Isa, bool CAP>
+static float finish_logits(const Step & step, const Row & row, const float * bias, const float * common, float softcap,
+                           float * x) {
+    const auto delta = Isa::set(row.delta), slope = Isa::set(row.slope), shift = Isa::set(row.shift);
+    auto       top = Isa::set(MINUS_INF);
+#pragma GCC unroll 2
+    for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
+        const auto unit = Isa::mul(Isa::load(step.scale_k + c), delta);
+        auto       l    = Isa::fma(Isa::load(x + c), unit, common != nullptr ? Isa::load(common + c) : shift);
+        if constexpr (CAP) {
+            l = Isa::soft_cap(l, softcap);
+        }
+        const auto b = Isa::load(bias + c);
+        l            = Isa::hide(Isa::fma(slope, b, l), b); // NaN where hidden and the slope is 0
+        top          = Isa::max(top, l);
+        Isa::store(x + c, l);
+    }
+    return Isa::largest(top);
+}
+
+// Logits become integer weights, relative to the step's own top logit, so that they wait for nothing else; m, z, shrink,
+// share, unit and weights of the row follow. KEEP: the weights themselves are needed, too.
+template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float top, Row & row) {
+    const auto base    = Isa::set(top);
+    const auto inverse = Isa::set(step.largest_v > 0.0f ? LARGEST / step.largest_v : 0.0f);
+    auto       total   = Isa::set(0.0f);
+    auto       sum     = Isa::zero();
+    float *    x       = step.logit[i];
+#pragma GCC unroll 4
+    for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
+        const auto e = Isa::exp_nonpositive(Isa::sub(Isa::load(x + c), base));
+        const auto u = Isa::to_int(Isa::mul(e, Isa::mul(Isa::load(step.scale_v + c), inverse)));
+        total        = Isa::plus(total, e);
+        sum          = Isa::plus_int(sum, u);
+        if constexpr (KEEP) {
+            Isa::store(x + c, e);
+        }
+        Isa::split(u, step.first[i] + c, step.second[i] + c);
+    }
+    const float m = top > row.m ? top : row.m;
+    row.share     = m == top ? 1.0f : Isa::exp_nonpositive(top - m);
+    row.shrink    = m == row.m ? 1.0f : row.m == MINUS_INF ? 0.0f : Isa::exp_nonpositive(row.m - m);
+    row.m         = m;
+    row.z         = row.z * row.shrink + row.share * Isa::sum(total);
+    row.unit      = row.share * step.largest_v / LARGEST;
+    row.weights   = Isa::sum_int(sum);
+}
+
+template <typename Isa> static void soften(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
+    Row &         row  = call.row[index];
+    const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;
+    if (step.n < step.n_pad) {
+        memcpy(step.bias, bias, (size_t) step.n * sizeof(float));
+        for (int32_t c = step.n; c < step.n_pad; ++c) {
+            step.bias[c] = MINUS_INF;
+        }
+        bias = step.bias;
+    }
+    const float * common = nullptr;
+    if (call.k_halves.n > 0) {
+        add_key_halves(call.k_halves, call.a.qt + index * call.a.k->rank, row.shift, step.n_pad, step.common);
+        common = step.common;
+    }
+    const auto  finish = call.a.softcap > 0.0f ? finish_logits<Isa, true> : finish_logits<Isa, false>;
+    const float top    = finish(step, row, bias, common, call.a.softcap, step.logit[i]);
+    if (!(top > MINUS_INF)) {
+        skip_step(step, i, row);
+    } else if (call.v_halves.n > 0) {
+        weigh<Isa, true>(step, i, top, row);
+    } else {
+        weigh<Isa, false>(step, i, top, row);
+    }
+}
+
+//
+// steps
+//
+
+// What a side's tiles of a step begin with: scales of the cells that are seen, 0 of others, which may hold anything.
+template <typename Isa>
+static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * seen, int32_t n_tiles, float * scale) {
+    auto largest = Isa::set(0.0f);
+    for (int32_t t = 0; t < n_tiles; ++t, tile += stride) {
+        for (int32_t c = 0; c < TILE; c += Isa::W) {
+            const auto s = Isa::keep(Isa::scales_of(tile + c), (uint32_t) (seen[t] >> c));
+            largest      = Isa::max(largest, s);
+            Isa::store(scale + t * TILE + c, s);
+        }
+        __builtin_prefetch(tile + AHEAD * stride, 0, 2);
+    }
+    return Isa::largest(largest);
+}
+
+// Query rows [index, index + n), n <= BLOCK, against the step that begins at `cell`; awake: tiles that they look at.
+template <typename Isa>
+static void attend_block(const Call & call, Step & step, int64_t cell, uint32_t awake, int64_t index, int64_t n) {
+    const AttendArgs & a       = call.a;
+    const uint8_t *    k_tiles = a.k_tiles + cell / TILE * a.k_stride;
+    const uint8_t *    v_tiles = a.v_tiles + cell / TILE * a.v_stride;
+    for (int t = 0; awake >> t != 0; ++t) {
+        if ((awake >> t & 1) == 0) { // its logits are hidden, but not to be anything
+            for (int64_t i = 0; i < n; ++i) {
+                memset(step.logit[i] + t * TILE, 0, TILE * sizeof(float));
+            }
+            continue;
+        }
+        const uint8_t * tile  = k_tiles + t * a.k_stride;
+        uint8_t * const bytes = call.k_bytes + (call.many ? t * a.k->rank * TILE : 0);
+        if (call.many) {
+            all_dots<Isa, true>(call, bytes, 0, index, n, step.logit[0] + t * TILE);
+        } else if constexpr (Isa::KEYS_FROM_CODES) {
+            all_dots<Isa, false>(call, tile, AHEAD * a.k_stride, index, n, step.logit[0] + t * TILE);
+        } else {
+            unpack_tile<Isa>(*a.k, tile, AHEAD * a.k_stride, bytes);
+            all_dots<Isa, true>(call, bytes, 0, index, n, step.logit[0] + t * TILE);
+        }
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        soften<Isa>(call, step, cell, index + i, (int) i);
+    }
+    if (call.many) {
+        all_values<Isa, true>(call, call.v_bytes, a.v->rank * TILE, awake, step, index, n);
+    } else {
+        all_values<Isa, false>(call, v_tiles, a.v_stride, awake, step, index, n);
+    }
+    for (int64_t i = 0; i < n && call.v_halves.n > 0; ++i) {
+        const Row & row = call.row[index + i];
+        add_value_halves(call.v_halves, step.logit[i], step.n_pad, row.shrink, row.share,
+                         call.sum + (index + i) * a.v->rank);
+    }
+}
+
+// awake[t]: tiles of the step that token t looks at; seen: cells of each tile that anybody looks at. Returns all tiles.
+template <typename Isa>
+static uint32_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * awake, uint64_t * seen) {
+    uint32_t all = 0;
+    for (int t = 0; t < STEP_TILES; ++t) {
+        seen[t] = 0;
+    }
+    for (int64_t token = 0; token < a.n_tok; ++token) {
+        const float * bias = a.bias + token * a.bias_stride + cell;
+        awake[token]       = 0;
+        for (int t = 0; t * TILE < n; ++t) {
+            const int32_t  left = n - t * TILE;
+            const uint64_t open = Isa::open_cells(bias + t * TILE, left < TILE ? left : TILE);
+            seen[t] |= open;
+            awake[token] = (uint8_t) (awake[token] | (open != 0) << t);
+        }
+        all |= awake[token];
+    }
+    return all;
+}
+
+template <typename Isa> static void attend_step(const Call & call, Step & step, int64_t cell, uint8_t * awake) {
+    const AttendArgs & a    = call.a;
+    const int64_t      left = a.n_cells - cell;
+    step.n                  = (int32_t) (left < STEP ? left : STEP);
+    uint64_t       seen[STEP_TILES];
+    const uint32_t all = find_awake<Isa>(a, cell, step.n, awake, seen);
+    if (all == 0) {
+        return;
+    }
+    const int32_t   n_tiles = 32 - __builtin_clz(all); // tiles after the last that anybody looks at do not count
+    const uint8_t * k_tiles = a.k_tiles + cell / TILE * a.k_stride;
+    const uint8_t * v_tiles = a.v_tiles + cell / TILE * a.v_stride;
+    step.n                  = step.n < n_tiles * TILE ? step.n : n_tiles * TILE;
+    step.n_pad              = n_tiles * TILE;
+    read_scales<Isa>(k_tiles, a.k_stride, seen, n_tiles, step.scale_k);
+    step.largest_v = read_scales<Isa>(v_tiles, a.v_stride, seen, n_tiles, step.scale_v);
+    read_halves<Isa>(call.k_halves, k_tiles, a.k_stride, seen, n_tiles);
+    read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, seen, n_tiles);
+    for (int32_t t = 0; call.many && t < n_tiles; ++t) {
+        if ((all >> t & 1) != 0) {
+            unpack_tile<Isa>(*a.k, k_tiles + t * a.k_stride, AHEAD * a.k_stride, call.k_bytes + t * a.k->rank * TILE);
+            unpack_tile<Isa>(*a.v, v_tiles + t * a.v_stride, AHEAD * a.v_stride, call.v_bytes + t * a.v->rank * TILE);
+        }
+    }
+    const int64_t n_rows = call.n_rows();
+    for (int64_t index = 0; index < n_rows; index += BLOCK) {
+        const int64_t n    = n_rows - index < BLOCK ? n_rows - index : BLOCK;
+        uint32_t      some = 0;
+        for (int64_t t = index / a.n_group; t <= (index + n - 1) / a.n_group; ++t) {
+            some |= awake[t];
+        }
+        if (some != 0) {
+            attend_block<Isa>(call, step, cell, some, index, n);
+        }
+    }
+}
+
+// half: what 16-bit bands get
+static inline void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        for (int32_t j = 0; j < codec.bands[i].n; ++j) {
+            ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? half : codec.bands[i].ratio;
+        }
+    }
+}
+
+// A query row as integers of its coefficients times ratio [rank] (0 in 16-bit bands): bytes or words to first and second.
+template <typename Isa>
+static void quantize_query(const HeadCodec & codec, const float * q, const float * ratio, int8_t * first,
+                           int8_t * second, Row & row) {
+    alignas(64) float   x[MAX_HEAD_SIZE + 8]; // a register may reach beyond the rank
+    alignas(64) int32_t u[MAX_HEAD_SIZE + 8];
+    alignas(64) int8_t  parts[2][MAX_HEAD_SIZE + 8];
+    float               largest = 0.0f;
+    bool                finite  = true;
+    for (int32_t j = 0; j < codec.rank; ++j) {
+        x[j]                  = q[j] * ratio[j];
+        const float magnitude = __builtin_fabsf(x[j]);
+        finite                = finite & (magnitude <= __FLT_MAX__);
+        largest               = magnitude > largest ? magnitude : largest;
+    }
+    for (int32_t j = codec.rank; j < codec.rank + 8; ++j) {
+        x[j] = 0.0f;
+    }
+    const auto inverse = Isa::set(largest > 1e-30f ? LARGEST / largest : 0.0f);
+    for (int32_t j = 0; j < codec.rank; j += Isa::W) {
+        const auto i = Isa::to_int(Isa::mul(Isa::load(x + j), inverse));
+        Isa::split(i, parts[0] + j, parts[1] + j);
+        Isa::store_int(u + j, i);
+    }
+    memcpy(first, parts[0], (size_t) codec.rank);
+    memcpy(second, parts[1], (size_t) codec.rank);
+    int64_t twice = 0; // what centring takes off
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        int32_t sum = 0;
+        for (int32_t j = 0; codec.bands[i].bits != 16 && j < codec.bands[i].n; ++j) {
+            sum += u[codec.bands[i].first + j];
+        }
+        twice += (int64_t) sum * odd_of<Isa>(codec.bands[i]);
+    }
+    row.start = (int32_t) -(twice >> 1);
+    row.half  = (twice & 1) != 0 ? 0.5f : 0.0f;
+    row.delta = finite ? largest / LARGEST : __builtin_nanf("");
+}
+
+template <typename Isa> static void attend(const AttendArgs & a) {
+    const int64_t n_rows = a.n_tok * a.n_group;
+    const bool    many   = n_rows >= Isa::BYTES_FROM;
+    Halves        k_halves, v_halves;
+    find_halves(*a.k, k_halves);
+    find_halves(*a.v, v_halves);
+    k_halves.values = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * STEP) * sizeof(float));
+    v_halves.values = k_halves.values + 8 * k_halves.n * STEP;
+    const int32_t kept  = many ? STEP : Isa::KEYS_FROM_CODES ? 0 : TILE; // cells whose keys are bytes at once
+    const Call    call  = { a,
+                            k_halves,
+                            v_halves,
+                            (int8_t *) scratch(SLOT_QUERIES, (size_t) (n_rows * 2 * a.k->rank)),
+                            (float *) scratch(SLOT_SUMS, (size_t) (n_rows * a.v->rank) * sizeof(float)),
+                            (Row *) scratch(SLOT_ROWS, (size_t) n_rows * sizeof(Row) + (size_t) a.n_tok),
+                            (uint8_t *) scratch(SLOT_KEYS, (size_t) (kept * a.k->rank)),
+                            (uint8_t *) scratch(SLOT_VALUES, (size_t) (many ? STEP * a.v->rank : 0)),
+                            many };
+    auto *        awake = (uint8_t *) (call.row + n_rows);
+    float         ratio[MAX_HEAD_SIZE];
+    spread_ratios(*a.k, 0.0f, ratio);
+    memset(call.sum, 0, (size_t) (n_rows * a.v->rank) * sizeof(float));
+    for (int64_t i = 0; i < n_rows; ++i) {
+        Row &    row   = call.row[i];
+        int8_t * first = call.query + i * 2 * a.k->rank;
+        quantize_query<Isa>(*a.k, a.qt + i * a.k->rank, ratio, first, first + a.k->rank, row);
+        row.shift = a.shift != nullptr ? a.shift[i] : 0.0f;
+        row.slope = a.slope[i % a.n_group];
+        row.m     = a.m[i];
+        row.z     = a.z[i];
+    }
+    Step & step = *(Step *) scratch(SLOT_STEP, sizeof(Step));
+    for (int64_t cell = 0; cell < a.n_cells; cell += STEP) {
+        attend_step<Isa>(call, step, cell, awake);
+    }
+    spread_ratios(*a.v, 1.0f, ratio);
+    for (int64_t i = 0; i < n_rows; ++i) {
+        const Row & row    = call.row[i];
+        const float old    = a.m[i];
+        const float shrink = old == row.m ? 1.0f : old == MINUS_INF ? 0.0f : Isa::exp_nonpositive(old - row.m);
+        float *     acc    = a.acc + i * a.acc_stride;
+        for (int32_t j = 0; j < a.v->rank; ++j) {
+            acc[j] = acc[j] * shrink + ratio[j] * call.sum[i * a.v->rank + j];
+        }
+        a.m[i] = row.m;
+        a.z[i] = row.z;
+    }
+}
+
+} // namespace subkv::cpu

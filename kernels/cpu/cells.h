@@ -1,0 +1,190 @@
+// cells.h: what encode and dequantize do alike in every version: coefficients, the search of a scale code, and a cell of a
+// tile. Definitions: ref/encode.cpp, subkv/tiles.h. Static, as all that ISA files include.
+#pragma once
+
+#include "../ref/rows.h"
+
+#include <stdint.h>
+#include <string.h>
+
+namespace subkv::cpu {
+
+// c [n][rank] = E x of x [n][ldx], by a version's project.
+template <typename Project>
+static inline void coefficients(const Project & project, const HeadCodec & codec, const float * x, int64_t ldx,
+                                int64_t n, float * c) {
+    if (codec.encode != nullptr) {
+        project(codec.encode, codec.rank, codec.d, x, ldx, n, 1.0f, c, codec.rank);
+        return;
+    }
+    for (int64_t t = 0; t < n; ++t) {
+        memcpy(c + t * codec.rank, x + t * ldx, (size_t) codec.rank * sizeof(float));
+    }
+}
+
+// The scale code of a row of coefficients c. largest(x, n): largest magnitude of n of them; error(s): squared error of
+// the quantized ones at scale s.
+template <typename Largest, typename Error>
+static inline int32_t choose_scale(const HeadCodec & codec, const float * c, const Largest & largest,
+                                   const Error & error) {
+    float reach     = 0.0f; // the smallest scale that clips nothing
+    bool  quantized = false;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits != 16) {
+            quantized     = true;
+            const float r = largest(c + band.first, band.n) / (band.ratio * half_range(band.bits));
+            reach         = r > reach ? r : reach;
+        }
+    }
+    if (!quantized) {
+        return SCALE_ONE;
+    }
+    int32_t low  = 1; // smallest code in [low, high] that does not clip
+    int32_t high = 255;
+    while (low < high) {
+        const int32_t k = (low + high) / 2;
+        if (SCALES[k] < reach) {
+            low = k + 1;
+        } else {
+            high = k;
+        }
+    }
+    int32_t best       = low;
+    float   best_error = error(SCALES[low]);
+    for (int32_t k = low - 1; k >= 1 && k >= low - SCALE_CANDIDATES_BELOW; --k) {
+        const float e = error(SCALES[k]);
+        if (e < best_error) {
+            best       = k;
+            best_error = e;
+        }
+    }
+    return best;
+}
+
+// What one cell of a head holds: codes [rank], or halves where a band has 16 bits.
+struct Cell {
+    uint8_t  scale;
+    uint8_t  code[MAX_HEAD_SIZE];
+    uint16_t half[MAX_HEAD_SIZE];
+};
+
+// The lines that putting a cell reads, ahead of it: all of a tile, but few are new since its neighbour was put.
+static inline void prefetch_tile(const HeadCodec & codec, const uint8_t * tile) {
+    for (int32_t line = 0; line < codec.row_bytes; ++line) {
+        __builtin_prefetch(tile + LINE * line, 1);
+    }
+}
+
+// Bits of four codes in a dword: `mask` of a code, from bit `from` on, to bit `to`. Fields do not cross codes.
+static inline uint32_t move_field(uint32_t codes, int32_t from, uint32_t mask, int32_t to) {
+    return (codes >> from & 0x01010101u * mask) << to;
+}
+
+static inline uint32_t load32(const uint8_t * at) {
+    uint32_t x;
+    memcpy(&x, at, sizeof(x));
+    return x;
+}
+
+static inline void store32(uint8_t * at, uint32_t x) {
+    memcpy(at, &x, sizeof(x));
+}
+
+// Eight codes as cell c of an octet of keys (tiles.h): a dword of two registers.
+template <int BITS> static inline void put_keys(const uint8_t * code, uint8_t * octet, int32_t c) {
+    for (int32_t j = 0; j < 8; j += 4) {
+        const TileFields fields = tile_fields(BITS, j + c / 16);
+        for (int32_t i = 0; i < fields.n; ++i) {
+            const TileField f    = fields.field[i];
+            const uint32_t  mask = (1u << f.width) - 1;
+            uint8_t *       at   = octet + f.line * LINE + c % 16 * 4;
+            const uint32_t  kept = load32(at) & ~(0x01010101u * mask << f.shift);
+            store32(at, kept | move_field(load32(code + j), f.from, mask, f.shift));
+        }
+    }
+}
+
+template <int BITS> static inline void get_keys(const uint8_t * octet, int32_t c, uint8_t * code) {
+    for (int32_t j = 0; j < 8; j += 4) {
+        const TileFields fields = tile_fields(BITS, j + c / 16);
+        uint32_t         codes  = 0;
+        for (int32_t i = 0; i < fields.n; ++i) {
+            const TileField f = fields.field[i];
+            codes |= move_field(load32(octet + f.line * LINE + c % 16 * 4), f.shift, (1u << f.width) - 1, f.from);
+        }
+        store32(code + j, codes);
+    }
+}
+
+// The same of values: a byte of every qword of one register.
+template <int BITS> static inline void put_values(const uint8_t * code, uint8_t * octet, int32_t c) {
+    const TileFields fields = tile_fields(BITS, c / 8);
+    for (int32_t i = 0; i < fields.n; ++i) {
+        const TileField f    = fields.field[i];
+        const int32_t   mask = (1 << f.width) - 1;
+        uint8_t *       at   = octet + f.line * LINE + c % 8;
+        for (int32_t j = 0; j < 8; ++j) {
+            at[8 * j] = (uint8_t) ((at[8 * j] & ~(mask << f.shift)) | (code[j] >> f.from & mask) << f.shift);
+        }
+    }
+}
+
+template <int BITS> static inline void get_values(const uint8_t * octet, int32_t c, uint8_t * code) {
+    const TileFields fields = tile_fields(BITS, c / 8);
+    memset(code, 0, 8);
+    for (int32_t i = 0; i < fields.n; ++i) {
+        const TileField f    = fields.field[i];
+        const int32_t   mask = (1 << f.width) - 1;
+        const uint8_t * at   = octet + f.line * LINE + c % 8;
+        for (int32_t j = 0; j < 8; ++j) {
+            code[j] = (uint8_t) (code[j] | (at[8 * j] >> f.shift & mask) << f.from);
+        }
+    }
+}
+
+// CALL with a band's width as a constant; nothing for 16 bits.
+#define SUBKV_BY_BITS(bits, CALL)                                                                                      \
+    switch (bits) {                                                                                                    \
+        case 2: CALL(2); break;                                                                                        \
+        case 3: CALL(3); break;                                                                                        \
+        case 4: CALL(4); break;                                                                                        \
+        case 5: CALL(5); break;                                                                                        \
+        case 6: CALL(6); break;                                                                                        \
+        case 8: CALL(8); break;                                                                                        \
+        default: break;                                                                                                \
+    }
+
+static inline void put_cell(const HeadCodec & codec, const Cell & cell, uint8_t * tile, int32_t c) {
+    tile[c] = cell.scale;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band  = codec.bands[i];
+        uint8_t *    octet = tile + LINE * band.offset;
+        for (int32_t j = band.first; j < band.first + band.n; j += 8, octet += band.bits * LINE) {
+            for (int32_t k = 0; band.bits == 16 && k < 8; ++k) {
+                memcpy(octet + 2 * (k * TILE + c), cell.half + j + k, sizeof(uint16_t));
+            }
+#define PUT(BITS) (codec.value != 0 ? put_values<BITS> : put_keys<BITS>) (cell.code + j, octet, c)
+            SUBKV_BY_BITS(band.bits, PUT)
+#undef PUT
+        }
+    }
+}
+
+static inline void get_cell(const HeadCodec & codec, const uint8_t * tile, int32_t c, Cell & cell) {
+    cell.scale = tile[c];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band &    band  = codec.bands[i];
+        const uint8_t * octet = tile + LINE * band.offset;
+        for (int32_t j = band.first; j < band.first + band.n; j += 8, octet += band.bits * LINE) {
+            for (int32_t k = 0; band.bits == 16 && k < 8; ++k) {
+                memcpy(cell.half + j + k, octet + 2 * (k * TILE + c), sizeof(uint16_t));
+            }
+#define GET(BITS) (codec.value != 0 ? get_values<BITS> : get_keys<BITS>) (octet, c, cell.code + j)
+            SUBKV_BY_BITS(band.bits, GET)
+#undef GET
+        }
+    }
+}
+
+} // namespace subkv::cpu

@@ -1,0 +1,83 @@
+// halves.h: what 16-bit bands add to attention over tiles (attend_tiles.h), in float.
+#pragma once
+
+#include "subkv/ops.h"
+
+#include <stdint.h>
+
+namespace subkv::cpu {
+
+constexpr int32_t HALVES_STRIDE = 256; // cells of a step
+
+// The coefficients of a side's 16-bit bands, eight by eight, and those of a step's cells:
+// values[coefficient][HALVES_STRIDE].
+struct Halves {
+    int32_t n; // blocks of eight
+    int32_t first[MAX_HEAD_SIZE / 8];
+    int32_t offset[MAX_HEAD_SIZE / 8]; // of their octet in a tile
+    float * values;
+};
+
+static inline void find_halves(const HeadCodec & codec, Halves & halves) {
+    halves.n = 0;
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        for (int32_t j = 0; band.bits == 16 && j < band.n; j += 8) {
+            halves.first[halves.n]    = band.first + j;
+            halves.offset[halves.n++] = TILE * (band.offset + 2 * j);
+        }
+    }
+}
+
+// Zeros for cells not in `seen`, which may hold NaN.
+template <typename Isa>
+static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * seen,
+                        int32_t n_tiles) {
+    for (int32_t j = 0; j < 8 * halves.n; ++j) {
+        const uint8_t * at = tile + halves.offset[j / 8] + j % 8 * 2 * TILE;
+        for (int32_t t = 0; t < n_tiles; ++t, at += stride) {
+            float * x = halves.values + j * HALVES_STRIDE + t * TILE;
+            for (int32_t c = 0; c < TILE; c += 8) {
+                Isa::widen8(at + 2 * c, x + c);
+            }
+            for (int32_t c = 0; c < TILE; ++c) {
+                x[c] = (seen[t] >> c & 1) != 0 ? x[c] : 0.0f;
+            }
+        }
+    }
+}
+
+// common [n] = shift + what 16-bit bands add to the logits of a query row q [rank]
+static inline void add_key_halves(const Halves & halves, const float * q, float shift, int32_t n, float * common) {
+    for (int32_t c = 0; c < n; ++c) {
+        common[c] = shift;
+    }
+    for (int32_t j = 0; j < 8 * halves.n; ++j) {
+        const float   x      = q[halves.first[j / 8] + j % 8];
+        const float * values = halves.values + j * HALVES_STRIDE;
+        for (int32_t c = 0; c < n; ++c) {
+            common[c] += x * values[c];
+        }
+    }
+}
+
+// sum [rank] = shrink * sum + share * what cells of these weights [n] have in 16-bit bands; n is a multiple of 16
+static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink, float share,
+                                    float * sum) {
+    for (int32_t j = 0; j < 8 * halves.n; ++j) {
+        const float * values    = halves.values + j * HALVES_STRIDE;
+        float         total[16] = {}; // as many as the compiler likes to keep in registers
+        for (int32_t c = 0; c < n; c += 16) {
+            for (int32_t k = 0; k < 16; ++k) {
+                total[k] += weight[c + k] * values[c + k];
+            }
+        }
+        for (int k = 1; k < 16; ++k) {
+            total[0] += total[k];
+        }
+        float & at = sum[halves.first[j / 8] + j % 8];
+        at         = shrink * at + share * total[0];
+    }
+}
+
+} // namespace subkv::cpu

@@ -1,0 +1,33 @@
+// scratch.h: memory of a thread that kernels keep from call to call.
+#pragma once
+
+#include <cstddef>
+
+namespace subkv::cpu {
+
+enum Slot {
+    SLOT_QUERIES, // attend: integers of query rows
+    SLOT_SUMS,
+    SLOT_ROWS,
+    SLOT_STEP,
+    SLOT_KEYS, // codes as bytes
+    SLOT_VALUES,
+    SLOT_HALVES,
+    SLOT_EXACT_QUERIES, // attend_exact
+    SLOT_EXACT_KEYS,
+    SLOT_EXACT_VALUES,
+    SLOT_EXACT_ROWS,
+    SLOT_EXACT_WEIGHTS,
+    SLOT_EXACT_BIAS,
+    SLOT_EXACT_AWAKE,
+    SLOT_COEFFICIENTS, // encode, which projects
+    SLOT_PROJECT,
+    SLOT_MOMENT,
+    N_SLOTS
+};
+
+// Zeroed-once, 64-byte aligned memory of this thread for purpose `slot`; grows, never shrinks. Nobody's who calls another
+// kernel that uses the slot.
+void * scratch(Slot slot, size_t bytes);
+
+} // namespace subkv::cpu

@@ -1,0 +1,158 @@
+"""Tiles: what the library's functions make of rows, against numpy's table of where bits lie (tiles.py)."""
+
+from __future__ import annotations
+
+import ctypes as ct
+
+import codec_numpy
+import layouts
+import numpy as np
+import ops as o
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ops import TILE
+from tiles import places
+
+SEEDS = st.integers(0, 2**32 - 1)
+ANY = given(layout=layouts.layouts(max_rank=256), value=st.booleans(), seed=SEEDS)
+EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NARROW = [((8, bits),) for bits in layouts.BITS]
+SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
+
+
+@pytest.fixture
+def lib(tables: dict[str, o.Ops]) -> ct.CDLL:
+    return o.load_library()
+
+
+def any_head(layout: o.Layout, value: bool, rng: np.random.Generator) -> o.Head:
+    return o.make_head(layout, sum(n for n, _ in layout), rng, orthonormal=True, value=value)
+
+
+def any_bytes(rng: np.random.Generator, *shape: int) -> o.U8:
+    return rng.integers(0, 256, shape, np.uint8)
+
+
+@pytest.mark.parametrize("layout", [*NARROW, *layouts.LAYOUTS], ids=layouts.name)
+@SIDES
+def test_every_bit_of_a_tile_is_one_of_a_row(layout: o.Layout, value: bool) -> None:
+    at = places(layout, value)
+    assert np.array_equal(np.sort(at, axis=None), np.arange(at.size))
+
+
+@EXAMPLES
+@ANY
+@pytest.mark.parametrize("narrow", [*NARROW, None], ids=lambda layout: layouts.name(layout) if layout else "any")
+def test_a_row_becomes_a_cell_and_a_row(
+    lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
+) -> None:
+    """Bit by bit as numpy moves them; other cells stay."""
+    rng = np.random.default_rng(seed)
+    head = any_head(narrow or layout, value, rng)
+    tile, row, cell = any_bytes(rng, TILE * head.row_bytes), any_bytes(rng, head.row_bytes), int(rng.integers(TILE))
+    rows = o.to_rows(head, tile[None])
+    rows[cell] = row
+    lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), cell)
+    assert np.array_equal(tile, o.to_tiles(head, rows)[0])
+    before = tile.copy()
+    for c in {0, cell, TILE - 1}:
+        back = any_bytes(rng, head.row_bytes + 1)
+        guard = back[-1]
+        lib.subkv_tile_to_row(head.ref(), o.ptr(tile), c, o.ptr(back))
+        assert np.array_equal(back[:-1], rows[c]) and back[-1] == guard
+    assert np.array_equal(tile, before)
+
+
+@EXAMPLES
+@ANY
+def test_a_tile_is_its_rows_and_nothing_else(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
+    """All rows of one tile into another give the same bytes."""
+    rng = np.random.default_rng(seed)
+    head = any_head(layout, value, rng)
+    one, other = any_bytes(rng, 2, TILE * head.row_bytes)
+    row = np.empty(head.row_bytes, np.uint8)
+    for c in range(TILE):
+        lib.subkv_tile_to_row(head.ref(), o.ptr(one), c, o.ptr(row))
+        lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(other), c)
+    assert np.array_equal(one, other)
+
+
+@EXAMPLES
+@ANY
+def test_sides_differ_in_order_alone(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
+    """The same rows are laid out as keys and as values by the library and by numpy."""
+    rng = np.random.default_rng(seed)
+    heads = any_head(layout, False, rng), any_head(layout, True, rng)
+    rows = any_bytes(rng, TILE, heads[0].row_bytes)
+    made = []
+    for head in heads:
+        tile = any_bytes(rng, TILE * head.row_bytes)
+        for c, row in enumerate(rows):
+            lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), c)
+        assert np.array_equal(tile, o.to_tiles(head, rows)[0])
+        assert np.array_equal(o.to_rows(head, tile[None]), rows)
+        made.append(tile)
+    only_halves = all(bits == 16 for _, bits in layout)
+    assert np.array_equal(*made) == only_halves
+    for part in [slice(0, TILE), *(slice(b.offset * TILE, (b.offset + b.n * b.bits // 8) * TILE)
+                                   for b in heads[0].codec.bands[: len(layout)])]:  # fmt: skip
+        counts = [np.unpackbits(tile[part]).sum() for tile in made]
+        assert counts[0] == counts[1]
+
+
+def coefficients(head: o.Head, n: int, rng: np.random.Generator) -> o.F32:
+    """[n][rank] of very different sizes; some rows zero, tiny, huge or not finite."""
+    c = rng.standard_normal((n, head.rank)) * np.exp(3 * rng.standard_normal((n, 1)))
+    kind = rng.integers(0, 12, n)
+    c[kind == 0] = 0
+    c[kind == 1] = 1e-30
+    c[kind == 2] *= 1e5
+    bad = np.flatnonzero(kind == 3)
+    c[bad, rng.integers(0, head.rank, len(bad))] = rng.choice([np.nan, np.inf, -np.inf], len(bad))
+    return c.astype(np.float32)
+
+
+@EXAMPLES
+@given(layout=layouts.layouts(), value=st.booleans(), n=st.integers(0, 150), extra=st.integers(0, 70), seed=SEEDS)
+def test_encode_writes_the_rows_of_the_format(
+    table: o.Ops, layout: o.Layout, value: bool, n: int, extra: int, seed: int
+) -> None:
+    """Into any cells of three tiles; coefficients are the inputs, so that every version has the same bytes."""
+    rng = np.random.default_rng(seed)
+    head = any_head(layout, value, rng)
+    head.codec.encode = None
+    c = coefficients(head, n, rng)
+    cells = [int(i) for i in rng.permutation(3 * TILE)[:n]]
+    rows = any_bytes(rng, 3 * TILE, head.row_bytes)
+    want = rows.copy()
+    want[cells] = codec_numpy.encode(c, layout, head.ratio)
+    assert o.encode(table, head, c, cells, rows, extra=extra) == np.count_nonzero(~np.isfinite(c).all(axis=1))
+    assert np.array_equal(rows, want)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
+@SIDES
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 200])
+def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, n: int) -> None:
+    """encode_rows and dequantize_rows of ops.h with any version's ops, on inputs that lie apart."""
+    rng = np.random.default_rng(n)
+    head = any_head(layout, value, rng)
+    c = coefficients(head, n, rng)
+    clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0))  # NaN * 0 would spread through E
+    x = np.full((n, head.rank + 3), np.nan, np.float32)
+    x[:, :-3] = clean
+    rows = any_bytes(rng, n + 1, head.row_bytes)
+    guard = rows[n].copy()
+    of, codec = ct.addressof(table), ct.addressof(head.codec)
+    assert lib.subkv_ops_encode_rows(of, codec, o.ptr(x), x.shape[1], n, o.ptr(rows)) == 0
+    assert np.array_equal(rows[:n], codec_numpy.encode(clean, layout, head.ratio))
+    back = np.full((n + 1, head.rank), 7, np.float32)
+    lib.subkv_ops_dequantize_rows(of, codec, o.ptr(rows), n, o.ptr(back))
+    np.testing.assert_allclose(back[:n], codec_numpy.decode(rows[:n], layout, head.ratio), rtol=3e-7, atol=1e-30)
+    assert np.array_equal(rows[n], guard) and np.all(back[n] == 7)
+    head.codec.encode = None
+    assert lib.subkv_ops_encode_rows(of, codec, o.ptr(c), head.rank, n, o.ptr(rows)) == np.count_nonzero(
+        ~np.isfinite(c).all(axis=1)
+    )
+    assert np.array_equal(rows[:n], codec_numpy.encode(c, layout, head.ratio))
