@@ -12,7 +12,8 @@
 //   W                     floats of a register, and dwords of four codes
 //   BEFORE                what open() takes off a code
 //   KEYS_FROM_CODES       few rows multiply keys straight out of the tile; false: bytes first, registers are few
-//   KEY_ROWS, KEY_REGS    query rows and registers of W cells whose logits are summed at once, 3 rows at most
+//   KEY_ROWS              query rows whose logits are summed at once, 3 at most
+//   key_regs(rows)        registers of W cells whose logits are summed at once for as many rows
 //   octets(rows)          octets whose values are summed at once for as many of up to VALUE_ROWS = 4 rows
 //   BYTES_FROM            query rows from which unpacking once is the cheaper way
 //   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products

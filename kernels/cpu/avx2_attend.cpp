@@ -14,9 +14,10 @@ struct Isa {
     static constexpr int     W               = 8;
     static constexpr bool    KEYS_FROM_CODES = false;
     static constexpr int     KEY_ROWS        = 3;
-    static constexpr int     KEY_REGS        = 2; // 6 sums, 4 registers of codes, 2 of queries
     static constexpr int     BYTES_FROM      = 13;
     static constexpr int32_t BEFORE          = 0;
+
+    static constexpr int key_regs(int rows) { return rows == 1 ? 4 : 2; } // 6 sums, 4 registers of codes, 2 of queries
 
     static constexpr int octets(int) { return 1; } // 8 sums, 4 registers of codes, 2 of weights
 

@@ -19,9 +19,10 @@ struct Registers {
     static constexpr int     W               = 16;
     static constexpr bool    KEYS_FROM_CODES = true;
     static constexpr int     KEY_ROWS        = 3;
-    static constexpr int     KEY_REGS        = 4;
     static constexpr int     BYTES_FROM      = 13;
     static constexpr int32_t BEFORE          = 0;
+
+    static constexpr int key_regs(int) { return 4; }
 
     using F = __m512;
     using I = __m512i;

@@ -15,8 +15,9 @@ struct Isa {
     static constexpr int32_t BEFORE          = 128; // what codes are taken less
     static constexpr bool    KEYS_FROM_CODES = false;
     static constexpr int     KEY_ROWS        = 2;
-    static constexpr int     KEY_REGS        = 4; // 16 sums, 4 registers of codes, 2 of queries
     static constexpr int     BYTES_FROM      = 13;
+
+    static constexpr int key_regs(int) { return 4; } // 16 sums, 4 registers of codes, 2 of queries
 
     static constexpr int octets(int) { return 1; }
 

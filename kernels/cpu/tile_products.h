@@ -127,37 +127,37 @@ static void unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t a
 // keys
 //
 
-// Opens cell registers FIRST + V, V < KEY_REGS, of half an octet.
-template <typename Isa, int BITS, int HALF, int FIRST, int V = 0>
+// Opens registers FIRST + V, V < REGS, of W cells of half an octet.
+template <typename Isa, int BITS, int HALF, int FIRST, int REGS, int V = 0>
 static inline void open_keys(const uint8_t * octet, typename Isa::Opened * out) {
-    if constexpr (V < Isa::KEY_REGS) {
+    if constexpr (V < REGS) {
         constexpr int CELL = (FIRST + V) * Isa::W;
         out[V]             = Isa::open(codes_of<Isa, BITS, 4 * HALF + CELL / 16>(octet + CELL % 16 * 4));
-        open_keys<Isa, BITS, HALF, FIRST, V + 1>(octet, out);
+        open_keys<Isa, BITS, HALF, FIRST, REGS, V + 1>(octet, out);
     }
 }
 
 // query: the first row's dwords at this octet, `second` bytes before those of its other product, rows `stride` apart
-template <typename Isa, int BITS, int HALF, int FIRST, int ROWS>
+template <typename Isa, int BITS, int HALF, int FIRST, int ROWS, int REGS>
 static inline void add_keys(const uint8_t * octet, const int8_t * query, int64_t second, int64_t stride,
-                            typename Isa::Sum (&sum)[ROWS][Isa::KEY_REGS]) {
-    typename Isa::Opened c[Isa::KEY_REGS];
-    open_keys<Isa, BITS, HALF, FIRST>(octet, c);
+                            typename Isa::Sum (&sum)[ROWS][REGS]) {
+    typename Isa::Opened c[REGS];
+    open_keys<Isa, BITS, HALF, FIRST, REGS>(octet, c);
 #pragma GCC unroll 4
     for (int i = 0; i < ROWS; ++i) {
         const int8_t * q    = query + i * stride + 4 * HALF;
         const auto     some = Isa::spread_dword(q);
         const auto     rest = Isa::spread_dword(q + second);
 #pragma GCC unroll 4
-        for (int v = 0; v < Isa::KEY_REGS; ++v) {
+        for (int v = 0; v < REGS; ++v) {
             Isa::add(sum[i][v], c[v], some, rest);
         }
     }
 }
 
-template <typename Isa, int BITS, int FIRST, int ROWS>
+template <typename Isa, int BITS, int FIRST, int ROWS, int REGS>
 static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead, const int8_t * query, int64_t second,
-                                int64_t stride, typename Isa::Sum (&sum)[ROWS][Isa::KEY_REGS]) {
+                                int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
     for (int32_t j = 0; j < n; j += 8, octet += BITS * LINE, query += 8) {
         if (FIRST == 0 && ahead != 0) {
             prefetch_octet<BITS>(octet, ahead);
@@ -172,11 +172,12 @@ template <typename Isa, bool BYTES, int ROWS, int FIRST = 0>
 static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
         const HeadCodec & codec  = *call.a.k;
+        constexpr int     REGS   = Isa::key_regs(ROWS);
         const int64_t     stride = 2 * codec.rank;
-        typename Isa::Sum sum[ROWS][Isa::KEY_REGS];
+        typename Isa::Sum sum[ROWS][REGS];
         const Row * const r = call.row + row;
         for (int i = 0; i < ROWS; ++i) {
-            for (int v = 0; v < Isa::KEY_REGS; ++v) {
+            for (int v = 0; v < REGS; ++v) {
                 sum[i][v] = Isa::start(r[i].start);
             }
         }
@@ -196,12 +197,12 @@ static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t
             }
         }
         for (int i = 0; i < ROWS; ++i) {
-            for (int v = 0; v < Isa::KEY_REGS; ++v) {
+            for (int v = 0; v < REGS; ++v) {
                 const auto x = Isa::sub(Isa::to_float(Isa::total(sum[i][v])), Isa::set(r[i].half));
                 Isa::store(logit + i * STEP + (FIRST + v) * Isa::W, x);
             }
         }
-        dots<Isa, BYTES, ROWS, FIRST + Isa::KEY_REGS>(call, tile, ahead, row, logit);
+        dots<Isa, BYTES, ROWS, FIRST + REGS>(call, tile, ahead, row, logit);
     }
 }
 

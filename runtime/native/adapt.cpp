@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace subkv {
 
@@ -108,11 +109,12 @@ int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
     return n_bad;
 }
 
-// rows [n][stride] -> x^' [n][rank]
-void Adapter::decode(const ChunkBasis * chunk, const uint8_t * rows, int64_t stride, int64_t n, float * space) const {
+// cells [n] -> x^' [n][rank]
+void Adapter::decode(const ChunkBasis * chunk, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
+                     float * space) const {
     const int64_t      rank = codec_.rank;
     std::vector<float> c((size_t) (n * rank));
-    ops_.dequantize_rows(chunk != nullptr ? chunk->codec : codec_, rows, stride, n, c.data());
+    ops_.dequantize(chunk != nullptr ? chunk->codec : codec_, tiles, stride, n, cells, c.data());
     for (int64_t t = 0; t < n; ++t) {
         for (int64_t i = 0; i < rank; ++i) {
             c[(size_t) (t * rank + i)] *= undo_[(size_t) i];
@@ -128,19 +130,18 @@ void Adapter::decode(const ChunkBasis * chunk, const uint8_t * rows, int64_t str
     }
 }
 
-// Codes the block of space_ under one basis into `rows` [n][row_bytes] and returns its relative residual
+// Codes the block of space_ under one basis into cells 0 .. n - 1 of `tiles` and returns its relative residual
 // ||x' - x^'|| / ||x'|| over the whole block; 0 for a block of zeros. The static basis goes from x to coefficients as
-// everywhere else, so that its rows are the same to the bit.
+// everywhere else, so that its codes are the same to the bit.
 double Adapter::encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const ChunkBasis * chunk,
-                       std::vector<uint8_t> & rows) {
+                       std::vector<uint8_t> & tiles) {
     std::vector<int64_t> cells((size_t) n);
-    for (int64_t t = 0; t < n; ++t) {
-        cells[(size_t) t] = t;
-    }
-    rows.resize((size_t) (n * codec_.row_bytes));
-    ops_.encode_rows(codec, x, ldx, n, cells.data(), rows.data(), codec_.row_bytes);
+    std::iota(cells.begin(), cells.end(), 0);
+    const int64_t stride = TILE * codec_.row_bytes;
+    tiles.resize((size_t) ((n + TILE - 1) / TILE * stride));
+    ops_.encode(codec, x, ldx, n, cells.data(), tiles.data(), stride);
     seen_.resize(space_.size());
-    decode(chunk, rows.data(), codec_.row_bytes, n, seen_.data());
+    decode(chunk, tiles.data(), stride, n, cells.data(), seen_.data());
     double error = 0.0, energy = 0.0;
     for (size_t i = 0; i < space_.size(); ++i) {
         if (!std::isnan(space_[i])) {
@@ -152,18 +153,18 @@ double Adapter::encode(const HeadCodec & codec, const float * x, int64_t ldx, in
     return energy > 0.0 ? std::sqrt(error / energy) : 0.0;
 }
 
-int32_t Adapter::peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride) {
+int32_t Adapter::peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride) {
     const ChunkBasis * chunk = this->chunk(current_);
     if (chunk == nullptr) {
-        ops_.encode_rows(codec_, x, ldx, n, cells, rows, stride);
+        ops_.encode(codec_, x, ldx, n, cells, tiles, stride);
     } else {
         project(x, ldx, n);
-        ops_.encode_rows(chunk->codec, space_.data(), codec_.rank, n, cells, rows, stride);
+        ops_.encode(chunk->codec, space_.data(), codec_.rank, n, cells, tiles, stride);
     }
     return current_;
 }
 
-int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride,
+int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride,
                        const Merge & merge) {
     const int64_t rank = codec_.rank;
     const auto    code = [&](const ChunkBasis * chunk, std::vector<uint8_t> & out) {
@@ -207,8 +208,10 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * 
     }
     since_ += n;
     residual_ = (float) rho;
+    std::vector<uint8_t> row((size_t) codec_.row_bytes);
     for (int64_t t = 0; t < n; ++t) {
-        std::copy_n(stored_.data() + t * codec_.row_bytes, codec_.row_bytes, rows + cells[t] * stride);
+        tile_to_row(codec_, stored_.data() + t / TILE * TILE * codec_.row_bytes, t % TILE, row.data());
+        row_to_tile(codec_, row.data(), tiles + cells[t] / TILE * stride, cells[t] % TILE);
     }
     return current_;
 }
@@ -240,8 +243,8 @@ int32_t Adapter::adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge) {
     const size_t       from = age[0];
     const size_t       to   = age.size() > 1 ? age[1] : from;
     const ChunkBasis & next = to != from ? *chunks_[to] : *chunk;
-    merge((int32_t) from + 1, (int32_t) to + 1, [&](uint8_t * rows, int64_t stride, int64_t n) {
-        recode(*chunks_[from], next, rows, stride, n);
+    merge((int32_t) from + 1, (int32_t) to + 1, [&](uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells) {
+        recode(*chunks_[from], next, tiles, stride, n, cells);
         stats_.n_recoded += n;
     });
     ++stats_.n_merged;
@@ -249,14 +252,11 @@ int32_t Adapter::adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge) {
     return (int32_t) from + 1;
 }
 
-void Adapter::recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * rows, int64_t stride, int64_t n) {
+void Adapter::recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
+                     const int64_t * cells) {
     std::vector<float> space((size_t) (n * codec_.rank));
-    decode(&from, rows, stride, n, space.data());
-    std::vector<int64_t> cells((size_t) n);
-    for (int64_t t = 0; t < n; ++t) {
-        cells[(size_t) t] = t;
-    }
-    ops_.encode_rows(to.codec, space.data(), codec_.rank, n, cells.data(), rows, stride);
+    decode(&from, tiles, stride, n, cells, space.data());
+    ops_.encode(to.codec, space.data(), codec_.rank, n, cells, tiles, stride);
 }
 
 void Adapter::query(int32_t slot, const float * qt, float * out) const {

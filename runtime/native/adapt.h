@@ -3,7 +3,7 @@
 //
 // Everything happens in the space of the file's static coefficients, x' = E x - offset, n = codec.rank of them: the
 // file's metric makes an error cost the same in each, so plain norms mean what they should.
-//   store  c = R x', quantized with the head's own bands (rows keep their size) and the chunk's own ratios
+//   store  c = R x', quantized with the head's own bands (cells keep their size) and the chunk's own ratios
 //   use    x^' = R^T g c^, g = 1/(1 - distortion of the band's width) undoes what its quantizer shrinks;
 //          x^ = D^T keep x^', keep = 1/g of the static bands, which D has in it already
 // R [n][n] orthonormal, half: the sketch's directions by energy, mixed inside bands of up to 8 bits. Chunk 0 is the
@@ -56,7 +56,7 @@ struct AdaptParams {
 // A basis and how it is used; the codec's matrices are the rotation.
 struct ChunkBasis {
     std::vector<uint16_t> rotation; // R [n][n] half, row-major
-    HeadCodec             codec;    // rows of x' [n] instead of x [d]: encode_rows and dequantize_rows take it
+    HeadCodec             codec;    // of x' [n] instead of x [d]: ops take it
     int64_t               opened;   // how many chunks had been opened before it
 };
 
@@ -71,8 +71,8 @@ struct AdaptStats {
 
 class Adapter {
 public:
-    // Codes stored rows anew, in place: rows [n], stride bytes apart.
-    using Recode = std::function<void(uint8_t * rows, int64_t stride, int64_t n)>;
+    // Codes stored rows anew, in place: `cells` [n] of tiles, `stride` bytes apart, as of Ops::encode.
+    using Recode = std::function<void(uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells)>;
     // The chunk `from` gives way to `to` (the same slot when it is rotated in place). The host hands every row of `from`
     // to `recode` once and from then on reads it as one of `to`.
     using Merge = std::function<void(int32_t from, int32_t to, const Recode & recode)>;
@@ -83,12 +83,13 @@ public:
     // `params` passed check(). The codec and its matrices must outlive the adapter.
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
-    // Codes one block: x [n][ldx] f32 of consecutive positions -> row of token t at rows + cells[t]*stride. Returns the slot of the chunk that all of them belong to. Blocks come in order of position.
-    int32_t block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride,
+    // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as of
+    // Ops::encode. Returns the slot of the chunk that all of them belong to. Blocks come in order of position.
+    int32_t block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride,
                   const Merge & merge);
 
     // Codes rows with the chunk in use and learns nothing: what would be stored now.
-    int32_t peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * rows, int64_t stride);
+    int32_t peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride);
 
     // Attention on a chunk's own coefficients c^, given those of the static basis: qt [n] = D q, as for any row.
     //   q . x^ = query(qt) . c^         out [n] = g * R (keep * qt)
@@ -112,11 +113,13 @@ public:
 private:
     int64_t project(const float * x, int64_t ldx, int64_t n); // -> space_; rows that are not finite
     double  encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const ChunkBasis * chunk,
-                   std::vector<uint8_t> & rows);
-    void    decode(const ChunkBasis * chunk, const uint8_t * rows, int64_t stride, int64_t n, float * space) const;
+                   std::vector<uint8_t> & tiles);
+    void    decode(const ChunkBasis * chunk, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
+                   float * space) const;
     std::unique_ptr<ChunkBasis> candidate() const;
     int32_t                     adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge);
-    void         recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * rows, int64_t stride, int64_t n);
+    void         recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
+                        const int64_t * cells);
     SketchParams sketch_params() const;
     bool         complete() const; // no chunk will ever be opened again
 
@@ -134,7 +137,7 @@ private:
 
     std::vector<float>   space_; // x' [block][n]; scratch, as the rest
     std::vector<float>   seen_;
-    std::vector<uint8_t> stored_, tried_;
+    std::vector<uint8_t> stored_, tried_; // tiles, cells as in the block
 };
 
 // The basis that a sketch asks for. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.

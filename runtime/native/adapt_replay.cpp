@@ -1,4 +1,4 @@
-// adapt_replay.cpp: rows by position, blocks at multiples of B, chunk of every row kept up to date through merges.
+// adapt_replay.cpp: cells by position, blocks at multiples of B, chunk of every row kept up to date through merges.
 #include "adapt_replay.h"
 
 #include "read_rows.h"
@@ -22,14 +22,14 @@ static std::vector<int64_t> cells_from(int64_t first, int64_t n) {
 }
 
 void AdaptReplay::push(const float * x, int64_t n) {
-    const int64_t d = codec_.d, row = codec_.row_bytes, block = adapter_.params().block;
+    const int64_t d = codec_.d, block = adapter_.params().block;
     for (int64_t t = 0; t < n; ++t) {
         const int64_t index    = size();
         const int64_t position = origin_ + index;
         if (position < n_sink_) {
             const int64_t cell = index;
-            rows_.resize((size_t) ((index + 1) * row));
-            ops_.encode_rows(codec_, x + t * d, d, 1, &cell, rows_.data(), row);
+            tiles_.resize(bytes_of(index + 1));
+            ops_.encode(codec_, x + t * d, d, 1, &cell, tiles_.data(), tile_bytes());
             slot_.push_back(0);
             rho_.push_back(0.0f);
         } else {
@@ -42,33 +42,35 @@ void AdaptReplay::push(const float * x, int64_t n) {
 }
 
 void AdaptReplay::code_pending() {
-    const int64_t d = codec_.d, row = codec_.row_bytes, n = pending_size();
+    const int64_t d = codec_.d, n = pending_size();
     const auto    first = (int64_t) slot_.size();
-    rows_.resize((size_t) ((first + n) * row));
+    tiles_.resize(bytes_of(first + n));
     const auto merge = [&](int32_t from, int32_t to, const Adapter::Recode & recode) {
         for (int64_t i = 0; i < first; ++i) {
             if (slot_[(size_t) i] == from) {
-                recode(rows_.data() + i * row, row, 1);
+                recode(tiles_.data(), tile_bytes(), 1, &i);
                 slot_[(size_t) i] = to;
             }
         }
     };
-    const int32_t slot = adapter_.block(pending_.data(), d, n, cells_from(first, n).data(), rows_.data(), row, merge);
+    const int32_t slot =
+        adapter_.block(pending_.data(), d, n, cells_from(first, n).data(), tiles_.data(), tile_bytes(), merge);
     slot_.insert(slot_.end(), (size_t) n, slot);
     rho_.insert(rho_.end(), (size_t) n, adapter_.residual());
     pending_.clear();
 }
 
 void AdaptReplay::read(float * x, int32_t * chunk_of, float * rho) {
-    const int64_t        d = codec_.d, row = codec_.row_bytes, n = size(), n_pending = pending_size();
+    const int64_t        d = codec_.d, n = size(), n_pending = pending_size();
     const auto           held  = (int64_t) slot_.size();
-    std::vector<uint8_t> rows  = rows_;
+    std::vector<uint8_t> tiles = tiles_;
     std::vector<int32_t> slots = slot_;
-    rows.resize((size_t) (n * row));
-    const auto cells = cells_from(held, n_pending);
-    slots.resize((size_t) n, adapter_.peek(pending_.data(), d, n_pending, cells.data(), rows.data(), row));
+    tiles.resize(bytes_of(n));
+    const auto pending = cells_from(held, n_pending);
+    slots.resize((size_t) n, adapter_.peek(pending_.data(), d, n_pending, pending.data(), tiles.data(), tile_bytes()));
     if (x != nullptr) {
-        read_rows(ops_, layer_, head_, value_, &adapter_, slots.data(), rows.data(), row, n, x);
+        read_rows(ops_, layer_, head_, value_, &adapter_, slots.data(), tiles.data(), tile_bytes(), n,
+                  cells_from(0, n).data(), x);
     }
     if (chunk_of != nullptr) {
         std::copy(slots.begin(), slots.end(), chunk_of);

@@ -1,4 +1,4 @@
-// adapt_replay.h: an Adapter with the rows it coded, as a cache of one head would hold them. The host of tests and of
+// adapt_replay.h: an Adapter with what it coded, as a cache of one head would hold them. The host of tests and of
 // the float32 evaluation; in the engine the cache takes its place.
 #pragma once
 
@@ -33,6 +33,8 @@ public:
     bool                 restore(const uint8_t * bytes, size_t n, std::string & err);
 
 private:
+    int64_t tile_bytes() const { return TILE * codec_.row_bytes; }
+    size_t  bytes_of(int64_t n) const { return (size_t) ((n + TILE - 1) / TILE * tile_bytes()); } // of n cells
     int64_t pending_size() const { return (int64_t) pending_.size() / codec_.d; }
 
     void code_pending();
@@ -45,7 +47,7 @@ private:
     Adapter              adapter_;
     int64_t              n_sink_;
     int64_t              origin_ = 0; // position of the first row held here
-    std::vector<uint8_t> rows_;       // [n][row_bytes]
+    std::vector<uint8_t> tiles_;      // of cells [n], by position
     std::vector<int32_t> slot_;       // [n]
     std::vector<float>   rho_;        // [n]
     std::vector<float>   pending_;    // [< block][d]

@@ -1,7 +1,8 @@
 // adaptive.h: adaptive bases in the cache of a context: one Adapter (adapt.h) for every stream, layer, KV head and side
 // that adapts. A position is coded when it leaves the exact window, in blocks of consecutive positions that begin at
 // multiples of B: by then all rows of a block are known, and a tail that the window allows to remove has not been seen.
-// Each cell's row ends with the chunk slot of every head, one byte each, so that copies and states of cells carry it.
+// Each cell's row ends with the chunk slot of every head, one byte each (in a tile: 64 bytes, cell by cell), so that
+// copies and states of cells carry it.
 #pragma once
 
 #include "adapt.h"
@@ -36,9 +37,12 @@ public:
     bool adapts(bool value) const { return value ? request_.v : request_.k; }
     // nullptr: this side does not adapt
     AdaptUnit * unit(uint32_t stream, int64_t head, bool value) const;
-    size_t      chunk_offset(bool value) const { return value ? codec_.v_row_bytes : codec_.k_row_bytes; }
-    void        reset(uint32_t stream);
-    void        for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const;
+    // byte of a cell's row that holds the head's chunk
+    int64_t chunk_offset(int64_t head, bool value) const {
+        return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
+    }
+    void reset(uint32_t stream);
+    void for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const;
 
 private:
     size_t index(uint32_t stream, int64_t head, bool value) const {

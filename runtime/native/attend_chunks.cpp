@@ -68,28 +68,45 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t 
     };
     // a byte that names no chunk alive can only belong to a cell that was never coded, and nobody sees
     const auto slot = [](const AdaptUnit * unit, const uint8_t * chunks, int64_t stride, int64_t c) {
-        const int32_t found = unit ? chunks[c * stride] : 0;
+        const int32_t found = unit ? chunks[c / TILE * stride + c % TILE] : 0;
         return found > 0 && unit->adapter.chunk(found) ? found : 0;
     };
-    int64_t first = 0;
-    while (first < args.n_cells) {
-        if (!open(first)) { // cells that nobody sees belong to any run
-            ++first;
+    // of both sides; below 0: nobody sees the cell, or it is done
+    constexpr int32_t SLOTS = MAX_ADAPT_CHUNKS + 1, CLOSED = -1, DONE = -2;
+    chunk_.resize((size_t) args.n_cells);
+    for (int64_t c = 0; c < args.n_cells; ++c) {
+        chunk_[(size_t) c] =
+            open(c) ? slot(k_unit, k_chunks, args.k_stride, c) * SLOTS + slot(v_unit, v_chunks, args.v_stride, c) :
+                      CLOSED;
+    }
+    for (int64_t c = 0; c < args.n_cells; ++c) {
+        const int32_t wanted = chunk_[(size_t) c];
+        if (wanted < 0) {
             continue;
         }
-        const int32_t k_slot = slot(k_unit, k_chunks, args.k_stride, first);
-        const int32_t v_slot = slot(v_unit, v_chunks, args.v_stride, first);
-        int64_t       end    = first + 1;
-        while (end < args.n_cells && ((slot(k_unit, k_chunks, args.k_stride, end) == k_slot &&
-                                       slot(v_unit, v_chunks, args.v_stride, end) == v_slot) ||
-                                      !open(end))) {
-            ++end;
+        const auto tile = [&](int64_t at) { return chunk_.begin() + std::min(at, args.n_cells); };
+        const auto from = c / TILE * TILE;
+        auto       end  = from + TILE;
+        while (std::find(tile(end), tile(end + TILE), wanted) != tile(end + TILE)) {
+            end += TILE;
         }
         AttendArgs run = args;
-        run.k_rows += first * args.k_stride;
-        run.v_rows += first * args.v_stride;
-        run.bias += first;
-        run.n_cells = end - first;
+        run.k_tiles += from / TILE * args.k_stride;
+        run.v_tiles += from / TILE * args.v_stride;
+        run.bias += from;
+        run.n_cells = end - from;
+        if (std::any_of(tile(from), tile(end), [&](int32_t other) { return other != wanted && other != CLOSED; })) {
+            bias_.assign((size_t) (args.n_tok * run.n_cells), -INFINITY);
+            for (int64_t i = 0; i < args.n_tok * run.n_cells; ++i) {
+                const int64_t at = i % run.n_cells;
+                if (chunk_[(size_t) (from + at)] == wanted) {
+                    bias_[(size_t) i] = run.bias[i / run.n_cells * args.bias_stride + at];
+                }
+            }
+            run.bias        = bias_.data();
+            run.bias_stride = run.n_cells;
+        }
+        const int32_t k_slot = wanted / SLOTS, v_slot = wanted % SLOTS;
         if (k_slot > 0) {
             run.k  = &k_unit->adapter.chunk(k_slot)->codec;
             run.qt = queries(args, head, k_slot);
@@ -103,7 +120,7 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t 
             run.acc_stride = args.v->rank;
         }
         ops.attend(run);
-        first = end;
+        std::replace(tile(from), tile(end), wanted, DONE);
     }
 }
 

@@ -1,5 +1,5 @@
-// attend_chunks.h: attention over cells of several chunks, whose bases differ. Runs of cells of one chunk are attended in
-// that chunk's coefficients, with a softmax state of its own; at the end the states become one in the coefficients of
+// attend_chunks.h: attention over cells of several chunks, whose bases differ. Tiles with cells of one chunk are attended
+// in that chunk's coefficients, the others' cells left out, with a softmax state of its own; at the end the states become one in the coefficients of
 // the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
 #pragma once
 
@@ -14,8 +14,8 @@ public:
     // One block of tokens over one split of the cells, for KV heads [h0, h1) of a stream.
     void begin(const AdaptiveLayer & layer, uint32_t stream, int64_t h0, int64_t h1);
 
-    // As Ops::attend(args), but the last bytes of the cells' rows say which chunks they belong to. args.k, args.v, args.qt:
-    // static; k_chunks, v_chunks: that byte of the first cell, nullptr: this side does not adapt.
+    // As Ops::attend(args), but the cells' last bytes say which chunks they belong to. args.k, args.v, args.qt: static;
+    // args.n_cells: of whole tiles; k_chunks, v_chunks: those bytes of the first tile, not read if the side does not adapt.
     void attend(const Ops & ops, const AttendArgs & args, int64_t head, const uint8_t * k_chunks,
                 const uint8_t * v_chunks);
 
@@ -47,6 +47,8 @@ private:
     const AdaptiveLayer * layer_  = nullptr;
     uint32_t              stream_ = 0;
     std::vector<Head>     heads_; // by KV head
+    std::vector<int32_t>  chunk_; // [n_cells]; scratch, as the next
+    std::vector<float>    bias_;
 };
 
 } // namespace subkv

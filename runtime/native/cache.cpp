@@ -78,6 +78,9 @@ void Cache::check(const CacheDesc & desc) const {
              "%s, %s found",
              ggml_type_name(desc.type_k), ggml_type_name(desc.type_v));
     }
+    if (desc.n_cells % TILE != 0) {
+        fail("n_ctx: a multiple of %d cells per stream expected, %u found", TILE, desc.n_cells);
+    }
     size_t n_coded = 0;
     for (const auto & layer : desc.layers) {
         const LayerCodec * codec = l.layer(layer.il);

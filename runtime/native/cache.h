@@ -61,14 +61,18 @@ public:
     void state_read_head(StateReader & r, int32_t seq) const override;
     void state_write_window(StateWriter & w, int32_t seq) const override;
     void state_read_window(StateReader & r, int32_t seq) override;
+    bool in_tiles(int32_t il) const override;
+    void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                  uint8_t * rows) const override;
+    void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
 
     void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
     int32_t          n_seq() const { return window_.n_seq(); }
     const Layout *   layout() const { return layout_.get(); }
     const Adaptive * adaptive() const { return adaptive_.get(); }
 
-    // subkv_read_rows; rows: the K or V tensor of the layer, il coded, head one of its KV heads.
-    int64_t read(const CellReader & cells, const ggml_tensor * rows, int32_t il, int64_t head, bool value, int32_t seq,
+    // subkv_read_rows; t: the K or V tensor of the layer, il coded, head one of its KV heads.
+    int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                  int32_t first, int64_t n, float * x, int32_t * chunk_of) const;
 
 private:

@@ -2,9 +2,7 @@
 #include "error.h"
 #include "layout.h"
 
-#include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <string>
 
 using namespace subkv;
@@ -73,15 +71,7 @@ int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_
         set_error("%s", ops_error());
         return -1;
     }
-    constexpr int64_t BLOCK = 1024;
-    int64_t           cells[BLOCK];
-    std::iota(cells, cells + BLOCK, 0);
-    int64_t n_bad = 0;
-    for (int64_t t = 0; t < n; t += BLOCK) {
-        n_bad += ops().encode_rows(codec, c + t * codec.rank, codec.rank, std::min(BLOCK, n - t), cells,
-                                   rows + t * codec.row_bytes, codec.row_bytes);
-    }
-    return n_bad;
+    return encode_rows(ops(), codec, c, codec.rank, n, rows);
 }
 
 bool subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const uint8_t * rows, int64_t n,
@@ -92,7 +82,7 @@ bool subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_ban
     }
     // the reference: other versions may round a coefficient differently, and what convert measures must not
     // depend on the processor
-    ops_ref().dequantize_rows(codec, rows, codec.row_bytes, n, c);
+    dequantize_rows(ops_ref(), codec, rows, n, c);
     return true;
 }
 

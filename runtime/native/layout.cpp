@@ -343,6 +343,7 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
 HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block, uint16_t *& storage,
                     KeyCentre * centre) {
     HeadCodec head = {};
+    head.value     = centre ? 0 : 1;
     head.d         = d;
     head.row_bytes = 1;
     for (int b = 0; b < spec.n_bands; ++b) {

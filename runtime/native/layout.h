@@ -59,6 +59,12 @@ struct LayerCodec {
     size_t                 k_row_bytes = 0; // of one cell, all heads
     size_t                 v_row_bytes = 0;
     std::vector<size_t>    k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
+
+    const HeadCodec & head(int64_t h, bool value) const { return (value ? v : k)[(size_t) h]; }
+    // Byte where the head's tile starts in the tile of all heads (subkv/tiles.h).
+    int64_t tile_offset(int64_t h, bool value) const {
+        return TILE * (int64_t) (value ? v_offset : k_offset)[(size_t) h];
+    }
 };
 
 struct Layout {

@@ -6,6 +6,8 @@
 
 #include "hook.h"
 
+class llama_io_read_i;
+class llama_io_write_i;
 class llm_graph_input_i;
 struct llm_graph_context;
 
@@ -28,6 +30,19 @@ struct llama_subkv {
     static void state_write_window(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq);
     static void state_read_window(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
 
+    // `io` itself, or one that exchanges cells of coded layers as rows with it. Rows are read when they are asked for.
+    static std::shared_ptr<llama_io_write_i> as_rows(const llama_kv_cache & kv, llama_io_write_i & io);
+    static std::shared_ptr<llama_io_read_i>  as_rows(llama_kv_cache & kv, llama_io_read_i & io);
+
+    // Zeroes cells of one stream's tensor; false: not a coded layer.
+    static bool clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_tensor * t,
+                            const std::vector<uint32_t> & cells);
+
+    // Base of writers that only count bytes: no rows are made for them.
+    struct counts_only {
+        virtual ~counts_only() = default;
+    };
+
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);
 
@@ -40,6 +55,9 @@ struct llama_subkv {
                                     ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
     class reader;
+    class tiles;
+    class row_writer;
+    class row_reader;
     class graph_input;
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);

@@ -87,16 +87,21 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
         const int64_t d      = value ? codec.d_v : codec.d_k;
         const int64_t offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
-        const int64_t stride = (int64_t) cache->nb[1];
-        const size_t  at     = adaptive.chunk_offset(value) + (size_t) h;
-        uint8_t *     rows   = (uint8_t *) cache->data;
-        uint8_t *     codes  = rows + (value ? codec.v_offset : codec.k_offset)[(size_t) h];
+        const int64_t stride = TILE * (int64_t) cache->nb[1];
+        uint8_t *     tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
+        uint8_t *     chunks = (uint8_t *) cache->data + TILE * adaptive.chunk_offset(h, value);
         const auto    merge  = [&](int32_t old, int32_t now, const Adapter::Recode & recode) {
-            for (int64_t c = stream * n_cells; c < (stream + 1) * n_cells; ++c) {
-                if (rows[c * stride + (int64_t) at] == old) {
-                    recode(codes + c * stride, stride, 1);
-                    rows[c * stride + (int64_t) at] = (uint8_t) now;
+            std::vector<int64_t> of_old;
+            for (int64_t first = stream * n_cells; first < (stream + 1) * n_cells; first += TILE) {
+                uint8_t * chunk = chunks + first / TILE * stride;
+                of_old.clear();
+                for (int64_t c = 0; c < TILE; ++c) {
+                    if (chunk[c] == old) {
+                        of_old.push_back(first + c);
+                        chunk[c] = (uint8_t) now;
+                    }
                 }
+                recode(tiles, stride, (int64_t) of_old.size(), of_old.data());
             }
         };
         for (; state->coded <= last - n_recent; state->coded += block) {
@@ -115,9 +120,9 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 continue;
             }
             const int32_t slot =
-                state->adapter.block(x.data(), d, (int64_t) cells.size(), cells.data(), codes, stride, merge);
+                state->adapter.block(x.data(), d, (int64_t) cells.size(), cells.data(), tiles, stride, merge);
             for (const int64_t cell : cells) {
-                rows[cell * stride + (int64_t) at] = (uint8_t) slot;
+                chunks[cell / TILE * stride + cell % TILE] = (uint8_t) slot;
             }
         }
     }

@@ -1,6 +1,6 @@
 // nodes.cpp: the graph nodes of a coded layer. Per layer and run of the graph:
 //
-//   encode        k, v -> rows at their cells; also rounds k, v to half precision ("fresh" rows)
+//   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows)
 //   adapt         where bases adapt: codes what has left the exact window, block by block (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merge the splits, D_v, add the exact window (fresh rows and stored ones), attention sinks, normalise
@@ -29,17 +29,22 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     // about 128 query rows per block keep a tile of dequantized coefficients busy
     s.block    = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks = (s.n_tps + s.block - 1) / s.block * s.n_stream;
-    // decode: up to 64 splits so that every thread gets work; prefill has enough blocks
-    // every split ends with turning the sums of its chunks back, which is not worth it for a few cells
-    const int64_t few = layer.adaptive ? 8 : s.n_tps == 1 ? 64 : 16;
-    // a GPU wants some hundred blocks, of one head each
-    const int64_t units = layer.device ? s.n_blocks * s.n_head_kv : s.n_blocks;
-    const int64_t most  = std::max<int64_t>(1, (layer.device ? 1024 : few) / units);
-    const int64_t want  = std::min(most, (s.n_kv + 255) / 256);
-    s.split             = ((s.n_kv + want - 1) / want + 63) / 64 * 64;
-    s.n_split           = (s.n_kv + s.split - 1) / s.split;
-    s.n_rows            = s.n_split * s.n_head_kv * s.n_tokens * s.n_group;
-    s.n_partial         = s.n_rows * (2 + s.width) + (layer.device ? layer.device->scratch(s.n_rows / s.n_split) : 0);
+    // as few splits as give every thread something to do: each begins with queries and ends in combine, and where bases
+    // adapt, with turning the sums of its chunks back; a GPU wants some hundred blocks, of one head each
+    const int64_t units  = layer.device ? 1024 : layer.adaptive ? 16 : 32;
+    const int64_t fewest = layer.device ? 256 : 512; // cells
+    s.n_split            = 1;
+    while (s.n_split * s.n_blocks * s.n_head_kv < units && 2 * s.n_split * fewest <= s.n_kv) {
+        s.n_split *= 2;
+    }
+    s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
+    s.n_split = (s.n_kv + s.split - 1) / s.split;
+    s.n_parts = 1; // heads of a unit share their bias
+    while (s.n_parts < s.n_head_kv && (s.n_blocks * s.n_split * s.n_parts < units || s.n_head_kv % s.n_parts != 0)) {
+        ++s.n_parts;
+    }
+    s.n_rows    = s.n_split * s.n_head_kv * s.n_tokens * s.n_group;
+    s.n_partial = s.n_rows * (2 + s.width) + (layer.device ? layer.device->scratch(s.n_rows / s.n_split) : 0);
     return s;
 }
 
@@ -93,38 +98,44 @@ void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0
 }
 
 void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer   = *(const LayerNodes *) userdata;
-    const auto &        codec   = *layer.codec;
-    const Ops &         ops     = subkv::ops();
-    const ggml_tensor * k       = dst->src[0];
-    const ggml_tensor * v       = dst->src[1];
-    const int64_t *     k_cells = (const int64_t *) dst->src[4]->data;
-    const int64_t       n       = k->ne[2];
+    const auto &        layer = *(const LayerNodes *) userdata;
+    const auto &        codec = *layer.codec;
+    const Ops &         ops   = subkv::ops();
+    const ggml_tensor * k     = dst->src[0];
+    const ggml_tensor * v     = dst->src[1];
+    const int64_t *     cells = (const int64_t *) dst->src[4]->data; // v_idxs are the same
+    const int64_t       n     = k->ne[2];
 
-    constexpr int64_t BLOCK    = 32;
-    const int64_t     n_blocks = (n + BLOCK - 1) / BLOCK;
-    const int64_t     n_units  = n_blocks * codec.n_head_kv * 2;
-    for (int64_t unit = ith; unit < n_units; unit += nth) {
+    // A unit is a head, a side and every n_parts-th tile, since no two threads may be in one tile. Consecutive cells
+    // fill at most n_parts tiles, and the runs of tokens within one are coded at once.
+    const int64_t n_parts = (n + TILE - 2) / TILE + 1;
+    const auto    part_of = [&](int64_t t) { return cells[t] / TILE % n_parts; };
+    for (int64_t unit = ith; unit < n_parts * codec.n_head_kv * 2; unit += nth) {
         const bool    value = unit % 2;
         const int64_t h     = unit / 2 % codec.n_head_kv;
-        const int64_t t0    = unit / 2 / codec.n_head_kv * BLOCK;
-        const int64_t nt    = std::min(BLOCK, n - t0);
+        const int64_t part  = unit / 2 / codec.n_head_kv;
 
         const ggml_tensor * x      = value ? v : k;
         const ggml_tensor * cache  = dst->src[value ? 3 : 2];
-        const HeadCodec &   head   = (value ? codec.v : codec.k)[(size_t) h];
-        uint8_t *           rows   = (uint8_t *) cache->data + (value ? codec.v_offset : codec.k_offset)[(size_t) h];
+        const HeadCodec &   head   = codec.head(h, value);
+        uint8_t *           tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
         const int64_t       offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
-
-        const bool    later = layer.adaptive && layer.adaptive->adapts(value);
-        const int64_t bad   = later ? count_bad(x, h, t0, nt) :
-                                      ops.encode_rows(head, row_f32(x, h, t0), stride_f32(x, 2), nt, k_cells + t0, rows,
-                                                      (int64_t) cache->nb[1]);
-        if (bad > 0) {
-            layer.n_zero_rows->fetch_add((uint64_t) bad);
+        const uint16_t *    mean   = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
+        const bool          later  = layer.adaptive && layer.adaptive->adapts(value);
+        for (int64_t t = 0, end = 0; t < n; t = end) {
+            for (end = t + 1; end < n && part_of(end) == part_of(t); ++end) {
+            }
+            if (part_of(t) != part) {
+                continue;
+            }
+            const int64_t bad = later ? count_bad(x, h, t, end - t) :
+                                        ops.encode(head, row_f32(x, h, t), stride_f32(x, 2), end - t, cells + t, tiles,
+                                                   TILE * (int64_t) cache->nb[1]);
+            if (bad > 0) {
+                layer.n_zero_rows->fetch_add((uint64_t) bad);
+            }
+            fresh_rows(ops, x, h, t, end - t, dst, offset, mean, bad > 0);
         }
-        const uint16_t * mean = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
-        fresh_rows(ops, x, h, t0, nt, dst, offset, mean, bad > 0);
     }
 }
 
@@ -181,7 +192,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     ggml_tensor * fresh   = custom(GGML_TYPE_F16, width, s.n_tokens, { k, v, b.k_cache, b.v_cache, b.k_idxs, b.v_idxs },
                                    encode_op, NodeKind::ENCODE, "encode");
     ggml_tensor * window  = layer.window->rows(b.il);
-    ggml_tensor * written = fresh; // rows are where attend reads them once this is there
+    ggml_tensor * written = fresh; // codes are where attend reads them once this is there
     if (layer.adaptive) {          // never a GPU's
         written = custom(GGML_TYPE_F32, 1, 1,
                          { fresh, window, b.inputs->slots, b.inputs->tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view },

@@ -17,7 +17,8 @@ struct AttendShape {
     int64_t n_kv, n_stream, n_tokens, n_tps; // n_tps: tokens per stream
     int64_t n_head_kv, n_group;
     int64_t block, n_blocks; // tokens per block (within a stream), blocks of all streams
-    int64_t split, n_split;  // cells per split, splits
+    int64_t split, n_split;  // cells per split, whole tiles; splits
+    int64_t n_parts;         // of the heads, equal: one unit of work is a block, a part and a split
     int64_t n_rows;          // partial rows
     int64_t width;           // floats per partial row of value coefficients
     int64_t n_partial;       // floats of attend's result: m, z, rows, and what a GPU needs besides
