@@ -2,84 +2,156 @@
 //   row [row_bytes] <-> cell c of a tile [TILE * row_bytes]: the same scale code, codes and halves at other places
 #include "subkv/tiles.h"
 
-#include "rows.h"
+#include "subkv/ops.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 namespace subkv {
 
 namespace {
 
-struct Place {
-    int32_t rho, byte;
-};
-
-Place place_of(const HeadCodec & codec, int32_t j, int32_t c) {
-    return codec.value != 0 ? Place{ c / 8, 8 * j + c % 8 } : Place{ 4 * (j / 4) + c / 16, 4 * (c % 16) + j % 4 };
+// Bits [out_shift, out_shift + width) of n bytes of `out` become bits [in_shift, in_shift + width) of those of `in`;
+// eight bytes at a time where there are.
+template <typename Word>
+void move_word(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_shift, int32_t width) {
+    const auto mask = (Word) ((Word) -1 / 255 * ((1u << width) - 1));
+    Word       from, to;
+    std::memcpy(&from, in, sizeof(from));
+    std::memcpy(&to, out, sizeof(to));
+    to = (Word) ((to & ~(mask << out_shift)) | (from >> in_shift & mask) << out_shift);
+    std::memcpy(out, &to, sizeof(to));
 }
 
-void put_code(uint8_t * octet, Place at, int32_t bits, uint32_t u) {
-    const TileFields fields = tile_fields(bits, at.rho);
-    for (int32_t i = 0; i < fields.n; ++i) {
-        const TileField & f    = fields.field[i];
-        const uint32_t    mask = (1u << f.width) - 1;
-        uint8_t &         byte = octet[f.line * LINE + at.byte];
-        byte                   = (uint8_t) ((byte & ~(mask << f.shift)) | (u >> f.from & mask) << f.shift);
+void move_bits(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_shift, int32_t width, int32_t n) {
+    int32_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        move_word<uint64_t>(in + i, in_shift, out + i, out_shift, width);
+    }
+    for (; i + 4 <= n; i += 4) {
+        move_word<uint32_t>(in + i, in_shift, out + i, out_shift, width);
+    }
+    for (; i < n; ++i) {
+        move_word<uint8_t>(in + i, in_shift, out + i, out_shift, width);
     }
 }
 
-uint32_t get_code(const uint8_t * octet, Place at, int32_t bits) {
-    const TileFields fields = tile_fields(bits, at.rho);
-    uint32_t         u      = 0;
-    for (int32_t i = 0; i < fields.n; ++i) {
-        const TileField & f = fields.field[i];
-        u |= (octet[f.line * LINE + at.byte] >> f.shift & ((1u << f.width) - 1)) << f.from;
-    }
-    return u;
-}
-
-// use(octet's lines, its band, index within the band of its first coefficient)
-template <typename Byte, typename Use> void for_octets(const HeadCodec & codec, Byte * tile, Use use) {
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        for (int32_t j = 0; j < band.n; j += 8) {
-            use(tile + TILE * band.offset + j / 8 * band.bits * LINE, band, j);
+// Calls use(bytes, codes, n, shift, from, width) for the planes of a band (ops.h): bits [from, from + width) of n codes
+// are at `shift` of n bytes. codes: a byte each.
+template <typename Byte, typename Code, typename Use>
+void for_planes(const Band & band, Byte * row, Code * codes, Use use) {
+    Byte * plane = row + band.offset;
+    for (int32_t from = 0, width = low_plane(band.bits); width > 0; from += width, width = band.bits - from) {
+        const int32_t n = band.n * width / 8;
+        for (int32_t shift = 0; shift < 8; shift += width) {
+            use(plane, codes + shift / width * n, n, shift, from, width);
         }
+        plane += n;
+    }
+}
+
+// Calls use(line, codes, field) for every line of the band's octets that register rho is in; codes: of the octet.
+template <typename Byte, typename Code, typename Use>
+void for_lines(const Band & band, Byte * tile, Code * codes, int32_t rho, Use use) {
+    const TileFields fields = tile_fields(band.bits, rho);
+    for (int32_t i = 0; i < fields.n; ++i) {
+        const TileField f    = fields.field[i];
+        Byte *          line = tile + TILE * band.offset + f.line * LINE;
+        for (int32_t j = 0; j < band.n; j += 8, line += band.bits * LINE) {
+            use(line, codes + j, f);
+        }
+    }
+}
+
+// The byte of all eight coefficients of an octet in a line of values.
+void get_column(const uint8_t * line, int32_t c, uint8_t * column) {
+    for (int32_t j = 0; j < 8; ++j) {
+        column[j] = line[8 * j + c % 8];
+    }
+}
+
+void put_column(const uint8_t * column, uint8_t * line, int32_t c) {
+    for (int32_t j = 0; j < 8; ++j) {
+        line[8 * j + c % 8] = column[j];
+    }
+}
+
+void put_codes(const HeadCodec & codec, const Band & band, const uint8_t * codes, uint8_t * tile, int32_t c) {
+    if (codec.value != 0) {
+        for_lines(band, tile, codes, c / 8, [&](uint8_t * line, const uint8_t * octet, const TileField & f) {
+            uint8_t column[8];
+            get_column(line, c, column);
+            move_word<uint64_t>(octet, f.from, column, f.shift, f.width);
+            put_column(column, line, c);
+        });
+        return;
+    }
+    for (int32_t half = 0; half < 2; ++half) {
+        for_lines(band, tile, codes + 4 * half, 4 * half + c / 16,
+                  [&](uint8_t * line, const uint8_t * four, const TileField & f) {
+                      move_word<uint32_t>(four, f.from, line + 4 * (c % 16), f.shift, f.width);
+                  });
+    }
+}
+
+void get_codes(const HeadCodec & codec, const Band & band, const uint8_t * tile, int32_t c, uint8_t * codes) {
+    if (codec.value != 0) {
+        for_lines(band, tile, codes, c / 8, [&](const uint8_t * line, uint8_t * octet, const TileField & f) {
+            uint8_t column[8];
+            get_column(line, c, column);
+            move_word<uint64_t>(column, f.shift, octet, f.from, f.width);
+        });
+        return;
+    }
+    for (int32_t half = 0; half < 2; ++half) {
+        for_lines(band, tile, codes + 4 * half, 4 * half + c / 16,
+                  [&](const uint8_t * line, uint8_t * four, const TileField & f) {
+                      move_word<uint32_t>(line + 4 * (c % 16), f.shift, four, f.from, f.width);
+                  });
     }
 }
 
 } // namespace
 
 void row_to_tile(const HeadCodec & codec, const uint8_t * row, uint8_t * tile, int64_t cell) {
-    const auto c = (int32_t) cell;
-    tile[c]      = row[0];
-    for_octets(codec, tile, [&](uint8_t * octet, const Band & band, int32_t first) {
-        const uint8_t * planes = row + band.offset;
-        for (int32_t j = 0; j < 8; ++j) {
-            if (band.bits == 16) {
-                std::copy_n(planes + 2 * (first + j), 2, octet + 2 * (j * TILE + c));
-            } else {
-                put_code(octet, place_of(codec, j, c), band.bits, ref::code(planes, band.n, band.bits, first + j));
+    const auto c                    = (int32_t) cell;
+    uint8_t    codes[MAX_HEAD_SIZE] = {};
+    tile[c]                         = row[0];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits == 16) {
+            for (int32_t j = 0; j < band.n; ++j) {
+                std::copy_n(row + band.offset + 2 * j, 2, tile + TILE * band.offset + 2 * (j * TILE + c));
             }
+            continue;
         }
-    });
+        for_planes(band, row, codes,
+                   [](const uint8_t * bytes, uint8_t * run, int32_t n, int32_t shift, int32_t from, int32_t width) {
+                       move_bits(bytes, shift, run, from, width, n);
+                   });
+        put_codes(codec, band, codes, tile, c);
+    }
 }
 
 void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, uint8_t * row) {
-    const auto c = (int32_t) cell;
-    std::fill_n(row, codec.row_bytes, (uint8_t) 0);
-    row[0] = tile[c];
-    for_octets(codec, tile, [&](const uint8_t * octet, const Band & band, int32_t first) {
-        uint8_t * planes = row + band.offset;
-        for (int32_t j = 0; j < 8; ++j) {
-            if (band.bits == 16) {
-                std::copy_n(octet + 2 * (j * TILE + c), 2, planes + 2 * (first + j));
-            } else {
-                ref::put_code(planes, band.n, band.bits, first + j, get_code(octet, place_of(codec, j, c), band.bits));
+    const auto c                    = (int32_t) cell;
+    uint8_t    codes[MAX_HEAD_SIZE] = {};
+    row[0]                          = tile[c];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits == 16) {
+            for (int32_t j = 0; j < band.n; ++j) {
+                std::copy_n(tile + TILE * band.offset + 2 * (j * TILE + c), 2, row + band.offset + 2 * j);
             }
+            continue;
         }
-    });
+        get_codes(codec, band, tile, c, codes);
+        for_planes(band, row, codes,
+                   [](uint8_t * bytes, const uint8_t * run, int32_t n, int32_t shift, int32_t from, int32_t width) {
+                       move_bits(run, from, bytes, shift, width, n);
+                   });
+    }
 }
 
 // Calls use(first, count, cells, tile) for rows [first, first + count), count <= TILE, with memory of one tile.

@@ -106,10 +106,9 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t *     cells = (const int64_t *) dst->src[4]->data; // v_idxs are the same
     const int64_t       n     = k->ne[2];
 
-    // A unit is a head, a side and every n_parts-th tile, since no two threads may be in one tile. Consecutive cells
-    // fill at most n_parts tiles, and the runs of tokens within one are coded at once.
+    // A unit is a head, a side and every n_parts-th tile, since no two threads may be in one tile. Consecutive cells fill
+    // at most n_parts tiles; a run of tokens within one is coded at once.
     const int64_t n_parts = (n + TILE - 2) / TILE + 1;
-    const auto    part_of = [&](int64_t t) { return cells[t] / TILE % n_parts; };
     for (int64_t unit = ith; unit < n_parts * codec.n_head_kv * 2; unit += nth) {
         const bool    value = unit % 2;
         const int64_t h     = unit / 2 % codec.n_head_kv;
@@ -123,9 +122,10 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const uint16_t *    mean   = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
         const bool          later  = layer.adaptive && layer.adaptive->adapts(value);
         for (int64_t t = 0, end = 0; t < n; t = end) {
-            for (end = t + 1; end < n && part_of(end) == part_of(t); ++end) {
+            const int64_t tile = cells[t] / TILE;
+            for (end = t + 1; end < n && cells[end] / TILE == tile; ++end) {
             }
-            if (part_of(t) != part) {
+            if (tile % n_parts != part) {
                 continue;
             }
             const int64_t bad = later ? count_bad(x, h, t, end - t) :

@@ -1,0 +1,157 @@
+"""States hold rows (FORMAT.md §3), however cells lie in memory, and touch the cells of their own sequence only."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine
+import numpy as np
+import pytest
+from engine import SUBKV, C, agree, last_error, observe_values, observed, session
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
+import codec_numpy
+
+K_BANDS = [(8, 8), (8, 5), (16, 3)]
+V_BANDS = [(8, 6), (16, 4), (8, 2)]
+WINDOW = (4, 16, 8)
+ADAPT = "kv,block=8,length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
+N = 150
+I8 = 24  # GGML_TYPE_I8
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@pytest.fixture(scope="module")
+def layout(make_layout: Callable[..., Any]) -> Any:
+    return make_layout(K_BANDS, V_BANDS)
+
+
+def rows_in(state: bytes, n_cells: int, widths: list[int]) -> list[Bytes]:
+    """Rows [n_cells, width] of every tensor, in the state's order: type, bytes of a row, rows."""
+    at = state.index(struct.pack("<iQ", I8, widths[0]))
+    found = []
+    for width in widths:
+        assert struct.unpack_from("<iQ", state, at) == (I8, width)
+        at += 12
+        found.append(np.frombuffer(state, np.uint8, n_cells * width, at).reshape(n_cells, width))
+        at += n_cells * width
+    return found
+
+
+def test_a_state_holds_the_rows_of_the_format(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    """Byte for byte: the bases move elements without rounding, and codes follow from coefficients alone."""
+    obs = SUBKV.subkv_observer_new(0)
+    every = np.arange(N, dtype=np.int32).ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+    assert SUBKV.subkv_observer_mode(obs, 2, every, N, every, N)
+    with session(model, layout, window=WINDOW, observer=obs) as s:
+        s.decode(tokens[:N])
+        state = s.state(0)
+    n_layer = SUBKV.subkv_observer_n_layer(obs)
+    shape = observed(obs, 0)
+    d, n_head_kv = shape.d_k, shape.n_head_kv
+    expected = []
+    for value, bands in ((False, K_BANDS), (True, V_BANDS)):
+        ratios = [2.0 ** (8 - bits) for _, bits in bands]
+        for il in range(n_layer):
+            x = observe_values(obs, il, "vs" if value else "ks", (N, n_head_kv, d)).astype(np.float32)
+            rows = []
+            for head in range(n_head_kv):
+                basis = np.empty((d, d), np.float32)
+                at = basis.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+                assert SUBKV.subkv_layout_basis(layout, il, head, value, False, at, basis.size) == basis.size
+                rows.append(codec_numpy.encode(x[:, head] @ basis.T, bands, ratios))
+            expected.append(np.concatenate(rows, axis=1))
+    found = rows_in(state, N, [e.shape[1] for e in expected])
+    for tensor, (wanted, stored) in enumerate(zip(expected, found, strict=True)):
+        np.testing.assert_array_equal(stored, wanted, err_msg=f"tensor {tensor}")
+    SUBKV.subkv_observer_free(obs)
+
+
+@pytest.mark.parametrize("adapt", [None, ADAPT])
+def test_a_restored_state_is_the_state(model: engine.Model, tokens: list[int], layout: Any, adapt: str | None) -> None:
+    with session(model, layout, window=WINDOW, adapt=adapt, offload_kqv=adapt is None) as s:
+        s.decode(tokens[:N])
+        whole, one = s.state(), s.state(0)
+        s.clear()
+        s.decode(tokens[50:120])
+        assert s.set_state(whole) == len(whole)
+        assert s.state() == whole
+        s.clear()
+        assert s.set_state(one, 0) == len(one)
+        assert s.state(0) == one
+
+
+def interleaved(s: engine.Session, tokens: list[int], n: int) -> None:
+    """Two sequences whose cells alternate, three of the first, two of the second."""
+    at = [0, 0]
+    while min(at) < n:
+        for seq, count in ((0, 3), (1, 2)):
+            s.decode(tokens[seq * 40 + at[seq] :][:count], at[seq], seq)
+            at[seq] += count
+
+
+@pytest.mark.parametrize("cut", [1, 4000])
+def test_a_failed_restore_leaves_the_neighbours_in_a_tile(
+    model: engine.Model, tokens: list[int], layout: Any, cut: int
+) -> None:
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        interleaved(s, tokens, 40)
+        other, state = s.state(0), s.state(1)
+        assert s.set_state(state[:-cut], 1) == 0
+        assert C.llama_memory_seq_pos_max(s.memory, 1) == -1
+        assert s.state(0) == other
+        # it has cells of its own again, in the gaps
+        assert s.set_state(state, 1) == len(state)
+        assert s.state(1) == state
+        assert s.state(0) == other
+
+
+def test_a_state_goes_into_other_cells(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:110])
+        s.clear()
+        s.decode(tokens[:90])
+        state = s.state(0)
+    with session(model, layout, window=WINDOW, n_seq_max=3, unified=True, n_ctx=512) as s:
+        interleaved(s, tokens, 60)
+        assert s.rm(0, -1)
+        other = s.state(1)
+        assert s.set_state(state, 2) == len(state)
+        assert s.state(1) == other
+        assert agree(expected[90:], s.decode(tokens[90:110], 90, 2))
+
+
+def test_a_state_on_the_device(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    flags = C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:110])
+        s.clear()
+        s.decode(tokens[:90])
+        plain = s.state(0)
+        buf = (ctypes.c_uint8 * C.llama_state_seq_get_size_ext(s.ctx, 0, flags))()
+        assert C.llama_state_seq_get_data_ext(s.ctx, buf, len(buf), 0, flags) == len(buf)
+        s.clear()
+        s.decode(tokens[20:70])
+        assert C.llama_state_seq_set_data_ext(s.ctx, buf, len(buf), 0, flags) == len(buf), last_error()
+        assert s.state(0) == plain
+        assert agree(expected[90:], s.decode(tokens[90:110], 90))
+
+
+def test_a_state_file(model: engine.Model, tokens: list[int], layout: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "state").encode()
+    kept = (C.llama_token * 1)(7)
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:90])
+        state = s.state(0)
+        assert C.llama_state_seq_save_file(s.ctx, path, 0, kept, 1) > len(state)
+        s.clear()
+        read, n = (C.llama_token * 1)(), ctypes.c_size_t()
+        assert C.llama_state_seq_load_file(s.ctx, path, 0, read, 1, ctypes.byref(n)) > len(state)
+        assert (n.value, read[0]) == (1, 7)
+        assert s.state(0) == state
