@@ -122,6 +122,35 @@ def test_marks_are_filled_and_stay() -> None:
     assert all(len(line) <= render.COLUMNS for line in once.splitlines() if line[:1] != "|")
 
 
+def shaped(name: str, scale: float) -> list[dict[str, Any]]:
+    rows = [speed("f16", 64, 50.0), speed("subkv random", 64, 50.0 * scale)]
+    return [{**row, "shape": name} for row in rows]
+
+
+def test_every_shape_has_its_table_and_numbers() -> None:
+    table = TABLES["shapes_decode"]
+    rows = shaped("llama-3.2-1b", 2.0) + shaped("qwen3-0.6b", 3.0) + shaped("llama-3.1-8b", 4.0)
+    text = table.markdown(rows)
+    assert text.count("| cache, tokens/s |") == 3 and text.count("| **subkv, 4.2 bits** |") == 3
+    assert text.index("Llama-3.2-1B") < text.index("| 2.00 |") < text.index("Qwen3-0.6B") < text.index("| 3.00 |")
+    numbers = table.numbers(rows)
+    assert [numbers[f"{name}.best_stock_64"] for name in ("1b", "0.6b", "8b")] == ["2.0", "3.0", "4.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shapes_decode", "shapes_prefill"])
+def test_shapes_are_measured(name: str, tmp_path: Path) -> None:
+    """With tiny settings; the programs are those of this environment."""
+    make = importlib.import_module("make")
+    lab = make.Lab(tmp_path, tmp_path, tmp_path, None, quick=True)
+    rows = TABLES[name].measure(lab)
+    assert {row["shape"] for row in rows} == {"llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"}
+    assert {"f16", "q8_0", "subkv random"} <= {row["cache"] for row in rows}
+    assert sum(command.startswith("python -m runtime.shapes") for command in lab.commands) == 3
+    page = render.page(TABLES[name], {**made_up(name, rows), "commands": lab.commands})
+    assert page.count("| cache, tokens/s |") == 3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -32,7 +32,7 @@ from typing import Any
 
 import click
 import render
-from speed_tables import BENCH
+from speed_tables import BENCH, MODEL
 from tables import TABLES, Table
 
 HERE = Path(__file__).resolve().parent
@@ -168,6 +168,16 @@ class Lab:
             self.run(*command)
         return name
 
+    def shape(self, name: str, *sizes: str) -> tuple[str, ...]:
+        """Options of programs for a model of a shape with random weights and its bases; made once, as sidecar()."""
+        model, bases = f"{name}.gguf", f"{name}-bases.gguf"
+        command = ("python", "-m", "runtime.shapes", name, *sizes, "-o", model, "--bases", bases)
+        if (self.folder / bases).exists():
+            self._record(command, None)
+        else:
+            self.run(*command)
+        return "-m", model, "--bases", bases
+
     def text(self, name: str) -> str:
         """A text's name in the folder. Raises Skip where it is missing."""
         import argparse  # its source is the text
@@ -227,7 +237,7 @@ def versions() -> dict[str, str]:
 def machine(lab: Lab) -> dict[str, Any]:
     """Processor, cores, memory; kernels and read bandwidth as a short bench says."""
     lab.sidecar("4.5")
-    row = lab.json(*BENCH, "-ctk", "subkv", "-p", "0", "-n", "1", "-r", "1")[0]
+    row = lab.json(*BENCH, *MODEL, "-ctk", "subkv", "-p", "0", "-n", "1", "-r", "1")[0]
     lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in lines.splitlines() if line.startswith("model name")]
     return {

@@ -19,6 +19,7 @@ Numbers = dict[str, str]  # key → text that documents quote
 Column = tuple[str, Callable[[Row], str]]  # title, cell
 
 DEFAULT = "default.gguf"  # bases at the budget that convert takes by itself
+RANDOM = "subkv random"  # bases of runtime.shapes
 COLUMNS = 100  # of a document's lines; rows of tables may be longer
 FIELDS = {
     "name": str,
@@ -50,7 +51,7 @@ def grid(rows: Sequence[Row], columns: Sequence[Column], left: int = 1) -> str:
 def label(name: str) -> str:
     """A cache's name as tables write it; ours bold."""
     name = name.split(" fa=")[0]
-    named = {"subkv": "subkv `--kv-bits 4.5`", f"subkv:{DEFAULT}": "subkv, the default"}
+    named = {"subkv": "subkv `--kv-bits 4.5`", f"subkv:{DEFAULT}": "subkv, the default", RANDOM: "subkv, 4.2 bits"}
     if name in named:
         return f"**{named[name]}**"
     found = re.fullmatch(r"subkv(?: |:s)([\d.]+?)(?:\.gguf)?", name)

@@ -10,7 +10,8 @@ from typing import Any
 from render import DEFAULT, Column, Numbers, Row, Rows, grid, label, text
 
 STOCK = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-BENCH = ("subkv", "bench", "-m", "M.gguf", "--bases", "s4.5.gguf", "-t", "2", "-o", "json")
+MODEL = ("-m", "M.gguf", "--bases", "s4.5.gguf")
+BENCH = ("subkv", "bench", "-t", "2", "-o", "json")
 
 
 def memory(lab: Any) -> Rows:
@@ -52,10 +53,10 @@ def memory_numbers(rows: Rows) -> Numbers:
     return found
 
 
-def _bench(lab: Any, *words: str, env: dict[str, str] | None = None) -> Rows:
+def bench(lab: Any, *words: str, model: Sequence[str] = MODEL, env: dict[str, str] | None = None) -> Rows:
     """Rows of one interleaved run, the better of flash attention on and off where both ran; without single samples."""
     best: dict[tuple[Any, ...], Row] = {}
-    for row in lab.json(*BENCH, *words, env=env):
+    for row in lab.json(*BENCH, *model, *words, env=env):
         row = {key: value for key, value in row.items() if not key.startswith("samples")}
         row["cache"] = row["cache"].split(" fa=")[0]
         key = (row["cache"], row["n_depth"], row["n_prompt"], row["n_gen"], row["n_parallel"])
@@ -91,8 +92,9 @@ def by_depth(rows: Rows) -> str:
     return grid(deepest, columns)
 
 
-def numbers(rows: Rows) -> Numbers:
-    """best_stock_D, KIND_D: how many times as fast 4.5 bits are at depth D; kept_D: percent of the least depth's.
+def numbers(rows: Rows, name: str = "subkv") -> Numbers:
+    """Of the cache `name`. best_stock_D, KIND_D: how many times as fast it is at depth D; kept_D: percent of what it
+    was at the least depth.
 
     cell_D: microseconds that a cell between the depth before and D adds to a token (generation only).
     """
@@ -100,12 +102,12 @@ def numbers(rows: Rows) -> Numbers:
     depths = sorted({row["n_depth"] for row in rows})
     numbers = {}
     for depth, before in zip(depths, [0, *depths], strict=False):
-        ours = found["subkv", depth]
+        ours = found[name, depth]
         if before and ours["n_gen"]:
-            seconds = 1 / ours["median_ts"] - 1 / found["subkv", before]["median_ts"]
+            seconds = 1 / ours["median_ts"] - 1 / found[name, before]["median_ts"]
             numbers[f"cell_{depth}"] = f"{1e6 * seconds / (depth - before):.2f}"
         numbers[f"best_stock_{depth}"] = f"{ours['median_ts'] / best_stock(rows, ours):.1f}"
-        numbers[f"kept_{depth}"] = f"{100 * ours['median_ts'] / found['subkv', depths[0]]['median_ts']:.0f}"
+        numbers[f"kept_{depth}"] = f"{100 * ours['median_ts'] / found[name, depths[0]]['median_ts']:.0f}"
         for kind in STOCK:
             if (kind, depth) in found:
                 numbers[f"{kind}_{depth}"] = f"{ours['median_ts'] / found[kind, depth]['median_ts']:.1f}"
@@ -116,13 +118,13 @@ def decode(lab: Any) -> Rows:
     lab.sidecar("4.5")
     caches = f"f16,q8_0,q4_0,subkv,subkv:{lab.sidecar('')}"
     size = lab.pick(("-n", "16", "-d", "64,2048,8000", "-r", "5"), ("-n", "4", "-d", "64,256", "-r", "2"))
-    return _bench(lab, "-ctk", caches, "-fa", "on,off", "-p", "0", *size)
+    return bench(lab, "-ctk", caches, "-fa", "on,off", "-p", "0", *size)
 
 
 def prefill(lab: Any) -> Rows:
     lab.sidecar("4.5")
     size = lab.pick(("-p", "512", "-d", "0,8000", "-r", "3"), ("-p", "32", "-d", "0,256", "-r", "2"))
-    return _bench(lab, "-ctk", "f16,q8_0,subkv", "-fa", "on,off", "-n", "0", *size)
+    return bench(lab, "-ctk", "f16,q8_0,subkv", "-fa", "on,off", "-n", "0", *size)
 
 
 def parallel(lab: Any) -> Rows:
@@ -131,8 +133,8 @@ def parallel(lab: Any) -> Rows:
     four = lab.pick(
         ("-np", "4", "-n", "16", "-d", "64,2000", "-r", "3"), ("-np", "4", "-n", "4", "-d", "64", "-r", "2")
     )
-    rows = _bench(lab, "-ctk", "f16,subkv", "-fa", "on,off", "-p", "0", *two)
-    return rows + _bench(lab, "-ctk", "f16,q8_0,subkv", "-fa", "on", "-p", "0", *four)
+    rows = bench(lab, "-ctk", "f16,subkv", "-fa", "on,off", "-p", "0", *two)
+    return rows + bench(lab, "-ctk", "f16,q8_0,subkv", "-fa", "on", "-p", "0", *four)
 
 
 def by_test(rows: Rows) -> str:
@@ -160,13 +162,13 @@ def parallel_numbers(rows: Rows) -> Numbers:
 def deep(lab: Any) -> Rows:
     lab.sidecar("4.5")
     size = lab.pick(("-n", "16", "-d", "8000,16000,32000", "-r", "3"), ("-n", "4", "-d", "64,512", "-r", "2"))
-    return _bench(lab, "-ctk", "f16,subkv", "-fa", "on", "-p", "0", *size)
+    return bench(lab, "-ctk", "f16,subkv", "-fa", "on", "-p", "0", *size)
 
 
 def avx2(lab: Any) -> Rows:
     lab.sidecar("4.5")
     size = lab.pick(("-p", "256", "-n", "16", "-d", "8000", "-r", "2"), ("-p", "32", "-n", "4", "-d", "64", "-r", "2"))
-    return _bench(lab, "-ctk", "f16,subkv", "-fa", "on", *size, env={"SUBKV_KERNEL": "avx2"})
+    return bench(lab, "-ctk", "f16,subkv", "-fa", "on", *size, env={"SUBKV_KERNEL": "avx2"})
 
 
 def kernels(lab: Any) -> Rows:

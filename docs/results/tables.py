@@ -12,6 +12,7 @@ from typing import Any
 
 import research_tables as research
 import score_tables as scores
+import shape_tables as shapes
 import speed_tables as speed
 from render import Numbers, Rows
 
@@ -32,6 +33,12 @@ class Table:
 
 MODEL = "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2"
 FLOAT32 = "in a float32 model of transformers, without engine noise"
+SHAPES = (
+    "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per coefficient, "
+    "by `runtime.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
+    "measured. Medians ± standard deviation of interleaved repetitions in one process, 2 threads; the better of flash "
+    "attention on and off."
+)
 REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
 
 ORDER = (  # what matters most comes first
@@ -125,6 +132,24 @@ ORDER = (  # what matters most comes first
         2,
         speed.avx2,
         speed.by_test,
+    ),
+    Table(
+        "shapes_decode",
+        "Generation in models of other shapes",
+        SHAPES,
+        90,
+        shapes.decode,
+        shapes.markdown,
+        shapes.shape_numbers,
+    ),
+    Table(
+        "shapes_prefill",
+        "Prompts of 512 tokens in models of other shapes",
+        SHAPES,
+        20,
+        shapes.prefill,
+        shapes.markdown,
+        shapes.shape_numbers,
     ),
     Table(
         "long_context",

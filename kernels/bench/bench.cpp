@@ -1,10 +1,12 @@
 // bench.cpp: what every op of every version costs on this processor, one thread.
 //
-//   cmake --build DIR --target kernel-bench && DIR/bin/kernel-bench [milliseconds per figure [part of the figures' names]]
+//   cmake --build DIR --target kernel-bench
+//   DIR/bin/kernel-bench [milliseconds per figure [part of the figures' names [cells of a call of attend]]]
 //
 // Versions are interleaved; a figure is the median of its repetitions. attend runs over layers as a model has them: 30
-// layers of 3 KV heads side by side in a cell's row, so that codes come from memory and not from a cache. ns are per cell
+// layers of 3 KV heads side by side in a tile, so that codes come from memory and not from a cache. ns are per cell
 // and KV head (K and V), for many query rows per visible cell and query row, else per row; GB/s are bytes of codes read.
+// The column "read" is a loop that adds up the same tiles and does nothing else.
 #include "subkv/ops.h"
 
 #include <algorithm>
@@ -23,7 +25,8 @@ namespace {
 
 constexpr int64_t N_LAYER = 30;
 constexpr int64_t N_HEAD  = 3;
-constexpr int64_t CHUNK   = 256; // cells per call, as the runtime does
+constexpr int64_t N_CELLS = 8000;
+constexpr int64_t FEW     = 1024; // cells of a layer for the reference, which is slow wherever codes come from
 
 using Bands = std::vector<std::pair<int, int>>; // (n, bits)
 
@@ -43,7 +46,8 @@ struct Head {
     HeadCodec             codec = {};
     std::vector<uint16_t> basis;
 
-    explicit Head(const Bands & bands) {
+    Head(bool value, const Bands & bands) {
+        codec.value     = value;
         codec.row_bytes = 1;
         for (const auto & [n, bits] : bands) {
             codec.bands[codec.n_bands++] = { n, bits, codec.rank, codec.row_bytes, 0.1f };
@@ -58,11 +62,12 @@ struct Head {
     }
 };
 
+// run and read return the number of units that their time is divided by.
 struct Figure {
-    std::string                          what;
-    double                               units; // what a run's time is divided by
-    double                               bytes; // of codes read by a run
-    std::function<void(const Ops & ops)> run;
+    std::string                            what;
+    double                                 bytes; // of codes per unit
+    std::function<double(const Ops & ops)> run;
+    std::function<double()>                read; // perhaps none
 };
 
 // SUBKV_KERNEL=NAME measures that version alone.
@@ -85,76 +90,156 @@ double median(std::vector<double> x) {
     return x[x.size() / 2];
 }
 
-// Codes of all layers and the arguments of attending to them.
-struct Cache {
-    Head                 k, v;
-    int64_t              n_cells;
-    std::vector<uint8_t> k_rows, v_rows;
+struct alignas(LINE) Line {
+    uint64_t words[8];
 
-    Cache(const Bands & k_bands, const Bands & v_bands, int64_t cells) : k(k_bands), v(v_bands), n_cells(cells) {
-        for (auto [head, rows] : { std::pair{ &k, &k_rows }, std::pair{ &v, &v_rows } }) {
-            rows->resize((size_t) (N_LAYER * cells * N_HEAD * head->codec.row_bytes));
-            for (size_t i = 0; i < rows->size(); ++i) {
-                (*rows)[i] = (uint8_t) random_bits();
-                if (i % (size_t) head->codec.row_bytes == 0) {
-                    (*rows)[i] = (uint8_t) (130 + random_bits() % 8);
+    const uint8_t * bytes() const { return (const uint8_t *) words; }
+
+    uint8_t * bytes() { return (uint8_t *) words; }
+};
+
+volatile uint64_t kept; // makes results count
+
+void read_all(const Line * lines, size_t n) {
+    uint64_t part[8] = {};
+    for (size_t i = 0; i < n; ++i) {
+        for (size_t l = 0; l < 8; ++l) {
+            part[l] += lines[i].words[l];
+        }
+    }
+    for (const uint64_t p : part) {
+        kept = kept + p;
+    }
+}
+
+// K or V of all layers: tile t of head h begins at TILE * (t * N_HEAD + h) * row_bytes of its layer.
+struct Side {
+    Head              head;
+    int64_t           lines; // of a layer
+    std::vector<Line> tiles;
+
+    Side(bool value, const Bands & bands, int64_t n_tiles) :
+        head(value, bands), lines(n_tiles * N_HEAD * head.codec.row_bytes), tiles((size_t) (N_LAYER * lines)) {
+        for (size_t i = 0; i < tiles.size(); i += (size_t) head.codec.row_bytes) {
+            fill(&tiles[i]);
+        }
+    }
+
+    void fill(Line * tile) const {
+        for (int32_t i = 0; i < head.codec.row_bytes; ++i) {
+            for (int64_t c = 0; c < LINE; ++c) {
+                tile[i].bytes()[c] = (uint8_t) (i == 0 ? 130 + random_bits() % 8 : random_bits());
+            }
+        }
+        for (const Band & band : head.codec.bands) {
+            for (int32_t i = band.offset; band.bits == 16 && i < band.offset + 2 * band.n; ++i) {
+                for (int64_t high = 1; high < LINE; high += 2) {
+                    tile[i].bytes()[high] &= 0xbf; // finite halves
                 }
             }
         }
     }
 
-    void attend(const Ops & ops, int64_t n_layer, int64_t n_tok, int64_t n_group) const {
+    int64_t stride() const { return TILE * N_HEAD * head.codec.row_bytes; }
+
+    const uint8_t * at(int64_t layer, int64_t h, int64_t cell) const {
+        return tiles[(size_t) (layer * lines)].bytes() + cell / TILE * stride() + TILE * h * head.codec.row_bytes;
+    }
+};
+
+// Codes of all layers and the arguments of attending to them.
+struct Cache {
+    Side    k, v;
+    int64_t span; // cells of a call; 0: as the runtime does
+
+    Cache(const Bands & k_bands, const Bands & v_bands, int64_t cells_of_call) :
+        k(false, k_bands, N_CELLS / TILE), v(true, v_bands, N_CELLS / TILE), span(cells_of_call) {}
+
+    // Returns the number of cells, of all heads.
+    int64_t attend(const Ops & ops, int64_t n_layer, int64_t n_cells, int64_t n_tok, int64_t n_group) const {
         static std::vector<float> q, m, z, acc, bias, slope;
-        const int64_t             n_rows = n_tok * n_group;
-        q.assign((size_t) (n_rows * k.codec.rank), 0.05f);
-        bias.assign((size_t) (n_tok * CHUNK), 0.0f);
+        const HeadCodec &         k_codec = k.head.codec;
+        const HeadCodec &         v_codec = v.head.codec;
+        const int64_t             n_rows  = n_tok * n_group;
+        const int64_t runtime = std::clamp<int64_t>(32768 / n_tok / TILE * TILE, TILE, 1024); // node_attend.cpp
+        const int64_t at_once = span > 0 ? span : runtime;
+        q.assign((size_t) (n_rows * k_codec.rank), 0.05f);
+        bias.assign((size_t) (n_tok * at_once), 0.0f);
         slope.assign((size_t) n_group, 1.0f);
-        const int64_t k_stride = N_HEAD * k.codec.row_bytes;
-        const int64_t v_stride = N_HEAD * v.codec.row_bytes;
         m.assign((size_t) (N_HEAD * n_rows), -INFINITY);
         z.assign((size_t) (N_HEAD * n_rows), 0.0f);
-        acc.assign((size_t) (N_HEAD * n_rows * v.codec.rank), 0.0f);
+        acc.assign((size_t) (N_HEAD * n_rows * v_codec.rank), 0.0f);
         for (int64_t layer = 0; layer < n_layer; ++layer) {
-            for (int64_t first = 0; first < n_cells; first += CHUNK) {
+            for (int64_t first = 0; first < n_cells; first += at_once) {
                 for (int64_t h = 0; h < N_HEAD; ++h) {
-                    const int64_t cell = layer * n_cells + first;
-                    ops.attend({ &k.codec, &v.codec, k_rows.data() + cell * k_stride + h * k.codec.row_bytes,
-                                 v_rows.data() + cell * v_stride + h * v.codec.row_bytes, k_stride, v_stride,
-                                 std::min(CHUNK, n_cells - first), n_tok, n_group, q.data(), nullptr, bias.data(),
-                                 CHUNK, slope.data(), 0.0f, m.data() + h * n_rows, z.data() + h * n_rows,
-                                 acc.data() + h * n_rows * v.codec.rank, v.codec.rank });
+                    ops.attend({ &k_codec, &v_codec, k.at(layer, h, first), v.at(layer, h, first), k.stride(),
+                                 v.stride(), std::min(at_once, n_cells - first), n_tok, n_group, q.data(), nullptr,
+                                 bias.data(), at_once, slope.data(), 0.0f, m.data() + h * n_rows, z.data() + h * n_rows,
+                                 acc.data() + h * n_rows * v_codec.rank, v_codec.rank });
                 }
             }
         }
+        return n_layer * n_cells * N_HEAD;
+    }
+
+    double read(int64_t n_layer) const {
+        for (const Side * side : { &k, &v }) {
+            read_all(side->tiles.data(), (size_t) (n_layer * side->lines));
+        }
+        return (double) (n_layer * N_CELLS * N_HEAD);
     }
 
     Figure figure(const std::string & name, int64_t n_layer, int64_t n_tok, int64_t n_group) const {
-        const double  cells  = (double) (n_layer * n_cells * N_HEAD);
         const int64_t n_rows = n_tok * n_group;
-        return { name + ", " + std::to_string(n_rows) + " query rows", n_tok > 1 ? cells * (double) n_rows : cells,
-                 n_tok > 1 ? 0.0 : cells * (k.codec.row_bytes + v.codec.row_bytes),
-                 [=](const Ops & ops) { attend(ops, n_layer, n_tok, n_group); } };
+        const double  bytes  = n_tok > 1 ? 0.0 : k.head.codec.row_bytes + v.head.codec.row_bytes;
+        Figure        one    = { name + ", " + std::to_string(n_rows) + " query rows", bytes, nullptr, nullptr };
+        one.run              = [=](const Ops & ops) {
+            const bool    slow = &ops == &ops_ref();
+            const int64_t n    = attend(ops, slow ? 1 : n_layer, slow ? FEW : N_CELLS, n_tok, n_group);
+            return (double) (n_tok > 1 ? n * n_rows : n);
+        };
+        if (n_tok == 1) {
+            one.read = [=] { return read(n_layer); };
+        }
+        return one;
     }
 };
 
 double read_bandwidth() { // GB/s of summing 256 MiB
-    std::vector<uint64_t> data(1 << 25, 1);
-    uint64_t              sum = 0;
-    std::vector<double>   t;
+    const std::vector<Line> data(1 << 22);
+    std::vector<double>     t;
     for (int i = 0; i < 7; ++i) {
-        t.push_back(seconds([&] {
-            uint64_t part[8] = {};
-            for (size_t j = 0; j < data.size(); j += 8) {
-                for (size_t l = 0; l < 8; ++l) {
-                    part[l] += data[j + l];
-                }
-            }
-            for (const uint64_t p : part) {
-                sum += p;
-            }
-        }));
+        t.push_back(seconds([&] { read_all(data.data(), data.size()); }));
     }
-    return sum == 0 ? 0.0 : 8.0 * (double) data.size() / median(t) / 1e9;
+    return LINE * (double) data.size() / median(t) / 1e9;
+}
+
+// Median ns per unit of each column's runs, which return their units, in turn; 0 of columns without.
+std::vector<double> measure(const std::vector<std::function<double()>> & columns, double budget) {
+    std::vector<std::vector<double>> ns(columns.size());
+    std::vector<int>                 repeats;
+    for (const auto & run : columns) {
+        const double once = run ? seconds([&] { run(); }) : 0.0;
+        repeats.push_back((int) std::max(1.0, std::min(1e5, budget / 5.0 / std::max(once, 1e-9))));
+    }
+    for (int i = 0; i < 5; ++i) {
+        for (size_t c = 0; c < columns.size(); ++c) {
+            double units = 0.0;
+            if (columns[c]) {
+                const double t = seconds([&] {
+                    for (int r = 0; r < repeats[c]; ++r) {
+                        units += columns[c]();
+                    }
+                });
+                ns[c].push_back(1e9 * t / units);
+            }
+        }
+    }
+    std::vector<double> out;
+    for (const auto & of : ns) {
+        out.push_back(of.empty() ? 0.0 : median(of));
+    }
+    return out;
 }
 
 } // namespace
@@ -169,13 +254,18 @@ int main(int argc, char ** argv) {
         std::fprintf(stderr, "kernel-bench: %s\n", ops_error());
         return 1;
     }
+    const int64_t span = argc > 3 ? std::atoll(argv[3]) : 0;
+    if (span < 0 || span % TILE != 0) {
+        std::fprintf(stderr, "kernel-bench: cells of a call: expected a multiple of %d, found '%s'\n", TILE, argv[3]);
+        return 1;
+    }
     const Bands k64 = { { 8, 8 }, { 8, 6 }, { 16, 4 }, { 32, 3 } };
     const Bands v64 = { { 8, 6 }, { 40, 4 }, { 16, 3 } };
-    const Cache mixed(k64, v64, 8000);
-    const Cache wide({ { 16, 8 }, { 32, 6 }, { 16, 5 } }, { { 32, 6 }, { 32, 5 } }, 8000);
-    const Cache fine({ { 8, 16 }, { 24, 8 }, { 32, 6 } }, { { 16, 8 }, { 48, 6 } }, 8000);
-    const Cache plain({ { 64, 4 } }, { { 64, 4 } }, 8000);
-    const Cache large({ { 16, 8 }, { 16, 6 }, { 32, 4 }, { 64, 3 } }, { { 16, 6 }, { 80, 4 }, { 32, 3 } }, 4000);
+    const Cache mixed(k64, v64, span);
+    const Cache wide({ { 16, 8 }, { 32, 6 }, { 16, 5 } }, { { 32, 6 }, { 32, 5 } }, span);
+    const Cache fine({ { 8, 16 }, { 24, 8 }, { 32, 6 } }, { { 16, 8 }, { 48, 6 } }, span);
+    const Cache plain({ { 64, 4 } }, { { 64, 4 } }, span);
+    const Cache large({ { 16, 8 }, { 16, 6 }, { 32, 4 }, { 64, 3 } }, { { 16, 6 }, { 80, 4 }, { 32, 3 } }, span);
 
     std::vector<Figure> figures = {
         mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 1),
@@ -184,9 +274,15 @@ int main(int argc, char ** argv) {
         wide.figure("attend 64 dims 5.9 bits", N_LAYER, 1, 3),
         fine.figure("attend 64 dims 7.3 bits, 16-bit band", N_LAYER, 1, 3),
         plain.figure("attend 64 dims 4.0 bits", N_LAYER, 1, 3),
+        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 1),
+        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 2),
         large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 4),
+        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 8),
         mixed.figure("attend 64 dims 4.2 bits, in cache", 1, 1, 3),
         mixed.figure("attend 64 dims 4.2 bits", 1, 42, 3),
+        mixed.figure("attend 64 dims 4.2 bits", 1, 128, 1),
+        fine.figure("attend 64 dims 7.3 bits, 16-bit band", 1, 42, 3),
+        large.figure("attend 128 dims 4.1 bits", 1, 32, 4),
     };
 
     std::vector<float>   x(64 * 64), y(64 * 64);
@@ -197,35 +293,38 @@ int main(int argc, char ** argv) {
     for (size_t i = 0; i < cells.size(); ++i) {
         cells[i] = (int64_t) i;
     }
-    std::vector<uint8_t> rows(64 * 256);
-    std::vector<double>  s(64 * 64), sum(64);
-    const HeadCodec &    codec = mixed.k.codec;
-    figures.push_back({ "encode_rows 64 dims 4.2 bits", 64, 0, [&](const Ops & ops) {
-                           ops.encode_rows(codec, x.data(), 64, 64, cells.data(), rows.data(), codec.row_bytes);
-                       } });
-    figures.push_back({ "project 64x64, 1 row", 1, 0, [&](const Ops & ops) {
-                           ops.project(codec.decode, 64, 64, x.data(), 64, 1, 1.0f, y.data(), 64);
-                       } });
-    figures.push_back({ "project 64x64, 64 rows", 64, 0, [&](const Ops & ops) {
-                           ops.project(codec.decode, 64, 64, x.data(), 64, 64, 1.0f, y.data(), 64);
-                       } });
-    figures.push_back({ "reconstruct 64x64", 1, 0,
-                        [&](const Ops & ops) { ops.reconstruct(codec.decode, 64, 64, x.data(), y.data()); } });
-    figures.push_back(
-        { "moment 64 dims", 64, 0, [&](const Ops & ops) { ops.moment(x.data(), 64, 64, 64, s.data(), sum.data()); } });
+    std::vector<double> s(64 * 64), sum(64);
+    const HeadCodec &   codec = mixed.k.head.codec;
+    std::vector<Line>   tile((size_t) codec.row_bytes);
+    const auto          add = [&](const char * what, double units, const std::function<void(const Ops & ops)> & run) {
+        figures.push_back({ what, 0.0, [=](const Ops & ops) { return run(ops), units; }, nullptr });
+    };
+    add("encode 64 dims 4.2 bits, one cell", TILE, [&](const Ops & ops) {
+        for (size_t i = 0; i < TILE; ++i) {
+            ops.encode(codec, x.data() + 64 * i, 64, 1, cells.data() + i, tile[0].bytes(), 0);
+        }
+    });
+    add("encode 64 dims 4.2 bits, 64 cells", TILE,
+        [&](const Ops & ops) { ops.encode(codec, x.data(), 64, TILE, cells.data(), tile[0].bytes(), 0); });
+    add("project 64x64, 1 row", 1,
+        [&](const Ops & ops) { ops.project(codec.decode, 64, 64, x.data(), 64, 1, 1.0f, y.data(), 64); });
+    add("project 64x64, 64 rows", 64,
+        [&](const Ops & ops) { ops.project(codec.decode, 64, 64, x.data(), 64, 64, 1.0f, y.data(), 64); });
+    add("reconstruct 64x64", 1, [&](const Ops & ops) { ops.reconstruct(codec.decode, 64, 64, x.data(), y.data()); });
+    add("moment 64 dims", 64, [&](const Ops & ops) { ops.moment(x.data(), 64, 64, 64, s.data(), sum.data()); });
     std::vector<uint16_t>         halves(136 * 64, half(0.25f));
     std::vector<const uint16_t *> exact;
     for (size_t i = 0; i < 136; ++i) {
         exact.push_back(halves.data() + 64 * i);
     }
     std::vector<float> zeros(136, 0.0f), m(3), z(3), slope(3, 1.0f);
-    figures.push_back({ "attend_exact 64 dims, 136 keys, 3 query rows", 136, 0, [&](const Ops & ops) {
-                           std::fill(m.begin(), m.end(), -INFINITY);
-                           ops.attend_exact({ 64, 64, 136, exact.data(), exact.data(), 1, 3, x.data(), zeros.data(),
-                                              136, slope.data(), 0.0f, m.data(), z.data(), y.data(), 64 });
-                       } });
+    add("attend_exact 64 dims, 136 keys, 3 query rows", 136, [&](const Ops & ops) {
+        std::fill(m.begin(), m.end(), -INFINITY);
+        ops.attend_exact({ 64, 64, 136, exact.data(), exact.data(), 1, 3, x.data(), zeros.data(), 136, slope.data(),
+                           0.0f, m.data(), z.data(), y.data(), 64 });
+    });
 
-    std::printf("read bandwidth of one thread: %.1f GB/s\n\n%-48s", read_bandwidth(), "ns (GB/s of codes)");
+    std::printf("read bandwidth of one thread: %.1f GB/s\n\n%-48s%18s", read_bandwidth(), "ns (GB/s of codes)", "read");
     for (const Ops * ops : versions()) {
         std::printf("%18s", ops->name);
     }
@@ -234,35 +333,17 @@ int main(int argc, char ** argv) {
         if (argc > 2 && figure.what.find(argv[2]) == std::string::npos) {
             continue;
         }
-        std::vector<std::vector<double>> times;
-        std::vector<int>                 repeats;
+        std::vector<std::function<double()>> columns = { figure.read };
         for (const Ops * ops : versions()) {
-            const double once = seconds([&] { figure.run(*ops); });
-            times.emplace_back();
-            repeats.push_back((int) std::max(1.0, std::min(1e5, budget / 5.0 / std::max(once, 1e-9))));
-        }
-        for (int i = 0; i < 5; ++i) {
-            for (size_t v = 0; v < times.size(); ++v) {
-                const Ops & ops = *versions()[v];
-                if (i > 0 && times[v][0] * repeats[v] > 10.0 * budget) {
-                    continue; // the reference is slow and needs no median
-                }
-                const double t = seconds([&] {
-                    for (int r = 0; r < repeats[v]; ++r) {
-                        figure.run(ops);
-                    }
-                });
-                times[v].push_back(t / repeats[v]);
-            }
+            columns.push_back([&figure, ops] { return figure.run(*ops); });
         }
         std::printf("%-48s", figure.what.c_str());
-        for (const auto & t : times) {
-            const double once = median(t);
-            char         cell[64];
-            if (figure.bytes > 0) {
-                std::snprintf(cell, sizeof(cell), "%.2f (%.1f)", 1e9 * once / figure.units, figure.bytes / once / 1e9);
-            } else {
-                std::snprintf(cell, sizeof(cell), "%.2f", 1e9 * once / figure.units);
+        for (const double ns : measure(columns, budget)) {
+            char cell[64] = "";
+            if (ns > 0.0 && figure.bytes > 0.0) {
+                std::snprintf(cell, sizeof(cell), "%.2f (%.1f)", ns, figure.bytes / ns);
+            } else if (ns > 0.0) {
+                std::snprintf(cell, sizeof(cell), "%.2f", ns);
             }
             std::printf("%18s", cell);
         }

@@ -29,7 +29,7 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Zeros for cells not in `seen`, which may hold NaN.
+// Zeros for zero rows, and for cells not in `seen`, which may hold NaN.
 template <typename Isa>
 static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * seen,
                         int32_t n_tiles) {
@@ -41,7 +41,7 @@ static void read_halves(const Halves & halves, const uint8_t * tile, int64_t str
                 Isa::widen8(at + 2 * c, x + c);
             }
             for (int32_t c = 0; c < TILE; ++c) {
-                x[c] = (seen[t] >> c & 1) != 0 ? x[c] : 0.0f;
+                x[c] = (seen[t] >> c & 1) != 0 && tile[t * stride + c] != 0 ? x[c] : 0.0f;
             }
         }
     }

@@ -19,8 +19,7 @@ VNNI = re.compile(r"\tvpdp[a-z]+ ")
 VBMI = re.compile(r"\tvp(multishiftqb|permb|perm[it]2b) ")
 FILES = {
     "avx512_bw": ([], [], [VNNI, VBMI]),
-    "avx512_vnni": (["-mavx512vnni"], [VNNI], [VBMI]),
-    "avx512": (["-mavx512vnni", "-mavx512vbmi"], [VNNI, VBMI], []),
+    "avx512": (["-mavx512vnni"], [VNNI], [VBMI]),
 }  # flags beside BASE, instructions that must be there, instructions that must not
 MISSING = [tool for tool in ("c++", "objdump", "nm") if shutil.which(tool) is None]
 

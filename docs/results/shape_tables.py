@@ -1,0 +1,64 @@
+"""Tables of speed for models of other shapes, with random weights: what runtime.shapes writes, measured by bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from render import RANDOM, Numbers, Rows, wrapped
+from speed_tables import bench, by_depth, numbers
+
+SHAPES = {  # name of runtime.shapes → name in numbers, what tables say of it
+    "llama-3.2-1b": (
+        "1b",
+        "**Llama-3.2-1B**: 16 layers, 32 query heads, 8 KV heads of 64, its vocabulary of 128256 tokens.",
+    ),
+    "qwen3-0.6b": (
+        "0.6b",
+        "**Qwen3-0.6B**: 28 layers, 16 query heads, 8 KV heads of 128, its vocabulary of 151936 tokens.",
+    ),
+    "llama-3.1-8b": (
+        "8b",
+        "**Llama-3.1-8B**, 4 of its 32 layers: 32 query heads, 8 KV heads of 128, a vocabulary of 32000 instead of "
+        "128256. The whole model computes 8 times the layers and 4 times the vocabulary for a token.",
+    ),
+}
+SMALL = ("--layers", "1", "--embd", "256", "--ff", "256", "--vocab", "512")  # to try the programs
+
+
+def _measure(lab: Any, *words: str) -> Rows:
+    """Rows of all shapes, each with the name of its shape."""
+    rows = []
+    for name in SHAPES:
+        model = lab.shape(name, *lab.pick((), SMALL))
+        for row in bench(lab, *words, "-fa", "on,off", model=model):
+            cache = RANDOM if row["cache"] == "subkv" else row["cache"]
+            rows.append({**row, "cache": cache, "shape": name})
+    return rows
+
+
+def decode(lab: Any) -> Rows:
+    size = lab.pick(("-n", "16", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size)
+
+
+def prefill(lab: Any) -> Rows:
+    size = lab.pick(("-p", "512", "-d", "8000", "-r", "2"), ("-p", "32", "-d", "256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-n", "0", *size)
+
+
+def _by_shape(rows: Rows) -> dict[str, Rows]:
+    return {name: [row for row in rows if row["shape"] == name] for name in SHAPES}
+
+
+def markdown(rows: Rows) -> str:
+    """A line about each shape and its table."""
+    return "\n\n".join(f"{wrapped(SHAPES[name][1])}\n\n{by_depth(found)}" for name, found in _by_shape(rows).items())
+
+
+def shape_numbers(rows: Rows) -> Numbers:
+    """SHAPE.KEY: numbers() of each shape."""
+    return {
+        f"{SHAPES[name][0]}.{key}": value
+        for name, found in _by_shape(rows).items()
+        for key, value in numbers(found, RANDOM).items()
+    }

@@ -1,0 +1,285 @@
+"""A model of a given shape with random weights, and bases for it: to measure time and memory, never quality.
+
+    python -m runtime.shapes llama-3.2-1b -o model.gguf
+    subkv bench -m model.gguf --bases model.subkv-sidecar.gguf -ctk f16,q8_0,subkv -fa on,off
+
+Nothing is downloaded. What a token costs depends on the sizes and types of tensors and not on their values, as long as
+activations stay finite. Weights are random blocks of one type; bases are random rotations; every head has one layout
+of the kind that `subkv convert` plans at 4.25 bits per coefficient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runtime import options
+from subkv.base.command import command
+from subkv.base.errors import SubkvError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFWriter
+    from numpy.typing import NDArray
+
+    from subkv.format.bases import CodedHead, StoredBasis
+
+SEED = 1234
+BLOCK = 32  # weights of a quantized block
+TYPES = {"q4_0": 4, "q8_0": 8}  # bits of a code
+NO_CALIBRATION = "none: random bases, for time and memory only"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with."""
+
+    arch: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    embd: int
+    ff: int
+    vocab: int
+    tied: bool
+    rope_base: float
+    context: int
+
+    def check(self) -> None:
+        """Raises SubkvError about a dimension that does not fit the others."""
+        if self.heads % self.kv_heads:
+            raise SubkvError("heads", f"expected a multiple of {self.kv_heads} KV heads, found {self.heads}")
+        if self.head_size not in (64, 128, 192, 256):  # eighths of it are bands
+            raise SubkvError("head_size", f"expected 64, 128, 192 or 256, found {self.head_size}")
+        for key, n in (("embd", self.embd), ("ff", self.ff)):
+            if n % BLOCK:
+                raise SubkvError(key, f"expected a multiple of {BLOCK}, found {n}")
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """[rows, columns] of all matrices, by name, in the order of the file."""
+        q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        layer = {
+            "attn_q": (q, self.embd),
+            "attn_k": (kv, self.embd),
+            "attn_v": (kv, self.embd),
+            "attn_output": (self.embd, q),
+            "ffn_gate": (self.ff, self.embd),
+            "ffn_up": (self.ff, self.embd),
+            "ffn_down": (self.embd, self.ff),
+        }
+        ends = ["token_embd"] if self.tied else ["token_embd", "output"]
+        found = dict.fromkeys(ends, (self.vocab, self.embd))
+        return found | {f"blk.{il}.{name}": size for il in range(self.layers) for name, size in layer.items()}
+
+    def norms(self) -> dict[str, int]:
+        """Sizes of all normalizations, by name."""
+        layer = {"attn_norm": self.embd, "ffn_norm": self.embd}
+        if self.arch == "qwen3":
+            layer |= {"attn_q_norm": self.head_size, "attn_k_norm": self.head_size}
+        found = {f"blk.{il}.{name}": n for il in range(self.layers) for name, n in layer.items()}
+        return found | {"output_norm": self.embd}
+
+
+SHAPES = {
+    "llama-3.2-1b": Shape("llama", 16, 32, 8, 64, 2048, 8192, 128256, True, 5e5, 131072),
+    "qwen3-0.6b": Shape("qwen3", 28, 16, 8, 128, 1024, 3072, 151936, True, 1e6, 40960),
+    "llama-3.1-8b": Shape("llama", 4, 32, 8, 128, 4096, 14336, 32000, False, 5e5, 131072),  # --help tells what it lacks
+}
+SMALLEST_VOCABULARY = 258  # of vocabulary()
+
+
+def vocabulary(n: int) -> tuple[list[str], list[str]]:
+    """Tokens and merges of a byte-level BPE of n tokens: bytes, one pair, names that no text holds, the end."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    start = [*(spelled[byte] for byte in range(256)), "th"]  # llama.cpp wants at least one merge
+    return [*start, *(f"<unused{i}>" for i in range(n - len(start) - 1)), "<|endoftext|>"], ["t h"]
+
+
+def write_model(path: Path, shape: Shape, kind: str) -> None:
+    """A GGUF of this shape, one matrix at a time in memory. kind: one of TYPES. Raises SubkvError."""
+    import numpy as np  # and gguf: not for a --help
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    from subkv.base.files import atomic_file
+    from subkv.base.progress import tracked
+
+    shape.check()
+    raw = GGMLQuantizationType[kind.upper()]
+    matrices, norms = shape.matrices(), shape.norms()
+    with atomic_file(path) as handle:
+        writer = GGUFWriter(handle.name, shape.arch)  # it opens its file by name
+        try:
+            _write_keys(writer, shape)
+            for name, n in norms.items():
+                writer.add_tensor_info(f"{name}.weight", (n,), np.dtype(np.float32), 4 * n)
+            for name, (rows, columns) in matrices.items():
+                size = rows, block_bytes(columns, kind)
+                writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), size[0] * size[1], raw)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for n in norms.values():
+                writer.write_tensor_data(np.ones(n, np.float32))
+            random = np.random.default_rng(SEED)
+            for rows, columns in tracked(f"writing {path.name}", list(matrices.values()), "matrix"):
+                writer.write_tensor_data(random_blocks(random, rows, columns, kind))
+        finally:
+            writer.close()
+
+
+def _write_keys(writer: GGUFWriter, shape: Shape) -> None:
+    from gguf import TokenType
+
+    writer.add_name("random weights")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.embd)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ff)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_size)
+    writer.add_value_length(shape.head_size)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-5)
+    tokens, merges = vocabulary(shape.vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(merges)
+    writer.add_token_types([*[TokenType.NORMAL] * (len(tokens) - 1), TokenType.CONTROL])
+    writer.add_bos_token_id(len(tokens) - 1)
+    writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_add_bos_token(False)
+
+
+def block_bytes(n: int, kind: str) -> int:
+    """Bytes of n weights: blocks of an f16 step and the codes."""
+    return n // BLOCK * (2 + BLOCK * TYPES[kind] // 8)
+
+
+def random_blocks(random: np.random.Generator, rows: int, columns: int, kind: str) -> NDArray[np.uint8]:
+    """A matrix [rows, bytes] of random codes that maps inputs of variance 1 to outputs of variance 1."""
+    import numpy as np
+
+    size = block_bytes(BLOCK, kind)
+    blocks = random.integers(0, 256, (rows * columns // BLOCK, size), np.uint8)
+    step = (columns * (4 ** TYPES[kind] - 1) / 12) ** -0.5  # codes are uniform
+    signs = random.choice(np.array([-1, 1], np.float16), len(blocks))  # the codes' mean is not zero, with signs it is
+    blocks[:, :2] = (signs * np.float16(step)).astype("<f2").view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
+
+
+def bands(d: int) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Of every head's K and V: 4.25 and 4 bits per coefficient."""
+    eighth = d // 8
+    return (
+        ((eighth, 8), (eighth, 6), (2 * eighth, 4), (4 * eighth, 3)),
+        ((eighth, 6), (5 * eighth, 4), (2 * eighth, 3)),
+    )
+
+
+def write_bases(model: Path, path: Path, shape: Shape) -> None:
+    """A sidecar of random bases for a model of write_model(). Raises SubkvError."""
+    import numpy as np  # and the native libraries: not for a --help
+
+    from subkv.format import metadata
+    from subkv.format.bases import CodedLayer
+    from subkv.format.calibration import Calibration, LayerShape, TextSource
+    from subkv.format.window import DEFAULT
+    from subkv.native.gguf import Gguf, write_sidecar
+    from subkv.plan import budget
+    from subkv.plan.pipeline import default_context
+
+    d, n = shape.head_size, shape.kv_heads
+    random = np.random.default_rng(SEED)
+    rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
+    layers = []
+    for il in range(shape.layers):
+        layer = LayerShape(il, shape.heads, n, d, d, d**-0.5, 0)
+        layers.append(CodedLayer(layer, tuple(_random_head(random, rotation) for _ in range(n))))
+    text = TextSource(NO_CALIBRATION, "0" * 64, 0)
+    nothing = Calibration(
+        arch=shape.arch,
+        name="",
+        block_count=shape.layers,
+        n_ctx=0,
+        n_skip=0,
+        tokens=0,
+        texts=(text,),
+        model_sha256="",
+        generator="",
+        layers=(),
+        sha256="0" * 64,
+    )
+    with Gguf(model) as base:
+        heads = [budget.Head(d, np.ones(d), centred=key) for _ in range(shape.layers * n) for key in (True, False)]
+        plan = [side for _ in range(shape.layers * n) for side in bands(d)]
+        counted = budget.account(heads, plan, budget.Overhead(default_context(base), DEFAULT))
+        settings = metadata.Settings("banded", "pca", "pca", "one", DEFAULT)
+        write_sidecar(base, path, metadata.keys(layers, nothing, settings, counted))
+
+
+def _random_head(random: np.random.Generator, rotation: NDArray[np.float64]) -> CodedHead:
+    """A head whose bases are rows of a rotation in another order, with other signs of the columns."""
+    import numpy as np
+
+    from subkv.format.bases import CodedHead, StoredBasis
+
+    def basis(widths: tuple[tuple[int, int], ...], mean: Any) -> StoredBasis:
+        signs = random.choice((-1.0, 1.0), d)
+        own = (rotation[random.permutation(d)] * signs).astype(np.float16)  # decompositions of every head take minutes
+        steps = np.array([1 / (2**bits - 1) for _, bits in widths])  # all bands reach as far
+        return StoredBasis(widths, own, own, (steps / steps.max()).astype(np.float32), mean)
+
+    d = len(rotation)
+    of_k, of_v = bands(d)
+    mean = (0.1 * random.standard_normal(d)).astype(np.float16)  # centred keys cost more than others
+    return CodedHead(basis(of_k, mean), basis(of_v, np.zeros(d, np.float16)), 1.0)
+
+
+def _size(name: str, least: int, most: int, text: str) -> options.Option:
+    return click.option(f"--{name}", type=click.IntRange(least, most), help=text)
+
+
+@command()
+@click.argument("shape", type=click.Choice(list(SHAPES)))
+@click.option("-o", "--output", type=options.PATH, required=True, help="the model (GGUF)")
+@click.option("--bases", type=options.PATH, help="its bases; default: OUTPUT.subkv-sidecar.gguf beside it")
+@click.option("--type", "kind", type=click.Choice(list(TYPES)), default="q4_0", help="of all matrices")
+@_size("layers", 1, 1024, "layers, instead of the shape's")
+@_size("heads", 1, 1024, "query heads")
+@_size("kv-heads", 1, 1024, "K/V heads")
+@_size("head-size", 64, 256, "elements of a head")
+@_size("embd", BLOCK, 2**20, "embedding length")
+@_size("ff", BLOCK, 2**20, "feed-forward length")
+@_size("vocab", SMALLEST_VOCABULARY, 2**20, "tokens of the vocabulary")
+def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int | None) -> None:
+    """Write a model of SHAPE with random weights, and bases for it, to measure time and memory.
+
+    llama-3.1-8b has 4 of its 32 layers and 32000 of its 128256 tokens; --layers 32 --vocab 128256 is all of it.
+    """
+    from converter.cli import default_output  # numpy: not for a --help
+    from subkv.base.files import check_writable
+
+    given: dict[str, Any] = {key: n for key, n in sizes.items() if n is not None}
+    asked = dataclasses.replace(SHAPES[shape], **given)
+    asked.check()
+    sidecar = bases or default_output(output, sidecar=True)
+    if sidecar.resolve() == output.resolve():
+        raise SubkvError("bases", f"expected another file than the model, found {sidecar}")
+    for path in (output, sidecar):
+        check_writable(path)
+    write_model(output, asked, kind)
+    write_bases(output, sidecar, asked)
+    click.echo(f"wrote {output} and {sidecar}: random, for time and memory only")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""runtime.shapes: models and bases of a shape load and run, have the sizes asked for, and say what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from gguf import GGMLQuantizationType, GGUFReader
+
+from runtime import shapes
+from subkv.engine.llama import Llama
+from subkv.format import metadata
+
+SMALL = ("--layers", 2, "--heads", 4, "--kv-heads", 2, "--embd", 128, "--ff", 160, "--vocab", 300)
+N_CTX = 384  # beyond the exact window
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(shapes.main, [str(a) for a in arguments])
+
+
+def written(folder: Path, *arguments: Any) -> tuple[Path, Path]:
+    model = folder / "m.gguf"
+    result = run(*arguments, *SMALL, "-o", model)
+    assert result.exit_code == 0, result.output
+    return model, folder / "m.subkv-sidecar.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "d"),
+    [
+        ("llama-3.2-1b", (), 64),
+        ("qwen3-0.6b", ("--type", "q8_0"), 128),
+        ("llama-3.1-8b", ("--head-size", 192), 192),
+    ],
+)
+def test_loads_and_generates(tmp_path: Path, name: str, options: tuple[Any, ...], d: int) -> None:
+    model, bases = written(tmp_path, name, *options)
+    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
+    for kind in ("f16", "subkv"):
+        llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
+        llm.eval(tokens)
+        scores = np.array(llm.scores[: len(tokens)])
+        assert np.isfinite(scores).all()
+        assert scores.shape[1] == 300 and 0.1 < scores.std() < 10
+        assert len(list(zip(range(8), llm.generate([2], reset=False, top_k=1), strict=False))) == 8
+        stats = llm.kv_stats()
+        assert stats.type_k == kind
+        assert stats.bytes_per_token == 2 * 2 * (4 * d if kind == "f16" else 2 + (34 + 32) * d // 64)
+        llm.close()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_bands_are_as_documented(tmp_path: Path, d: int) -> None:
+    eighth = d // 8
+    _, bases = written(tmp_path, "llama-3.2-1b", "--head-size", d)
+    described = metadata.read(bases)
+    assert described["calibration"]["text"] == shapes.NO_CALIBRATION
+    assert [layer["il"] for layer in described["layers"]] == [0, 1]
+    for layer in described["layers"]:
+        for k, v in zip(layer["k"], layer["v"], strict=True):
+            assert k["centred"]
+            of_k, of_v = ([(band["n"], band["bits"]) for band in side["bands"]] for side in (k, v))
+            assert of_k == [(eighth, 8), (eighth, 6), (2 * eighth, 4), (4 * eighth, 3)]
+            assert of_v == [(eighth, 6), (5 * eighth, 4), (2 * eighth, 3)]
+    heads = [head for layer in metadata.read_heads(bases).values() for head in layer]
+    for side in (basis for head in heads for basis in (head.k, head.v)):
+        rotation = side.encode.astype(np.float64)
+        assert np.abs(rotation @ rotation.T - np.eye(d)).max() < 2e-3
+        assert np.array_equal(side.encode, side.decode)
+    assert len({head.k.encode.tobytes() for head in heads}) == len(heads)
+
+
+@pytest.mark.parametrize("kind", list(shapes.TYPES))
+def test_matrices_are_of_one_type(tmp_path: Path, kind: str) -> None:
+    model, _ = written(tmp_path, "llama-3.1-8b", "--type", kind)
+    reader = GGUFReader(model)
+    matrices = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
+    assert {tensor.tensor_type for tensor in matrices.values()} == {GGMLQuantizationType[kind.upper()]}
+    assert {"token_embd.weight", "output.weight", "blk.1.ffn_down.weight"} <= set(matrices)
+    assert list(matrices["blk.1.ffn_down.weight"].shape) == [160, 128]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "millions"),
+    [
+        ("llama-3.2-1b", {}, 1236),
+        ("qwen3-0.6b", {}, 596),
+        ("llama-3.1-8b", {"layers": 32, "vocab": 128256}, 8030),
+    ],
+)
+def test_shapes_are_those_of_the_models(name: str, whole: dict[str, Any], millions: int) -> None:
+    shape = dataclasses.replace(shapes.SHAPES[name], **whole)
+    n = sum(rows * columns for rows, columns in shape.matrices().values()) + sum(shape.norms().values())
+    assert round(n / 1e6) == millions
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--heads", 3), "--heads: expected a multiple of 2 KV heads, found 3"),
+        (("--head-size", 96), "--head-size: expected 64, 128, 192 or 256, found 96"),
+        (("--embd", 100), "--embd: expected a multiple of 32, found 100"),
+        (("--ff", 33), "--ff: expected a multiple of 32, found 33"),
+        (("--bases", "m.gguf"), "--bases: expected another file than the model, found m.gguf"),
+        (("-o", "none/m.gguf"), "-o: cannot write none/m.gguf: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("qwen3-0.6b", "-o", "m.gguf", *SMALL, *options)
+    assert (result.exit_code, result.output.strip()) == (1, sentence)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_usage_is_told() -> None:
+    assert run("gpt-5", "-o", "m.gguf").exit_code == 2
+    assert run("qwen3-0.6b").exit_code == 2
+    assert run("qwen3-0.6b", "-o", "m.gguf", "--vocab", 257).exit_code == 2
