@@ -176,7 +176,9 @@ static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t
         const int64_t     stride = 2 * codec.rank;
         typename Isa::Sum sum[ROWS][REGS];
         const Row * const r = call.row + row;
+#pragma GCC unroll 16
         for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 16
             for (int v = 0; v < REGS; ++v) {
                 sum[i][v] = Isa::start(r[i].start);
             }
@@ -196,7 +198,9 @@ static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t
 #undef ADD
             }
         }
+#pragma GCC unroll 16
         for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 16
             for (int v = 0; v < REGS; ++v) {
                 const auto x = Isa::sub(Isa::to_float(Isa::total(sum[i][v])), Isa::set(r[i].half));
                 Isa::store(logit + i * STEP + (FIRST + v) * Isa::W, x);
@@ -271,7 +275,9 @@ struct Values {
 template <typename Isa, int BITS, int OCTETS, int ROWS> static void sum_octets(const Values & v, int32_t j) {
     constexpr int     PARTS = 16 / Isa::W;
     typename Isa::Sum sum[ROWS][OCTETS * PARTS];
+#pragma GCC unroll 16
     for (int k = 0; k < ROWS; ++k) {
+#pragma GCC unroll 16
         for (int r = 0; r < OCTETS * PARTS; ++r) {
             sum[k][r] = Isa::start(0);
         }
@@ -289,8 +295,10 @@ template <typename Isa, int BITS, int OCTETS, int ROWS> static void sum_octets(c
         }
         add_values<Isa, BITS, OCTETS, ROWS>(octet, v.step.first[v.i] + t * TILE, v.step.second[v.i] + t * TILE, sum);
     }
+#pragma GCC unroll 16
     for (int k = 0; k < ROWS; ++k) {
         const Row & row = v.row[k];
+#pragma GCC unroll 16
         for (int o = 0; o < OCTETS; ++o) {
             Isa::add_octet(sum[k] + o * PARTS, row.weights * v.odd, row.shrink, 0.5f * row.unit,
                            v.sum + k * v.sum_stride + j + 8 * o);
