@@ -241,25 +241,26 @@ static inline void spread_ratios(const HeadCodec & codec, float half, float * ra
     }
 }
 
-// A query row as integers of its coefficients times ratio [rank] (0 in 16-bit bands): bytes or words to first and second.
+// A query row as integers of its coefficients times ratio [rank, padded] (0 in 16-bit bands): bytes or words to first and
+// second.
 template <typename Isa>
 static void quantize_query(const HeadCodec & codec, const float * q, const float * ratio, int8_t * first,
                            int8_t * second, Row & row) {
     alignas(64) float   x[MAX_HEAD_SIZE + 8]; // a register may reach beyond the rank
     alignas(64) int32_t u[MAX_HEAD_SIZE + 8];
     alignas(64) int8_t  parts[2][MAX_HEAD_SIZE + 8];
-    float               largest = 0.0f;
-    bool                finite  = true;
-    for (int32_t j = 0; j < codec.rank; ++j) {
-        x[j]                  = q[j] * ratio[j];
-        const float magnitude = __builtin_fabsf(x[j]);
-        finite                = finite & (magnitude <= __FLT_MAX__);
-        largest               = magnitude > largest ? magnitude : largest;
+    memcpy(x, q, (size_t) codec.rank * sizeof(float));
+    memset(x + codec.rank, 0, 8 * sizeof(float));
+    auto top = Isa::set(0.0f), bad = Isa::set(0.0f);
+    for (int32_t j = 0; j < codec.rank; j += Isa::W) {
+        const auto product = Isa::mul(Isa::load(x + j), Isa::load(ratio + j));
+        top                = Isa::max(Isa::max(product, Isa::sub(Isa::set(0.0f), product)), top);
+        bad                = Isa::plus(bad, Isa::sub(product, product)); // NaN of what is not finite, else 0
+        Isa::store(x + j, product);
     }
-    for (int32_t j = codec.rank; j < codec.rank + 8; ++j) {
-        x[j] = 0.0f;
-    }
-    const auto inverse = Isa::set(largest > 1e-30f ? LARGEST / largest : 0.0f);
+    const float largest = Isa::largest(top);
+    const bool  finite  = Isa::sum(bad) == 0.0f;
+    const auto  inverse = Isa::set(largest > 1e-30f ? LARGEST / largest : 0.0f);
     for (int32_t j = 0; j < codec.rank; j += Isa::W) {
         const auto i = Isa::to_int(Isa::mul(Isa::load(x + j), inverse));
         Isa::split(i, parts[0] + j, parts[1] + j);
@@ -299,7 +300,7 @@ template <typename Isa> static void attend(const AttendArgs & a) {
                             (uint8_t *) scratch(SLOT_VALUES, (size_t) (many ? STEP * a.v->rank : 0)),
                             many };
     auto *        awake = (uint8_t *) (call.row + n_rows);
-    float         ratio[MAX_HEAD_SIZE];
+    float         ratio[MAX_HEAD_SIZE + 8] = {};
     spread_ratios(*a.k, 0.0f, ratio);
     memset(call.sum, 0, (size_t) (n_rows * a.v->rank) * sizeof(float));
     for (int64_t i = 0; i < n_rows; ++i) {
