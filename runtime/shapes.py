@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SEED = 1234
 BLOCK = 32  # weights of a quantized block
+MOST_GROUP = 64  # query heads that share one KV head, as of kernels/include/subkv/ops.h
 TYPES = {"q4_0": 4, "q8_0": 8}  # bits of a code
 NO_CALIBRATION = "none: random bases, for time and memory only"
 
@@ -53,6 +54,8 @@ class Shape:
         """Raises SubkvError about a dimension that does not fit the others."""
         if self.heads % self.kv_heads:
             raise SubkvError("heads", f"expected a multiple of {self.kv_heads} KV heads, found {self.heads}")
+        if self.heads > MOST_GROUP * self.kv_heads:
+            raise SubkvError("heads", f"expected at most {MOST_GROUP} for each KV head, found {self.heads}")
         if self.head_size not in (64, 128, 192, 256):  # eighths of it are bands
             raise SubkvError("head_size", f"expected 64, 128, 192 or 256, found {self.head_size}")
         for key, n in (("embd", self.embd), ("ff", self.ff)):

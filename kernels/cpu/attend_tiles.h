@@ -142,11 +142,8 @@ static void attend_block(const Call & call, Step & step, int64_t cell, uint32_t 
     const uint8_t *    k_tiles = a.k_tiles + cell / TILE * a.k_stride;
     const uint8_t *    v_tiles = a.v_tiles + cell / TILE * a.v_stride;
     for (int t = 0; awake >> t != 0; ++t) {
-        if ((awake >> t & 1) == 0) { // its logits are hidden, but not to be anything
-            for (int64_t i = 0; i < n; ++i) {
-                memset(step.logit[i] + t * TILE, 0, TILE * sizeof(float));
-            }
-            continue;
+        if ((awake >> t & 1) == 0) {
+            continue; // logits are left as they are: bias hides them
         }
         const uint8_t * tile  = k_tiles + t * a.k_stride;
         uint8_t * const bytes = call.k_bytes + (call.many ? t * a.k->rank * TILE : 0);
@@ -219,15 +216,14 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
             unpack_tile<Isa>(*a.v, v_tiles + t * a.v_stride, AHEAD * a.v_stride, call.v_bytes + t * a.v->rank * TILE);
         }
     }
-    const int64_t n_rows = call.n_rows();
-    for (int64_t index = 0; index < n_rows; index += BLOCK) {
-        const int64_t n    = n_rows - index < BLOCK ? n_rows - index : BLOCK;
-        uint32_t      some = 0;
-        for (int64_t t = index / a.n_group; t <= (index + n - 1) / a.n_group; ++t) {
-            some |= awake[t];
+    // tokens of several sequences look at tiles of their own: a block's rows look at the same ones
+    const int64_t n_rows = n_rows_of(a);
+    for (int64_t index = 0, end = 0; index < n_rows; index = end) {
+        const uint32_t some = awake[index / a.n_group];
+        for (end = index + 1; end < n_rows && end - index < BLOCK && awake[end / a.n_group] == some; ++end) {
         }
         if (some != 0) {
-            attend_block<Isa>(call, step, cell, some, index, n);
+            attend_block<Isa>(call, step, cell, some, index, end - index);
         }
     }
 }
@@ -241,7 +237,7 @@ static inline void spread_ratios(const HeadCodec & codec, float half, float * ra
     }
 }
 
-// A query row as integers of its coefficients times ratio [rank, padded] (0 in 16-bit bands): bytes or words to first and
+// A query row as integers of its coefficients times ratio [MAX_HEAD_SIZE + 8] (0 in 16-bit bands): bytes or words to first and
 // second.
 template <typename Isa>
 static void quantize_query(const HeadCodec & codec, const float * q, const float * ratio, int8_t * first,
@@ -270,11 +266,11 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     memcpy(second, parts[1], (size_t) codec.rank);
     int64_t twice = 0; // what centring takes off
     for (int32_t i = 0; i < codec.n_bands; ++i) {
-        int32_t sum = 0;
+        uint32_t sum = 0; // wraps where a query is not finite, and delta is NaN then
         for (int32_t j = 0; codec.bands[i].bits != 16 && j < codec.bands[i].n; ++j) {
-            sum += u[codec.bands[i].first + j];
+            sum += (uint32_t) u[codec.bands[i].first + j];
         }
-        twice += (int64_t) sum * odd_of<Isa>(codec.bands[i]);
+        twice += (int64_t) (int32_t) sum * odd_of<Isa>(codec.bands[i]);
     }
     row.start = (int32_t) -(twice >> 1);
     row.half  = (twice & 1) != 0 ? 0.5f : 0.0f;
@@ -282,7 +278,8 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
 }
 
 template <typename Isa> static void attend(const AttendArgs & a) {
-    const int64_t n_rows = a.n_tok * a.n_group;
+    static_assert(Isa::BYTES_FROM <= BLOCK + 1, "with more blocks keys are unpacked once for all of them");
+    const int64_t n_rows = n_rows_of(a);
     const bool    many   = n_rows >= Isa::BYTES_FROM;
     Halves        k_halves, v_halves;
     find_halves(*a.k, k_halves);

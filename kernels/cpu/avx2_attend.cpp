@@ -90,8 +90,6 @@ struct Isa {
     template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
         if constexpr (RIGHT > 0) {
             return _mm256_srli_epi16(x, RIGHT);
-        } else if constexpr (RIGHT < 0) {
-            return _mm256_slli_epi16(x, -RIGHT);
         } else {
             return x;
         }

@@ -16,6 +16,8 @@ namespace subkv::avx2 {
 constexpr int KEYS     = 64; // of a tile
 constexpr int MAX_ROWS = 4;  // query rows that share one load
 
+namespace {
+
 struct Tile {
     int32_t          n;  // keys
     int32_t          n8; // rounded up to 8; zeros stand in for the missing ones
@@ -25,6 +27,8 @@ struct Tile {
     float            dot[MAX_ROWS][KEYS / 2][8]; // pairs of partial sums
     float            weight[MAX_ROWS][KEYS];
 };
+
+} // namespace
 
 // Entries [at, at + 16) of a row of d halves, zeros beyond.
 static inline void load16(const uint16_t * row, int64_t at, int64_t d, __m256 & low, __m256 & high) {

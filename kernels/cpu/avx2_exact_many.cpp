@@ -111,6 +111,8 @@ static void widen_row(const uint16_t * h, int64_t d, float * out) {
 }
 
 // What is known about one tile: the bias of every token padded with -inf, who sees anything, and the rows.
+namespace {
+
 struct Tile {
     int64_t first;
     int32_t n;
@@ -120,6 +122,8 @@ struct Tile {
     float * bias;   // [n_tok][KEYS]
     bool *  awake;  // [n_tok]: sees a cell of this tile
 };
+
+} // namespace
 
 static bool read_bias(const ExactArgs & a, Tile & tile, bool * seen) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);

@@ -162,8 +162,8 @@ static void moment_4x16(const float * x, int64_t n, int64_t ld, int64_t i, int64
 // Upper triangle (in 4x16 blocks) of this call alone in scratch, mirrored into s at the end.
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum) {
     const int64_t ld    = padded(d);
-    float *       block = (float *) cpu::scratch(cpu::SLOT_PROJECT, (size_t) (TOKENS * ld) * sizeof(float));
-    double *      upper = (double *) cpu::scratch(cpu::SLOT_MOMENT, (size_t) (ld * ld) * sizeof(double));
+    float *       block = (float *) cpu::scratch(cpu::SLOT_MOMENT_ROWS, (size_t) (TOKENS * ld) * sizeof(float));
+    double *      upper = (double *) cpu::scratch(cpu::SLOT_MOMENT_SUMS, (size_t) (ld * ld) * sizeof(double));
     memset(upper, 0, (size_t) (ld * ld) * sizeof(double));
     for (int64_t first = 0; first < n; first += TOKENS) {
         const int64_t count = n - first < TOKENS ? n - first : TOKENS;

@@ -95,8 +95,6 @@ struct Registers {
     template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
         if constexpr (RIGHT > 0) {
             return _mm512_srli_epi16(x, RIGHT);
-        } else if constexpr (RIGHT < 0) {
-            return _mm512_slli_epi16(x, -RIGHT);
         } else {
             return x;
         }

@@ -85,8 +85,6 @@ struct Isa {
     template <int RIGHT> static I shift(I x) {
         if constexpr (RIGHT > 0) {
             return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x), RIGHT));
-        } else if constexpr (RIGHT < 0) {
-            return vreinterpretq_s32_u8(vshlq_n_u8(vreinterpretq_u8_s32(x), -RIGHT));
         } else {
             return x;
         }

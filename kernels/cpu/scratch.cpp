@@ -1,3 +1,4 @@
+// scratch.cpp: memory of a thread, by purpose.
 #include "scratch.h"
 
 #include <cstdlib>

@@ -20,9 +20,9 @@ enum Slot {
     SLOT_EXACT_WEIGHTS,
     SLOT_EXACT_BIAS,
     SLOT_EXACT_AWAKE,
-    SLOT_COEFFICIENTS, // encode, which projects
-    SLOT_PROJECT,
-    SLOT_MOMENT,
+    SLOT_COEFFICIENTS, // encode
+    SLOT_MOMENT_ROWS,
+    SLOT_MOMENT_SUMS,
     N_SLOTS
 };
 

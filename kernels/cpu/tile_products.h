@@ -10,11 +10,11 @@
 namespace subkv::cpu {
 
 constexpr int STEP_TILES = 4;
-constexpr int STEP       = STEP_TILES * TILE;
+constexpr int STEP       = HALVES_STRIDE;
 constexpr int BLOCK      = 12; // query rows whose logits are held at once: blocks of 1 to 4 divide it
 constexpr int VALUE_ROWS = 4;  // query rows whose values are summed at once
 constexpr int AHEAD      = 4;  // tiles of prefetching
-static_assert(STEP == HALVES_STRIDE, "halves.h");
+static_assert(STEP == STEP_TILES * TILE, "halves.h");
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
 constexpr float MINUS_INF = -__builtin_inff();
 
@@ -54,9 +54,11 @@ struct Call {
     uint8_t *          k_bytes; // [tile of the step][k->rank * TILE], in use as n_rows and the instruction set ask
     uint8_t *          v_bytes;
     bool               many; // rows: keys and values of the step are unpacked
-
-    int64_t n_rows() const { return a.n_tok * a.n_group; }
 };
+
+static inline int64_t n_rows_of(const AttendArgs & a) {
+    return a.n_tok * a.n_group;
+}
 
 // Twice what centring takes off a code as products see it.
 template <typename Isa> static inline int32_t odd_of(const Band & band) {
@@ -71,6 +73,7 @@ template <typename Isa> static inline int32_t odd_of(const Band & band) {
 template <typename Isa, int BITS, int RHO> static inline typename Isa::I codes_of(const uint8_t * octet) {
     constexpr TileFields f = tile_fields(BITS, RHO);
     constexpr TileField  a = f.field[0], b = f.field[1], c = f.field[2];
+    static_assert(a.shift >= a.from && b.shift >= b.from && c.shift >= c.from, "shifts go right");
     if constexpr (BITS == 8) {
         return Isa::bytes(octet + a.line * LINE);
     } else {

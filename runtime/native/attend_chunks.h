@@ -1,6 +1,6 @@
 // attend_chunks.h: attention over cells of several chunks, whose bases differ. Tiles with cells of one chunk are attended
-// in that chunk's coefficients, the others' cells left out, with a softmax state of its own; at the end the states become one in the coefficients of
-// the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
+// in that chunk's coefficients, the others' cells left out, with a softmax state of its own; at the end the states become
+// one in the coefficients of the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
 #pragma once
 
 #include "adaptive.h"

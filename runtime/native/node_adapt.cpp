@@ -101,7 +101,9 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                         chunk[c] = (uint8_t) now;
                     }
                 }
-                recode(tiles, stride, (int64_t) of_old.size(), of_old.data());
+                if (!of_old.empty()) {
+                    recode(tiles, stride, (int64_t) of_old.size(), of_old.data());
+                }
             }
         };
         for (; state->coded <= last - n_recent; state->coded += block) {

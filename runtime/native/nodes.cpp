@@ -26,13 +26,13 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     for (const auto & head : layer.codec->v) {
         s.width = std::max<int64_t>(s.width, head.rank);
     }
-    // about 128 query rows per block keep a tile of dequantized coefficients busy
+    // about 128 query rows per block share the unpacking of codes
     s.block    = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     // As few units as give every thread something to do: each begins with queries and ends in combine, and where bases
     // adapt, with turning the sums of its chunks back. Heads of a unit share their bias, so that cells are split first.
     // A GPU wants some hundred blocks, of one head each.
-    const int64_t units  = layer.device ? 1024 / s.n_head_kv : s.n_tps == 1 && !layer.adaptive ? 16 : 8;
+    const int64_t units  = layer.device ? 1024 / s.n_head_kv : layer.adaptive || s.n_blocks >= 8 ? 8 : 16;
     const int64_t fewest = layer.device ? 256 : 512; // cells
     s.n_split            = 1;
     while (s.n_split * s.n_blocks < units && 2 * s.n_split * fewest <= s.n_kv) {

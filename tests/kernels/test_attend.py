@@ -132,6 +132,22 @@ def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: t
         assert np.array_equal(got.acc, want.acc)
 
 
+@pytest.mark.parametrize("rows", [(4, 3), (7, 2), (20, 1)], ids=str)
+@pytest.mark.parametrize("layout", [MIXED[0], MIXED[4]], ids=layouts.name)
+def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
+    """Each token looks at tiles of its own, as sequences do that share a cache, and every fifth at none."""
+    k, v = pair(layout, MIXED[2])
+    case, k_rows, v_rows = make_case(k, v, 600, rows, 17)
+    tile = np.arange(600) // 64
+    for t in range(rows[0]):
+        case.bias[t, :600][(tile % 4 != t % 4) | (t % 5 == 4)] = -np.inf
+    state = o.State.start(len(case.q), v.rank)
+    run(table, k, v, case, k_rows, v_rows, state)
+    case.check(state, table.rounding)
+    asleep = np.repeat(np.isneginf(case.bias[:, :600]).all(axis=1), rows[1])
+    assert (np.isneginf(state.m) == asleep).all() and not state.acc[asleep, : v.rank].any()
+
+
 @pytest.mark.parametrize("rows", [(1, 3), (6, 3), (1, 8)], ids=str)
 @pytest.mark.parametrize("cuts", [(64,), (128,), (64, 128, 192, 256), (192,)], ids=str)
 def test_pieces_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tuple[int, ...]) -> None:
