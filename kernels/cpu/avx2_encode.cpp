@@ -8,13 +8,10 @@
 
 #    include "avx2_simd.h"
 #    include "cells.h"
-#    include "scratch.h"
 
 #    include <string.h>
 
 namespace subkv::avx2 {
-
-constexpr int64_t TOKENS = 32; // projected together
 
 static inline __m256 quantize(__m256 c, __m256 inverse, __m256 middle) {
     const __m256 u =
@@ -60,8 +57,8 @@ static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & 
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         if (band.bits == 16) {
-            for (int32_t j = band.first; j < band.first + band.n;
-                 j += 8) { // max, min in this order: as ref, finite input
+            for (int32_t j = band.first; j < band.first + band.n; j += 8) {
+                // max, min in this order: as ref, finite input
                 const __m256 v = _mm256_min_ps(_mm256_max_ps(_mm256_loadu_ps(c + j), _mm256_set1_ps(-HALF_MAX)),
                                                _mm256_set1_ps(HALF_MAX));
                 _mm_storeu_si128((__m128i *) (cell.half + j), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -78,43 +75,30 @@ static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & 
     }
 }
 
+static cpu::Coefficients centre(const HeadCodec & codec, float * c) {
+    const __m256 limit  = _mm256_set1_ps(__FLT_MAX__);
+    __m256       finite = _mm256_cmp_ps(limit, limit, _CMP_EQ_OQ);
+    __m256       any    = _mm256_setzero_ps();
+    for (int32_t j = 0; j < codec.rank; j += 8) {
+        __m256 value = _mm256_loadu_ps(c + j);
+        if (codec.offset != nullptr) {
+            value = _mm256_sub_ps(value, _mm256_loadu_ps(codec.offset + j));
+            _mm256_storeu_ps(c + j, value);
+        }
+        const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), value);
+        finite                 = _mm256_and_ps(finite, _mm256_cmp_ps(magnitude, limit, _CMP_LE_OQ));
+        any                    = _mm256_or_ps(any, magnitude);
+    }
+    if (_mm256_movemask_ps(finite) != 0xff) {
+        return cpu::Coefficients::BAD;
+    }
+    const bool zero = _mm256_testz_si256(_mm256_castps_si256(any), _mm256_castps_si256(any)) != 0;
+    return zero ? cpu::Coefficients::ZERO : cpu::Coefficients::FINITE;
+}
+
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride) {
-    float *      c     = (float *) cpu::scratch(cpu::SLOT_COEFFICIENTS, (size_t) (TOKENS * codec.rank) * sizeof(float));
-    const __m256 limit = _mm256_set1_ps(__FLT_MAX__);
-    const __m256 sign  = _mm256_set1_ps(-0.0f);
-    int64_t      n_bad = 0;
-    for (int64_t first = 0; first < n; first += TOKENS) {
-        const int64_t count = n - first < TOKENS ? n - first : TOKENS;
-        cpu::coefficients(project, codec, x + first * ldx, ldx, count, c);
-        for (int64_t t = 0; t < count; ++t) {
-            uint8_t * tile = tiles + cells[first + t] / TILE * tile_stride;
-            cpu::prefetch_tile(codec, tile);
-            float * own    = c + t * codec.rank;
-            __m256  finite = _mm256_cmp_ps(limit, limit, _CMP_EQ_OQ);
-            __m256  any    = _mm256_setzero_ps();
-            for (int32_t j = 0; j < codec.rank; j += 8) {
-                __m256 value = _mm256_loadu_ps(own + j);
-                if (codec.offset != nullptr) {
-                    value = _mm256_sub_ps(value, _mm256_loadu_ps(codec.offset + j));
-                    _mm256_storeu_ps(own + j, value);
-                }
-                const __m256 magnitude = _mm256_andnot_ps(sign, value);
-                finite                 = _mm256_and_ps(finite, _mm256_cmp_ps(magnitude, limit, _CMP_LE_OQ));
-                any                    = _mm256_or_ps(any, magnitude);
-            }
-            cpu::Cell  cell;
-            const bool good = _mm256_movemask_ps(finite) == 0xff;
-            if (good && _mm256_testz_si256(_mm256_castps_si256(any), _mm256_castps_si256(any)) == 0) {
-                quantize_cell(codec, own, cell);
-            } else {
-                memset(&cell, 0, sizeof(cell));
-            }
-            n_bad += good ? 0 : 1;
-            cpu::put_cell(codec, cell, tile, (int32_t) (cells[first + t] % TILE));
-        }
-    }
-    return n_bad;
+    return cpu::encode_cells(codec, x, ldx, n, cells, tiles, tile_stride, project, centre, quantize_cell);
 }
 
 void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../ref/rows.h"
+#include "scratch.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -185,6 +186,39 @@ static inline void get_cell(const HeadCodec & codec, const uint8_t * tile, int32
 #undef GET
         }
     }
+}
+
+enum class Coefficients { ZERO, FINITE, BAD }; // all zero; some not finite
+
+constexpr int64_t ENCODE_TOKENS = 32; // projected together
+
+// Ops::encode by a version's project; centre(codec, c), which takes the offset off c and says what it then is; and
+// quantize(codec, c, cell) of finite c.
+template <typename Project, typename Centre, typename Quantize>
+static inline int64_t encode_cells(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
+                                   const int64_t * cells, uint8_t * tiles, int64_t tile_stride, const Project & project,
+                                   const Centre & centre, const Quantize & quantize) {
+    float * block = (float *) scratch(SLOT_COEFFICIENTS, (size_t) (ENCODE_TOKENS * codec.rank) * sizeof(float));
+    int64_t n_bad = 0;
+    for (int64_t first = 0; first < n; first += ENCODE_TOKENS) {
+        const int64_t count = n - first < ENCODE_TOKENS ? n - first : ENCODE_TOKENS;
+        coefficients(project, codec, x + first * ldx, ldx, count, block);
+        for (int64_t t = 0; t < count; ++t) {
+            uint8_t * tile = tiles + cells[first + t] / TILE * tile_stride;
+            prefetch_tile(codec, tile);
+            float *            c    = block + t * codec.rank;
+            const Coefficients kind = centre(codec, c);
+            Cell               cell;
+            if (kind == Coefficients::FINITE) {
+                quantize(codec, c, cell);
+            } else {
+                memset(&cell, 0, sizeof(cell));
+            }
+            n_bad += kind == Coefficients::BAD ? 1 : 0;
+            put_cell(codec, cell, tile, (int32_t) (cells[first + t] % TILE));
+        }
+    }
+    return n_bad;
 }
 
 } // namespace subkv::cpu

@@ -6,13 +6,10 @@
 
 #    include "cells.h"
 #    include "neon.h"
-#    include "scratch.h"
 
 #    include <string.h>
 
 namespace subkv::neon {
-
-constexpr int64_t TOKENS = 32; // projected together
 
 static inline float32x4_t quantize(float32x4_t c, float32x4_t inverse, float32x4_t middle) {
     const float32x4_t u = vrndnq_f32(vfmaq_f32(middle, c, inverse));
@@ -78,35 +75,20 @@ static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & 
     }
 }
 
+static cpu::Coefficients centre(const HeadCodec & codec, float * c) {
+    bool finite = true;
+    bool any    = false;
+    for (int32_t j = 0; j < codec.rank; ++j) {
+        c[j] -= codec.offset != nullptr ? codec.offset[j] : 0.0f;
+        finite = finite && __builtin_fabsf(c[j]) <= __FLT_MAX__;
+        any    = any || c[j] != 0.0f;
+    }
+    return !finite ? cpu::Coefficients::BAD : any ? cpu::Coefficients::FINITE : cpu::Coefficients::ZERO;
+}
+
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride) {
-    float * c     = (float *) cpu::scratch(cpu::SLOT_COEFFICIENTS, (size_t) (TOKENS * codec.rank) * sizeof(float));
-    int64_t n_bad = 0;
-    for (int64_t first = 0; first < n; first += TOKENS) {
-        const int64_t count = n - first < TOKENS ? n - first : TOKENS;
-        cpu::coefficients(project, codec, x + first * ldx, ldx, count, c);
-        for (int64_t t = 0; t < count; ++t) {
-            uint8_t * tile = tiles + cells[first + t] / TILE * tile_stride;
-            cpu::prefetch_tile(codec, tile);
-            float * own    = c + t * codec.rank;
-            bool    finite = true;
-            bool    any    = false;
-            for (int32_t j = 0; j < codec.rank; ++j) {
-                own[j] -= codec.offset != nullptr ? codec.offset[j] : 0.0f;
-                finite = finite && __builtin_fabsf(own[j]) <= __FLT_MAX__;
-                any    = any || own[j] != 0.0f;
-            }
-            cpu::Cell cell;
-            if (finite && any) {
-                quantize_cell(codec, own, cell);
-            } else {
-                memset(&cell, 0, sizeof(cell));
-            }
-            n_bad += finite ? 0 : 1;
-            cpu::put_cell(codec, cell, tile, (int32_t) (cells[first + t] % TILE));
-        }
-    }
-    return n_bad;
+    return cpu::encode_cells(codec, x, ldx, n, cells, tiles, tile_stride, project, centre, quantize_cell);
 }
 
 void to_half(const float * x, uint16_t * h, int64_t n) {
