@@ -329,7 +329,7 @@ static void values(const Call & call, const uint8_t * tiles, int64_t stride, uin
         const Band & band = codec.bands[b];
         const Values v    = { tiles + LINE * (BYTES ? band.first : band.offset),
                               stride,
-                              BYTES || index > 0 ? 0 : AHEAD * stride, // once is enough
+                              BYTES || i > 0 ? 0 : AHEAD * stride, // once a block is enough
                               awake,
                               odd_of<Isa>(band),
                               step,
