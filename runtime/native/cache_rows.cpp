@@ -2,6 +2,8 @@
 //   row: of all heads, then a byte of chunk for each where bases adapt
 #include "cache.h"
 
+#include <algorithm>
+
 namespace subkv {
 
 bool Cache::in_tiles(int32_t il) const {
