@@ -70,6 +70,8 @@ struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: position or -1
     ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: position, stream, cell, first window slot of its sequence
     ggml_tensor * slots = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
+    // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
+    ggml_tensor * coded_mask = nullptr;
 };
 
 struct AttnBuild {
@@ -87,7 +89,7 @@ struct AttnBuild {
     ggml_tensor *  v_idxs;
     ggml_tensor *  mask;  // F32 or F16 [n_kv, n_tokens / streams, 1, streams]
     ggml_tensor *  sinks; // F32 [n_head] or nullptr
-    const Inputs * inputs;
+    Inputs *       inputs;
     float          scale;
     float          softcap;        // 0: none
     float          max_alibi_bias; // 0: none

@@ -1,6 +1,7 @@
 // nodes.cpp: the graph nodes of a coded layer. Per layer and run of the graph:
 //
-//   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows)
+//   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
+//   mask          once for all layers, of few tokens: what attend adds to logits
 //   adapt         where bases adapt: codes what has left the exact window, block by block (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merge the splits, D_v, add the exact window (fresh rows and stored ones), attention sinks, normalise
@@ -67,80 +68,6 @@ void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float
 namespace {
 
 //
-// encode: dst F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens] | src: k, v, k_cache, v_cache, k_idxs, v_idxs
-//
-
-// Rows of one head that hold a value which is not finite.
-int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
-    int64_t bad = 0;
-    for (int64_t t = t0; t < t0 + n; ++t) {
-        const float * row = row_f32(x, head, t);
-        bad += !std::all_of(row, row + x->ne[0], [](float f) { return std::isfinite(f); });
-    }
-    return bad;
-}
-
-// Half-precision copy of one head's rows; a row that is not finite becomes what its zero codes stand for: `mean`, or
-// zero when that is nullptr.
-void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0, int64_t n, ggml_tensor * dst,
-                int64_t offset, const uint16_t * mean, bool any_bad) {
-    const int64_t d = x->ne[0];
-    for (int64_t t = t0; t < t0 + n; ++t) {
-        auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]) + offset;
-        const float * row = row_f32(x, head, t);
-        if (any_bad && !std::all_of(row, row + d, [](float f) { return std::isfinite(f); })) {
-            for (int64_t j = 0; j < d; ++j) {
-                out[j] = mean ? mean[j] : 0;
-            }
-            continue;
-        }
-        ops.to_half(row, out, d);
-    }
-}
-
-void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer = *(const LayerNodes *) userdata;
-    const auto &        codec = *layer.codec;
-    const Ops &         ops   = subkv::ops();
-    const ggml_tensor * k     = dst->src[0];
-    const ggml_tensor * v     = dst->src[1];
-    const int64_t *     cells = (const int64_t *) dst->src[4]->data; // v_idxs are the same
-    const int64_t       n     = k->ne[2];
-
-    // A unit is a head, a side and every n_parts-th tile, since no two threads may be in one tile. Consecutive cells fill
-    // at most n_parts tiles; a run of tokens within one is coded at once.
-    const int64_t n_parts = (n + TILE - 2) / TILE + 1;
-    for (int64_t unit = ith; unit < n_parts * codec.n_head_kv * 2; unit += nth) {
-        const bool    value = unit % 2;
-        const int64_t h     = unit / 2 % codec.n_head_kv;
-        const int64_t part  = unit / 2 / codec.n_head_kv;
-
-        const ggml_tensor * x      = value ? v : k;
-        const ggml_tensor * cache  = dst->src[value ? 3 : 2];
-        const HeadCodec &   head   = codec.head(h, value);
-        uint8_t *           tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
-        const int64_t       offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
-        const uint16_t *    mean   = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
-        const bool          later  = layer.adaptive && layer.adaptive->adapts(value);
-        for (int64_t t = 0, end = 0; t < n; t = end) {
-            const int64_t tile = cells[t] / TILE;
-            for (end = t + 1; end < n && cells[end] / TILE == tile; ++end) {
-            }
-            if (tile % n_parts != part) {
-                continue;
-            }
-            const int64_t bad = later ? count_bad(x, h, t, end - t) :
-                                        ops.encode(head, row_f32(x, h, t), stride_f32(x, 2), end - t, cells + t, tiles,
-                                                   TILE * (int64_t) cache->nb[1]);
-            if (bad > 0) {
-                layer.n_zero_rows->fetch_add((uint64_t) bad);
-            }
-            fresh_rows(ops, x, h, t, end - t, dst, offset, mean, bad > 0);
-        }
-    }
-}
-
-//
 // store_window: in place on the window rows | src: window rows, fresh, slots, combine (edge)
 //
 
@@ -188,10 +115,19 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     ggml_tensor *     v     = as_f32(ctx, b.v);
     const auto &      codec = *layer.codec;
     const AttendShape s     = attend_shape(layer, q, b.k_view);
-    const int64_t     width = (int64_t) codec.n_head_kv * (codec.d_k + codec.d_v);
+    const int64_t     width = fresh_width(layer);
+    ggml_tensor *     mask  = build_mask_node(layer, b);
 
-    ggml_tensor * fresh   = custom(GGML_TYPE_F16, width, s.n_tokens, { k, v, b.k_cache, b.v_cache, b.k_idxs, b.v_idxs },
-                                   encode_op, NodeKind::ENCODE, "encode");
+    std::vector<ggml_tensor *> args = { k, v, b.k_cache, b.v_cache, b.k_idxs, b.v_idxs };
+    if (!layer.device) {
+        args.push_back(q);
+    }
+    if (mask) {
+        args.push_back(mask);
+    }
+    const int64_t n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
+    ggml_tensor * fresh =
+        custom(GGML_TYPE_F16, width, s.n_tokens + n_query, args, encode_op, NodeKind::ENCODE, "encode");
     ggml_tensor * window  = layer.window->rows(b.il);
     ggml_tensor * written = fresh; // codes are where attend reads them once this is there
     if (layer.adaptive) {          // never a GPU's
@@ -199,13 +135,13 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
                          { fresh, window, b.inputs->slots, b.inputs->tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view },
                          adapt_op, NodeKind::ENCODE, "adapt");
     }
-    ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1,
-                                   { q, written, b.k_view, b.v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens },
-                                   attend_op, NodeKind::ATTEND, "attend");
+    args = { q, fresh, b.k_view, b.v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens, written };
+    if (mask) {
+        args.push_back(mask);
+    }
+    ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1, args, attend_op, NodeKind::ATTEND, "attend");
 
-    std::vector<ggml_tensor *> args = {
-        partial, q, fresh, window ? window : fresh, b.mask, b.inputs->tokens, b.inputs->slots, b.k_view
-    };
+    args = { partial, q, fresh, window ? window : fresh, b.mask, b.inputs->tokens, b.inputs->slots, b.k_view };
     if (b.sinks) {
         args.push_back(b.sinks);
     }

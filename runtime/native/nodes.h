@@ -1,5 +1,4 @@
-// nodes.h: shared by the graph nodes of a coded layer (nodes.cpp: encode, store_window and the graph; node_attend.cpp;
-// node_combine.cpp).
+// nodes.h: shared by the graph nodes of a coded layer (nodes.cpp: store_window and the graph; node_*.cpp: the others).
 #pragma once
 
 #include "adaptive.h"
@@ -52,6 +51,22 @@ inline ggml_tensor * as_f32(ggml_context * ctx, ggml_tensor * t) {
     return readable ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
 }
 
+// Queries in the coefficients of their KV head's static keys, which encode leaves behind the fresh rows, where every
+// thread of attend reads them. Undefined for tokens of which the mask node says that they see no coded cell.
+struct ProjectedQueries {
+    float * qt;    // rows(h): [n_tokens * n_group][rank of the head]
+    float * shift; // [n_head_kv][n_tokens * n_group]; written where keys are coded less their mean
+    int64_t width; // largest rank of keys
+
+    float * rows(const AttendShape & s, int64_t h) const { return qt + h * s.n_tokens * s.n_group * width; }
+};
+
+ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * fresh, int64_t n_tokens);
+
+// Halves of a fresh row, and how many rows of as many the projected queries fill.
+int64_t fresh_width(const LayerNodes & layer);
+int64_t query_rows(const LayerNodes & layer, int64_t n_tokens);
+
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
 
@@ -63,8 +78,33 @@ template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     return v.data();
 }
 
+// What attend adds to logits: mask values, -INFINITY at exact positions, which are left to combine. Rows of tokens.
+struct MaskRows {
+    float *   bias; // [n_kv]
+    uint8_t * open; // [n_kv / TILE]: does the token see any cell of the tile?
+    int64_t   bias_stride, open_stride;
+
+    // from token t and cell c on, the first of a tile
+    MaskRows of(int64_t t, int64_t c) const {
+        return { bias + t * bias_stride + c, open + t * open_stride + c / TILE, bias_stride, open_stride };
+    }
+};
+
+struct MaskInputs {
+    const ggml_tensor *mask, *cell_pos, *tokens;
+};
+
+// Cells [c0, c0 + n) of token t: bias [n], open [n / TILE].
+void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
+                   uint8_t * open);
+
+// A node with the rows of few tokens, which all coded layers of a graph share; nullptr: every attend fills its own.
+ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b);
+MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
+
 void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata);   // LayerNodes, adaptive only
 void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
 void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes
+void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
 
 } // namespace subkv

@@ -1,0 +1,158 @@
+// node_encode.cpp: what is done with new tokens' k, v and q before any attention, see nodes.cpp.
+#include "nodes.h"
+
+#include <algorithm>
+
+namespace subkv {
+
+//
+// encode: dst F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens + query_rows]
+//         src: k, v, k_cache, v_cache, k_idxs, v_idxs, q, mask node (of few tokens)
+//
+
+int64_t fresh_width(const LayerNodes & layer) {
+    return (int64_t) layer.codec->n_head_kv * (layer.codec->d_k + layer.codec->d_v);
+}
+
+namespace {
+
+int64_t query_width(const LayerNodes & layer) {
+    int64_t width = 0;
+    for (const auto & head : layer.codec->k) {
+        width = std::max<int64_t>(width, head.rank);
+    }
+    return width;
+}
+
+} // namespace
+
+int64_t query_rows(const LayerNodes & layer, int64_t n_tokens) {
+    const int64_t halves = n_tokens * layer.n_head * (query_width(layer) + 1) * 2; // of floats, shift among them
+    return (halves + fresh_width(layer) - 1) / fresh_width(layer);
+}
+
+ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * fresh, int64_t n_tokens) {
+    ProjectedQueries q;
+    q.width = query_width(layer);
+    q.qt    = (float *) ((char *) fresh->data + n_tokens * fresh->nb[1]);
+    q.shift = q.qt + n_tokens * layer.n_head * q.width;
+    return q;
+}
+
+namespace {
+
+// Rows of one head that hold a value which is not finite.
+int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
+    int64_t bad = 0;
+    for (int64_t t = t0; t < t0 + n; ++t) {
+        const float * row = row_f32(x, head, t);
+        bad += !std::all_of(row, row + x->ne[0], [](float f) { return std::isfinite(f); });
+    }
+    return bad;
+}
+
+// Half-precision copy of one head's rows; a row that is not finite becomes what its zero codes stand for: `mean`, or
+// zero when that is nullptr.
+void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0, int64_t n, ggml_tensor * dst,
+                int64_t offset, const uint16_t * mean, bool any_bad) {
+    const int64_t d = x->ne[0];
+    for (int64_t t = t0; t < t0 + n; ++t) {
+        auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]) + offset;
+        const float * row = row_f32(x, head, t);
+        if (any_bad && !std::all_of(row, row + d, [](float f) { return std::isfinite(f); })) {
+            for (int64_t j = 0; j < d; ++j) {
+                out[j] = mean ? mean[j] : 0;
+            }
+            continue;
+        }
+        ops.to_half(row, out, d);
+    }
+}
+
+// Does any of these tokens see a coded cell? In short texts all are exact.
+bool any_sees(const ggml_tensor * mask, int64_t t0, int64_t t1) {
+    const int64_t  n_kv = mask->src[1]->ne[0];
+    const MaskRows rows = mask_rows(mask, n_kv);
+    for (int64_t t = t0; t < t1; ++t) {
+        const uint8_t * open = rows.open + t * rows.open_stride;
+        if (std::find(open, open + n_kv / TILE, (uint8_t) 1) != open + n_kv / TILE) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Tokens [t0, t0 + n) of one query head.
+void project_queries(const LayerNodes & layer, const ggml_tensor * dst, int64_t head, int64_t t0, int64_t n) {
+    const auto &           codec   = *layer.codec;
+    const Ops &            ops     = subkv::ops();
+    const ggml_tensor *    q       = dst->src[6];
+    const int64_t          n_group = layer.n_head / codec.n_head_kv;
+    const int64_t          h       = head / n_group;
+    const HeadCodec &      key     = codec.k[(size_t) h];
+    const ProjectedQueries out     = projected_queries(layer, dst, q->ne[2]);
+    const int64_t          first   = t0 * n_group + head % n_group; // row of KV head h
+    const int64_t          row     = h * q->ne[2] * n_group;        // its first of all heads
+    ops.project(key.decode, key.rank, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
+                layer.scale * codec.gamma[(size_t) h], out.qt + row * out.width + first * key.rank, n_group * key.rank);
+    if (key.offset) { // not times gamma: the mean is added back as it is
+        ops.project(codec.centre[(size_t) h].mean.data(), 1, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
+                    layer.scale, out.shift + row + first, n_group);
+    }
+}
+
+} // namespace
+
+void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &        layer = *(const LayerNodes *) userdata;
+    const auto &        codec = *layer.codec;
+    const Ops &         ops   = subkv::ops();
+    const ggml_tensor * k     = dst->src[0];
+    const ggml_tensor * v     = dst->src[1];
+    const int64_t *     cells = (const int64_t *) dst->src[4]->data; // v_idxs are the same
+    const int64_t       n     = k->ne[2];
+
+    // A unit is a head, a side and every n_parts-th tile, since no two threads may be in one tile. Consecutive cells fill
+    // at most n_parts tiles; a run of tokens within one is coded at once.
+    const int64_t n_parts = (n + TILE - 2) / TILE + 1;
+    const int64_t n_coded = n_parts * codec.n_head_kv * 2;
+    const int64_t n_runs  = (n + TILE - 1) / TILE; // then units are a query head and TILE tokens
+    for (int64_t unit = ith; unit < n_coded + n_runs * layer.n_head; unit += nth) {
+        if (unit >= n_coded) {
+            const int64_t       t0   = (unit - n_coded) % n_runs * TILE;
+            const ggml_tensor * mask = dst->src[7];
+            if (!mask || any_sees(mask, t0, std::min<int64_t>(t0 + TILE, n))) {
+                project_queries(layer, dst, (unit - n_coded) / n_runs, t0, std::min<int64_t>(TILE, n - t0));
+            }
+            continue;
+        }
+        const bool    value = unit % 2;
+        const int64_t h     = unit / 2 % codec.n_head_kv;
+        const int64_t part  = unit / 2 / codec.n_head_kv;
+
+        const ggml_tensor * x      = value ? v : k;
+        const ggml_tensor * cache  = dst->src[value ? 3 : 2];
+        const HeadCodec &   head   = codec.head(h, value);
+        uint8_t *           tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
+        const int64_t       offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
+        const uint16_t *    mean   = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
+        const bool          later  = layer.adaptive && layer.adaptive->adapts(value);
+        for (int64_t t = 0, end = 0; t < n; t = end) {
+            const int64_t tile = cells[t] / TILE;
+            for (end = t + 1; end < n && cells[end] / TILE == tile; ++end) {
+            }
+            if (tile % n_parts != part) {
+                continue;
+            }
+            const int64_t bad = later ? count_bad(x, h, t, end - t) :
+                                        ops.encode(head, row_f32(x, h, t), stride_f32(x, 2), end - t, cells + t, tiles,
+                                                   TILE * (int64_t) cache->nb[1]);
+            if (bad > 0) {
+                layer.n_zero_rows->fetch_add((uint64_t) bad);
+            }
+            fresh_rows(ops, x, h, t, end - t, dst, offset, mean, bad > 0);
+        }
+    }
+}
+
+} // namespace subkv

@@ -1,0 +1,103 @@
+// node_mask.cpp: what attend adds to logits, see nodes.cpp.
+#include "nodes.h"
+
+#include <algorithm>
+
+namespace subkv {
+
+namespace {
+
+constexpr int64_t FEW = 16; // tokens whose masks are worth keeping: of more, the mask's own size is
+
+// Both are written for the compiler to vectorize: every token passes all its cells through here.
+// Row of one token over a tile. Returns whether any cell is open.
+bool row_of_halves(const ggml_fp16_t * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
+                   float * row) {
+    int32_t open  = 0;
+    int32_t other = 0; // values besides 0 and -INFINITY: ALiBi
+    for (int64_t c = 0; c < TILE; ++c) {
+        const int32_t exact  = is_exact(cell_pos[c], pos, n_sink, n_recent);
+        const int32_t hidden = mask[c];
+        other |= (hidden != 0) & (hidden != 0xFC00);
+        row[c] = ((hidden != 0) | exact) != 0 ? -INFINITY : 0.0f;
+        open |= (hidden == 0) & (exact == 0);
+    }
+    for (int64_t c = 0; other != 0 && c < TILE; ++c) {
+        row[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : ggml_fp16_to_fp32(mask[c]);
+        open |= row[c] != -INFINITY;
+    }
+    return open != 0;
+}
+
+bool row_of_floats(const float * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
+                   float * row) {
+    int32_t open = 0;
+    for (int64_t c = 0; c < TILE; ++c) {
+        row[c] = is_exact(cell_pos[c], pos, n_sink, n_recent) ? -INFINITY : mask[c];
+        open |= row[c] != -INFINITY;
+    }
+    return open != 0;
+}
+
+//
+// mask: dst F32 [n_kv and n_kv / TILE bytes, n_tokens] | src: mask, cell_pos, tokens
+//
+
+void mask_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &   layer   = *(const LayerNodes *) userdata;
+    const int64_t  n_kv    = dst->src[1]->ne[0];
+    const int64_t  n_tiles = n_kv / TILE;
+    const MaskRows out     = mask_rows(dst, n_kv);
+    for (int64_t t = 0; t < dst->ne[1]; ++t) {
+        const int64_t first = n_tiles * ith / nth;
+        const int64_t last  = n_tiles * (ith + 1) / nth;
+        fill_mask_row(layer, { dst->src[0], dst->src[1], dst->src[2] }, t, first * TILE, (last - first) * TILE,
+                      out.bias + t * out.bias_stride + first * TILE, out.open + t * out.open_stride + first);
+    }
+}
+
+} // namespace
+
+void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
+                   uint8_t * open) {
+    const int64_t   n_kv     = in.cell_pos->ne[0];
+    const int64_t   n_tps    = in.tokens->ne[1] / in.cell_pos->ne[1];
+    const int32_t * cell_pos = (const int32_t *) in.cell_pos->data + t / n_tps * n_kv + c0;
+    const int32_t   pos      = ((const int32_t *) in.tokens->data)[4 * t];
+    const int32_t   n_sink   = layer.window->n_sink();
+    const int32_t   n_recent = layer.window->n_recent();
+    for (int64_t c = 0; c < n; c += TILE) {
+        const int64_t at = t * n_kv + c0 + c;
+        open[c / TILE] =
+            in.mask->type == GGML_TYPE_F32 ?
+                row_of_floats((const float *) in.mask->data + at, cell_pos + c, pos, n_sink, n_recent, bias + c) :
+                row_of_halves((const ggml_fp16_t *) in.mask->data + at, cell_pos + c, pos, n_sink, n_recent, bias + c);
+    }
+}
+
+MaskRows mask_rows(const ggml_tensor * node, int64_t n_kv) {
+    MaskRows rows;
+    rows.bias        = (float *) node->data;
+    rows.bias_stride = stride_f32(node, 1);
+    rows.open        = (uint8_t *) (rows.bias + n_kv);
+    rows.open_stride = (int64_t) node->nb[1];
+    return rows;
+}
+
+ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b) {
+    const int64_t n_tokens = b.inputs->tokens->ne[1];
+    if (layer.device || n_tokens > FEW) {
+        return nullptr;
+    }
+    ggml_tensor *& made = b.inputs->coded_mask;
+    if (!made || made->src[0] != b.mask) {
+        const int64_t n_kv   = b.inputs->cell_pos->ne[0];
+        ggml_tensor * args[] = { b.mask, b.inputs->cell_pos, b.inputs->tokens };
+        made = ggml_custom_4d(b.ctx, GGML_TYPE_F32, n_kv + (n_kv / TILE + 3) / 4, n_tokens, 1, 1, args, 3, mask_op,
+                              GGML_N_TASKS_MAX, &layer);
+        ggml_set_name(made, "subkv_mask");
+    }
+    return made;
+}
+
+} // namespace subkv
