@@ -90,6 +90,15 @@ template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float t
     row.weights   = Isa::sum_int(sum);
 }
 
+// The largest scale of a value that a token with this bias sees.
+template <typename Isa> static float largest_seen(const Step & step, const float * bias) {
+    auto top = Isa::set(0.0f);
+    for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
+        top = Isa::max(top, Isa::hide(Isa::load(step.scale_v + c), Isa::load(bias + c)));
+    }
+    return Isa::largest(top);
+}
+
 template <typename Isa> static void soften(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
     Row &         row  = call.row[index];
     const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;
@@ -99,6 +108,9 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
             step.bias[c] = MINUS_INF;
         }
         bias = step.bias;
+    }
+    if (call.a.n_tok > 1 && (i == 0 || index % call.a.n_group == 0)) {
+        step.largest_v = largest_seen<Isa>(step, bias);
     }
     const float * common = nullptr;
     if (call.k_halves.n > 0) {

@@ -92,15 +92,13 @@ static inline void add_eight(__m256i sum, int32_t middle, float shrink, float un
     _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_set1_ps(shrink), _mm256_loadu_ps(at), add));
 }
 
-void attend_exact_few(const ExactArgs & a);  // query rows: key by key
-void attend_exact_many(const ExactArgs & a); // in tiles of floats
-
 // kernels of the table
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride);
 void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
                 float * c);
 void attend(const AttendArgs & a);
+void attend_exact(const ExactArgs & a);
 void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
 void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);

@@ -75,7 +75,7 @@ void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, floa
     }
 }
 
-constexpr int64_t KEYS = 64; // of a tile
+constexpr int64_t KEYS = PAGE / 2; // at once
 
 // One query row against keys [first, first + n). Head sizes are multiples of 8.
 static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n) {

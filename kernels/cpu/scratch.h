@@ -13,8 +13,7 @@ enum Slot {
     SLOT_KEYS, // codes as bytes
     SLOT_VALUES,
     SLOT_HALVES,
-    SLOT_EXACT_QUERIES, // attend_exact
-    SLOT_EXACT_KEYS,
+    SLOT_EXACT_KEYS, // attend_exact
     SLOT_EXACT_VALUES,
     SLOT_EXACT_ROWS,
     SLOT_EXACT_WEIGHTS,

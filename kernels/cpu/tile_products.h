@@ -9,12 +9,11 @@
 
 namespace subkv::cpu {
 
-constexpr int STEP_TILES = 4;
-constexpr int STEP       = HALVES_STRIDE;
+constexpr int STEP_TILES = STEP / TILE;
 constexpr int BLOCK      = 12; // query rows whose logits are held at once: blocks of 1 to 4 divide it
 constexpr int VALUE_ROWS = 4;  // query rows whose values are summed at once
 constexpr int AHEAD      = 4;  // tiles of prefetching
-static_assert(STEP == STEP_TILES * TILE, "halves.h");
+static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
 constexpr float MINUS_INF = -__builtin_inff();
 
@@ -39,7 +38,7 @@ struct alignas(64) Step {
     int8_t  second[BLOCK][STEP];
     float   bias[STEP];   // of a row whose own ends within the step
     float   common[STEP]; // of a row's logits, where 16-bit bands add to the shift
-    float   largest_v;    // of scale_v
+    float   largest_v;    // of scale_v where the token at hand looks
     int32_t n;            // cells
     int32_t n_pad;        // whole tiles
 };

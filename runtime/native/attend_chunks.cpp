@@ -1,51 +1,47 @@
 #include "attend_chunks.h"
 
+#include "nodes.h"
+
 #include <algorithm>
 #include <cmath>
 
 namespace subkv {
 
-void ChunkedAttention::begin(const AdaptiveLayer & layer, uint32_t stream, int64_t h0, int64_t h1) {
-    layer_  = &layer;
-    stream_ = stream;
-    heads_.resize(std::max(heads_.size(), (size_t) h1));
-    for (int64_t h = h0; h < h1; ++h) {
-        heads_[(size_t) h].n_sums = heads_[(size_t) h].n_queries = 0;
-    }
+void ChunkedAttention::begin(const AdaptiveLayer & layer, uint32_t stream, int64_t head) {
+    k_unit_ = layer.unit(stream, head, false);
+    v_unit_ = layer.unit(stream, head, true);
+    n_sums_ = n_queries_ = 0;
 }
 
-const float * ChunkedAttention::queries(const AttendArgs & args, int64_t head, int32_t slot) {
-    Head & h = heads_[(size_t) head];
-    for (size_t i = 0; i < h.n_queries; ++i) {
-        if (h.queries[i].slot == slot) {
-            return h.queries[i].qt.data();
+const float * ChunkedAttention::queries(const AttendArgs & args, int32_t slot) {
+    for (size_t i = 0; i < n_queries_; ++i) {
+        if (queries_[i].slot == slot) {
+            return queries_[i].qt.data();
         }
     }
-    if (h.n_queries == h.queries.size()) {
-        h.queries.emplace_back();
+    if (n_queries_ == queries_.size()) {
+        queries_.emplace_back();
     }
-    Queries &       made    = h.queries[h.n_queries++];
-    const int64_t   rank    = args.k->rank;
-    const Adapter & adapter = layer_->unit(stream_, head, false)->adapter;
-    made.slot               = slot;
+    Queries &     made = queries_[n_queries_++];
+    const int64_t rank = args.k->rank;
+    made.slot          = slot;
     made.qt.resize((size_t) (args.n_tok * args.n_group * rank));
     for (int64_t r = 0; r < args.n_tok * args.n_group; ++r) {
-        adapter.query(slot, args.qt + r * rank, made.qt.data() + r * rank);
+        k_unit_->adapter.query(slot, args.qt + r * rank, made.qt.data() + r * rank);
     }
     return made.qt.data();
 }
 
-ChunkedAttention::Sums & ChunkedAttention::sums(const AttendArgs & args, int64_t head, int32_t slot) {
-    Head & h = heads_[(size_t) head];
-    for (size_t i = 0; i < h.n_sums; ++i) {
-        if (h.sums[i].slot == slot) {
-            return h.sums[i];
+ChunkedAttention::Sums & ChunkedAttention::sums(const AttendArgs & args, int32_t slot) {
+    for (size_t i = 0; i < n_sums_; ++i) {
+        if (sums_[i].slot == slot) {
+            return sums_[i];
         }
     }
-    if (h.n_sums == h.sums.size()) {
-        h.sums.emplace_back();
+    if (n_sums_ == sums_.size()) {
+        sums_.emplace_back();
     }
-    Sums &       made   = h.sums[h.n_sums++];
+    Sums &       made   = sums_[n_sums_++];
     const size_t n_rows = (size_t) (args.n_tok * args.n_group);
     made.slot           = slot;
     made.m.assign(n_rows, -INFINITY);
@@ -54,11 +50,9 @@ ChunkedAttention::Sums & ChunkedAttention::sums(const AttendArgs & args, int64_t
     return made;
 }
 
-void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t head, const uint8_t * k_chunks,
+void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const uint8_t * k_chunks,
                               const uint8_t * v_chunks) {
-    const AdaptUnit * k_unit = layer_->unit(stream_, head, false);
-    const AdaptUnit * v_unit = layer_->unit(stream_, head, true);
-    const auto        open   = [&](int64_t c) {
+    const auto open = [&](int64_t c) {
         for (int64_t t = 0; t < args.n_tok; ++t) {
             if (args.bias[t * args.bias_stride + c] != -INFINITY) {
                 return true;
@@ -76,7 +70,7 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t 
     chunk_.resize((size_t) args.n_cells);
     for (int64_t c = 0; c < args.n_cells; ++c) {
         chunk_[(size_t) c] =
-            open(c) ? slot(k_unit, k_chunks, args.k_stride, c) * SLOTS + slot(v_unit, v_chunks, args.v_stride, c) :
+            open(c) ? slot(k_unit_, k_chunks, args.k_stride, c) * SLOTS + slot(v_unit_, v_chunks, args.v_stride, c) :
                       CLOSED;
     }
     for (int64_t c = 0; c < args.n_cells; ++c) {
@@ -108,12 +102,12 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t 
         }
         const int32_t k_slot = wanted / SLOTS, v_slot = wanted % SLOTS;
         if (k_slot > 0) {
-            run.k  = &k_unit->adapter.chunk(k_slot)->codec;
-            run.qt = queries(args, head, k_slot);
+            run.k  = &k_unit_->adapter.chunk(k_slot)->codec;
+            run.qt = queries(args, k_slot);
         }
         if (v_slot > 0) {
-            Sums & state   = sums(args, head, v_slot);
-            run.v          = &v_unit->adapter.chunk(v_slot)->codec;
+            Sums & state   = sums(args, v_slot);
+            run.v          = &v_unit_->adapter.chunk(v_slot)->codec;
             run.m          = state.m.data();
             run.z          = state.z.data();
             run.acc        = state.acc.data();
@@ -124,27 +118,15 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, int64_t 
     }
 }
 
-void ChunkedAttention::finish(const AttendArgs & args, int64_t head) {
-    const AdaptUnit * unit = layer_->unit(stream_, head, true);
-    const int64_t     rank = args.v->rank;
-    float             lifted[MAX_HEAD_SIZE];
-    for (size_t i = 0; i < heads_[(size_t) head].n_sums; ++i) {
-        const Sums & state = heads_[(size_t) head].sums[i];
+void ChunkedAttention::finish(const AttendArgs & args) {
+    const int64_t rank = args.v->rank;
+    float         lifted[MAX_HEAD_SIZE];
+    for (size_t i = 0; i < n_sums_; ++i) {
+        const Sums & state = sums_[i];
         for (int64_t r = 0; r < args.n_tok * args.n_group; ++r) {
-            const float m = state.m[(size_t) r];
-            if (m == -INFINITY) {
-                continue;
-            }
-            const float top   = std::max(args.m[r], m);
-            const float keep  = args.m[r] == -INFINITY ? 0.0f : std::exp(args.m[r] - top);
-            const float share = std::exp(m - top);
-            float *     acc   = args.acc + r * args.acc_stride;
-            unit->adapter.lift(state.slot, state.acc.data() + r * rank, lifted);
-            for (int64_t j = 0; j < rank; ++j) {
-                acc[j] = keep * acc[j] + share * lifted[j];
-            }
-            args.z[r] = keep * args.z[r] + share * state.z[(size_t) r];
-            args.m[r] = top;
+            v_unit_->adapter.lift(state.slot, state.acc.data() + r * rank, lifted);
+            merge_softmax(args.m[r], args.z[r], args.acc + r * args.acc_stride, state.m[(size_t) r],
+                          state.z[(size_t) r], lifted, rank);
         }
     }
 }

@@ -11,16 +11,15 @@ namespace subkv {
 
 class ChunkedAttention {
 public:
-    // One block of tokens over one split of the cells, for KV heads [h0, h1) of a stream.
-    void begin(const AdaptiveLayer & layer, uint32_t stream, int64_t h0, int64_t h1);
+    // One block of tokens, one segment of a stream's cells and one KV head.
+    void begin(const AdaptiveLayer & layer, uint32_t stream, int64_t head);
 
     // As Ops::attend(args), but the cells' last bytes say which chunks they belong to. args.k, args.v, args.qt: static;
     // args.n_cells: of whole tiles; k_chunks, v_chunks: those bytes of the first tile, not read if the side does not adapt.
-    void attend(const Ops & ops, const AttendArgs & args, int64_t head, const uint8_t * k_chunks,
-                const uint8_t * v_chunks);
+    void attend(const Ops & ops, const AttendArgs & args, const uint8_t * k_chunks, const uint8_t * v_chunks);
 
     // Adds what chunks other than the static one have collected to args' state.
-    void finish(const AttendArgs & args, int64_t head);
+    void finish(const AttendArgs & args);
 
 private:
     // Softmax state of the cells of one chunk: of values, n_rows rows.
@@ -35,20 +34,16 @@ private:
         std::vector<float> qt;
     };
 
-    struct Head {
-        size_t               n_sums = 0, n_queries = 0; // in use; the rest is kept for its memory
-        std::vector<Sums>    sums;
-        std::vector<Queries> queries;
-    };
+    const float * queries(const AttendArgs & args, int32_t slot);
+    Sums &        sums(const AttendArgs & args, int32_t slot);
 
-    const float * queries(const AttendArgs & args, int64_t head, int32_t slot);
-    Sums &        sums(const AttendArgs & args, int64_t head, int32_t slot);
-
-    const AdaptiveLayer * layer_  = nullptr;
-    uint32_t              stream_ = 0;
-    std::vector<Head>     heads_; // by KV head
-    std::vector<int32_t>  chunk_; // [n_cells]; scratch, as the next
-    std::vector<float>    bias_;
+    const AdaptUnit *    k_unit_ = nullptr; // nullptr: the side does not adapt
+    const AdaptUnit *    v_unit_ = nullptr;
+    size_t               n_sums_ = 0, n_queries_ = 0; // in use; the rest is kept for its memory
+    std::vector<Sums>    sums_;
+    std::vector<Queries> queries_;
+    std::vector<int32_t> chunk_; // [n_cells]; scratch, as the next
+    std::vector<float>   bias_;
 };
 
 } // namespace subkv

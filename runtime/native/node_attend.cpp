@@ -14,23 +14,34 @@ namespace subkv {
 
 namespace {
 
-constexpr int64_t MOST_BIAS = 32768; // floats of the bias that attend fills for itself, which is to stay in the caches
+// Tiles from the first to behind the last that is open, beginning with a step.
+struct OpenTiles {
+    int64_t first, last;
+};
 
-// Cells per call: many, since a call begins with quantizing its queries. By shapes only, too.
-int64_t span_of(int64_t n_tok) {
-    return std::max<int64_t>(MOST_BIAS / n_tok / TILE * TILE, TILE);
-}
-
-// Calls use(first, last) for every run of tiles that are open.
-template <typename Use> void for_open(const uint8_t * open, int64_t n_tiles, Use use) {
-    for (int64_t first = 0; first < n_tiles;) {
-        const int64_t last = std::find(open + first, open + n_tiles, (uint8_t) !open[first]) - open;
-        if (open[first]) {
-            use(first, last);
-        }
-        first = last;
+OpenTiles open_tiles(const uint8_t * open, int64_t n_tiles) {
+    constexpr int64_t tiles = STEP / TILE;
+    const int64_t     first = std::find(open, open + n_tiles, (uint8_t) 1) - open;
+    int64_t           last  = n_tiles;
+    while (last > first && !open[last - 1]) {
+        --last;
     }
+    return { first / tiles * tiles, last };
 }
+
+// Softmax states of the query rows of one block and head.
+struct RowStates {
+    float * m;
+    float * z;
+    float * acc; // [n][width]
+    int64_t n, width;
+
+    void clear() const {
+        std::fill(m, m + n, -INFINITY);
+        std::fill(z, z + n, 0.0f);
+        std::fill(acc, acc + n * width, 0.0f);
+    }
+};
 
 } // namespace
 
@@ -50,19 +61,20 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const bool             shared  = dst->src[8] != nullptr; // the mask node
     const MaskInputs       inputs  = { dst->src[4], dst->src[5], dst->src[6] };
     const ProjectedQueries queries = projected_queries(layer, dst->src[1], s.n_tokens);
-    const int64_t          span    = shared ? s.split : span_of(s.block);
     const int64_t          n_units = s.n_blocks * s.n_parts * s.n_split;
+    constexpr int64_t      TILES   = SEGMENT / TILE;
 
-    static thread_local std::vector<float>   bias_buf;
+    static thread_local std::vector<float>   bias_buf, state_buf;
     static thread_local std::vector<uint8_t> open_buf;
     static thread_local ChunkedAttention     chunked;
-    uint8_t *                                open = scratch(open_buf, (shared ? 1 : s.block + 1) * (span / TILE));
-    MaskRows                                 own; // filled for one span at a time
-    own.bias        = shared ? nullptr : scratch(bias_buf, s.block * span);
-    own.open        = open + span / TILE;
-    own.bias_stride = span;
-    own.open_stride = span / TILE;
-    float slope[MAX_GROUP];
+    uint8_t *                                open = scratch(open_buf, (shared ? 1 : s.block + 1) * TILES);
+    MaskRows                                 own; // filled for one segment at a time
+    own.bias        = shared ? nullptr : scratch(bias_buf, s.block * SEGMENT);
+    own.open        = open + TILES;
+    own.bias_stride = SEGMENT;
+    own.open_stride = TILES;
+    float      slope[MAX_GROUP];
+    const auto first_stream = (uint32_t) (k_view->view_offs / k_view->nb[2]);
 
     // Whole blocks are dealt out in turn: under a causal mask the later ones have more to do.
     const bool    in_turn = s.n_split == 1;
@@ -79,22 +91,21 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const int64_t t0     = stream * s.n_tps + block % per * s.block;
         const int64_t n_tok  = std::min(s.block, (stream + 1) * s.n_tps - t0);
 
-        for (int64_t h = h0; h < h1; ++h) {
+        const int64_t n_rows   = n_tok * s.n_group;
+        const auto    state_of = [&](int64_t h) -> RowStates {
             const int64_t row = s.row(split, h, t0);
-            std::fill(m + row, m + row + n_tok * s.n_group, -INFINITY);
-            std::fill(z + row, z + row + n_tok * s.n_group, 0.0f);
-            std::fill(acc + row * s.width, acc + (row + n_tok * s.n_group) * s.width, 0.0f);
-        }
-        if (layer.adaptive) {
-            const auto first_stream = (int64_t) (k_view->view_offs / k_view->nb[2]);
-            chunked.begin(*layer.adaptive, (uint32_t) (first_stream + stream), h0, h1);
+            return { m + row, z + row, acc + row * s.width, n_rows, s.width };
+        };
+        float * const   states = scratch(state_buf, n_rows * (2 + s.width));
+        const RowStates later  = { states, states + n_rows, states + 2 * n_rows, n_rows, s.width };
+        for (int64_t h = h0; h < h1; ++h) {
+            state_of(h).clear();
         }
         const auto tiles_of = [&](const ggml_tensor * view, int64_t c, int64_t offset) {
             return (const uint8_t *) view->data + stream * view->nb[2] + c * view->nb[1] + offset;
         };
-        const auto args_of = [&](int64_t h, int64_t c, int64_t n, const MaskRows & mask) { // mask: from cell c on
-            const int64_t row = s.row(split, h, t0);
-            AttendArgs    a;
+        const auto args_of = [&](int64_t h, int64_t c, int64_t n, const MaskRows & mask, const RowStates & into) {
+            AttendArgs a; // mask: from cell c on
             a.k           = &codec.k[(size_t) h];
             a.v           = &codec.v[(size_t) h];
             a.k_tiles     = tiles_of(k_view, c, codec.tile_offset(h, false));
@@ -110,42 +121,51 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             a.bias_stride = mask.bias_stride;
             a.slope       = slope;
             a.softcap     = layer.softcap;
-            a.m           = m + row;
-            a.z           = z + row;
-            a.acc         = acc + row * s.width;
+            a.m           = into.m;
+            a.z           = into.z;
+            a.acc         = into.acc;
             a.acc_stride  = s.width;
             return a;
         };
         const int64_t c_end = std::min(s.n_kv, (split + 1) * s.split);
-        for (int64_t c0 = split * s.split; c0 < c_end; c0 += span) {
-            const int64_t  n    = std::min(span, c_end - c0);
-            const MaskRows mask = shared ? mask_rows(dst->src[8], s.n_kv).of(t0, c0) : own;
-            std::fill(open, open + n / TILE, (uint8_t) 0);
+        for (int64_t c0 = split * s.split; c0 < c_end; c0 += SEGMENT) {
+            const int64_t  n_tiles = (std::min(c0 + SEGMENT, c_end) - c0) / TILE;
+            const MaskRows mask    = shared ? mask_rows(dst->src[8], s.n_kv).of(t0, c0) : own;
+            std::fill(open, open + n_tiles, (uint8_t) 0);
             for (int64_t t = 0; t < n_tok; ++t) {
                 uint8_t * seen = mask.open + t * mask.open_stride;
                 if (!shared) {
-                    fill_mask_row(layer, inputs, t0 + t, c0, n, mask.bias + t * mask.bias_stride, seen);
+                    fill_mask_row(layer, inputs, t0 + t, c0, n_tiles * TILE, mask.bias + t * mask.bias_stride, seen);
                 }
-                std::transform(seen, seen + n / TILE, open, open, std::bit_or<uint8_t>());
+                std::transform(seen, seen + n_tiles, open, open, std::bit_or<uint8_t>());
             }
-            for_open(open, n / TILE, [&](int64_t first_tile, int64_t last_tile) {
-                const int64_t  c    = first_tile * TILE;
-                const MaskRows rows = mask.of(0, c);
-                for (int64_t h = h0; h < h1; ++h) {
-                    alibi_slopes(layer, h * s.n_group, s.n_group, slope);
-                    const AttendArgs a = args_of(h, c0 + c, last_tile * TILE - c, rows);
-                    if (layer.adaptive) {
-                        chunked.attend(ops, a, h,
-                                       tiles_of(k_view, c0 + c, TILE * layer.adaptive->chunk_offset(h, false)),
-                                       tiles_of(v_view, c0 + c, TILE * layer.adaptive->chunk_offset(h, true)));
-                    } else {
-                        ops.attend(a);
-                    }
+            const OpenTiles tiles = open_tiles(open, n_tiles);
+            if (tiles.first >= tiles.last) {
+                continue;
+            }
+            const int64_t  c    = tiles.first * TILE;
+            const MaskRows rows = mask.of(0, c);
+            for (int64_t h = h0; h < h1; ++h) {
+                const RowStates all  = state_of(h);
+                const RowStates into = s.n_split > 1 ? all : later; // the only segment of the split
+                if (s.n_split == 1) {
+                    later.clear();
                 }
-            });
-        }
-        for (int64_t h = h0; layer.adaptive && h < h1; ++h) {
-            chunked.finish(args_of(h, 0, 0, own), h);
+                alibi_slopes(layer, h * s.n_group, s.n_group, slope);
+                const AttendArgs a = args_of(h, c0 + c, tiles.last * TILE - c, rows, into);
+                if (layer.adaptive) {
+                    chunked.begin(*layer.adaptive, first_stream + (uint32_t) stream, h);
+                    chunked.attend(ops, a, tiles_of(k_view, c0 + c, TILE * layer.adaptive->chunk_offset(h, false)),
+                                   tiles_of(v_view, c0 + c, TILE * layer.adaptive->chunk_offset(h, true)));
+                    chunked.finish(a);
+                } else {
+                    ops.attend(a);
+                }
+                for (int64_t r = 0; s.n_split == 1 && r < n_rows; ++r) {
+                    merge_softmax(all.m[r], all.z[r], all.acc + r * s.width, later.m[r], later.z[r],
+                                  later.acc + r * s.width, a.v->rank);
+                }
+            }
         }
     }
 }

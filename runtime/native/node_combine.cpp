@@ -12,11 +12,35 @@ namespace subkv {
 
 namespace {
 
-// The exact keys of a run of tokens of one sequence: rows and where their mask value sits.
+// The exact keys of a run of tokens of one sequence. A key lies at its position within a page, and pages follow each other
+// in the order of positions, so that a token's sums do not depend on which tokens it was batched with.
 struct ExactKeys {
-    std::vector<int32_t>          pos, cell;
-    std::vector<const uint16_t *> row; // the whole row; heads are offsets into it
+    struct Key {
+        int32_t          pos;
+        int32_t          cell; // where its mask value sits
+        const uint16_t * row;  // the whole row; heads are offsets into it. nullptr: no key
+    };
+
+    std::vector<Key> found;
+    std::vector<Key> keys; // whole pages
+
+    void arrange();
 };
+
+void ExactKeys::arrange() {
+    std::sort(found.begin(), found.end(), [](const Key & a, const Key & b) { return a.pos < b.pos; });
+    keys.clear();
+    int32_t last = -1;
+    for (const Key & key : found) {
+        const size_t at = (size_t) key.pos % PAGE;
+        // tokens of one position, if there are any, get pages of their own
+        if (key.pos / PAGE != last || keys[keys.size() - PAGE + at].row) {
+            keys.resize(keys.size() + PAGE, { -1, -1, nullptr });
+            last = key.pos / PAGE;
+        }
+        keys[keys.size() - PAGE + at] = key;
+    }
+}
 
 void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const AttendShape & s, int64_t t0, int64_t n_tok,
                   ExactKeys & keys) {
@@ -28,9 +52,7 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
     const int32_t       n_sink   = layer.window->n_sink();
     const int32_t       n_recent = layer.window->n_recent();
 
-    keys.pos.clear();
-    keys.cell.clear();
-    keys.row.clear();
+    keys.found.clear();
     int32_t lo = INT32_MAX, hi = INT32_MIN;
     for (int64_t t = t0; t < t0 + n_tok; ++t) {
         lo = std::min(lo, tokens[4 * t]);
@@ -38,9 +60,7 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
     }
     const auto may_see = [&](int32_t p) { return p >= 0 && (p < n_sink || (p <= hi && p > lo - n_recent)); };
     const auto add     = [&](int32_t p, int32_t cell, const ggml_tensor * rows, int64_t i) {
-        keys.pos.push_back(p);
-        keys.cell.push_back(cell);
-        keys.row.push_back((const uint16_t *) ((const char *) rows->data + i * rows->nb[1]));
+        keys.found.push_back({ p, cell, (const uint16_t *) ((const char *) rows->data + i * rows->nb[1]) });
     };
     if (layer.window->n_slots() > 0) {
         const int32_t first = tokens[4 * t0 + 3];
@@ -57,6 +77,7 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
             add(tokens[4 * j], tokens[4 * j + 2], fresh, j);
         }
     }
+    keys.arrange();
 }
 
 } // namespace
@@ -114,24 +135,14 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         std::fill(out, out + n_rows * d_v, 0.0f);
         for (int64_t r = 0; r < n_rows; ++r) {
             m[r] = -INFINITY;
-            for (int64_t i = 0; i < s.n_split; ++i) {
-                m[r] = std::max(m[r], m_part[s.row(i, h, t0) + r]);
-            }
             z[r] = 0.0f;
-            if (m[r] == -INFINITY) {
-                continue;
-            }
             std::fill(coef, coef + head.rank, 0.0f);
             for (int64_t i = 0; i < s.n_split; ++i) {
                 const int64_t row = s.row(i, h, t0) + r;
-                if (m_part[row] == -INFINITY) {
-                    continue;
-                }
-                const float w = std::exp(m_part[row] - m[r]);
-                z[r] += w * z_part[row];
-                for (int64_t c = 0; c < head.rank; ++c) {
-                    coef[c] += w * acc_part[row * s.width + c];
-                }
+                merge_softmax(m[r], z[r], coef, m_part[row], z_part[row], acc_part + row * s.width, head.rank);
+            }
+            if (m[r] == -INFINITY) {
+                continue;
             }
             ops.reconstruct(head.decode, head.rank, d_v, coef, out + r * d_v);
         }
@@ -139,25 +150,26 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         if (gathered != i_run) {
             gather_exact(layer, dst, s, t0, n_tok, keys);
             gathered             = i_run;
-            const int64_t n_keys = (int64_t) keys.pos.size();
+            const int64_t n_keys = (int64_t) keys.keys.size();
             float *       bias   = scratch(bias_buf, std::max<int64_t>(1, n_tok * n_keys));
             for (int64_t t = 0; t < n_tok; ++t) {
                 for (int64_t i = 0; i < n_keys; ++i) {
-                    const bool exact = is_exact(keys.pos[(size_t) i], tokens[4 * (t0 + t)], n_sink, n_recent);
-                    bias[t * n_keys + i] =
-                        exact ? mask_value(mask, (t0 + t) * s.n_kv + keys.cell[(size_t) i]) : -INFINITY;
+                    const ExactKeys::Key & key   = keys.keys[(size_t) i];
+                    const bool             exact = key.row && is_exact(key.pos, tokens[4 * (t0 + t)], n_sink, n_recent);
+                    bias[t * n_keys + i]         = exact ? mask_value(mask, (t0 + t) * s.n_kv + key.cell) : -INFINITY;
                 }
             }
         }
-        const int64_t n_keys = (int64_t) keys.pos.size();
+        const int64_t n_keys = (int64_t) keys.keys.size();
         float         slope[MAX_GROUP];
         alibi_slopes(layer, h * s.n_group, s.n_group, slope);
         if (n_keys > 0) {
             const uint16_t ** k_rows = scratch(ptr_buf, 2 * n_keys);
             const uint16_t ** v_rows = k_rows + n_keys;
             for (int64_t i = 0; i < n_keys; ++i) {
-                k_rows[i] = keys.row[(size_t) i] + h * d_k;
-                v_rows[i] = keys.row[(size_t) i] + s.n_head_kv * d_k + h * d_v;
+                const uint16_t * row = keys.keys[(size_t) i].row;
+                k_rows[i]            = row ? row + h * d_k : nullptr;
+                v_rows[i]            = row ? row + s.n_head_kv * d_k + h * d_v : nullptr;
             }
             float * qs = scratch(qs_buf, n_rows * d_k);
             for (int64_t t = 0; t < n_tok; ++t) {

@@ -7,8 +7,6 @@ namespace subkv {
 
 namespace {
 
-constexpr int64_t FEW = 16; // tokens whose masks are worth keeping: of more, the mask's own size is
-
 // Both are written for the compiler to vectorize: every token passes all its cells through here.
 // Row of one token over a tile. Returns whether any cell is open.
 bool row_of_halves(const ggml_fp16_t * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
@@ -86,7 +84,7 @@ MaskRows mask_rows(const ggml_tensor * node, int64_t n_kv) {
 
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b) {
     const int64_t n_tokens = b.inputs->tokens->ne[1];
-    if (layer.device || n_tokens > FEW) {
+    if (layer.device || n_tokens > FEW_TOKENS) {
         return nullptr;
     }
     ggml_tensor *& made = b.inputs->coded_mask;

@@ -28,26 +28,48 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         s.width = std::max<int64_t>(s.width, head.rank);
     }
     // about 128 query rows per block share the unpacking of codes
-    s.block    = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
-    s.n_blocks = (s.n_tps + s.block - 1) / s.block * s.n_stream;
-    // As few units as give every thread something to do: each begins with queries and ends in combine, and where bases
-    // adapt, with turning the sums of its chunks back. Heads of a unit share their bias, so that cells are split first.
-    // A GPU wants some hundred blocks, of one head each.
-    const int64_t units  = layer.device ? 1024 / s.n_head_kv : layer.adaptive || s.n_blocks >= 8 ? 8 : 16;
-    const int64_t fewest = layer.device ? 256 : 512; // cells
-    s.n_split            = 1;
-    while (s.n_split * s.n_blocks < units && 2 * s.n_split * fewest <= s.n_kv) {
-        s.n_split *= 2;
-    }
-    s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
-    s.n_split = (s.n_kv + s.split - 1) / s.split;
-    s.n_parts = 1;
-    while (s.n_parts < s.n_head_kv && (s.n_blocks * s.n_split * s.n_parts < units || s.n_head_kv % s.n_parts != 0)) {
-        ++s.n_parts;
+    s.block              = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
+    s.n_blocks           = (s.n_tps + s.block - 1) / s.block * s.n_stream;
+    const int64_t n_head = s.n_head_kv * s.n_group;
+    if (layer.device) { // a GPU wants some hundred blocks, of one head each
+        s.n_split = 1;
+        while (s.n_split * s.n_blocks * s.n_head_kv < 1024 && 512 * s.n_split <= s.n_kv) {
+            s.n_split *= 2;
+        }
+        s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
+        s.n_split = (s.n_kv + s.split - 1) / s.split;
+        s.n_parts = s.n_head_kv;
+    } else {
+        // Every thread is to have something to do: by heads and blocks, else each segment is left to combine, as far as
+        // their partials stay in the caches. Heads of a unit share the bias that it fills.
+        const int64_t n_segments = (s.n_kv + SEGMENT - 1) / SEGMENT;
+        const bool    apart = s.n_blocks * s.n_head_kv < 16 && n_segments * s.n_tokens * n_head * s.width < 1 << 22;
+        s.split             = apart ? SEGMENT : n_segments * SEGMENT;
+        s.n_split           = apart ? n_segments : 1;
+        s.n_parts           = s.n_tokens <= FEW_TOKENS ? s.n_head_kv : 1;
+        while (s.n_parts < s.n_head_kv && (s.n_blocks * s.n_split * s.n_parts < 8 || s.n_head_kv % s.n_parts != 0)) {
+            ++s.n_parts;
+        }
     }
     s.n_rows    = s.n_split * s.n_head_kv * s.n_tokens * s.n_group;
     s.n_partial = s.n_rows * (2 + s.width) + (layer.device ? layer.device->scratch(s.n_rows / s.n_split) : 0);
     return s;
+}
+
+// In a file apart from its callers, whose compiler might round otherwise here and there.
+void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later,
+                   int64_t n) {
+    if (m_later == -INFINITY) {
+        return;
+    }
+    const float top   = std::max(m, m_later);
+    const float keep  = m == -INFINITY ? 0.0f : std::exp(m - top);
+    const float share = std::exp(m_later - top);
+    for (int64_t i = 0; i < n; ++i) {
+        acc[i] = keep * acc[i] + share * acc_later[i];
+    }
+    z = keep * z + share * z_later;
+    m = top;
 }
 
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope) {

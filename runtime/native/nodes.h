@@ -11,13 +11,20 @@
 
 namespace subkv {
 
-// How attend cuts its work. Depends on shapes only: results are the same for any number of threads.
+// Cells of a segment: attended in one call, in a softmax state of its own; a token's segments are merged in order. What a
+// token gets is the same to the bit, then, however its text was cut into batches and its cells among threads.
+constexpr int64_t SEGMENT = 4 * STEP;
+
+// Tokens whose masks are worth a node, since all layers share them: of more, the mask's own size is.
+constexpr int64_t FEW_TOKENS = 16;
+
+// How attend cuts its work: by shapes only.
 struct AttendShape {
     int64_t n_kv, n_stream, n_tokens, n_tps; // n_tps: tokens per stream
     int64_t n_head_kv, n_group;
     int64_t block, n_blocks; // tokens per block (within a stream), blocks of all streams
-    int64_t split, n_split;  // cells per split, whole tiles; splits
-    int64_t n_parts;         // of the heads, equal: one unit of work is a block, a part and a split
+    int64_t split, n_split;  // cells per partial, whole segments; partials
+    int64_t n_parts;         // of the heads, equal: one unit of work is a block, a part and a split of the cells
     int64_t n_rows;          // partial rows
     int64_t width;           // floats per partial row of value coefficients
     int64_t n_partial;       // floats of attend's result: m, z, rows, and what a GPU needs besides
@@ -25,6 +32,9 @@ struct AttendShape {
     // row of (split, head, token): n_group rows follow each other
     int64_t row(int64_t s, int64_t h, int64_t t) const { return ((s * n_head_kv + h) * n_tokens + t) * n_group; }
 };
+
+// A query row's state takes in that of later cells: max m, sum z, values acc [n].
+void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later, int64_t n);
 
 AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * k_view);
 

@@ -148,6 +148,35 @@ def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple
     assert (np.isneginf(state.m) == asleep).all() and not state.acc[asleep, : v.rank].any()
 
 
+@pytest.mark.parametrize("rows", [(2, 3), (5, 3), (9, 4), (20, 1)], ids=str)
+@pytest.mark.parametrize("layout", [MIXED[0], MIXED[4]], ids=layouts.name)
+def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
+    table: o.Ops, layout: o.Layout, rows: tuple[int, int]
+) -> None:
+    k, v = pair(layout, MIXED[2])
+    n, n_group = 700, rows[1]
+    case, k_rows, v_rows = make_case(k, v, n, rows, 23, softcap=8.0, shift=2.0)
+    assert case.shift is not None
+    for t in range(rows[0]):  # tokens whose cells begin and end in different steps, and hold different scales
+        case.bias[t, : 100 * (t % 5)] = -np.inf
+        case.bias[t, n - 40 * (t % 4) : n] = -np.inf
+    together = o.State.start(len(case.q), v.rank)
+    run(table, k, v, case, k_rows, v_rows, together)
+    for t in range(rows[0]):
+        own = slice(t * n_group, (t + 1) * n_group)
+        first = 100 * (t % 5) // 256 * 256
+        alone = o.State.start(n_group, v.rank)
+        seen = slice(first, n - 40 * (t % 4))
+        bias = case.bias[t : t + 1, first:].copy()
+        shift = case.shift[own].copy()
+        o.attend(
+            table, k, v, k_rows[seen], v_rows[seen], case.q[own].copy(), bias, case.slope, 8.0, alone, shift, extra=64
+        )
+        assert np.array_equal(alone.m, together.m[own])
+        assert np.array_equal(alone.z, together.z[own])
+        assert np.array_equal(alone.acc, together.acc[own])
+
+
 @pytest.mark.parametrize("rows", [(1, 3), (6, 3), (1, 8)], ids=str)
 @pytest.mark.parametrize("cuts", [(64,), (128,), (64, 128, 192, 256), (192,)], ids=str)
 def test_pieces_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tuple[int, ...]) -> None:

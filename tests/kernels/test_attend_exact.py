@@ -67,3 +67,28 @@ def test_exact_and_coded_states_merge(table: o.Ops) -> None:
         keys, values = [o.ptr(h) for h in k[100:]], [o.ptr(h) for h in v[100:]]
         o.attend_exact(table, keys, values, 64, 64, case.q, case.bias[:, 100:], case.slope, 0.0, state)
         case.check(state)
+
+
+@pytest.mark.parametrize("rows", [(2, 3), (9, 4), (40, 1)], ids=str)
+def test_other_rows_of_a_call_and_hidden_pages_change_no_bit(table: o.Ops, rows: tuple[int, int]) -> None:
+    n, n_group = 330, rows[1]
+    case, k, v = exact_case(n, rows, (64, 40), 5, 0.0)
+    for t in range(rows[0]):  # keys that begin and end in different pages
+        case.bias[t, : 90 * (t % 3)] = -np.inf
+        case.bias[t, n - 30 * (t % 4) : n] = -np.inf
+    together = o.State.start(len(case.q), 40)
+    o.attend_exact(
+        table, [o.ptr(h) for h in k], [o.ptr(h) for h in v], 64, 40, case.q, case.bias, case.slope, 0.0, together
+    )
+    for t in range(rows[0]):
+        own = slice(t * n_group, (t + 1) * n_group)
+        first = 90 * (t % 3) // 128 * 128
+        hidden = np.isneginf(case.bias[t])
+        last = n - 30 * (t % 4)
+        keys, values = ([0 if hidden[i] else o.ptr(x[i]) for i in range(first, last)] for x in (k, v))
+        alone = o.State.start(n_group, 40)
+        bias = case.bias[t : t + 1, first:].copy()
+        o.attend_exact(table, keys, values, 64, 40, case.q[own].copy(), bias, case.slope, 0.0, alone)
+        assert np.array_equal(alone.m, together.m[own])
+        assert np.array_equal(alone.z, together.z[own])
+        assert np.array_equal(alone.acc, together.acc[own])

@@ -26,6 +26,12 @@ namespace subkv {
 
 constexpr int MAX_GROUP = 64; // query heads that share one KV head
 
+// What a query row sees is attended in steps: cells 0 .. STEP - 1 of a call, the next STEP, and so on; exact keys in pages.
+// Within a step sums run in the order of cells, and what a row does not see adds nothing, to the bit. A row's result
+// therefore depends on its own query and cells and on where they lie in their steps, not on the other rows of a call.
+constexpr int STEP = 256; // cells
+constexpr int PAGE = 128; // exact keys
+
 struct Band {
     int32_t n;      // coefficients, multiple of 8
     int32_t bits;   // one of WIDTHS
@@ -84,7 +90,7 @@ struct AttendArgs {
 struct ExactArgs {
     int64_t                  d_k, d_v;
     int64_t                  n_keys;
-    const uint16_t * const * k; // [n_keys] -> [d_k] IEEE half
+    const uint16_t * const * k; // [n_keys] -> [d_k] IEEE half; nullptr only where nobody sees the key
     const uint16_t * const * v; // [n_keys] -> [d_v] IEEE half
     int64_t                  n_tok;
     int64_t                  n_group;
@@ -135,7 +141,7 @@ struct Ops {
 
     // Step, relative to the largest, that attend rounds to: queries times the ratio of their coefficient's band (largest
     // of a query row), and weights exp(l - m) times the scale of the value row (largest weight of a query row times the
-    // largest scale of the cells that the call's rows see). Half of it is the error of each. 0: neither is rounded beyond
+    // largest scale of the cells that its token sees). Half of it is the error of each. 0: neither is rounded beyond
     // f32. attend_exact rounds nothing.
     float rounding;
 };

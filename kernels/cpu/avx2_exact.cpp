@@ -1,7 +1,8 @@
-// avx2_exact_many.cpp: attention over exact keys for many query rows. Definition: ref/attend.cpp.
+// avx2_exact.cpp: attention over exact keys. Definition: ref/attend.cpp.
 //
-// A tile of 128 keys is widened once: keys transposed in panels of 16 cells, values as rows. Blocks of 48 query
-// rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax.
+// What anybody sees of a page of keys is widened once: keys transposed in panels of 16 cells, values as rows. Blocks of 48
+// query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. Few rows take the same
+// way, since how many there are must not change their sums.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -13,9 +14,8 @@
 
 namespace subkv::avx2 {
 
-constexpr int KEYS  = 128; // of a tile
-constexpr int BLOCK = 48;  // query rows whose weights are held at once
-constexpr int MR    = 6;   // query rows of the micro kernels
+constexpr int BLOCK = 48; // query rows whose weights are held at once
+constexpr int MR    = 6;  // query rows of the micro kernels
 
 // out[i][0..15] = sum_j q[i][j] panel[j][0..15]
 template <int ROWS>
@@ -57,7 +57,7 @@ static void outputs(const float * weight, const float * shrink, int64_t n, const
             v[k] = _mm256_load_ps(values + c * ldv + 8 * k);
         }
         for (int i = 0; i < ROWS; ++i) {
-            const __m256 w = _mm256_broadcast_ss(weight + i * KEYS + c);
+            const __m256 w = _mm256_broadcast_ss(weight + i * PAGE + c);
             for (int k = 0; k < VECTORS; ++k) {
                 sum[i][k] = _mm256_fmadd_ps(w, v[k], sum[i][k]);
             }
@@ -110,80 +110,90 @@ static void widen_row(const uint16_t * h, int64_t d, float * out) {
     }
 }
 
-// What is known about one tile: the bias of every token padded with -inf, who sees anything, and the rows.
+// What is known about one page: the bias of every token padded with -inf, who sees anything, and the rows.
 namespace {
 
-struct Tile {
+struct Page {
     int64_t first;
     int32_t n;
-    int32_t n16;
-    float * keys;   // [n16/16][a.d_k][16]
-    float * values; // [KEYS][a.d_v]
-    float * bias;   // [n_tok][KEYS]
-    bool *  awake;  // [n_tok]: sees a cell of this tile
+    int32_t begin, end; // of what anybody sees, multiples of 16
+    float * keys;       // [PAGE/16][a.d_k][16]
+    float * values;     // [PAGE][a.d_v]
+    float * bias;       // [n_tok][PAGE]
+    bool *  awake;      // [n_tok]: sees a key of this page
 };
 
 } // namespace
 
-static bool read_bias(const ExactArgs & a, Tile & tile, bool * seen) {
-    const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
-    __m256       any[KEYS / 8];
-    for (int32_t c = 0; c < tile.n16; c += 8) {
-        any[c / 8] = _mm256_setzero_ps();
-    }
+// seen[c]: some query sees key first + c. Returns whether any is seen.
+static bool read_bias(const ExactArgs & a, Page & page, bool * seen) {
+    const __m256 minus_inf     = _mm256_set1_ps(NEG_INF);
+    __m256       any[PAGE / 8] = {};
     for (int64_t t = 0; t < a.n_tok; ++t) {
-        float * bias = tile.bias + t * KEYS;
-        memcpy(bias, a.bias + t * a.bias_stride + tile.first, (size_t) tile.n * sizeof(float));
-        for (int32_t c = tile.n; c < tile.n16; ++c) {
+        float * bias = page.bias + t * PAGE;
+        memcpy(bias, a.bias + t * a.bias_stride + page.first, (size_t) page.n * sizeof(float));
+        for (int32_t c = page.n; c < PAGE; ++c) {
             bias[c] = NEG_INF;
         }
         __m256 row = _mm256_setzero_ps();
-        for (int32_t c = 0; c < tile.n16; c += 8) {
+        for (int32_t c = 0; c < PAGE; c += 8) {
             const __m256 open = _mm256_cmp_ps(_mm256_load_ps(bias + c), minus_inf, _CMP_NEQ_UQ);
             row               = _mm256_or_ps(row, open);
             any[c / 8]        = _mm256_or_ps(any[c / 8], open);
         }
-        tile.awake[t] = _mm256_movemask_ps(row) != 0;
+        page.awake[t] = _mm256_movemask_ps(row) != 0;
     }
-    int found = 0;
-    for (int32_t c = 0; c < tile.n16; c += 8) {
+    page.begin = PAGE;
+    page.end   = 0;
+    for (int32_t c = 0; c < PAGE; c += 8) {
         const int bits = _mm256_movemask_ps(any[c / 8]);
-        found |= bits;
+        if (bits != 0) {
+            page.begin = page.end == 0 ? c / 16 * 16 : page.begin;
+            page.end   = c / 16 * 16 + 16;
+        }
         for (int i = 0; i < 8; ++i) {
             seen[c + i] = (bits >> i & 1) != 0;
         }
     }
-    return found != 0;
+    return page.end > 0;
 }
 
-// Keys nobody sees become zero vectors, whatever their bytes are.
-static void read_rows(const ExactArgs & a, Tile & tile, const bool * seen) {
-    float * rows = (float *) cpu::scratch(cpu::SLOT_EXACT_ROWS, (size_t) (KEYS * a.d_k) * sizeof(float));
-    for (int32_t c = 0; c < tile.n16; ++c) {
+// Keys nobody sees become zero vectors: they may hold NaN, which no zero weight would stop.
+static void read_rows(const ExactArgs & a, Page & page, const bool * seen) {
+    for (int32_t c = page.begin; c < page.end; ++c) { // a token's weights have pushed them out of the caches
+        for (int64_t j = 0; seen[c] && j < a.d_k; j += 32) {
+            _mm_prefetch((const char *) (a.k[page.first + c] + j), _MM_HINT_T1); // L1 can wait for fewer lines
+        }
+        for (int64_t j = 0; seen[c] && j < a.d_v; j += 32) {
+            _mm_prefetch((const char *) (a.v[page.first + c] + j), _MM_HINT_T1);
+        }
+    }
+    float * rows = (float *) cpu::scratch(cpu::SLOT_EXACT_ROWS, (size_t) (PAGE * a.d_k) * sizeof(float));
+    for (int32_t c = page.begin; c < page.end; ++c) {
         float * k = rows + c * a.d_k;
-        float * v = tile.values + c * a.d_v;
+        float * v = page.values + c * a.d_v;
         if (seen[c]) {
-            widen_row(a.k[tile.first + c], a.d_k, k);
-            widen_row(a.v[tile.first + c], a.d_v, v);
+            widen_row(a.k[page.first + c], a.d_k, k);
+            widen_row(a.v[page.first + c], a.d_v, v);
         } else {
             memset(k, 0, (size_t) a.d_k * sizeof(float));
             memset(v, 0, (size_t) a.d_v * sizeof(float));
         }
     }
-    for (int32_t c = 0; c < tile.n16; c += 8) {
-        float * panel = tile.keys + (c / 16) * 16 * a.d_k + c % 16;
+    for (int32_t c = page.begin; c < page.end; c += 8) {
+        float * panel = page.keys + (c / 16) * 16 * a.d_k + c % 16;
         for (int64_t j = 0; j < a.d_k; j += 8) {
             transpose8(rows + c * a.d_k + j, a.d_k, panel + j * 16);
         }
     }
 }
 
-// Logits in x[n16] become weights; returns what the row's sum so far shrinks by.
-static float soften(const ExactArgs & a, const Tile & tile, float * x, const float * bias, float slope, float & m,
+// Logits in x become weights; returns what the row's sum so far shrinks by.
+static float soften(const ExactArgs & a, const Page & page, float * x, const float * bias, float slope, float & m,
                     float & z) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
     __m256       top       = minus_inf;
-    for (int32_t c = 0; c < tile.n16; c += 8) {
+    for (int32_t c = page.begin; c < page.end; c += 8) {
         __m256 l = _mm256_load_ps(x + c);
         if (a.softcap > 0.0f) {
             l = soft_cap(l, a.softcap);
@@ -194,16 +204,16 @@ static float soften(const ExactArgs & a, const Tile & tile, float * x, const flo
         top            = _mm256_max_ps(top, l);
         _mm256_store_ps(x + c, l);
     }
-    const float tile_top = horizontal_max(top);
-    const float new_m    = tile_top > m ? tile_top : m;
-    if (new_m == NEG_INF) {
-        memset(x, 0, (size_t) tile.n16 * sizeof(float));
+    const float page_top = horizontal_max(top);
+    if (page_top == NEG_INF) { // nothing changes, to the bit
+        memset(x + page.begin, 0, (size_t) (page.end - page.begin) * sizeof(float));
         return 1.0f;
     }
+    const float  new_m  = page_top > m ? page_top : m;
     const float  shrink = m == NEG_INF ? 0.0f : exp_nonpositive(m - new_m);
     const __m256 base   = _mm256_set1_ps(new_m);
     __m256       total  = _mm256_setzero_ps();
-    for (int32_t c = 0; c < tile.n16; c += 8) {
+    for (int32_t c = page.begin; c < page.end; c += 8) {
         const __m256 e = exp_nonpositive(_mm256_sub_ps(_mm256_load_ps(x + c), base));
         total          = _mm256_add_ps(total, e);
         _mm256_store_ps(x + c, e);
@@ -216,49 +226,52 @@ static float soften(const ExactArgs & a, const Tile & tile, float * x, const flo
 static void block_logits(const ExactArgs & a, int64_t row, int64_t n, const float * panel, float * out) {
     const float * q = a.q + row * a.d_k;
     switch (n) {
-        case 1: logits<1>(q, a.d_k, a.d_k, panel, out, KEYS); break;
-        case 2: logits<2>(q, a.d_k, a.d_k, panel, out, KEYS); break;
-        case 3: logits<3>(q, a.d_k, a.d_k, panel, out, KEYS); break;
-        case 4: logits<4>(q, a.d_k, a.d_k, panel, out, KEYS); break;
-        case 5: logits<5>(q, a.d_k, a.d_k, panel, out, KEYS); break;
-        default: logits<6>(q, a.d_k, a.d_k, panel, out, KEYS); break;
+        case 1: logits<1>(q, a.d_k, a.d_k, panel, out, PAGE); break;
+        case 2: logits<2>(q, a.d_k, a.d_k, panel, out, PAGE); break;
+        case 3: logits<3>(q, a.d_k, a.d_k, panel, out, PAGE); break;
+        case 4: logits<4>(q, a.d_k, a.d_k, panel, out, PAGE); break;
+        case 5: logits<5>(q, a.d_k, a.d_k, panel, out, PAGE); break;
+        default: logits<6>(q, a.d_k, a.d_k, panel, out, PAGE); break;
     }
 }
 
-static void block_outputs(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n, const float * weight,
+static void block_outputs(const ExactArgs & a, const Page & page, int64_t row, int64_t n, const float * weight,
                           const float * shrink) {
-    const int64_t ldv = a.d_v;
-    const int64_t lda = a.acc_stride;
-    float *       acc = a.acc + row * lda;
+    const int64_t ldv    = a.d_v;
+    const int64_t lda    = a.acc_stride;
+    const int64_t n_keys = page.end - page.begin;
+    const float * values = page.values + page.begin * ldv;
+    float *       acc    = a.acc + row * lda;
+    weight += page.begin;
     switch (n) {
-        case 1: all_outputs<1>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
-        case 2: all_outputs<2>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
-        case 3: all_outputs<3>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
-        case 4: all_outputs<4>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
-        case 5: all_outputs<5>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
-        default: all_outputs<6>(weight, shrink, tile.n, tile.values, ldv, a.d_v, acc, lda); break;
+        case 1: all_outputs<1>(weight, shrink, n_keys, values, ldv, a.d_v, acc, lda); break;
+        case 2: all_outputs<2>(weight, shrink, n_keys, values, ldv, a.d_v, acc, lda); break;
+        case 3: all_outputs<3>(weight, shrink, n_keys, values, ldv, a.d_v, acc, lda); break;
+        case 4: all_outputs<4>(weight, shrink, n_keys, values, ldv, a.d_v, acc, lda); break;
+        case 5: all_outputs<5>(weight, shrink, n_keys, values, ldv, a.d_v, acc, lda); break;
+        default: all_outputs<6>(weight, shrink, n_keys, values, ldv, a.d_v, acc, lda); break;
     }
 }
 
-static bool any_awake(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n) {
+static bool any_awake(const ExactArgs & a, const Page & page, int64_t row, int64_t n) {
     for (int64_t t = row / a.n_group; t <= (row + n - 1) / a.n_group; ++t) {
-        if (tile.awake[t]) {
+        if (page.awake[t]) {
             return true;
         }
     }
     return false;
 }
 
-// Query rows [row, row + n), n <= BLOCK, against one tile.
-static void step(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n, float * weight) {
+// Query rows [row, row + n), n <= BLOCK, against one page.
+static void step(const ExactArgs & a, const Page & page, int64_t row, int64_t n, float * weight) {
     bool awake[BLOCK / MR];
     for (int64_t i = 0; i < n; i += MR) {
-        awake[i / MR] = any_awake(a, tile, row + i, n - i < MR ? n - i : MR);
+        awake[i / MR] = any_awake(a, page, row + i, n - i < MR ? n - i : MR);
     }
-    for (int32_t c = 0; c < tile.n16; c += 16) { // a panel stays in L1 while the block's queries pass
+    for (int32_t c = page.begin; c < page.end; c += 16) { // a panel stays in L1 while the block's queries pass
         for (int64_t i = 0; i < n; i += MR) {
             if (awake[i / MR]) {
-                block_logits(a, row + i, n - i < MR ? n - i : MR, tile.keys + c * a.d_k, weight + i * KEYS + c);
+                block_logits(a, row + i, n - i < MR ? n - i : MR, page.keys + c * a.d_k, weight + i * PAGE + c);
             }
         }
     }
@@ -270,32 +283,31 @@ static void step(const ExactArgs & a, const Tile & tile, int64_t row, int64_t n,
         float         shrink[MR];
         for (int64_t k = 0; k < rows; ++k) {
             const int64_t r = row + i + k;
-            shrink[k]       = soften(a, tile, weight + (i + k) * KEYS, tile.bias + r / a.n_group * KEYS,
+            shrink[k]       = soften(a, page, weight + (i + k) * PAGE, page.bias + r / a.n_group * PAGE,
                                      a.slope[r % a.n_group], a.m[r], a.z[r]);
         }
-        block_outputs(a, tile, row + i, rows, weight + i * KEYS, shrink);
+        block_outputs(a, page, row + i, rows, weight + i * PAGE, shrink);
     }
 }
 
-void attend_exact_many(const ExactArgs & a) {
+void attend_exact(const ExactArgs & a) {
     const int64_t n_rows = a.n_tok * a.n_group;
-    float *       weight = (float *) cpu::scratch(cpu::SLOT_EXACT_WEIGHTS, BLOCK * KEYS * sizeof(float));
-    bool          seen[KEYS];
-    Tile          tile;
-    tile.keys   = (float *) cpu::scratch(cpu::SLOT_EXACT_KEYS, (size_t) (KEYS * a.d_k) * sizeof(float));
-    tile.values = (float *) cpu::scratch(cpu::SLOT_EXACT_VALUES, (size_t) (KEYS * a.d_v) * sizeof(float));
-    tile.bias   = (float *) cpu::scratch(cpu::SLOT_EXACT_BIAS, (size_t) (a.n_tok * KEYS) * sizeof(float));
-    tile.awake  = (bool *) cpu::scratch(cpu::SLOT_EXACT_AWAKE, (size_t) a.n_tok * sizeof(bool));
-    for (int64_t first = 0; first < a.n_keys; first += KEYS) {
-        tile.first = first;
-        tile.n     = (int32_t) (a.n_keys - first < KEYS ? a.n_keys - first : KEYS);
-        tile.n16   = (tile.n + 15) / 16 * 16;
-        if (!read_bias(a, tile, seen)) {
+    float *       weight = (float *) cpu::scratch(cpu::SLOT_EXACT_WEIGHTS, BLOCK * PAGE * sizeof(float));
+    bool          seen[PAGE];
+    Page          page;
+    page.keys   = (float *) cpu::scratch(cpu::SLOT_EXACT_KEYS, (size_t) (PAGE * a.d_k) * sizeof(float));
+    page.values = (float *) cpu::scratch(cpu::SLOT_EXACT_VALUES, (size_t) (PAGE * a.d_v) * sizeof(float));
+    page.bias   = (float *) cpu::scratch(cpu::SLOT_EXACT_BIAS, (size_t) (a.n_tok * PAGE) * sizeof(float));
+    page.awake  = (bool *) cpu::scratch(cpu::SLOT_EXACT_AWAKE, (size_t) a.n_tok * sizeof(bool));
+    for (int64_t first = 0; first < a.n_keys; first += PAGE) {
+        page.first = first;
+        page.n     = (int32_t) (a.n_keys - first < PAGE ? a.n_keys - first : PAGE);
+        if (!read_bias(a, page, seen)) {
             continue;
         }
-        read_rows(a, tile, seen);
+        read_rows(a, page, seen);
         for (int64_t row = 0; row < n_rows; row += BLOCK) {
-            step(a, tile, row, n_rows - row < BLOCK ? n_rows - row : BLOCK, weight);
+            step(a, page, row, n_rows - row < BLOCK ? n_rows - row : BLOCK, weight);
         }
     }
 }
