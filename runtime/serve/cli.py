@@ -18,6 +18,7 @@ from runtime import options
 from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError
+from subkv.base.files import remove_stale
 
 if TYPE_CHECKING:
     from subkv.engine.cache import CacheOptions
@@ -177,6 +178,8 @@ def main(
     if context.n_batch < n_slots:
         raise click.UsageError(f"-b: expected at least one token for each of {n_slots} slots, found {context.n_batch}")
     keys, folder = listening.keys(), offer.folder()
+    if folder is not None:
+        remove_stale(folder)
     if offer.embeddings and cache.type_k is None:
         # a text is evaluated once and its cells are never read again: nothing to gain from coefficients
         cache = dataclasses.replace(cache, type_k="f16", type_v=cache.type_v or "f16")
