@@ -36,18 +36,17 @@ def configuration(app: Any, limits: Limits) -> uvicorn.Config:
 class Server(uvicorn.Server):
     """After the signal, answers have GRACE_SECONDS; then the engine ends them, and their streams say why.
 
-    After `last` seconds the process ends with code 1, whatever it does: the thread that sees to it needs nothing of
+    After LAST_SECONDS the process ends with code 1, whatever it does: the thread that sees to it needs nothing of
     Python. Files appear complete or not at all, so nothing half-written is left under a name that is read.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, last: float = LAST_SECONDS) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
         self.engine = engine
-        self.last = last
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            faulthandler.dump_traceback_later(self.last, exit=True)
+            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True)
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
