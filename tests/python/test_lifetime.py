@@ -39,6 +39,65 @@ def test_two_layouts_in_turn(coded_model: Models) -> None:
                 np.testing.assert_array_equal(last_logits(llm, tokens), logits)
 
 
+def test_one_object_in_two_threads(coded_model: Models) -> None:
+    """llama.cpp's context is one thread's: a second one is told so, whatever it wants."""
+    with opened(coded_model()) as llm:
+        last_logits(llm, prompt(20))
+        state = llm.save_state()
+        inside, leave = threading.Event(), threading.Event()
+
+        def work() -> None:
+            with llm._ctx.alone():
+                inside.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            assert inside.wait(60)
+            calls: list[Callable[[], Any]] = [
+                lambda: llm.eval([1]),
+                lambda: llm.sample(),
+                lambda: llm.save_state(),
+                lambda: llm.load_state(state),
+                lambda: llm.embed("x"),
+                llm.close,
+            ]
+            for call in calls:
+                with pytest.raises((CacheError, RuntimeError), match="one thread at a time|embedding"):
+                    call()
+        finally:
+            leave.set()
+            thread.join()
+        llm.eval([1])
+
+
+def test_closed_during_another_threads_generation(coded_model: Models) -> None:
+    llm = opened(coded_model())
+    errors: list[Exception] = []
+    begun = threading.Event()
+
+    def generate() -> None:
+        try:
+            for _ in llm.generate(prompt(20), temp=0.0):
+                begun.set()
+        except CacheError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert begun.wait(60)
+    while thread.is_alive():
+        try:
+            llm.close()
+        except CacheError as error:
+            assert "one thread at a time" in str(error)
+    assert "closed" in str(errors[0]) or "one thread" in str(errors[0]) or "tokens in the context" in str(errors[0])
+    llm.close()
+    with pytest.raises(CacheError, match="closed"):
+        llm.eval([1])
+
+
 def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None:
     """Created, used and closed at once; each thread attaches its own layout and gets its own log."""
     paths = [*(coded_model(*layout) for layout in LAYOUTS), tiny_model("llama")]

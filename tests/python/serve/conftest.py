@@ -14,7 +14,3 @@ def served(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     """The coded tiny model behind four slots of 512 tokens."""
     with running(coded_model(), folder=tmp_path_factory.mktemp("slots")) as made:
         yield made
-
-
-def pytest_configure(config):  # TEMPORARY
-    config.option.maxfail = 0

@@ -75,7 +75,7 @@ def test_another_page_cannot_ask(served: Served) -> None:
 
 
 def test_keys_of_any_spelling(tiny_model: Callable[..., Path]) -> None:
-    with running(tiny_model("llama"), n_slots=1, n_ctx=256, keys=("clé-ключ", "plain", "é")) as served:
+    with running(tiny_model("llama"), n_slots=1, n_ctx=256, keys=("plain", "clé-ключ", "é")) as served:
         for value in (
             b"Bearer plain",
             b"bearer plain",
