@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -140,6 +141,8 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        # texts are tokenized in such threads: more of them would only take processors away from the engine
+        anyio.to_thread.current_default_thread_limiter().total_tokens = len(engine.slots)
         try:
             yield
         finally:
@@ -156,7 +159,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
 
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
-    def models() -> Any:
+    async def models() -> Any:
         meta = {
             "n_vocab": llm.n_vocab(),
             "n_ctx": engine.n_ctx,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -212,7 +213,10 @@ class Grammars:
             )
         self._control = ours
         ours.settimeout(START_SECONDS)
-        if ours.recv(1) != READY:
+        ready = b""
+        with contextlib.suppress(OSError):
+            ready = ours.recv(1)
+        if ready != READY:
             self._stop()
             raise ConnectionError("it did not start")
 

@@ -60,11 +60,10 @@ def test_one_object_in_two_threads(coded_model: Models) -> None:
                 lambda: llm.sample(),
                 lambda: llm.save_state(),
                 lambda: llm.load_state(state),
-                lambda: llm.embed("x"),
                 llm.close,
             ]
             for call in calls:
-                with pytest.raises((CacheError, RuntimeError), match="one thread at a time|embedding"):
+                with pytest.raises(CacheError, match="one thread at a time"):
                     call()
         finally:
             leave.set()
@@ -73,7 +72,7 @@ def test_one_object_in_two_threads(coded_model: Models) -> None:
 
 
 def test_closed_during_another_threads_generation(coded_model: Models) -> None:
-    llm = opened(coded_model())
+    llm = Llama(coded_model(), n_ctx=4096, n_threads=1, n_threads_batch=1, verbose=False)
     errors: list[Exception] = []
     begun = threading.Event()
 
@@ -92,7 +91,8 @@ def test_closed_during_another_threads_generation(coded_model: Models) -> None:
             llm.close()
         except CacheError as error:
             assert "one thread at a time" in str(error)
-    assert "closed" in str(errors[0]) or "one thread" in str(errors[0]) or "tokens in the context" in str(errors[0])
+    (error,) = errors
+    assert "closed" in str(error) or "one thread at a time" in str(error)
     llm.close()
     with pytest.raises(CacheError, match="closed"):
         llm.eval([1])
