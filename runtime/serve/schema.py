@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -46,6 +48,9 @@ def whole_characters(value: Any) -> Any:
             return found
         return found.encode("utf-8", "replace").decode()
 
+    with contextlib.suppress(UnicodeEncodeError, RecursionError):
+        json.dumps(value, ensure_ascii=False).encode()
+        return value  # as nearly always, and a hundred times faster
     top = [value]
     todo: list[Any] = [top]
     while todo:
