@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ import pytest
 from serving import Served, running
 from starlette.datastructures import Headers
 
+from runtime.serve import grammar_limits, schema
 from runtime.serve.guard import Hosts
 from runtime.serve.refusals import ApiError
-from runtime.serve.settings import Listening
+from runtime.serve.server import GRACE_SECONDS, LAST_SECONDS
+from runtime.serve.settings import Limits, Listening
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,38 @@ def test_a_stop_string_has_a_limit(served: Served) -> None:
     answer = served.client.post("/v1/completions", json={"prompt": "x", "stop": ["a" * 5000]})
     assert answer.status_code == 400
     assert "stop" in answer.json()["error"]["message"]
+
+
+def test_the_table_of_limits_has_the_numbers() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text("utf-8")
+    rows = [row.split(" | ") for row in text[text.index("## Limits") :].splitlines() if row.startswith("| ")]
+    by_name = {row[0].removeprefix("| "): row[1] for row in rows}
+    by_flag = {flag.strip("`"): limit for _, limit, flag, *_ in rows}
+    limits = Limits()
+    for flag, number in (
+        ("--connections", limits.n_connections),
+        ("--header-timeout", limits.header_timeout),
+        ("--max-body", limits.max_body >> 20),
+        ("--timeout", limits.timeout),
+        ("--queue", limits.n_queue),
+        ("--grammar-timeout", limits.grammar_timeout),
+        ("--grammar-memory", limits.grammar_memory),
+        ("--stall-timeout", limits.stall_timeout),
+    ):
+        assert re.search(rf"\b{number:g}\b", by_flag[flag]), flag
+    g, s = grammar_limits, schema
+    for name, numbers in {
+        "messages": [s.N_MESSAGES],
+        "stop strings": [s.N_STOPS, s.N_STOP],
+        "`logit_bias`": [s.N_BIAS, s.N_BIAS_TEXT],
+        "`logprobs`": [s.N_LOGPROBS],
+        "texts of an embeddings request": [s.N_INPUTS],
+        "grammar": [g.N_BYTES >> 10, g.N_RULES, g.N_ALTERNATIVES, g.N_NESTED, g.N_REPEAT],
+        "JSON schema": [g.N_BYTES >> 10, g.N_VALUES, g.N_DEPTH, g.N_PROPERTIES, g.N_PATTERN, g.N_REPEAT],
+        "answers under way at SIGTERM": [GRACE_SECONDS],
+        "the process after SIGTERM": [LAST_SECONDS],
+    }.items():
+        assert [int(n) for n in re.findall(r"\d+", by_name[name])] == numbers, name
 
 
 #
