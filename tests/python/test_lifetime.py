@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_closed_during_another_threads_generation(coded_model: Models) -> None:
         try:
             for _ in llm.generate(prompt(20), temp=0.0):
                 begun.set()
+                time.sleep(0.001)  # else the other thread hardly ever comes in between
         except CacheError as error:
             errors.append(error)
 

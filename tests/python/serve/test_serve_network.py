@@ -88,7 +88,7 @@ def test_keys_of_any_spelling(tiny_model: Callable[..., Path]) -> None:
             "bearer é".encode("latin-1"),
         ):
             assert httpx.get(f"{served.url}/v1/models", headers={b"Authorization": value}).status_code == 200, value
-        for value in (b"Bearer", b"bearer ", b"Basic plain", b"Bearer cl?-????", b"Bearer ?", b"\xff"):
+        for value in (b"Bearer", b"Basic plain", b"Bearer cl?-????", b"Bearer ?", b"\xff"):
             assert httpx.get(f"{served.url}/v1/models", headers={b"Authorization": value}).status_code == 401, value
 
 
@@ -165,10 +165,15 @@ def connected(served: Served) -> socket.socket:
 
 
 def ended(sock: socket.socket) -> bool:
+    """Whether the server closes the connection, after whatever it has sent."""
     try:
-        return sock.recv(1000) == b""
+        while sock.recv(1000):
+            pass
+    except TimeoutError:
+        return False
     except ConnectionError:
-        return True
+        pass
+    return True
 
 
 def test_headers_that_never_end(hasty: Served) -> None:
