@@ -39,7 +39,7 @@ from subkv.native.binding import llama_cpp
 from llama_cpp.server import types
 
 TOKEN = re.compile(r"[0-9]{1,10}")
-UNION_MEMBER = re.compile(r"[\[A-Z]")  # pydantic puts the types of a union's members between the fields' names
+UNION_MEMBER = re.compile(r"[\[A-Z]|^constrained-")  # pydantic puts union members' types between the fields' names
 
 
 # fields of a request that create_completion takes under the same name

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from serving import Served, running
 
 from runtime.serve import grammar_limits
-from runtime.serve.grammar_limits import check_grammar, check_schema
+from runtime.serve.grammar_limits import N_REPEAT, check_grammar, check_schema
 from runtime.serve.grammars import MIB, Grammars, SchemaText
 from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import SamplingError
@@ -40,11 +41,7 @@ def strict(tiny_model: Callable[..., Path]) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def grammars(tiny_model: Callable[..., Path]) -> Iterator[Grammars]:
-    from gguf import GGUFReader
-
-    model = tiny_model("llama")
-    n_vocab = len(GGUFReader(model).fields["tokenizer.ggml.tokens"].data)
-    made = Grammars(str(model), n_vocab, 1.0, 64 * MIB)
+    made = Grammars(str(tiny_model("llama")), tiny.N_VOCAB, 1.0, 64 * MIB)
     yield made
     made.close()
 
@@ -122,7 +119,7 @@ def test_schemas_beyond_the_limits(schema: Any, reason: str) -> None:
 
 def test_schemas_within_the_limits() -> None:
     pattern = r"^[\]}]{2,4}\]\}(a|[^\]])?$"
-    check_schema({"properties": {"pattern": {"type": "string", "pattern": pattern, "maxLength": 1024}}}, "tools")
+    check_schema({"properties": {"pattern": {"type": "string", "pattern": pattern, "maxLength": 1000}}}, "tools")
 
 
 #
@@ -146,6 +143,24 @@ def test_what_never_ends_is_ended(grammars: Grammars, monkeypatch: pytest.Monkey
 )
 def test_what_fills_the_memory_is_ended(grammars: Grammars, schema: dict[str, Any]) -> None:
     assert "memory" in refusal(grammars, SchemaText(json.dumps(schema))).lower()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 1, "maxLength": N_REPEAT},
+        {"type": "array", "items": {"type": "boolean"}, "minItems": N_REPEAT},
+        {"type": "array", "items": {"type": "boolean"}, "maxItems": N_REPEAT},
+        {"type": "string", "pattern": "^(ab){1,%d}$" % N_REPEAT},
+    ],
+)
+def test_what_the_limits_allow_becomes_a_grammar(tiny_model: Callable[..., Path], schema: dict[str, Any]) -> None:
+    check_schema(schema, "tools")
+    patient = Grammars(str(tiny_model("llama")), tiny.N_VOCAB, 60.0)
+    try:
+        patient.compile(patient.begin(), SchemaText(json.dumps(schema)))
+    finally:
+        patient.close()
 
 
 def test_schemas_and_refusals_are_remembered(grammars: Grammars) -> None:
@@ -178,7 +193,7 @@ def test_a_step_that_takes_too_long_ends_the_grammar(grammars: Grammars) -> None
 
 
 def test_closing_ends_a_compilation(grammars: Grammars) -> None:
-    patient = Grammars(grammars._model, grammars._n_vocab, 60.0, 64 * MIB)
+    patient = Grammars(grammars._model, tiny.N_VOCAB, 60.0, 64 * MIB)
     try:
         grammar = patient.begin()
         threading.Timer(0.5, grammar.close).start()
