@@ -151,7 +151,7 @@ def test_what_fills_the_memory_is_ended(grammars: Grammars, schema: dict[str, An
         {"type": "string", "minLength": 1, "maxLength": N_REPEAT},
         {"type": "array", "items": {"type": "boolean"}, "minItems": N_REPEAT},
         {"type": "array", "items": {"type": "boolean"}, "maxItems": N_REPEAT},
-        {"type": "string", "pattern": "^(ab){1,%d}$" % N_REPEAT},
+        {"type": "string", "pattern": f"^(ab){{1,{N_REPEAT}}}$"},
     ],
 )
 def test_what_the_limits_allow_becomes_a_grammar(tiny_model: Callable[..., Path], schema: dict[str, Any]) -> None:
