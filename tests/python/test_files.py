@@ -61,9 +61,12 @@ def test_what_killed_processes_left_of_an_entry(tmp_path: Path) -> None:
 def test_a_pipe_among_entries(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     entry = Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state")
+    other = Entry(b"i" * 32, np.arange(4, dtype=np.int32), b"state")
     os.mkfifo(tmp_path / entry.name())
-    with pytest.raises(OSError):
-        folder.heads(entry.identity)
+    folder.write(other)
+    assert list(Folder(tmp_path).heads(entry.identity)) == [other.name()]
+    folder.write(entry)
+    assert len(Folder(tmp_path).heads(entry.identity)) == 2
 
 
 def test_sizes_that_no_disk_holds(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ class Folder:
         return dict(known)
 
     def _read_head(self, name: str, identity: bytes) -> Head | None:
+        if not (self.path / name).is_file():  # somebody else's pipe, or removed meanwhile
+            return None
         try:
             with open_regular(self.path / name) as handle:
                 more, tokens, _ = read_head(handle)

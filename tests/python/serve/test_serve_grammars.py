@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serving import Served, running
 
 from runtime.serve import grammar_limits
@@ -120,6 +123,28 @@ def test_schemas_beyond_the_limits(schema: Any, reason: str) -> None:
 def test_schemas_within_the_limits() -> None:
     pattern = r"^[\]}]{2,4}\]\}(a|[^\]])?$"
     check_schema({"properties": {"pattern": {"type": "string", "pattern": pattern, "maxLength": 1000}}}, "tools")
+
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "pattern", "minLength", "maxItems", "properties", "$ref"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text('"[]\\{}()|#:=a9,\n', max_size=60), JSON)
+def test_whatever_comes_is_taken_or_refused(text: str, schema: Any) -> None:
+    for check in (
+        lambda: check_grammar(text),
+        lambda: check_schema(schema, "x"),
+        lambda: check_schema({"pattern": text}, "x"),
+    ):
+        with contextlib.suppress(ApiError):
+            check()
 
 
 #
