@@ -148,6 +148,11 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     for (const uint32_t stream : emptied) {
         adaptive_->reset(stream);
     }
+    for (int32_t s = std::max(0, seq); s < (seq < 0 ? window_.n_seq() : std::min(window_.n_seq(), seq + 1)); ++s) {
+        if (cells.max_pos_outside(s, p0, p1) < 0) {
+            window_.forget(s);
+        }
+    }
     return true;
 }
 

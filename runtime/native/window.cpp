@@ -74,6 +74,22 @@ bool Window::holds(int32_t seq, int32_t pos) const {
 
 void Window::clear() {
     std::fill(pos_.begin(), pos_.end(), -1);
+    for (const auto & buf : bufs_) {
+        ggml_backend_buffer_clear(buf.get(), 0);
+    }
+}
+
+void Window::forget(int32_t seq) {
+    const auto begin = pos_.begin() + first_slot(seq);
+    if (std::all_of(begin, begin + n_slot_, [](int32_t pos) { return pos < 0; })) {
+        return;
+    }
+    std::fill(begin, begin + n_slot_, -1);
+    for (ggml_tensor * t : tensor_) {
+        if (t) {
+            ggml_backend_tensor_memset(t, 0, (size_t) first_slot(seq) * t->nb[1], (size_t) n_slot_ * t->nb[1]);
+        }
+    }
 }
 
 bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {

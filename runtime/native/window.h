@@ -33,7 +33,10 @@ public:
     ggml_tensor * rows(int32_t il) const;
     size_t        bytes() const { return bytes_; }
 
+    // Rows of a text that was removed must not leave in the next state: both overwrite them with zeros.
     void clear();
+    void forget(int32_t seq); // a sequence without cells
+
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +25,8 @@ from starlette.middleware import Middleware
 from runtime.serve import metrics, refusals, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
-from runtime.serve.guard import Guard, Places
+from runtime.serve.grammars import guard_thread
+from runtime.serve.guard import Guard, Hosts, Places
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.runs import EventStream, Run
 from runtime.serve.settings import Limits
@@ -34,10 +36,10 @@ from subkv.engine.llama import Llama
 from subkv.native.binding import llama_cpp
 
 # isort: split
-from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server import types
 
-UNION_MEMBER = re.compile(r"[\[A-Z]")  # pydantic puts the types of a union's members between the fields' names
+TOKEN = re.compile(r"[0-9]{1,10}")
+UNION_MEMBER = re.compile(r"[\[A-Z]|^constrained-")  # pydantic puts union members' types between the fields' names
 
 
 # fields of a request that create_completion takes under the same name
@@ -59,7 +61,7 @@ class Service:
         self.llm = self.engine.llm
         self.created = int(time.time())
         n_slots = len(self.engine.slots)
-        self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request")
+        self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request", initializer=guard_thread)
         self.places = Places(n_slots, self.limits.n_queue)
         self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
 
@@ -79,25 +81,31 @@ class Service:
 
 
 def sampling(llm: Llama, body: Any) -> dict[str, Any]:
-    """A request's fields as arguments of create_completion."""
+    """A request's fields as arguments of create_completion. Raises ApiError. Tokenizes: not for the event loop."""
     arguments: dict[str, Any] = body.model_dump(include=SAMPLING)
     if body.logit_bias:
-        bias = body.logit_bias
-        if body.logit_bias_type == "tokens":
-            bias = {
-                token: score
-                for text, score in bias.items()
-                for token in llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
-            }
-        n_vocab = llm.n_vocab()
-        if not all(str(token).isdecimal() and int(token) < n_vocab for token in bias):
-            raise bad_field("logit_bias", f"expected tokens from 0 to {n_vocab - 1}, found others")
-        arguments["logit_bias"] = bias
+        arguments["logit_bias"] = biases(llm, body.logit_bias, body.logit_bias_type == "tokens")
     if body.min_tokens:
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(
             [llama_cpp.MinTokensLogitsProcessor(body.min_tokens, llm.token_eos())]
         )
     return arguments
+
+
+def biases(llm: Llama, scores: dict[str, float], texts: bool) -> dict[str, float]:
+    """By token: what is added to its logit. texts: the keys are such, every token of one gets its score."""
+    if any(len(key) > schema.N_BIAS_TEXT for key in scores):
+        raise bad_field("logit_bias", f"expected keys of at most {schema.N_BIAS_TEXT} characters, found a longer one")
+    if texts:
+        return {
+            str(token): score
+            for text, score in scores.items()
+            for token in llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
+        }
+    n_vocab = llm.n_vocab()
+    if not all(TOKEN.fullmatch(key) and int(key) < n_vocab for key in scores):
+        raise bad_field("logit_bias", f"expected tokens from 0 to {n_vocab - 1}, found others")
+    return scores
 
 
 async def refused(_: Request, error: Exception) -> Response:
@@ -108,7 +116,7 @@ async def refused(_: Request, error: Exception) -> Response:
 async def invalid(request: Request, error: RequestValidationError) -> Response:
     # of a union every member says what it misses: the one whose literals fit is the one that was meant
     first = min(error.errors(), key=lambda found: found["type"] == "literal_error")
-    where = ".".join(str(part) for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
+    where = ".".join(f"{part!s:.64}" for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
     message = f"{where}: {first['msg']}" if where else first["msg"]
     return await refused(request, ApiError(400, message, where or None))
 
@@ -126,20 +134,23 @@ HANDLERS: dict[Any, Any] = {
 }
 
 
-def create_app(service: Service, keys: list[str]) -> FastAPI:
-    """The application; its engine starts and ends with it."""
+def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) -> FastAPI:
+    """The application; its engine starts and ends with it. hosts: which names it answers to, None: to any."""
     engine, llm = service.engine, service.llm
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        # texts are tokenized in such threads: more of them would only take processors away from the engine
+        anyio.to_thread.current_default_thread_limiter().total_tokens = len(engine.slots)
         try:
             yield
         finally:
             await asyncio.to_thread(engine.close)
             await asyncio.to_thread(service.pool.shutdown)
 
-    guard = Middleware(Guard, keys=keys, max_body=service.limits.max_body, timeout=service.limits.timeout)
+    limits = service.limits
+    guard = Middleware(Guard, keys=keys, max_body=limits.max_body, timeout=limits.timeout, hosts=hosts)
     app = FastAPI(title="subkv", lifespan=lifespan, middleware=[guard], exception_handlers=HANDLERS)
 
     #
@@ -148,7 +159,7 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
 
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
-    def models() -> Any:
+    async def models() -> Any:
         meta = {
             "n_vocab": llm.n_vocab(),
             "n_ctx": engine.n_ctx,
@@ -164,14 +175,18 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
         prompt: Any = body.prompt  # OpenAI's lists of one prompt stand for it
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        arguments = sampling(llm, body)
-        arguments |= body.model_dump(include={"max_tokens", "logprobs", "echo"})
-        arguments["grammar"] = LlamaGrammar.from_string(body.grammar, verbose=False) if body.grammar else None
-        return await service.complete(request, body, lambda made: made.create_completion(prompt, **arguments))
+        arguments = body.model_dump(include={"max_tokens", "logprobs", "echo"})
+        arguments["grammar"] = schema.text_grammar(body.grammar)
+
+        def work(made: RequestLlama) -> Any:
+            return made.create_completion(prompt, **arguments, **sampling(llm, body))
+
+        return await service.complete(request, body, work)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: schema.ChatRequest) -> Response:
-        arguments = sampling(llm, body)
+        schema.check_tools(body)
+        grammar, choice = schema.chat_grammar(body), schema.tool_choice(body)
 
         def work(made: RequestLlama) -> Any:
             return made.create_chat_completion(
@@ -179,12 +194,12 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
                 functions=body.functions,
                 function_call=body.function_call,
                 tools=body.tools,
-                tool_choice=schema.tool_choice(body),
-                grammar=schema.chat_grammar(body),
+                tool_choice=choice,
+                grammar=grammar,
                 max_tokens=body.max_tokens,
                 logprobs=body.logprobs,
                 top_logprobs=body.top_logprobs or 0,
-                **arguments,
+                **sampling(llm, body),
             )
 
         return await service.complete(request, body, work)
@@ -241,6 +256,8 @@ def create_app(service: Service, keys: list[str]) -> FastAPI:
     @app.get("/health")
     @app.get("/v1/health", include_in_schema=False)
     async def health() -> Any:
+        if reason := engine.stuck:
+            raise ApiError(503, reason, retry_after=10)
         return {"status": "ok"}
 
     @app.get("/metrics")

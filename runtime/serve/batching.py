@@ -15,21 +15,26 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 import numpy as np
 
+from runtime.serve.grammars import Grammars
 from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, truncate
 from runtime.serve.slots_llama import SlotsLlama
 from runtime.serve.task import CancelledError, Task
+from runtime.serve.watchdog import Watchdog
 from subkv.base.errors import SubkvError
 from subkv.engine.context import Logits, decode_batch
 from subkv.native.binding import C, internals
 
 T = TypeVar("T")
+
+STALL_SECONDS = 600.0
+POLL_SECONDS = 0.002  # between two looks at slots that wait for nothing but their grammars
 
 
 def stopping() -> ApiError:
@@ -66,10 +71,15 @@ class Piece:
 
 
 class Engine:
-    """Runs tasks on the slots of a model's context."""
+    """Runs tasks on the slots of a model's context.
 
-    def __init__(self, llm: SlotsLlama) -> None:
+    stall: seconds that a step may take before callers are told. grammars: where those of requests are compiled.
+    """
+
+    def __init__(self, llm: SlotsLlama, stall: float = STALL_SECONDS, grammars: Grammars | None = None) -> None:
         self.llm = llm
+        self.grammars = grammars or Grammars(llm.model_path, llm.n_vocab())
+        self.watchdog = Watchdog(stall, self._stalled)
         self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
         self.slots = [Slot(i) for i in range(llm.n_slots)]
         self.totals = Totals()
@@ -81,6 +91,7 @@ class Engine:
         self._n_vocab = llm.n_vocab()
         self._waiting: deque[Task] = deque()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._job: Future[Any] | None = None  # at work
         self._stopping = False
         self._n_used = 0
         self._lock = threading.Lock()
@@ -89,6 +100,7 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+        self.watchdog.start()
 
     def stop(self) -> None:
         """End what runs, take nothing more."""
@@ -101,6 +113,8 @@ class Engine:
         self.stop()
         if self._thread.is_alive():
             self._thread.join()
+        self.watchdog.close()
+        self.grammars.close()
 
     #
     # from other threads
@@ -125,8 +139,29 @@ class Engine:
         with self._lock:
             if self._stopping:
                 raise stopping()
+            if reason := self.watchdog.stalled:
+                raise ApiError(503, reason, retry_after=10)
             yield
         self._wake.set()
+
+    def _stalled(self, reason: str) -> None:
+        """From the watchdog: whoever waits for the step that does not end hears of it. The step itself goes on."""
+        error = ApiError(503, reason, retry_after=10)
+        for slot in self.slots:
+            if (task := slot.task) is not None:
+                task.cancel(error)
+        for task in list(self._waiting):
+            task.cancel(error)
+        for future in (self._job, *(future for _, future in list(self._jobs))):
+            with contextlib.suppress(InvalidStateError):  # it has just ended
+                if future is not None:
+                    future.set_exception(error)
+
+    @property
+    def stuck(self) -> str | None:
+        """Why no request can be answered, a sentence; None: they can."""
+        started = self._thread.ident is not None
+        return "the engine has ended" if started and not self._thread.is_alive() else self.watchdog.stalled
 
     @property
     def n_busy(self) -> int:
@@ -150,8 +185,10 @@ class Engine:
             self._wake.wait()
             self._wake.clear()
             try:
-                while not self._stopping and self._step():
-                    pass
+                while not self._stopping:
+                    with self.watchdog.step():
+                        if not self._step():
+                            break
             except Exception as error:  # a fault of ours must not leave callers waiting for ever
                 traceback.print_exc(file=sys.stderr)
                 self._fail_all(error)
@@ -164,18 +201,13 @@ class Engine:
         while self._waiting:
             self._waiting.popleft().end(error)
         while self._jobs:
-            self._jobs.popleft()[1].set_exception(error)
+            future = self._jobs.popleft()[1]
+            if not future.done():
+                future.set_exception(error)
 
     def _step(self) -> bool:
         """Whether there was anything to evaluate."""
-        while self._jobs:
-            job, future = self._jobs.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(job())
-            except Exception as error:
-                future.set_exception(error)
+        self._work()
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._end(slot, CancelledError())
@@ -183,11 +215,32 @@ class Engine:
             task = self._waiting.popleft()
             if not task.cancelled:
                 self._admit(task)
+        choosing = [slot for slot in self.slots if slot.task is not None and slot.task.choosing]
+        for slot in choosing:
+            self._choose(slot)
         pieces = self._pieces()
-        if not pieces:
-            return False
-        self._evaluate(pieces)
-        return True
+        if pieces:
+            self._evaluate(pieces)
+        elif choosing:
+            self._wake.wait(POLL_SECONDS)
+            self._wake.clear()  # the next step looks at everything there is
+        return bool(pieces or choosing)
+
+    def _work(self) -> None:
+        """Carry out what was given to call()."""
+        while self._jobs:
+            job, future = self._jobs.popleft()
+            if future.done() or not future.set_running_or_notify_cancel():
+                continue
+            self._job = future
+            result, error = None, None
+            try:
+                result = job()
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(InvalidStateError):  # the watchdog has given it up
+                future.set_result(result) if error is None else future.set_exception(error)
+            self._job = None
 
     def _admit(self, task: Task) -> None:
         slot = choose(self.slots, task.prompt, self._n_removable)
@@ -255,11 +308,27 @@ class Engine:
                     task.prompt_scores.append(scored(token, self._row(i), task.sampler.n_top))
             if not complete:
                 return
-            row = self._row(piece.start + len(piece.tokens) - 1)
-            task.give(task.sampler.sample(row, task.tokens, self._candidates))
+        except Exception as error:  # of this request only
+            self._end(slot, error)
+            return
+        self._choose(slot, self._row(piece.start + len(piece.tokens) - 1))
+
+    def _choose(self, slot: Slot, row: Logits | None = None) -> None:
+        """Sample from a row of logits; None: from the one whose grammar had not answered."""
+        task = slot.task
+        assert task is not None
+        try:
+            sampler = task.sampler
+            found = (
+                sampler.resume(self._candidates) if row is None else sampler.sample(row, task.tokens, self._candidates)
+            )
         except Exception as error:  # of this request only: its grammar, its processors
             self._end(slot, error)
             return
+        task.choosing = found is None
+        if found is None:
+            return
+        task.give(found)
         if task.n_sampled >= task.limit or self.llm.opened.is_end(task.tokens[-1]):
             self._end(slot)
 

@@ -15,25 +15,27 @@ from typing import TYPE_CHECKING
 import click
 
 from runtime import options
-from runtime.serve.settings import N_CONNECTIONS, N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
+from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError
+from subkv.base.files import remove_stale
 
 if TYPE_CHECKING:
     from subkv.engine.cache import CacheOptions
     from subkv.engine.context import ContextOptions
 
 N_OTHER_FILES = 64
+SECONDS = click.FloatRange(min=0, min_open=True)
 
 
-def _n_connections() -> int:
+def _n_connections(wanted: int) -> int:
     """How many connections the process may hold, with some of its files left for everything else."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = N_CONNECTIONS + N_OTHER_FILES
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    n_files = wanted + N_OTHER_FILES
+    if soft < n_files:
+        soft = n_files if hard == resource.RLIM_INFINITY else min(n_files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return min(N_CONNECTIONS, soft - N_OTHER_FILES)
+    return min(wanted, soft - N_OTHER_FILES)
 
 
 listening_options = group(
@@ -49,6 +51,12 @@ listening_options = group(
     ),
     click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="key that requests must give"),
     click.option("--api-key-file", type=options.PATH, metavar="FILE", help="file of keys, one per line"),
+    click.option(
+        "--allow-host",
+        multiple=True,
+        metavar="NAME",
+        help="name under which the server, or a page that asks it, may be reached beside localhost, *: any",
+    ),
 )
 offer_options = group(
     "offer",
@@ -97,10 +105,41 @@ limit_options = group(
     ),
     click.option("--max-body", type=click.IntRange(min=1), default=Limits.max_body, help="bytes of a request's body"),
     click.option(
+        "--header-timeout",
+        type=SECONDS,
+        default=Limits.header_timeout,
+        help="seconds for a request's headers to come, and for a connection without a request",
+    ),
+    click.option(
+        "--connections",
+        "n_connections",
+        type=click.IntRange(min=1),
+        default=Limits.n_connections,
+        help="connections at a time; beyond them the one that has waited longest for a request is closed",
+    ),
+    click.option(
+        "--grammar-timeout",
+        type=SECONDS,
+        default=Limits.grammar_timeout,
+        help="seconds to compile a grammar or a JSON schema, and to check one token against it",
+    ),
+    click.option(
+        "--grammar-memory",
+        type=click.IntRange(min=16),
+        default=Limits.grammar_memory,
+        help="MiB of memory for each grammar",
+    ),
+    click.option(
+        "--stall-timeout",
+        type=SECONDS,
+        default=Limits.stall_timeout,
+        help="seconds of one step of the engine, after which /health says 503 and waiting requests end",
+    ),
+    click.option(
         "-to",
         "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
-        default=600,
+        type=SECONDS,
+        default=Limits.timeout,
         envvar="LLAMA_ARG_TIMEOUT",
         help="seconds for a request's body to come and for a client to take a piece of the answer",
     ),
@@ -131,7 +170,7 @@ def main(
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise SubkvError("serve", f"expected package {error.name}, found none; pip install 'subkv[server]'") from error
 
@@ -139,18 +178,23 @@ def main(
     if context.n_batch < n_slots:
         raise click.UsageError(f"-b: expected at least one token for each of {n_slots} slots, found {context.n_batch}")
     keys, folder = listening.keys(), offer.folder()
+    if folder is not None:
+        remove_stale(folder)
     if offer.embeddings and cache.type_k is None:
         # a text is evaluated once and its cells are never read again: nothing to gain from coefficients
         cache = dataclasses.replace(cache, type_k="f16", type_v=cache.type_v or "f16")
     if offer.pooling is not None and not offer.embeddings:
         raise click.UsageError("--pooling: expected --embeddings beside it, found none")
     context = dataclasses.replace(context, n_ctx=n_slots * N_CTX_SLOT if offer.n_ctx is None else offer.n_ctx)
-    with listening.listen(limits.timeout) as sock:
+    limits = dataclasses.replace(limits, n_connections=_n_connections(limits.n_connections))
+    with listening.listen(limits.timeout, limits.n_connections) as sock:
         # numpy, the native libraries and the extra `server`: not for a --help, and a port in use costs no time
         from runtime.opening import open_llama
         from runtime.serve.app import Service, create_app
         from runtime.serve.batching import Engine
-        from runtime.serve.server import GRACE_SECONDS, Server
+        from runtime.serve.grammars import MIB, Grammars
+        from runtime.serve.guard import Hosts
+        from runtime.serve.server import Server, configuration
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.engine.stats import cache_line
         from subkv.native.binding import llama_cpp
@@ -161,25 +205,19 @@ def main(
                     "model", "expected a model that generates text, found one that only encodes; use --embeddings"
                 )
             options.note(cache_line(llm.kv_stats()))
-            engine = Engine(llm)
+            grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
+            engine = Engine(llm, limits.stall_timeout, grammars)
             service = Service(engine, offer.alias or Path(llm.model_path).name, limits, offer.embeddings, folder)
-            config = uvicorn.Config(
-                create_app(service, keys),
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                timeout_graceful_shutdown=2 * GRACE_SECONDS,
-                backlog=N_CONNECTIONS,
-                limit_concurrency=_n_connections(),
-            )
             host, port = sock.getsockname()[:2]
+            names = listening.names(host)
+            app = create_app(service, keys, None if names is None else Hosts(names))
             address = f"[{host}]" if ":" in host else host
             options.note(f"{n_slots} slots of {engine.n_ctx} tokens, listening on http://{address}:{port}")
             # uvicorn ends on these and then raises them once more, for whoever had them before
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
             try:
-                Server(config, engine).run(sockets=[sock])
+                Server(configuration(app, limits), engine).run(sockets=[sock])
             finally:
                 engine.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,20 +17,18 @@ import jinja2
 import numpy as np
 
 from runtime.serve.batching import Engine
+from runtime.serve.grammars import Grammar
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.sampling import Processor, Sampler, Scored
 from runtime.serve.slots_llama import SlotsLlama
-from runtime.serve.task import Task
+from runtime.serve.task import CancelledError, Task
 from runtime.serve.text import StopText
-from subkv.native.binding import C, internals, llama_cpp
+from subkv.native.binding import llama_cpp
 
 # isort: split
 from llama_cpp.llama_chat_format import get_chat_completion_handler
 
 Chunk = dict[str, Any]
-
-N_RULES, N_NESTED = 4096, 256  # of a grammar
-GRAMMAR_TEXT = re.compile(r'"(\\.|[^"\\])*"|\[(\\.|[^\]\\])*\]|#[^\n]*')  # strings, classes, comments
 
 
 class Logprobs:
@@ -82,6 +79,7 @@ class RequestLlama:
         self.name = name
         self.n_predict = n_predict
         self.tasks: list[Task] = []
+        self._grammars: list[Grammar] = []
         self.usage: dict[str, int] = {}
         self.cancelled = False
         self._seed = 0
@@ -92,6 +90,8 @@ class RequestLlama:
     def cancel(self) -> None:
         """Nobody waits any more: give the slot back."""
         self.cancelled = True
+        for grammar in self._grammars:
+            grammar.close()
         for task in self.tasks:
             task.cancel()
 
@@ -179,24 +179,23 @@ class RequestLlama:
             raise bad_field("prompt", "expected at least one token, found none")
         return tokens
 
-    def _grammar(self, grammar: Any) -> internals.LlamaSampler | None:
-        """A LlamaGrammar as a sampler. Raises ApiError.
-
-        llama.cpp's parser and its search for left recursion recurse: what is nested too deeply would end the process.
-        """
+    def _grammar(self, grammar: Any) -> Grammar | None:
+        """A LlamaGrammar at work in its process. Raises ApiError; cancel() ends the wait for it."""
         if grammar is None:
             return None
-        bare = GRAMMAR_TEXT.sub("", grammar._grammar)
-        steps = np.cumsum([1 if bracket == "(" else -1 for bracket in bare if bracket in "()"])
-        if bare.count("::=") > N_RULES or steps.max(initial=0) > N_NESTED:
-            raise bad_field("grammar", f"expected at most {N_RULES} rules and {N_NESTED} nested groups, found more")
-        text, root = grammar._grammar.encode(), grammar._root.encode()
-        sampler = C.llama_sampler_init_grammar(self.llm.opened.vocab, text, root)
-        if not sampler:  # a chain would take it as it is, and fail at its first use
-            raise bad_field("grammar", "expected GBNF that llama.cpp can read, found something else")
-        chain = internals.LlamaSampler()
-        C.llama_sampler_chain_add(chain.sampler, sampler)
-        return chain
+        grammars = self.engine.grammars
+        made = grammars.begin()
+        self._grammars.append(made)
+        try:
+            if self.cancelled:
+                raise CancelledError
+            grammars.compile(made, grammar._grammar)
+        except BaseException:
+            made.close()
+            if self.cancelled:
+                raise CancelledError from None
+            raise
+        return made
 
     def _chunks(self, task: Task, text: StopText, limit: int, echo: str, before: str, criteria: Any) -> Iterator[Chunk]:
         """Chunks of text, then an empty one with the reason of the end. The text begins with `echo`, after `before`."""

@@ -1,11 +1,14 @@
-"""What stands between the network and the routes: keys, body sizes, timeouts and the queue."""
+"""What stands between the network and the routes: names, keys, body sizes, timeouts and the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Sequence
+import ipaddress
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from urllib.parse import urlsplit
 
 import anyio
 from starlette.datastructures import Headers
@@ -15,17 +18,58 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.serve.refusals import ApiError, body
 
 PUBLIC = ("/health", "/v1/health")
+BEARER = re.compile(rb"bearer +", re.IGNORECASE)
+
+
+class Hosts:
+    """The names that a server answers to beside localhost and loopback addresses.
+
+    A page of somebody else reaches a server on this machine through the user's browser: under a name of its own that it
+    lets point here (DNS rebinding), or by a request whose answer it need not read.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = {name.lower().strip("[]") for name in names}
+
+    def check(self, headers: Headers) -> None:
+        """Refuse a request for another name, or from a page of another origin. Raises ApiError."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _name(f"//{host}")
+        if not (name in self.names or name == "localhost" or _loopback(name)):
+            raise ApiError(403, f"expected a Host of this machine, found {host!r:.80}; others need --allow-host")
+        if origin is None or origin.partition("://")[2].lower() == host.lower() or _name(origin) in self.names:
+            return
+        raise ApiError(403, f"expected a page of this server, found Origin {origin!r:.80}; others need --allow-host")
+
+
+def _name(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class Guard:
     """ASGI middleware: refuses strangers and oversized bodies, ends clients that neither send nor read.
 
-    max_body in bytes; timeout in seconds, for the whole of a request's body and for each piece of an answer.
+    max_body in bytes; timeout in seconds, for the whole of a request's body and for each piece of an answer. hosts
+    None: requests for any name are answered.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, timeout: float) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], max_body: int, timeout: float, hosts: Hosts | None = None
+    ) -> None:
         self.app = app
-        self.keys = [key.encode() for key in keys]
+        self.hosts = hosts
+        # clients send what is not ASCII as either
+        self.keys = [key.encode(code, "replace") for key in keys for code in ("utf-8", "latin-1")]
         self.max_body = max_body
         self.timeout = timeout
 
@@ -35,6 +79,8 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
+            if self.hosts is not None:
+                self.hosts.check(headers)
             self._check_key(scope["path"], headers)
             length = headers.get("content-length", "")
             self._check_size(int(length) if length.isdecimal() else 0)
@@ -68,9 +114,10 @@ class Guard:
     def _check_key(self, path: str, headers: Headers) -> None:
         if not self.keys or path in PUBLIC:
             return
-        given = headers.get("authorization") or headers.get("x-api-key") or ""
-        given = given.removeprefix("Bearer ")
-        equal = [hmac.compare_digest(given.encode(), key) for key in self.keys]  # all of them: time tells nothing
+        raw = dict(headers.raw)
+        given = raw.get(b"authorization") or raw.get(b"x-api-key") or b""
+        given = BEARER.sub(b"", given, count=1) if BEARER.match(given) else given
+        equal = [hmac.compare_digest(given, key) for key in self.keys]  # all of them: time tells nothing
         if not any(equal):
             raise ApiError(401, "expected an API key of this server (Authorization: Bearer KEY), found none or another")
 

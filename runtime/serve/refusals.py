@@ -13,6 +13,7 @@ from subkv.base.errors import StateError
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,6 +14,19 @@ from subkv.engine.context import Logits
 from subkv.native.binding import C, internals, llama_cpp
 
 Processor = Callable[[Any, Logits], Logits]
+
+# Seconds that a step waits for a grammar; most answer in a tenth of a millisecond. Others are asked again after the
+# next step: nobody waits for them.
+PATIENCE = 0.02
+
+
+class Grammar(Protocol):
+    """What may follow, as runtime.serve.grammars.Grammar says it."""
+
+    def ask(self, token: int | None) -> None: ...
+    def answer(self, wait: float) -> Any: ...
+    def accept(self, token: int) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +56,13 @@ def scored(token: int, logits: Logits, n_top: int | None) -> Scored:
 class Sampler:
     """The samplers of one request.
 
-    chain: llama.cpp's samplers; it ends with one that selects. grammar: a chain of a grammar alone. bias: token ->
+    chain: llama.cpp's samplers; it ends with one that selects. grammar: what the answer must follow. bias: token ->
     what is added to its logit. processors: llama_cpp's logits processors, called with the tokens so far and the logits
     [n_vocab]. n_top: how many likely tokens to score, None: nothing is scored.
     """
 
     chain: internals.LlamaSampler
-    grammar: internals.LlamaSampler | None
+    grammar: Grammar | None
     bias: dict[int, float]
     processors: Sequence[Processor]
     n_top: int | None
@@ -57,11 +70,13 @@ class Sampler:
     def __post_init__(self) -> None:
         self._biased = np.array(list(self.bias), dtype=np.intp)
         self._scores = np.array(list(self.bias.values()), dtype=np.float32)
+        self._asked: tuple[int | None, Logits, Logits] | None = None  # the grammar: token, logits, the same with biases
 
-    def sample(self, logits: Logits, tokens: Sequence[int], candidates: internals.LlamaTokenDataArray) -> Scored:
+    def sample(self, logits: Logits, tokens: Sequence[int], candidates: internals.LlamaTokenDataArray) -> Scored | None:
         """The token that follows `tokens`, from the model's logits [n_vocab]. Raises SamplingError.
 
-        candidates: room for one row, which this call overwrites.
+        candidates: room for one row, which this call overwrites. None: the grammar has not answered yet; resume()
+        asks it again.
         """
         row = logits
         if self.processors or self.bias:
@@ -70,32 +85,48 @@ class Sampler:
             for process in self.processors:
                 row = process(np.array(tokens, dtype=np.intc), row)
         token = self._choose(row, candidates, self.chain)
+        if self.grammar is None:
+            return self._taken(token, logits)
         # a grammar takes milliseconds for all of a vocabulary, microseconds for one token: as in llama.cpp's own
         # programs the token is chosen freely, and again under the grammar only when that rules it out
-        if self.grammar is not None and (token is None or not self._admits(token)):
-            token = self._choose(row, candidates, self.grammar, self.chain)
-        # llama.cpp ends the process when a grammar is told to accept what it has ruled out
+        self.grammar.ask(token)
+        self._asked = token, logits, row
+        found = self.resume(candidates, PATIENCE)
+        if found is None:
+            self._asked = token, logits.copy(), row.copy()  # the next step overwrites them
+        return found
+
+    def resume(self, candidates: internals.LlamaTokenDataArray, wait: float = 0.0) -> Scored | None:
+        """What sample() has not returned, after at most `wait` seconds; None: not yet. Raises SamplingError."""
+        assert self.grammar is not None and self._asked is not None
+        allowed = self.grammar.answer(wait)
+        if allowed is None:
+            return None
+        token, logits, row = self._asked
+        self._asked = None
+        if allowed is not True:
+            token = self._choose(np.where(allowed, row, np.float32(-np.inf)), candidates, self.chain)
+            if token is not None:
+                self.grammar.accept(token)
+        return self._taken(token, logits)
+
+    def close(self) -> None:
+        """End the grammar. Any thread may."""
+        if self.grammar is not None:
+            self.grammar.close()
+
+    def _taken(self, token: int | None, logits: Logits) -> Scored:
         if token is None:
             raise SamplingError("", "no token can follow: the grammar rules out all of the vocabulary")
-        if self.grammar is not None:
-            self.grammar.accept(token)
         self.chain.accept(token)
         return scored(token, logits, self.n_top)
 
     @staticmethod
-    def _choose(row: Logits, candidates: internals.LlamaTokenDataArray, *chains: internals.LlamaSampler) -> int | None:
-        """The choice of the chains, one after the other; None when it is none."""
+    def _choose(row: Logits, candidates: internals.LlamaTokenDataArray, chain: internals.LlamaSampler) -> int | None:
+        """The chain's choice; None when it is none."""
         candidates.copy_logits(row)
         array = candidates.candidates
         array.selected = -1
-        for chain in chains:
-            C.llama_sampler_apply(chain.sampler, ctypes.byref(array))
+        C.llama_sampler_apply(chain.sampler, ctypes.byref(array))
         chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
         return int(chosen.id) if chosen is not None and np.isfinite(chosen.logit) else None
-
-    def _admits(self, token: int) -> bool:
-        assert self.grammar is not None
-        alone = C.llama_token_data(id=token, logit=1.0, p=0.0)
-        array = C.llama_token_data_array(data=ctypes.pointer(alone), size=1, selected=-1, sorted=False)
-        C.llama_sampler_apply(self.grammar.sampler, ctypes.byref(array))
-        return bool(np.isfinite(alone.logit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Annotated, Any, Literal
 
@@ -22,18 +23,44 @@ from subkv.native.binding import llama_cpp
 from llama_cpp.llama_grammar import JSON_GBNF, LlamaGrammar
 from llama_cpp.server import types
 
+from runtime.serve.grammar_limits import check_grammar, check_schema
+from runtime.serve.grammars import SchemaText
 from runtime.serve.refusals import bad_field
 
 N_MESSAGES = 8192
-N_STOPS = 64
+N_STOPS, N_STOP = 64, 4096  # how many, and the characters of one
 N_LOGPROBS = 100
-N_BIAS = 4096
+N_BIAS, N_BIAS_TEXT = 4096, 256  # how many, and the characters of one
 N_INPUTS = 2048  # texts of an embeddings request, as OpenAI has it
 
 # OpenAI's two names and llama.cpp's
 MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Count = Annotated[int, Field(ge=1, le=1)]
+Stop = Annotated[str, Field(max_length=N_STOP)]
+
+
+def whole_characters(value: Any) -> Any:
+    """Parsed JSON without halves of surrogate pairs. Not recursive: it may be nested as deeply as the parser goes."""
+
+    def text(found: Any) -> Any:
+        if not isinstance(found, str) or found.isascii():
+            return found
+        return found.encode("utf-8", "replace").decode()
+
+    with contextlib.suppress(UnicodeEncodeError, RecursionError):
+        json.dumps(value, ensure_ascii=False).encode()
+        return value  # as nearly always, and a hundred times faster
+    top = [value]
+    todo: list[Any] = [top]
+    while todo:
+        into = todo.pop()
+        for key in list(into) if isinstance(into, dict) else range(len(into)):
+            inner = into.pop(key) if isinstance(into, dict) else into[key]
+            into[text(key)] = inner = text(inner)
+            if isinstance(inner, (dict, list)):
+                todo.append(inner)
+    return top[0]
 
 
 class StreamOptions(BaseModel):
@@ -52,7 +79,7 @@ class Common(BaseModel):
     repeat_penalty: float = Field(1.0, gt=1e-3, le=1e3)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    stop: str | Annotated[list[str], Field(max_length=N_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=N_STOPS)] | None = None
     seed: Seed | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=N_BIAS)] | None = None
     stream_options: StreamOptions | None = None
@@ -60,8 +87,10 @@ class Common(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_nulls(cls, fields: Any) -> Any:
-        """A null field is one that was not given."""
-        return {key: v for key, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+        """A null field is one that was not given; halves of surrogate pairs, which are no text, become "?"."""
+        if not isinstance(fields, dict):
+            return fields
+        return {key: v for key, v in whole_characters(fields).items() if v is not None}
 
 
 class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]
@@ -150,11 +179,26 @@ class SlotFile(BaseModel):
 #
 
 
+def text_grammar(text: str | None) -> Any:
+    """A request's GBNF, checked, as llama_cpp has it. Raises ApiError."""
+    if not text:
+        return None
+    check_grammar(text)
+    return LlamaGrammar.from_string(text, verbose=False)
+
+
 def _schema_grammar(schema: Any, param: str) -> Any:
-    try:
-        return LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
-    except Exception as error:  # llama_cpp's converter asserts, indexes and recurses without naming its errors
-        raise bad_field(param, f"this JSON schema cannot become a grammar: {error!r}") from error
+    text = SchemaText(check_schema(schema, param))
+    text.param = param
+    return LlamaGrammar.from_string(text, verbose=False)
+
+
+def check_tools(request: ChatRequest) -> None:
+    """Refuse tools whose schemas are beyond the limits: a chat handler may make grammars of them. Raises ApiError."""
+    for tool in request.tools or []:
+        check_schema(tool["function"].get("parameters"), "tools")
+    for function in request.functions or []:
+        check_schema(function.get("parameters"), "functions")
 
 
 def chat_grammar(request: ChatRequest) -> Any:
@@ -167,7 +211,7 @@ def chat_grammar(request: ChatRequest) -> Any:
     if kind not in ("text", "json_object", "json_schema"):
         raise bad_field("response_format", f"expected text, json_object or json_schema, found {kind!r}")
     if kind == "text":
-        return LlamaGrammar.from_string(request.grammar, verbose=False) if request.grammar else None
+        return text_grammar(request.grammar)
     if request.grammar:
         raise bad_field("grammar", "expected none beside response_format, found one")
     inner = form.get("json_schema") if kind == "json_schema" else form
@@ -190,5 +234,4 @@ def tool_choice(request: ChatRequest) -> Any:
         chosen = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
         if not chosen:
             raise bad_field("tool_choice", f"expected a tool of the request, found {choice}")
-        _schema_grammar(chosen[0]["function"].get("parameters"), "tools")
     return choice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -15,18 +16,25 @@ from subkv.base.errors import SubkvError
 # do not drive a conversation out of its cells.
 N_SLOTS = 4
 N_CTX_SLOT = 4096
-N_CONNECTIONS = 4096
 POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """n_predict: tokens per answer, negative: the context. n_queue: requests that wait. Bytes and seconds."""
+    """What requests may take, in bytes and seconds. docs/server.md has the table.
+
+    n_predict: tokens per answer, negative: the context. n_queue: requests that wait. grammar_memory in MiB.
+    """
 
     n_predict: int = -1
     n_queue: int = 256
     max_body: int = 8 * 1024 * 1024
     timeout: float = 600.0
+    header_timeout: float = 20.0
+    n_connections: int = 4096
+    grammar_timeout: float = 5.0
+    grammar_memory: int = 256
+    stall_timeout: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Listening:
     port: int
     api_key: tuple[str, ...]
     api_key_file: Path | None
+    allow_host: tuple[str, ...] = ()
 
     def keys(self) -> list[str]:
         """--api-key, several or separated by commas, and the lines of --api-key-file but for comments."""
@@ -52,7 +61,17 @@ class Listening:
             raise SubkvError("api_key", "expected at least one key, found none")
         return keys
 
-    def listen(self, timeout: float) -> socket.socket:
+    def names(self, address: str) -> list[str] | None:
+        """Names to answer to, for a server that listens on `address`; None: to any.
+
+        An address that others reach has names that only they know: it is left to the user to list them.
+        """
+        loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        if "*" in self.allow_host or not (loopback or self.allow_host):
+            return None
+        return [self.host, *self.allow_host]
+
+    def listen(self, timeout: float, n_connections: int) -> socket.socket:
         """A listening socket, taken before the model is loaded so that a port in use costs no time."""
         host, port = self.host, self.port
         try:
@@ -67,7 +86,7 @@ class Listening:
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: the kernel drops who never reads
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
             sock.bind(address)
-            sock.listen(N_CONNECTIONS)
+            sock.listen(n_connections)
         except OSError as error:
             sock.close()
             if error.errno == errno.EADDRINUSE:

@@ -76,10 +76,18 @@ def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> No
 # files
 #
 
+CELL_BYTES, HEAD_BYTES = 64, 16 << 20  # more than llama.cpp writes of a cell, and of everything once
+
 
 def _identity(llm: Llama) -> dict[str, Any]:
     """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it."""
     return {"program": "subkv slot", "version": 2} | llm.identity()
+
+
+def _most_bytes(llm: Llama, n_ctx: int) -> int:
+    """What no state of one slot exceeds: twice the whole cache (adaptive bases come and go), and what describes it."""
+    stats = llm.kv_stats()
+    return 2 * max(stats.bytes_kv, stats.bytes_f16) + CELL_BYTES * n_ctx + HEAD_BYTES
 
 
 def save(llm: Llama, slot: Slot, path: Path) -> int:
@@ -95,7 +103,7 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
     Raises StateError; then the slot is as it was.
     """
     with concerning(path="filename"):
-        saved = container.read(path, "action=save")
+        saved = container.read(path, "action=save", _most_bytes(llm, n_ctx))
         container.check(saved, _identity(llm), path)
     tokens = saved.tokens.tolist()
     if not np.all((saved.tokens >= 0) & (saved.tokens < llm.n_vocab())):
@@ -105,6 +113,9 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
     before = _cells(llm, slot)
     try:
         _set_cells(llm, slot, (ctypes.c_uint8 * len(saved.state)).from_buffer_copy(saved.state))
+        n_cells = C.llama_memory_seq_pos_max(C.llama_get_memory(llm.ctx), slot.id) + 1
+        if n_cells != len(tokens):
+            raise StateError("filename", f"expected cells of its {len(tokens)} tokens, found {n_cells}")
     except StateError as error:
         _set_cells(llm, slot, before)
         raise StateError("filename", f"{error.reason} ({path})") from error

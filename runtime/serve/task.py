@@ -38,6 +38,7 @@ class Task:
     n_cached: int = 0
     n_sampled: int = 0
     n_taken: int = 0
+    choosing: bool = False  # its grammar has not said yet what may follow
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -59,10 +60,11 @@ class Task:
             self.notify()
             yield result
 
-    def cancel(self) -> None:
-        """Give the slot back now; the iteration raises CancelledError."""
+    def cancel(self, error: Exception | None = None) -> None:
+        """Give the slot back now; the iteration raises the error, default: CancelledError."""
         self.cancelled = True
-        self._results.put(CancelledError())
+        self._results.put(error or CancelledError())
+        self.sampler.close()
         self.notify()
 
     def timings(self) -> dict[str, float]:
@@ -97,12 +99,12 @@ class Task:
     @property
     def reading(self) -> bool:
         """Whether its prompt is still being read."""
-        return not self.n_sampled
+        return not self.n_sampled and not self.choosing
 
     @property
     def ready(self) -> bool:
         """Whether the token sampled last should be evaluated."""
-        return not self.reading and self.n_sampled - self.n_taken < N_AHEAD
+        return not self.reading and not self.choosing and self.n_sampled - self.n_taken < N_AHEAD
 
     def give(self, result: Scored) -> None:
         self.last = time.perf_counter()
@@ -113,4 +115,5 @@ class Task:
         self._results.put(result)
 
     def end(self, error: Exception | None = None) -> None:
+        self.sampler.close()
         self._results.put(error)

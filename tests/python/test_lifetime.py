@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,66 @@ def test_two_layouts_in_turn(coded_model: Models) -> None:
         for tokens, *expected in zip((prompt(60), prompt(7)), *alone, strict=True):
             for llm, logits in zip((first, second), expected, strict=True):
                 np.testing.assert_array_equal(last_logits(llm, tokens), logits)
+
+
+def test_one_object_in_two_threads(coded_model: Models) -> None:
+    """llama.cpp's context is one thread's: a second one is told so, whatever it wants."""
+    with opened(coded_model()) as llm:
+        last_logits(llm, prompt(20))
+        state = llm.save_state()
+        inside, leave = threading.Event(), threading.Event()
+
+        def work() -> None:
+            with llm._ctx.alone():
+                inside.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            assert inside.wait(60)
+            calls: list[Callable[[], Any]] = [
+                lambda: llm.eval([1]),
+                lambda: llm.sample(),
+                lambda: llm.save_state(),
+                lambda: llm.load_state(state),
+                llm.close,
+            ]
+            for call in calls:
+                with pytest.raises(CacheError, match="one thread at a time"):
+                    call()
+        finally:
+            leave.set()
+            thread.join()
+        llm.eval([1])
+
+
+def test_closed_during_another_threads_generation(coded_model: Models) -> None:
+    llm = Llama(coded_model(), n_ctx=4096, n_threads=1, n_threads_batch=1, verbose=False)
+    errors: list[Exception] = []
+    begun = threading.Event()
+
+    def generate() -> None:
+        try:
+            for _ in llm.generate(prompt(20), temp=0.0):
+                begun.set()
+                time.sleep(0.001)  # else the other thread hardly ever comes in between
+        except CacheError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert begun.wait(60)
+    while thread.is_alive():
+        try:
+            llm.close()
+        except CacheError as error:
+            assert "one thread at a time" in str(error)
+    (error,) = errors
+    assert "closed" in str(error) or "one thread at a time" in str(error)
+    llm.close()
+    with pytest.raises(CacheError, match="closed"):
+        llm.eval([1])
 
 
 def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None:

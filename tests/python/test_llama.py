@@ -220,3 +220,36 @@ def test_verbose_prints_one_line_about_the_cache(coded_model: Models, capfd: pyt
     assert len(lines) == 1
     assert "bits per element" in lines[0]
     assert "kernel " in lines[0]
+
+
+def test_states_whose_bytes_changed_are_refused(coded_model: Callable[..., Path]) -> None:
+    """llama.cpp would take most of them for another text's keys."""
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(40))
+        state = llm.save_state()
+        data, tokens = state.llama_state, state.input_ids.copy()
+        for at in range(0, len(data), len(data) // 16):
+            changed = bytearray(data)
+            changed[at] ^= 16
+            state.llama_state = bytes(changed)
+            with pytest.raises(StateError, match="checksum"):
+                llm.load_state(state)
+        state.llama_state = data
+        state.input_ids[3] += 1
+        with pytest.raises(StateError, match="checksum"):
+            llm.load_state(state)
+        state.input_ids = tokens
+        llm.load_state(state)
+        assert llm.n_tokens == 40
+
+
+def test_a_state_of_fewer_cells_than_tokens(coded_model: Callable[..., Path]) -> None:
+    with opened(coded_model()) as llm:
+        llm.eval(prompt(40))
+        state = llm.save_state()
+        del state.checksum  # as one of the parent class
+        state.input_ids = np.append(state.input_ids, 1)
+        state.n_tokens += 1
+        with pytest.raises(StateError, match="expected cells of its 41 tokens, found 40"):
+            llm.load_state(state)
+        llm.eval(prompt(40))  # it can be used

@@ -87,6 +87,30 @@ def test_a_restored_state_is_the_state(model: engine.Model, tokens: list[int], l
         assert s.state(0) == one
 
 
+@pytest.mark.parametrize("how", ["clear", "remove"])
+@pytest.mark.parametrize("unified", [True, False])
+def test_rows_of_a_removed_text_are_in_no_later_state(
+    model: engine.Model, tokens: list[int], layout: Any, how: str, unified: bool
+) -> None:
+    """Exact rows of a text must not leave with a state of the next one; the other sequence keeps its own."""
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=unified, n_ctx=512) as s:
+        fresh = s.state(0)
+        s.decode(tokens[:30], seq=1)
+        s.decode(tokens[:3])
+        short, other = s.state(0), s.state(1)
+        assert s.rm(0, -1)
+        s.decode(tokens[3:90])
+        if how == "clear":
+            s.clear()
+            s.decode(tokens[:30], seq=1)
+        else:
+            assert s.rm(0, 0)
+        assert s.state(0) == fresh
+        s.decode(tokens[:3])
+        assert s.state(0) == short
+        assert s.state(1) == other
+
+
 def interleaved(s: engine.Session, tokens: list[int], n: int) -> None:
     """Two sequences whose cells alternate, three of the first, two of the second."""
     at = [0, 0]

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subkv.base.errors import StateError, concerning
-from subkv.base.files import atomic_file
+from subkv.base.files import atomic_file, open_regular
 
 Tokens = npt.NDArray[np.int32]
 
@@ -41,6 +41,7 @@ CRC = struct.Struct("<I")
 START = FIXED.size + CRC.size
 N_DIGEST = 32
 MAX_HEAD = 64 << 20  # bytes
+MAX_TOKENS = 64 << 20
 
 
 class ContainerError(ValueError):
@@ -87,8 +88,10 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
     size = handle.seek(0, os.SEEK_END)
     handle.seek(START)
     expected = START + n_head + 4 * n_tokens + n_state + N_DIGEST
-    if size != expected or n_head > MAX_HEAD:
+    if size != expected:
         raise ContainerError(f"expected {expected} bytes, found {size}")
+    if n_head > MAX_HEAD or n_tokens > MAX_TOKENS:  # a file may have holes: its size need not be on a disk
+        raise ContainerError(f"expected a head of at most {MAX_HEAD} bytes and {MAX_TOKENS} tokens, found more")
     head, listed = handle.read(n_head), handle.read(4 * n_tokens)
     if CRC.unpack_from(start, FIXED.size)[0] != _crc(start[: FIXED.size], head, listed):
         raise ContainerError("checksum of head and tokens differs")
@@ -101,9 +104,14 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
     return parsed, np.frombuffer(listed, "<i4").astype(np.int32), n_state
 
 
-def read_whole(handle: BinaryIO) -> Container:
-    """A file that begins at the handle's position 0, checked as a whole. Raises ContainerError and OSError."""
+def read_whole(handle: BinaryIO, max_state: int | None = None) -> Container:
+    """A file that begins at the handle's position 0, checked as a whole. Raises ContainerError and OSError.
+
+    max_state: a state of more bytes is refused before it is read.
+    """
     head, tokens, n_state = read_head(handle)
+    if max_state is not None and n_state > max_state:
+        raise ContainerError(f"expected a state of at most {max_state} bytes, found {n_state}")
     begin = handle.tell()
     handle.seek(0)
     digest = hashlib.sha256(handle.read(begin))
@@ -114,10 +122,10 @@ def read_whole(handle: BinaryIO) -> Container:
     return Container(head, tokens, state)
 
 
-def load(path: Path) -> Container:
+def load(path: Path, max_state: int | None = None) -> Container:
     """read_whole() of a path."""
-    with open(path, "rb") as handle:
-        return read_whole(handle)
+    with open_regular(path) as handle:
+        return read_whole(handle, max_state)
 
 
 def write(path: Path, container: Container) -> int:
@@ -129,10 +137,10 @@ def write(path: Path, container: Container) -> int:
     return sum(len(piece) for piece in pieces)
 
 
-def read(path: Path, writer: str) -> Container:
+def read(path: Path, writer: str, max_state: int | None = None) -> Container:
     """A file that `writer`, as the user knows it, has written. Raises StateError about `path`."""
     try:
-        return load(path)
+        return load(path, max_state)
     except OSError as error:
         raise StateError("path", f"cannot read {path}: {error.strerror or error}") from error
     except ContainerError as error:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import secrets
+import stat
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from subkv.base.errors import SubkvError
+
+# what replacing() writes to, and what it did before names had a random part
+TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
+STALE_SECONDS = 3600.0  # a file still being written is younger
 
 
 def _reason(error: OSError) -> str:
@@ -45,6 +53,34 @@ def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError, also for what is no file: a pipe would wait for its writer."""
+    handle = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+        handle.close()
+        raise OSError(errno.EINVAL, "expected a regular file, found something else", os.fspath(path))
+    return handle
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def remove_stale(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files that processes left in a folder when they were killed, those of one file `name` or all.
+
+    Younger than an hour they may still be written, perhaps by another machine. What cannot be removed stays.
+    """
+    now = time.time()
+    with contextlib.suppress(OSError), os.scandir(folder) as files:
+        for file in files:
+            found = TEMPORARY.fullmatch(file.name)
+            if found and name in (None, found["name"]):
+                with contextlib.suppress(OSError):
+                    if now - file.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+                        os.unlink(file)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Binary file that replaces `path` when the block ends well; on any exception nothing stays on disk.
@@ -66,7 +102,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[BinaryIO]:
-    """replacing(path) whose OSErrors (disk full, file size limit) become errors about `output`, of this kind."""
+    """replacing(path) whose OSErrors (disk full, file size limit) become errors about `output`, of this kind.
+
+    What earlier processes left of the same file is removed.
+    """
+    remove_stale(path.parent, path.name)
     try:
         with replacing(path) as handle:
             yield handle

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from subkv.base.container import Container, ContainerError, Tokens, load, read_head
-from subkv.base.files import replacing
+from subkv.base.files import STALE_SECONDS, open_regular, replacing
 
 SUFFIX = ".prompt"
 TEMPORARY = ".tmp"
 NAME = rf"[0-9a-f]{{24}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}"
-OWN = re.compile(rf"{NAME}|\.{NAME}\.\d+\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}")  # the latter of base.files.replacing
-STALE_SECONDS = 3600.0  # a file still being written is younger
+OWN = re.compile(rf"{NAME}|\.{NAME}\.\d+(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY)}")  # the latter of base.files.replacing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,8 +83,10 @@ class Folder:
         return dict(known)
 
     def _read_head(self, name: str, identity: bytes) -> Head | None:
+        if not (self.path / name).is_file():  # somebody else's pipe, or removed meanwhile
+            return None
         try:
-            with open(self.path / name, "rb") as handle:
+            with open_regular(self.path / name) as handle:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from subkv.base.errors import CacheError
@@ -13,12 +16,30 @@ class GuardedContext(internals.LlamaContext):
     """A context that refuses what its cache cannot do instead of aborting or hanging the process."""
 
     process: int  # that created it
+    lock: Any  # of the thread that works with it; it may come back before it is done
 
     @classmethod
     def adopt(cls, context: internals.LlamaContext) -> None:
         """Make a context of llama_cpp, which this process has just created, one of this class."""
         context.__class__ = cls
         context.process = os.getpid()
+        context.lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread may use the context inside the block, nor close it. CacheError where one does."""
+        if not self.lock.acquire(blocking=False):
+            raise CacheError(
+                "",
+                "expected one thread at a time in a Llama, found another at work in it; wait for it, or give every "
+                "thread a Llama of its own",
+            )
+        try:
+            if self.ctx is None:
+                raise CacheError("", "expected an open Llama, found one that was closed")
+            yield
+        finally:
+            self.lock.release()
 
     def decode(self, batch: Any) -> None:
         if os.getpid() != self.process:
@@ -27,7 +48,8 @@ class GuardedContext(internals.LlamaContext):
                 f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
                 "and devices do not survive a fork; create another Llama there",
             )
-        super().decode(batch)
+        with self.alone():
+            super().decode(batch)
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
         if not C.llama_memory_can_shift(self.memory):

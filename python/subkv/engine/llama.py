@@ -241,7 +241,10 @@ class Llama(llama_cpp.Llama):
         Cells beyond that position are removed first. Where the cache cannot remove them (the tail is longer than the
         exact rows kept for it), everything before it is evaluated again, so the result is the same either way.
         """
-        tokens = list(tokens)
+        with self._ctx.alone():
+            self._eval(list(tokens))
+
+    def _eval(self, tokens: list[int]) -> None:
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
@@ -258,6 +261,12 @@ class Llama(llama_cpp.Llama):
                 self.cache[everything[:end]] = self.save_state()
             tokens = everything[self.n_tokens :]
         self._evaluate(tokens)
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As the parent's: a token from the logits of the last eval."""
+        with self._ctx.alone():
+            token: int = super().sample(*args, **kwargs)
+            return token
 
     def _drop_tail(self) -> bool:
         """Remove the cells beyond n_tokens; False where they stay or where cells before it are missing.
@@ -285,7 +294,8 @@ class Llama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
-        return states.save(self, self.identity(), self._logits_all)
+        with self._ctx.alone():
+            return states.save(self, self.identity(), self._logits_all)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore what save_state returned, here or in another context of the same model, cache and parameters.
@@ -293,14 +303,23 @@ class Llama(llama_cpp.Llama):
         Raises StateError with the reason when it belongs to another one, or has more tokens than fit. The context is
         then unchanged or empty, never half restored.
         """
-        states.load(self, self.identity(), state, self._logits_all)
+        with self._ctx.alone():
+            states.load(self, self.identity(), state, self._logits_all)
 
     def close(self) -> None:
-        """Free context and model now. Safe to call twice and on an object whose construction failed."""
+        """Free context and model now. Safe to call twice and on an object whose construction failed.
+
+        Raises CacheError while another thread evaluates.
+        """
         if "_stack" not in self.__dict__:
             return
         loud = self.verbose or sys.is_finalizing()  # llama.cpp reports its buffer sizes on the way out
-        with contextlib.nullcontext() if loud else captured_log(forward=False):
+        context = self.__dict__.get("_ctx")
+        in_use = isinstance(context, GuardedContext) and context.ctx is not None
+        with (
+            context.alone() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
+            contextlib.nullcontext() if loud else captured_log(forward=False),
+        ):
             super().close()
 
     def __enter__(self) -> Llama:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import zlib
 from typing import Any
 
 import numpy as np
@@ -95,14 +96,22 @@ def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_
         seed=llm._seed,
     )
     state.identity = identity
+    state.checksum = checksum(state)
     return state
+
+
+def checksum(state: llama_cpp.LlamaState) -> int:
+    """CRC-32 over the tokens and llama.cpp's state, which has none of its own: a changed bit is another text's key."""
+    return zlib.crc32(state.llama_state, zlib.crc32(np.asarray(state.input_ids[: state.n_tokens]).tobytes()))
 
 
 def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaState, logits: bool) -> None:
     """Restore what save returned. Raises StateError; the context is then unchanged or empty, never half restored."""
     if state.n_tokens > llm.n_ctx():
         raise StateError("state", f"expected at most {llm.n_ctx()} tokens, found {state.n_tokens}")
-    # absent in states of the parent class: the native check has the last word
+    # both are absent in states of the parent class: the native check has the last word
+    if getattr(state, "checksum", None) not in (None, checksum(state)):
+        raise StateError("state", "expected a state as save_state returned it, found another (its checksum differs)")
     saved = getattr(state, "identity", identity)
     for key, expected in identity.items():
         if saved.get(key) != expected:
@@ -116,6 +125,11 @@ def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaS
         reason = last_log_error(log) or last_error() or f"read {done} of {size} bytes"
         llm._ctx.kv_cache_clear()
         raise StateError("state", reason)
+    memory = llm._ctx.memory
+    n_cells = state.n_tokens if memory is None else C.llama_memory_seq_pos_max(memory, 0) + 1
+    if n_cells < state.n_tokens:
+        llm._ctx.kv_cache_clear()
+        raise StateError("state", f"expected cells of its {state.n_tokens} tokens, found {n_cells}")
     llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
     llm._seed = state.seed
     if logits:

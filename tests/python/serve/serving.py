@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from runtime.serve.app import Service, create_app
 from runtime.serve.batching import Engine
-from runtime.serve.server import Server
+from runtime.serve.grammars import MIB, Grammars
+from runtime.serve.guard import Hosts
+from runtime.serve.server import Server, configuration
 from runtime.serve.settings import Limits
 from runtime.serve.slots_llama import SlotsLlama
 
@@ -49,6 +50,7 @@ def running(
     folder: Path | None = None,
     embeddings: bool = False,
     limits: dict[str, Any] | None = None,
+    hosts: tuple[str, ...] = (),
     **kwargs: Any,
 ) -> Iterator[Served]:
     kwargs = {"n_batch": 256, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False} | kwargs
@@ -57,10 +59,11 @@ def running(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # so that who does not read is soon noticed
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        service = Service(Engine(llm), name, Limits(**(limits or {})), embeddings, folder)
-        config = uvicorn.Config(
-            create_app(service, list(keys)), log_level="warning", access_log=False, timeout_graceful_shutdown=2
-        )
+        bounds = Limits(**(limits or {}))
+        grammars = Grammars(llm.model_path, llm.n_vocab(), bounds.grammar_timeout, bounds.grammar_memory * MIB)
+        service = Service(Engine(llm, bounds.stall_timeout, grammars), name, bounds, embeddings, folder)
+        config = configuration(create_app(service, list(keys), Hosts(hosts)), bounds)
+        config.timeout_graceful_shutdown = 2
         server = Server(config, service.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -38,7 +38,7 @@ def begin(served: Served, **body: Any) -> socket.socket:
     sock = connect(served)
     data = json.dumps({"prompt": "endless", "temperature": 0, "stream": True, "max_tokens": 10**6} | body).encode()
     sock.sendall(
-        b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         % (TEXT.encode(), len(data))
         + data
     )
@@ -90,13 +90,13 @@ def test_lone_surrogates_are_text_with_replacements(served: Served) -> None:
 def test_a_hundred_mebibytes_are_refused_unread(served: Served) -> None:
     with connect(served) as sock:
         sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % (100 * MIB)
         )
         assert b" 413 " in sock.recv(4096)
     with connect(served) as sock, contextlib.suppress(OSError):  # no length given: refused when it is too long
         sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
         for _ in range(20):
@@ -162,7 +162,7 @@ def test_a_client_that_never_reads_frees_its_slot(one_slot: Served) -> None:
 
 def test_a_body_that_never_ends(one_slot: Served) -> None:
     with connect(one_slot) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
         assert b" 408 " in sock.recv(4096)
 
 

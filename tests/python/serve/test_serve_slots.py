@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import Served, running
+
+from subkv.base import container
 
 PROMPT = "It was a dark and stormy night; " * 4
 
@@ -113,3 +117,39 @@ def test_no_folder_no_files(tiny_model: Callable[..., Path]) -> None:
         answer = act(served, "save")
         assert answer.status_code == 501
         assert "--slot-save-path" in answer.json()["error"]["message"]
+
+
+def test_a_pipe_in_the_folder(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with running(coded_model(), n_slots=1, n_ctx=256, folder=tmp_path) as served:
+        answer = act(served, "restore", "pipe")
+        assert answer.status_code == 400
+        assert "expected a regular file" in answer.json()["error"]["message"]
+        generate(served, "it goes on", 2)
+
+
+def test_tokens_of_other_cells(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    with running(coded_model(), n_slots=1, n_ctx=512, folder=tmp_path) as served:
+        generate(served, PROMPT)
+        assert act(served, "save").status_code == 200
+        saved = container.load(tmp_path / "night")
+        for tokens in (saved.tokens[:-1], np.append(saved.tokens, 1), saved.tokens[:0]):
+            container.write(tmp_path / "other", container.Container(saved.head, tokens.astype(np.int32), saved.state))
+            before = held(served)
+            answer = act(served, "restore", "other")
+            assert answer.status_code == 400
+            assert f"cells of its {len(tokens)} tokens" in answer.json()["error"]["message"]
+            assert held(served) == before
+
+
+def test_what_was_erased_is_in_no_file(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The exact window holds rows of the text: they must not leave with the next one's file."""
+    with running(coded_model(), n_slots=1, n_ctx=512, folder=tmp_path) as served:
+        generate(served, "x", 1)
+        assert act(served, "save", "before").status_code == 200
+        assert act(served, "erase", None).status_code == 200
+        generate(served, "my secret is " + "very secret " * 8)
+        assert act(served, "erase", None).status_code == 200
+        generate(served, "x", 1)
+        assert act(served, "save", "after").status_code == 200
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()

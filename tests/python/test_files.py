@@ -1,0 +1,88 @@
+"""Files: what is none, what was left behind, what claims to be larger than it may be."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from subkv.base import container
+from subkv.base.errors import StateError
+from subkv.base.files import STALE_SECONDS, atomic_file, open_regular, remove_stale
+from subkv.engine.entries import Entry, Folder
+
+
+def left_behind(folder: Path, name: str, old: bool = True) -> Path:
+    path = folder / name
+    path.write_bytes(b"half")
+    if old:
+        os.utime(path, (0, path.stat().st_mtime - 2 * STALE_SECONDS))
+    return path
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError):
+            open_regular(path)
+    with pytest.raises(StateError, match="expected a regular file"):
+        container.read(tmp_path / "pipe", "a test")
+
+
+def test_what_killed_processes_left_of_a_file(tmp_path: Path) -> None:
+    stale = [left_behind(tmp_path, name) for name in (".night.1234.0123abcd.tmp", ".night.1234.tmp")]
+    kept = [
+        left_behind(tmp_path, ".night.77.0123abcd.tmp", old=False),  # may still be written
+        left_behind(tmp_path, ".other.1234.0123abcd.tmp"),
+        left_behind(tmp_path, ".night.tmp"),
+        left_behind(tmp_path, "night.1234.0123abcd.tmp"),
+    ]
+    with atomic_file(tmp_path / "night") as handle:
+        handle.write(b"whole")
+    assert not any(path.exists() for path in stale) and all(path.exists() for path in kept)
+    remove_stale(tmp_path)
+    assert [path.exists() for path in kept] == [True, False, True, True]
+    assert (tmp_path / "night").read_bytes() == b"whole"
+
+
+def test_what_killed_processes_left_of_an_entry(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write(Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state"))
+    (name,) = os.listdir(tmp_path)
+    left_behind(tmp_path, f".{name}.12.tmp")
+    left_behind(tmp_path, f".{name}.12.0123abcd.tmp")
+    folder.trim(1 << 20)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_pipe_among_entries(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    entry = Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state")
+    other = Entry(b"i" * 32, np.arange(4, dtype=np.int32), b"state")
+    os.mkfifo(tmp_path / entry.name())
+    folder.write(other)
+    assert list(Folder(tmp_path).heads(entry.identity)) == [other.name()]
+    folder.write(entry)
+    assert len(Folder(tmp_path).heads(entry.identity)) == 2
+
+
+def test_sizes_that_no_disk_holds(tmp_path: Path) -> None:
+    """A file may have holes: what it claims is checked before it is read."""
+    path = tmp_path / "large"
+    whole = container.Container({}, np.zeros(1, np.int32), b"x" * 100)
+    container.write(path, whole)
+    data = bytearray(path.read_bytes())
+    for at, form, value, reason in ((24 - 8, "<Q", 1 << 40, "a state of at most"), (12, "<I", 1 << 31, "tokens")):
+        changed = bytearray(data)
+        struct.pack_into(form, changed, at, value)
+        struct.pack_into("<I", changed, 24, container._crc(changed[:24], b"{}", b"\0" * 4))
+        path.write_bytes(changed)
+        n_tokens, n_state = (1, value) if form == "<Q" else (value, 100)
+        os.truncate(path, 28 + 2 + 4 * n_tokens + n_state + 32)
+        with pytest.raises(StateError, match=reason):
+            container.read(path, "a test", 1000)
+    path.write_bytes(data)
+    assert container.read(path, "a test", 100).state == whole.state
