@@ -2,7 +2,7 @@
 
     python kernels/bench/gpu_ops.py --bands "4.3 bits" --batch 1,16 --cells 131072 [--library libnative.so] [--prefill]
 
-All calls of a shape take turns, so their ratios hold on a busy machine too; the device's cache is cold. Random rows
+All calls of a shape take turns, so their ratios hold on a busy machine too; the device's cache is cold. Random cells
 of a layer for every sequence; times say nothing about what is in them.
 """
 
@@ -47,10 +47,11 @@ class Workload:
 
         self.n_stream, self.n_tps, self.n_cells = n_stream, n_tps, n_cells
         self.sides = [layers.Side.make([b] * N_HEAD, D, i) for i, b in enumerate(bands)]
-        self.rows = []
+        self.rows, self.tiles = [], []  # Triton's cells lie as rows, CUDA's in tiles
         for side in self.sides:
-            one = torch.from_numpy(side.random_rows(1024, np.random.default_rng(0), 0)).to(DEVICE)
-            self.rows.append(one.repeat(n_stream, n_cells // 1024, 1).reshape(n_stream, n_cells, -1))
+            one = side.random_rows(1024, np.random.default_rng(0), 0)
+            for held, part in ((self.rows, one), (self.tiles, side.to_tiles(one))):
+                held.append(torch.from_numpy(part).to(DEVICE).repeat(n_stream, n_cells // 1024, 1))
         self.q = torch.randn(n_stream * n_tps, N_HEAD * GROUP, D, device=DEVICE)
         self.k, self.v = (torch.randn(n_stream * n_tps, N_HEAD, D, device=DEVICE) for _ in range(2))
         self.bytes = sum(int(rows.numel()) for rows in self.rows)
@@ -86,17 +87,17 @@ class Cuda:
         self.out = torch.empty(n_tok, N_HEAD * GROUP * D, device=DEVICE)
         cells = torch.arange(n_tok, dtype=torch.int64, device=DEVICE)
         self.kept = [floats, mask, cell_pos, tokens, of_slots, fresh, window, cells]
-        k_rows, v_rows = (rows.data_ptr() for rows in work.rows)
-        k_stride, v_stride = (rows.stride(1) for rows in work.rows)
-        k_stream, v_stream = (rows.stride(0) for rows in work.rows)
+        k_tiles, v_tiles = (tiles.data_ptr() for tiles in work.tiles)
+        k_stride, v_stride = (tiles.stride(1) for tiles in work.tiles)
+        k_stream, v_stream = (tiles.stride(0) for tiles in work.tiles)
         at = floats.data_ptr()
         qt = at + 4 * part * (2 + layer.width_v)
         strides = {"k_head": D, "k_token": N_HEAD * D, "v_head": D, "v_token": N_HEAD * D}
-        self.encode = c.Encode(layer=layer, k=work.k.data_ptr(), v=work.v.data_ptr(), **strides, k_rows=k_rows,
-                               v_rows=v_rows, k_stride=k_stride, v_stride=v_stride, cells=cells.data_ptr(),
+        self.encode = c.Encode(layer=layer, k=work.k.data_ptr(), v=work.v.data_ptr(), **strides, k_tiles=k_tiles,
+                               v_tiles=v_tiles, k_stride=k_stride, v_stride=v_stride, cells=cells.data_ptr(),
                                fresh=fresh.data_ptr(), n_tok=n_tok)  # fmt: skip
-        self.attend = c.Attend(layer=layer, q=work.q.data_ptr(), q_head=D, q_token=N_HEAD * GROUP * D, k_rows=k_rows,
-                               v_rows=v_rows, k_stride=k_stride, v_stride=v_stride, k_stream=k_stream,
+        self.attend = c.Attend(layer=layer, q=work.q.data_ptr(), q_head=D, q_token=N_HEAD * GROUP * D, k_tiles=k_tiles,
+                               v_tiles=v_tiles, k_stride=k_stride, v_stride=v_stride, k_stream=k_stream,
                                v_stream=v_stream, mask=mask.data_ptr(), mask_half=True, cell_pos=cell_pos.data_ptr(),
                                tokens=tokens.data_ptr(), n_sink=N_SINK, n_recent=N_RECENT, n_kv=work.n_cells,
                                n_stream=work.n_stream, n_tps=work.n_tps, n_split=n_split,

@@ -2,7 +2,9 @@
 // in shared memory, as coefficients in half precision, and tensor cores multiply it with a tile of query rows.
 //
 // Coefficients are divided by a bound of the tile's largest, so that none overflows a half; query rows by their largest.
-#include "rows.cuh"
+// Eight codes that lie together become eight halves that do: of a key, or of one coefficient of values.
+#include "mask.cuh"
+#include "tiles.cuh"
 
 #include <mma.h>
 
@@ -16,7 +18,6 @@ constexpr int SIDE = 16; // of the matrices that tensor cores multiply
 constexpr int PAD  = 8;  // halves between rows, against bank conflicts
 
 using MatrixA  = wmma::fragment<wmma::matrix_a, SIDE, SIDE, SIDE, __half, wmma::row_major>;
-using MatrixB  = wmma::fragment<wmma::matrix_b, SIDE, SIDE, SIDE, __half, wmma::row_major>;
 using MatrixBt = wmma::fragment<wmma::matrix_b, SIDE, SIDE, SIDE, __half, wmma::col_major>;
 using Sum      = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
 
@@ -26,14 +27,15 @@ __host__ __device__ inline int up_to_side(int n) {
 
 struct Tiles {
     Attend a;
-    int    rows, cells; // of a tile, multiples of SIDE
+    int    rows, cells; // of query rows, and of cells; multiples of SIDE, of which TILE is one
 };
 
 struct Shared {
-    Place *  places_k; // [rank]
-    Place *  places_v;
+    Octet *  octets_k; // [rank / 8]
+    Octet *  octets_v;
     __half * q;      // [rows][k_pitch], divided by `top`
-    __half * x;      // [cells][pitch]: K's coefficients, then V's
+    __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values
+    float *  scale;  // [cells] of them, 0 in cells that nobody sees
     __half * p;      // [rows][p_pitch] weights
     float *  logits; // [rows][s_pitch]
     float *  o;      // [rows][o_pitch] sums of value coefficients
@@ -42,7 +44,7 @@ struct Shared {
     float *  z;      // [rows]
     int *    seen;   // [cells] by any row
     float *  room;   // [WARPS]
-    int      k_width, v_width, k_pitch, v_pitch, p_pitch, s_pitch, o_pitch;
+    int      k_width, v_width, k_pitch, p_pitch, s_pitch, o_pitch;
     size_t   bytes;
 
     __host__ __device__ Shared(unsigned char * base, const Tiles & t) {
@@ -50,15 +52,15 @@ struct Shared {
         k_width         = up_to_side(l.width_k);
         v_width         = up_to_side(l.width_v);
         k_pitch         = k_width + PAD;
-        v_pitch         = v_width + PAD;
         p_pitch         = t.cells + PAD;
         s_pitch         = t.cells + PAD / 2;
         o_pitch         = v_width + PAD / 2;
         Carve shared{ base };
-        places_k = shared.take<Place>((size_t) l.width_k);
-        places_v = shared.take<Place>((size_t) l.width_v);
+        octets_k = shared.take<Octet>(MAX_OCTETS);
+        octets_v = shared.take<Octet>(MAX_OCTETS);
         q        = shared.take<__half>((size_t) t.rows * k_pitch);
-        x        = shared.take<__half>((size_t) t.cells * (k_pitch > v_pitch ? k_pitch : v_pitch));
+        x        = shared.take<__half>((size_t) max(t.cells * k_pitch, v_width * p_pitch));
+        scale    = shared.take<float>((size_t) t.cells);
         p        = shared.take<__half>((size_t) t.rows * p_pitch);
         logits   = shared.take<float>((size_t) t.rows * s_pitch);
         o        = shared.take<float>((size_t) t.rows * o_pitch);
@@ -71,9 +73,9 @@ struct Shared {
     }
 };
 
-// A bound of the coefficients of the tile's seen cells: scale times the largest band's reach, and of halves themselves.
-__device__ float tile_bound(const HeadCodec & codec, const Place * places, const uint8_t * rows, int64_t stride, int n,
-                            const int * seen, float * room) {
+// Fills the scales of cells c0 to c0 + n of a tile. Returns a bound of the coefficients of those that are seen: scale times
+// the largest band's reach, and halves as they are.
+__device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int n, int cells) {
     float reach = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
         if (codec.bands[i].bits != 16) {
@@ -81,37 +83,84 @@ __device__ float tile_bound(const HeadCodec & codec, const Place * places, const
         }
     }
     float bound = 1e-30f;
-    for (int c = (int) threadIdx.x; c < n; c += THREADS) {
-        const float s = seen[c] != 0 ? row_scale(rows[c * stride]) : 0.0f;
-        bound         = fmaxf(bound, s * reach);
-        for (int i = 0; s > 0.0f && i < codec.n_bands; ++i) {
+    for (int c = (int) threadIdx.x; c < cells; c += THREADS) {
+        const float scale = c < n && s.seen[c] != 0 ? row_scale(tile[c0 + c]) : 0.0f;
+        s.scale[c]        = scale;
+        bound             = fmaxf(bound, scale * reach);
+        for (int i = 0; scale > 0.0f && i < codec.n_bands; ++i) {
             const Band & band = codec.bands[i];
-            for (int j = band.first; band.bits == 16 && j < band.first + band.n; ++j) {
-                bound = fmaxf(bound, fabsf(coefficient_at(rows + c * stride, places[j], s)));
+            for (int j = 0; band.bits == 16 && j < band.n; ++j) {
+                bound = fmaxf(bound, fabsf(from_half(*half_of(tile + TILE * band.offset, j, c0 + c))));
             }
         }
     }
-    return block_max(bound, room);
+    return block_max(bound, s.room);
 }
 
-// x [cells][pitch] = coefficients / bound; zeros beyond the rank, beyond n, and in cells that nobody sees.
-__device__ void fill_tile(const HeadCodec & codec, const Place * places, const uint8_t * rows, int64_t stride, int n,
-                          const int * seen, float bound, int cells, int width, int pitch, __half * x) {
-    for (int i = (int) threadIdx.x; i < cells * width; i += THREADS) {
-        const int c = i / width, j = i % width;
-        float     value = 0.0f;
-        if (c < n && j < codec.rank && seen[c] != 0) {
-            const float s = row_scale(rows[c * stride]);
-            value         = s > 0.0f ? coefficient_at(rows + c * stride, places[j], s) / bound : 0.0f;
+struct alignas(16) Halves {
+    __half x[8];
+};
+
+// x [cells][k_pitch] = keys times inverse; zeros beyond the rank and in cells without a scale.
+__device__ void fill_keys(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int cells,
+                          float inverse) {
+    for (int i = (int) threadIdx.x; i < cells * s.k_width / 8; i += THREADS) {
+        const int   c = i % cells, o = i / cells;
+        const float scale = s.scale[c] * inverse;
+        Halves      out   = {};
+        if (o < codec.rank / 8 && scale > 0.0f) {
+            const Octet     octet    = s.octets_k[o];
+            const uint8_t * lines    = tile + octet.at;
+            uint32_t        codes[2] = {};
+            if (octet.bits != 16) {
+                read_codes(octet.bits, lines, (c0 + c) / 16, 4 * ((c0 + c) % 16), codes);
+            }
+            for (int j = 0; j < 8; ++j) {
+                const float u = (float) (octet.bits == 16 ? 0 : codes[j / 4] >> 8 * (j % 4) & 255);
+                out.x[j]      = __float2half_rn(octet.bits == 16 ? from_half(*half_of(lines, j, c0 + c)) * inverse :
+                                                                   scale * octet.step * (u - half_range(octet.bits)));
+            }
         }
-        x[c * pitch + j] = __float2half_rn(value);
+        *reinterpret_cast<Halves *>(s.x + c * s.k_pitch + 8 * o) = out;
+    }
+}
+
+// x [v_width][p_pitch] = values times inverse, a coefficient of all cells after the other; zeros as in fill_keys.
+__device__ void fill_values(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int cells,
+                            float inverse) {
+    for (int i = (int) threadIdx.x; i < 4 * s.v_width; i += THREADS) {
+        const int       j = i % s.v_width, quarter = i / s.v_width;
+        const bool      there    = j < codec.rank;
+        const Octet     octet    = there ? s.octets_v[j / 8] : Octet{ 0, 16, 0.0f };
+        const uint8_t * lines    = tile + octet.at;
+        uint64_t        codes[2] = {};
+        if (octet.bits != 16) {
+            read_codes(octet.bits, lines, quarter, 8 * (j % 8), codes);
+        }
+        for (int half = 0; half < 2; ++half) {
+            const int first = 8 * (4 * half + quarter) - c0; // of eight cells
+            if (first < 0 || first >= cells) {
+                continue;
+            }
+            Halves out = {};
+            for (int c = 0; there && c < 8; ++c) {
+                const float scale = s.scale[first + c];
+                if (scale > 0.0f) {
+                    const float u = (float) (octet.bits == 16 ? 0 : codes[half] >> 8 * c & 255);
+                    const float x = octet.bits == 16 ? from_half(*half_of(lines, j % 8, c0 + first + c)) :
+                                                       scale * octet.step * (u - half_range(octet.bits));
+                    out.x[c]      = __float2half_rn(x * inverse);
+                }
+            }
+            *reinterpret_cast<Halves *>(s.x + j * s.p_pitch + first) = out;
+        }
     }
 }
 
 __global__ void tiles_kernel(Tiles t) {
     const Attend &    a       = t.a;
     const Layer &     l       = a.layer;
-    const int         h       = (int) blockIdx.x;    // heads first: their rows share sectors
+    const int         h       = (int) blockIdx.x;
     const int64_t     n_rows  = a.n_tps * l.n_group; // of a stream
     const int64_t     n_block = (n_rows + t.rows - 1) / t.rows;
     const int64_t     part    = blockIdx.y / n_block;
@@ -130,12 +179,8 @@ __global__ void tiles_kernel(Tiles t) {
     const auto        head    = [&](int r) { return h * l.n_group + (int) ((first + r) % l.n_group); };
 
     const Shared s(block_memory, t);
-    for (int j = me; j < k.rank; j += THREADS) {
-        s.places_k[j] = place_of(k, j);
-    }
-    for (int j = me; j < v.rank; j += THREADS) {
-        s.places_v[j] = place_of(v, j);
-    }
+    fill_octets(k, s.octets_k);
+    fill_octets(v, s.octets_v);
     for (int i = me; i < t.rows * s.o_pitch; i += THREADS) {
         s.o[i] = 0.0f;
     }
@@ -172,9 +217,10 @@ __global__ void tiles_kernel(Tiles t) {
         if (__syncthreads_or(any) == 0) {
             continue;
         }
-        const uint8_t * k_rows  = a.k_rows + stream * a.k_stream + c0 * a.k_stride + l.k_offset[h];
-        const float     k_bound = tile_bound(k, s.places_k, k_rows, a.k_stride, n, s.seen, s.room);
-        fill_tile(k, s.places_k, k_rows, a.k_stride, n, s.seen, k_bound, t.cells, s.k_width, s.k_pitch, s.x);
+        const int       in_tile = (int) (c0 % TILE); // 0 unless shared memory is short
+        const uint8_t * k_tile  = a.k_tiles + stream * a.k_stream + c0 / TILE * a.k_stride + l.k_offset[h];
+        const float     k_bound = tile_bound(k, s, k_tile, in_tile, n, t.cells);
+        fill_keys(k, s, k_tile, in_tile, t.cells, 1.0f / k_bound);
         __syncthreads();
         for (int i = warp; i < t.rows / SIDE * (t.cells / SIDE); i += WARPS) {
             const int r = i / (t.cells / SIDE) * SIDE, c = i % (t.cells / SIDE) * SIDE;
@@ -222,9 +268,9 @@ __global__ void tiles_kernel(Tiles t) {
                 s.m[r] = top;
             }
         }
-        const uint8_t * v_rows  = a.v_rows + stream * a.v_stream + c0 * a.v_stride + l.v_offset[h];
-        const float     v_bound = tile_bound(v, s.places_v, v_rows, a.v_stride, n, s.seen, s.room);
-        fill_tile(v, s.places_v, v_rows, a.v_stride, n, s.seen, v_bound, t.cells, s.v_width, s.v_pitch, s.x);
+        const uint8_t * v_tile  = a.v_tiles + stream * a.v_stream + c0 / TILE * a.v_stride + l.v_offset[h];
+        const float     v_bound = tile_bound(v, s, v_tile, in_tile, n, t.cells);
+        fill_values(v, s, v_tile, in_tile, t.cells, 1.0f / v_bound);
         __syncthreads();
         for (int i = warp; i < t.rows / SIDE * (s.v_width / SIDE); i += WARPS) {
             const int r = i / (s.v_width / SIDE) * SIDE, j = i % (s.v_width / SIDE) * SIDE;
@@ -232,10 +278,10 @@ __global__ void tiles_kernel(Tiles t) {
             Sum       sum, total;
             wmma::fill_fragment(sum, 0.0f);
             for (int c = 0; c < t.cells; c += SIDE) {
-                MatrixA p;
-                MatrixB x;
+                MatrixA  p;
+                MatrixBt x;
                 wmma::load_matrix_sync(p, s.p + r * s.p_pitch + c, (unsigned) s.p_pitch);
-                wmma::load_matrix_sync(x, s.x + c * s.v_pitch + j, (unsigned) s.v_pitch);
+                wmma::load_matrix_sync(x, s.x + j * s.p_pitch + c, (unsigned) s.p_pitch);
                 wmma::mma_sync(sum, p, x, sum);
             }
             wmma::load_matrix_sync(total, o, (unsigned) s.o_pitch, wmma::mem_row_major);
@@ -265,7 +311,7 @@ const char * attend_tiles(const Attend & args, void * stream) {
     if (n_rows * args.n_stream == 0) {
         return nullptr;
     }
-    Tiles t = { args, 64, 64 };
+    Tiles t = { args, 64, TILE };
     while (t.rows > SIDE && t.rows / 2 >= n_rows) {
         t.rows /= 2;
     }

@@ -1,6 +1,6 @@
 // combine.cu: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
 // ubatch) and attention sinks, normalise. One block per query head and token.
-#include "rows.cuh"
+#include "mask.cuh"
 
 namespace subkv::cuda {
 

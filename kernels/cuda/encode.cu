@@ -1,6 +1,9 @@
-// encode.cu: c = E x - offset, quantized into rows as kernels/ref/encode.cpp defines, and the rows in half precision.
-// One block per token, KV head and side (K or V).
-#include "rows.cuh"
+// encode.cu: c = E x - offset, quantized as kernels/ref/encode.cpp defines, and the rows in half precision. One block per
+// token, KV head and side (K or V).
+//
+// A byte of a tile can hold codes of four cells, which other blocks may write at the same time; no two cells share a bit.
+// So bits are exchanged atomically, a word at a time. Scale codes and halves have bytes of their own.
+#include "tiles.cuh"
 
 namespace subkv::cuda {
 
@@ -74,27 +77,37 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
     return best;
 }
 
-// Byte `at` of a band's planes: what its up to eight coefficients put there.
-__device__ uint32_t plane_byte(const Band & band, const float * c, float inverse, int at) {
-    if (band.bits == 16) {
-        const float    x = fminf(fmaxf(c[band.first + at / 2], -HALF_MAX), HALF_MAX);
-        const uint32_t h = to_half(x);
-        return at % 2 == 0 ? h & 255 : h >> 8;
+// Of the word at `at` the bits of `mask`, which no other thread changes, become those of `bits`.
+__device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
+    auto * word = reinterpret_cast<unsigned *>(at);
+    atomicXor(word, (*const_cast<const volatile unsigned *>(word) ^ bits) & mask);
+}
+
+// Writes the codes [rank] of cell c to its tile.
+__device__ void store_codes(const HeadCodec & codec, const uint8_t * codes, uint8_t * tile, int c) {
+    // a word holds four coefficients of a key, but of one of a value
+    const int each = codec.value != 0 ? 1 : 4, words = 8 / each;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        for (int i = (int) threadIdx.x; band.bits != 16 && i < band.n / each; i += THREADS) {
+            const uint8_t * u     = codes + band.first + i * each;
+            const int       j     = i % words; // of the octet
+            const int       rho   = codec.value != 0 ? c / 8 : 4 * j + c / 16;
+            const int       at    = codec.value != 0 ? 8 * j + c % 8 / 4 * 4 : 4 * (c % 16);
+            const uint32_t  ones  = codec.value != 0 ? 1u << 8 * (c % 4) : 0x01010101u;
+            uint8_t *       lines = tile + TILE * (band.offset + i / words * band.bits);
+            uint32_t        word  = 0;
+            for (int x = 0; x < each; ++x) {
+                word |= (uint32_t) u[x] << (codec.value != 0 ? 8 * (c % 4) : 8 * x);
+            }
+            const TileFields fields = tile_fields(band.bits, rho);
+            for (int x = 0; x < fields.n; ++x) {
+                const TileField f    = fields.field[x];
+                const uint32_t  mask = ones * ((1u << f.width) - 1);
+                put(lines + f.line * LINE + at, (word >> f.from & mask) << f.shift, mask << f.shift);
+            }
+        }
     }
-    int w  = low_plane(band.bits);
-    int up = 0;
-    if (at >= band.n * w / 8) { // the second plane
-        at -= band.n * w / 8;
-        up = w;
-        w  = band.bits - w;
-    }
-    const int m    = band.n * w / 8;
-    uint32_t  byte = 0;
-    for (int slot = 0; slot < 8 / w; ++slot) {
-        const auto u = (uint32_t) quantize(c[band.first + at + slot * m], inverse, half_range(band.bits));
-        byte |= (u >> up & ((1u << w) - 1)) << (w * slot);
-    }
-    return byte;
 }
 
 __global__ void encode_kernel(Encode a) {
@@ -104,14 +117,17 @@ __global__ void encode_kernel(Encode a) {
     const bool        value = blockIdx.z == 1;
     const HeadCodec & codec = (value ? l.v : l.k)[h];
     const float *     x     = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
-    uint8_t *         row   = value ? a.v_rows + a.cells[token] * a.v_stride + l.v_offset[h] :
-                                      a.k_rows + a.cells[token] * a.k_stride + l.k_offset[h];
     const int         lane  = (int) threadIdx.x % WARP;
+    const int64_t     cell  = a.cells[token];
+    const int         in    = (int) (cell % TILE); // its tile
+    uint8_t *         tile  = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
+                                      a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
 
     Carve   shared{ block_memory };
-    float * xs   = shared.take<float>(MAX_HEAD_SIZE);
-    float * c    = shared.take<float>(MAX_HEAD_SIZE);
-    float * room = shared.take<float>(CANDIDATES * 8 + WARPS);
+    float * xs    = shared.take<float>(MAX_HEAD_SIZE);
+    float * c     = shared.take<float>(MAX_HEAD_SIZE);
+    float * room  = shared.take<float>(CANDIDATES * 8 + WARPS);
+    auto *  codes = shared.take<uint8_t>(MAX_HEAD_SIZE);
 
     bool finite = true;
     for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
@@ -142,24 +158,27 @@ __global__ void encode_kernel(Encode a) {
     if (!finite && threadIdx.x == 0) {
         atomicAdd(l.n_bad, 1ull);
     }
-    if (finite && !zero) {
-        const int   code = choose_scale(codec, c, room);
-        const float s    = row_scale((uint32_t) code);
-        if (threadIdx.x == 0) {
-            row[0] = (uint8_t) code;
-        }
-        for (int i = 0; i < codec.n_bands; ++i) {
-            const Band & band    = codec.bands[i];
-            const float  inverse = __fdiv_rn(1.0f, __fmul_rn(s, band.ratio));
-            for (int at = (int) threadIdx.x; at < band.n * band.bits / 8; at += THREADS) {
-                row[band.offset + at] = (uint8_t) plane_byte(band, c, inverse, at);
+    const bool  live = finite && !zero;
+    const int   code = live ? choose_scale(codec, c, room) : 0;
+    const float s    = row_scale((uint32_t) code);
+    if (threadIdx.x == 0) {
+        tile[in] = (uint8_t) code;
+    }
+    for (int i = 0; i < codec.n_bands; ++i) {
+        const Band & band    = codec.bands[i];
+        const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(s, band.ratio)) : 0.0f;
+        for (int j = (int) threadIdx.x; j < band.n; j += THREADS) {
+            const float x = live ? c[band.first + j] : 0.0f;
+            if (band.bits == 16) {
+                uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
+                *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
+            } else {
+                codes[band.first + j] = live ? (uint8_t) quantize(x, inverse, half_range(band.bits)) : 0;
             }
         }
-    } else {
-        for (int at = (int) threadIdx.x; at < codec.row_bytes; at += THREADS) {
-            row[at] = 0;
-        }
     }
+    __syncthreads();
+    store_codes(codec, codes, tile, in);
 
     const int64_t    width = (int64_t) l.n_head_kv * (l.d_k + l.d_v);
     uint16_t *       fresh = a.fresh + token * width + (value ? (int64_t) l.n_head_kv * l.d_k + h * l.d_v : h * l.d_k);
@@ -186,6 +205,7 @@ const char * encode(const Encode & args, void * stream) {
     shared.take<float>(MAX_HEAD_SIZE);
     shared.take<float>(MAX_HEAD_SIZE);
     shared.take<float>(CANDIDATES * 8 + WARPS);
+    shared.take<uint8_t>(MAX_HEAD_SIZE);
     return launch(encode_kernel, dim3((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, 2), shared.used, stream,
                   args);
 }

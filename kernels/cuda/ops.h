@@ -4,9 +4,13 @@
 // neither allocate nor synchronise, so that they can be captured into a CUDA graph. A stream is a cudaStream_t. Functions
 // return nullptr, or what went wrong.
 //
-// Numbers: rows are those of kernels/ref, byte for byte for the same coefficients. attend rounds projected queries (times
-// band ratios) to ROUNDING of a query row's largest in the decode kernel; the tile kernel rounds queries, coefficients and
-// weights to halves, relative to the largest of a query row, tile, and 1. Everything else is f32.
+// Cells lie in tiles (subkv/tiles.h). Those of a layer's heads follow each other; every tile begins at a multiple of 16 bytes.
+//
+// Numbers: codes are those of kernels/ref, bit for bit for the same coefficients. The decode kernel of attend rounds
+// projected queries (times band ratios) to QUERY_STEP of a query row's largest, and weights exp(l - m) times the scale of
+// the value to WEIGHT_STEP of the largest weight times the largest scale; half a step is the error of each. The tile
+// kernel rounds queries, coefficients and weights to halves, relative to the largest of a query row, tile, and 1.
+// Everything else is f32.
 #pragma once
 
 #include "subkv/ops.h"
@@ -15,14 +19,15 @@
 
 namespace subkv::cuda {
 
-constexpr float ROUNDING     = 1.0f / 16256.0f; // two signed bytes: 127 * 128
+constexpr float QUERY_STEP   = 1.0f / 32767.0f; // two bytes and a sign
+constexpr float WEIGHT_STEP  = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP = 8;               // query rows up to which the decode kernel is used
 
 // One coded layer.
 struct Layer {
     const HeadCodec *        k;        // [n_head_kv], their matrices on the device
     const HeadCodec *        v;        // [n_head_kv]
-    const int64_t *          k_offset; // [n_head_kv] byte where the head's row starts in the cell's row
+    const int64_t *          k_offset; // [n_head_kv] byte where the head's tile starts in that of all heads
     const int64_t *          v_offset;
     const float *            gamma; // [n_head_kv]
     const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
@@ -34,16 +39,16 @@ struct Layer {
     float                    scale, softcap;           // softcap 0: none
 };
 
-// k, v [n_tok] rows of heads -> coded rows at `cells`, and both rounded to half precision in `fresh`
+// k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
 // [n_tok][n_head_kv * (d_k + d_v)], K first; a row that is not finite becomes the mean or zero there.
 struct Encode {
     Layer           layer;
     const float *   k;
     const float *   v;
     int64_t         k_head, k_token, v_head, v_token; // strides, in floats
-    uint8_t *       k_rows;                           // of the first cell
-    uint8_t *       v_rows;
-    int64_t         k_stride, v_stride; // bytes from one cell to the next
+    uint8_t *       k_tiles;
+    uint8_t *       v_tiles;
+    int64_t         k_stride, v_stride; // bytes from one tile to the next
     const int64_t * cells;              // [n_tok]
     uint16_t *      fresh;
     int64_t         n_tok;
@@ -56,17 +61,18 @@ struct Attend {
     Layer           layer;
     const float *   q;
     int64_t         q_head, q_token; // strides, in floats
-    const uint8_t * k_rows;          // 4-byte aligned, as are the strides of streams
-    const uint8_t * v_rows;
-    int64_t         k_stride, v_stride; // bytes from one cell to the next
+    const uint8_t * k_tiles;
+    const uint8_t * v_tiles;
+    int64_t         k_stride, v_stride; // bytes from one tile to the next
     int64_t         k_stream, v_stream; // bytes from one stream to the next
     const void *    mask;               // [n_tokens][n_kv]
     bool            mask_half;
     const int32_t * cell_pos; // [n_stream][n_kv]
     const int32_t * tokens;   // [n_tokens][4]: position, stream, cell, first window slot
     int32_t         n_sink, n_recent;
-    int64_t         n_kv, n_stream, n_tps;
-    int64_t         split, n_split; // cells per split
+    int64_t         n_kv; // of a stream; the last tile is there in full
+    int64_t         n_stream, n_tps;
+    int64_t         split, n_split; // cells per split, whole tiles
     float *         m;              // [n_split * n_head_kv * n_tokens * n_group]
     float *         z;
     float *         acc;   // the same rows of width_v floats
@@ -101,9 +107,12 @@ const char * attend(const Attend & args, void * stream);
 const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
 
+// One token per stream, at most DECODE_GROUP query heads of a KV head, and tiles that fit into the device's shared memory.
+bool suits_decode(const Attend & args);
+
 // attend with a kernel of choice, for tests and measurements: projected queries as project_queries leaves them.
 const char * project_queries(const Attend & args, void * stream);
-const char * attend_decode(const Attend & args, void * stream); // n_tps = 1, n_group <= DECODE_GROUP
+const char * attend_decode(const Attend & args, void * stream); // suits_decode
 const char * attend_tiles(const Attend & args, void * stream);
 
 } // namespace subkv::cuda

@@ -1,6 +1,6 @@
 // project.cu: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
 // One warp per coefficient (and one for the shift), all query heads of the group; one block row per token and KV head.
-#include "rows.cuh"
+#include "device.cuh"
 
 namespace subkv::cuda {
 
@@ -61,8 +61,7 @@ const char * attend(const Attend & args, void * stream) {
     if (const char * error = project_queries(args, stream)) {
         return error;
     }
-    const bool decode = args.n_tps == 1 && args.layer.n_group <= DECODE_GROUP;
-    return decode ? attend_decode(args, stream) : attend_tiles(args, stream);
+    return suits_decode(args) ? attend_decode(args, stream) : attend_tiles(args, stream);
 }
 
 } // namespace subkv::cuda

@@ -61,7 +61,6 @@ public:
     void state_read_head(StateReader & r, int32_t seq) const override;
     void state_write_window(StateWriter & w, int32_t seq) const override;
     void state_read_window(StateReader & r, int32_t seq) override;
-    bool in_tiles(int32_t il) const override;
     void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                   uint8_t * rows) const override;
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;

@@ -3,22 +3,20 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace subkv {
 
-bool Cache::in_tiles(int32_t il) const {
-    return row_bytes(il, false) > 0 && !nodes_[(size_t) il]->device;
-}
-
 // Calls use(codec, tile, cell of the tile, row) for the part of every head; rest(byte of the tile, of the row) beyond.
+// tiles: from that of cell `first` on.
 template <typename Byte, typename Row, typename Use, typename Rest>
 static void for_cells(const LayerCodec & layer, bool value, Byte * tiles, size_t row_bytes, int64_t first, int64_t n,
                       Row * rows, Use use, Rest rest) {
     const auto    row   = (int64_t) row_bytes;
     const int64_t coded = (int64_t) (value ? layer.v_row_bytes : layer.k_row_bytes);
-    for (int64_t tile = first / TILE * TILE; tile < first + n; tile += TILE) {
+    Byte *        at    = tiles;
+    for (int64_t tile = first / TILE * TILE; tile < first + n; tile += TILE, at += TILE * row) {
         const int64_t begin = std::max(first, tile), end = std::min(first + n, tile + TILE);
-        Byte *        at = tiles + tile * row;
         for (int64_t h = 0; h < layer.n_head_kv; ++h) {
             const int64_t offset = layer.tile_offset(h, value);
             for (int64_t c = begin; c < end; ++c) {
@@ -33,9 +31,32 @@ static void for_cells(const LayerCodec & layer, bool value, Byte * tiles, size_t
     }
 }
 
+// The tiles that cells [first, first + n) of a tensor are in: a part of it.
+struct Part {
+    size_t at, size; // bytes
+
+    Part(const ggml_tensor * t, int64_t first, int64_t n) :
+        at((size_t) (first / TILE * TILE) * t->nb[1]),
+        size((size_t) ((first + n + TILE - 1) / TILE * TILE) * t->nb[1] - at) {}
+};
+
+// That part of a GPU's tensor.
+static std::vector<uint8_t> copy_of(const ggml_tensor * t, const Part & part) {
+    std::vector<uint8_t> tiles(part.size);
+    ggml_backend_tensor_get(t, tiles.data(), part.at, part.size);
+    return tiles;
+}
+
 void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n, uint8_t * rows) const {
+    const LayerNodes &   layer = *nodes_[(size_t) il];
+    const Part           part(t, first, n);
+    std::vector<uint8_t> copied;
+    if (layer.device) {
+        copied = copy_of(t, part);
+    }
+    const uint8_t * tiles = layer.device ? copied.data() : (const uint8_t *) t->data + part.at;
     for_cells(
-        *nodes_[(size_t) il]->codec, value, (const uint8_t *) t->data, t->nb[1], first, n, rows,
+        *layer.codec, value, tiles, t->nb[1], first, n, rows,
         [](const HeadCodec & codec, const uint8_t * tile, int64_t cell, uint8_t * row) {
             tile_to_row(codec, tile, cell, row);
         },
@@ -43,12 +64,22 @@ void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t firs
 }
 
 void Cache::set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) {
+    const LayerNodes &   layer = *nodes_[(size_t) il];
+    const Part           part(t, first, n);
+    std::vector<uint8_t> copied;
+    if (layer.device) {
+        copied = copy_of(t, part);
+    }
+    uint8_t * tiles = layer.device ? copied.data() : (uint8_t *) t->data + part.at;
     for_cells(
-        *nodes_[(size_t) il]->codec, value, (uint8_t *) t->data, t->nb[1], first, n, rows,
+        *layer.codec, value, tiles, t->nb[1], first, n, rows,
         [](const HeadCodec & codec, uint8_t * tile, int64_t cell, const uint8_t * row) {
             row_to_tile(codec, row, tile, cell);
         },
         [](uint8_t & of_tile, uint8_t of_row) { of_tile = of_row; });
+    if (layer.device) {
+        ggml_backend_tensor_set(t, tiles, part.at, part.size);
+    }
 }
 
 } // namespace subkv

@@ -1,5 +1,4 @@
 // device.h: coded layers whose cache lives on a GPU: runtime/native/cuda with -DGGML_CUDA=ON, else device_none.cpp.
-// Their cells lie as rows, one after the other, not in tiles.
 #pragma once
 
 #include "hook.h"

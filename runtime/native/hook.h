@@ -81,7 +81,7 @@ struct AttnBuild {
     ggml_tensor *  q;       // F32 [d_k, n_head, n_tokens]
     ggml_tensor *  k;       // F32 [d_k, n_head_kv, n_tokens]
     ggml_tensor *  v;       // F32 [d_v, n_head_kv, n_tokens]
-    ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream], see in_tiles
+    ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream], see get_rows
     ggml_tensor *  v_cache;
     ggml_tensor *  k_view; // I8 [row_bytes, n_kv, streams of the ubatch]
     ggml_tensor *  v_view;
@@ -144,9 +144,8 @@ public:
     virtual void state_write_window(StateWriter & w, int32_t seq) const = 0;
     virtual void state_read_window(StateReader & r, int32_t seq)        = 0;
 
-    // The layer's cells lie in tiles (subkv/tiles.h), which nobody else knows: what goes elsewhere, or comes from there,
-    // are rows [n][row_bytes] of cells [first, first + n) of one stream's tensor.
-    virtual bool in_tiles(int32_t il) const                                                                        = 0;
+    // Cells of coded layers lie in tiles (subkv/tiles.h), which nobody else knows: what goes elsewhere, or comes from
+    // there, are rows [n][row_bytes] of cells [first, first + n) of one stream's tensor, wherever its memory is.
     virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                           uint8_t * rows) const                                                                    = 0;
     virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;

@@ -62,7 +62,7 @@ void llama_subkv::state_read_window(llama_kv_cache & kv, llama_io_read_i & io, l
     }
 }
 
-// Tensors, of one stream each, whose cells lie in tiles.
+// Tensors of coded layers, of one stream each: their cells lie in tiles.
 class llama_subkv::tiles {
 public:
     struct side {
@@ -72,7 +72,7 @@ public:
 
     explicit tiles(const llama_kv_cache & kv) {
         for (const auto & layer : kv.layers) {
-            if (!kv.subkv_hook->in_tiles((int32_t) layer.il)) {
+            if (row_bytes(kv, layer.il, false) == 0) {
                 continue;
             }
             for (const bool value : { false, true }) {
@@ -173,13 +173,11 @@ bool llama_subkv::clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_
     if (row == 0) {
         return false;
     }
-    const std::vector<uint8_t> zeros(row);
-    for (const uint32_t cell : cells) {
-        if (kv.subkv_hook->in_tiles(il)) {
-            kv.subkv_hook->set_rows(il, value, t, cell, 1, zeros.data());
-        } else {
-            llama_clear_tensor_data(t, cell * row, row);
+    for (size_t first = 0, last = 0; first < cells.size(); first = last) {
+        for (last = first + 1; last < cells.size() && cells[last] == cells[last - 1] + 1; ++last) {
         }
+        const std::vector<uint8_t> zeros((last - first) * row);
+        kv.subkv_hook->set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
     }
     return true;
 }

@@ -64,31 +64,32 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     std::vector<int64_t> cell(held.size());
     std::vector<int32_t> slot(held.size(), 0);
     std::vector<float>   seen(held.size() * (size_t) codec.d);
-    std::vector<uint8_t> copied; // tiles made of a device's rows
-    const uint8_t *      tiles  = nullptr;
-    int64_t              stride = TILE * codec.row_bytes;
-    if (layer.device) {
-        const auto           row = (size_t) codec.row_bytes;
-        std::vector<uint8_t> bytes(row);
-        copied.resize((held.size() / TILE + 1) * (size_t) stride);
-        for (size_t i = 0; i < held.size(); ++i) {
-            const size_t at = stream * t->nb[2] + (size_t) held[i].cell * t->nb[1];
-            ggml_backend_tensor_get(t, bytes.data(), at + (size_t) layer.codec->tile_offset(head, value) / TILE, row);
-            row_to_tile(codec, bytes.data(), copied.data() + i / TILE * (size_t) stride, (int64_t) (i % TILE));
-            cell[i] = (int64_t) i;
+    for (size_t i = 0; i < held.size(); ++i) {
+        cell[i] = held[i].cell;
+    }
+    const size_t         at     = stream * t->nb[2];
+    const auto           offset = (size_t) layer.codec->tile_offset(head, value);
+    int64_t              stride = TILE * (int64_t) t->nb[1];
+    const uint8_t *      tiles  = (const uint8_t *) t->data + at + offset;
+    std::vector<uint8_t> copied; // of this head, from a device
+    if (layer.device && !held.empty()) {
+        const auto    ends  = std::minmax_element(cell.begin(), cell.end());
+        const int64_t begin = *ends.first / TILE, end = *ends.second / TILE + 1;
+        const int64_t size = TILE * codec.row_bytes;
+        copied.resize((size_t) ((end - begin) * size));
+        for (int64_t tile = begin; tile < end; ++tile) {
+            ggml_backend_tensor_get(t, copied.data() + (tile - begin) * size, at + (size_t) (tile * stride) + offset,
+                                    (size_t) size);
         }
-        tiles = copied.data();
-    } else {
-        const auto * data = (const uint8_t *) t->data + stream * t->nb[2];
-        stride            = TILE * (int64_t) t->nb[1];
-        tiles             = data + layer.codec->tile_offset(head, value);
-        for (size_t i = 0; i < held.size(); ++i) {
-            cell[i] = held[i].cell;
-            if (unit) {
-                const uint8_t * chunks = data + TILE * layer.adaptive->chunk_offset(head, value);
-                slot[i]                = chunks[cell[i] / TILE * stride + cell[i] % TILE];
-            }
+        for (int64_t & c : cell) {
+            c -= begin * TILE;
         }
+        stride = size;
+        tiles  = copied.data();
+    }
+    for (size_t i = 0; unit && i < held.size(); ++i) { // never a device's
+        const uint8_t * chunks = (const uint8_t *) t->data + at + TILE * layer.adaptive->chunk_offset(head, value);
+        slot[i]                = chunks[cell[i] / TILE * stride + cell[i] % TILE];
     }
     read_rows(ops(), *layer.codec, head, value, unit ? &unit->adapter : nullptr, slot.data(), tiles, stride,
               (int64_t) held.size(), cell.data(), seen.data());

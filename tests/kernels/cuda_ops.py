@@ -36,7 +36,7 @@ class Layer(ct.Structure):
 class Encode(ct.Structure):
     _fields_ = [
         ("layer", Layer),
-        *_fields(k__v=_P, k_head__k_token__v_head__v_token=_I64, k_rows__v_rows=_P, k_stride__v_stride=_I64),
+        *_fields(k__v=_P, k_head__k_token__v_head__v_token=_I64, k_tiles__v_tiles=_P, k_stride__v_stride=_I64),
         *_fields(cells__fresh=_P, n_tok=_I64),
     ]
 
@@ -44,7 +44,7 @@ class Encode(ct.Structure):
 class Attend(ct.Structure):
     _fields_ = [
         ("layer", Layer),
-        *_fields(q=_P, q_head__q_token=_I64, k_rows__v_rows=_P, k_stride__v_stride__k_stream__v_stream=_I64),
+        *_fields(q=_P, q_head__q_token=_I64, k_tiles__v_tiles=_P, k_stride__v_stride__k_stream__v_stream=_I64),
         *_fields(mask=_P, mask_half=ct.c_bool, cell_pos__tokens=_P, n_sink__n_recent=_I32),
         *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift=_P),
     ]
@@ -184,8 +184,8 @@ class Heads:
         self.layer = Layer(
             k=self._codecs(k),
             v=self._codecs(v),
-            k_offset=memory.put(np.array([part.start for part in k.parts()], np.int64))[0],
-            v_offset=memory.put(np.array([part.start for part in v.parts()], np.int64))[0],
+            k_offset=memory.put(np.array([o.TILE * part.start for part in k.parts()], np.int64))[0],
+            v_offset=memory.put(np.array([o.TILE * part.start for part in v.parts()], np.int64))[0],
             gamma=memory.put(self.gamma)[0],
             mean=memory.put(np.array([0 if m is None else memory.put(m)[0] for m in self.mean], np.uint64))[0],
             slope=memory.put(self.slope)[0],

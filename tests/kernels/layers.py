@@ -15,6 +15,7 @@ LAYERS: dict[str, tuple[Sequence[o.Layout], Sequence[o.Layout]]] = {
     "one_head": ([((64, 8),)], [((64, 4),)]),
     **{f"{b}_bits": ([((24, b),), ((8, b), (16, 4))], [((16, 3), (24, b)), ((8, b),)]) for b in layouts.BITS},
     "large": ([layouts.MIXED[8]], [((128, 4),)]),
+    "widest": ([((256, 8),)], [((256, 8),)]),
 }
 """Bands of every head's keys and values, by name."""
 
@@ -56,6 +57,22 @@ class Side:
         for head, part in zip(self.heads, self.parts(), strict=True):
             rows[:, part] = o.random_rows(head, n, rng)
         return rows
+
+    def to_tiles(self, rows: o.U8) -> o.U8:
+        """Tiles of all heads [n_tiles][TILE * (row_bytes + extra)] of rows [n][row_bytes + extra].
+
+        Cells beyond n and what belongs to no head hold anything.
+        """
+        shape = (-(-len(rows) // o.TILE), o.TILE * rows.shape[1])
+        out = np.random.default_rng(len(rows)).integers(0, 256, shape, np.uint8)
+        for head, part in zip(self.heads, self.parts(), strict=True):
+            out[:, o.TILE * part.start : o.TILE * part.stop] = o.to_tiles(head, rows[:, part])
+        return out
+
+    def to_rows(self, tiles: o.U8) -> o.U8:
+        """Rows [n_tiles * TILE][row_bytes] of such tiles."""
+        parts = [tiles[:, o.TILE * part.start : o.TILE * part.stop] for part in self.parts()]
+        return np.concatenate([o.to_rows(head, part) for head, part in zip(self.heads, parts, strict=True)], axis=1)
 
 
 def head_size(bands: Sequence[o.Layout]) -> int:

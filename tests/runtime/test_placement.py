@@ -121,3 +121,19 @@ def test_bases_that_follow_the_text_stay_off_the_gpu(
     with session(model, make_layout(), window=(4, 64, 16), adapt="v", offload_kqv=False) as s:
         s.decode([1, 2, 3])
     model.free()
+
+
+@pytest.mark.parametrize("from_gpu", [True, False])
+def test_a_state_moves_between_gpu_and_cpu(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any], from_gpu: bool
+) -> None:
+    model, layout = engine.Model(tiny_model("llama")), make_layout()
+    rng = random.Random(12)
+    with session(model, layout, window=WINDOW, offload_kqv=from_gpu) as s:
+        s.decode([rng.randrange(10, model.n_vocab) for _ in range(150)])
+        state = s.state(0)
+    with session(model, layout, window=WINDOW, offload_kqv=not from_gpu) as s:
+        assert s.set_state(state, 0) == len(state)
+        assert s.state(0) == state
+        assert s.stats().n_layer_device == (0 if from_gpu else s.stats().n_layer_coded)
+    model.free()

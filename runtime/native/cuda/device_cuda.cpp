@@ -107,13 +107,16 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     for (const auto & centre : codec.centre) {
         means.push_back(centre.mean.empty() ? 0 : blob.add(centre.mean));
     }
-    const size_t               means_at = blob.add(means);
-    const std::vector<int64_t> k_offset(codec.k_offset.begin(), codec.k_offset.end());
-    const std::vector<int64_t> v_offset(codec.v_offset.begin(), codec.v_offset.end());
-    const size_t               k_offset_at = blob.add(k_offset);
-    const size_t               v_offset_at = blob.add(v_offset);
-    const size_t               gamma_at    = blob.add(codec.gamma);
-    slopes_at_                             = blob.add(std::vector<float>((size_t) layer.n_head));
+    const size_t         means_at = blob.add(means);
+    std::vector<int64_t> k_offset, v_offset;
+    for (int64_t h = 0; h < codec.n_head_kv; ++h) {
+        k_offset.push_back(codec.tile_offset(h, false));
+        v_offset.push_back(codec.tile_offset(h, true));
+    }
+    const size_t k_offset_at = blob.add(k_offset);
+    const size_t v_offset_at = blob.add(v_offset);
+    const size_t gamma_at    = blob.add(codec.gamma);
+    slopes_at_               = blob.add(std::vector<float>((size_t) layer.n_head));
 
     ctx_.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     memory_ = ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I8, (int64_t) blob.bytes().size());
@@ -197,10 +200,10 @@ const char * CudaLayer::encode(ggml_tensor * dst, void * stream) const {
     e.k_token  = stride_f32(k, 2);
     e.v_head   = stride_f32(v, 1);
     e.v_token  = stride_f32(v, 2);
-    e.k_rows   = (uint8_t *) dst->src[2]->data;
-    e.v_rows   = (uint8_t *) dst->src[3]->data;
-    e.k_stride = (int64_t) dst->src[2]->nb[1];
-    e.v_stride = (int64_t) dst->src[3]->nb[1];
+    e.k_tiles  = (uint8_t *) dst->src[2]->data;
+    e.v_tiles  = (uint8_t *) dst->src[3]->data;
+    e.k_stride = TILE * (int64_t) dst->src[2]->nb[1];
+    e.v_stride = TILE * (int64_t) dst->src[3]->nb[1];
     e.cells    = (const int64_t *) dst->src[4]->data;
     e.fresh    = (uint16_t *) dst->data;
     e.n_tok    = k->ne[2];
@@ -232,10 +235,10 @@ const char * CudaLayer::attend(ggml_tensor * dst, void * stream) const {
     a.q         = (const float *) q->data;
     a.q_head    = stride_f32(q, 1);
     a.q_token   = stride_f32(q, 2);
-    a.k_rows    = (const uint8_t *) k_view->data;
-    a.v_rows    = (const uint8_t *) v_view->data;
-    a.k_stride  = (int64_t) k_view->nb[1];
-    a.v_stride  = (int64_t) v_view->nb[1];
+    a.k_tiles   = (const uint8_t *) k_view->data;
+    a.v_tiles   = (const uint8_t *) v_view->data;
+    a.k_stride  = TILE * (int64_t) k_view->nb[1];
+    a.v_stride  = TILE * (int64_t) v_view->nb[1];
     a.k_stream  = (int64_t) k_view->nb[2];
     a.v_stream  = (int64_t) v_view->nb[2];
     a.mask      = dst->src[4]->data;

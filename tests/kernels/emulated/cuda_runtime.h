@@ -125,6 +125,11 @@ inline unsigned long long atomicAdd(unsigned long long * sum, unsigned long long
     return *sum - x;
 }
 
+inline unsigned atomicXor(unsigned * word, unsigned x) {
+    *word ^= x;
+    return *word ^ x;
+}
+
 inline float __fmul_rn(float a, float b) {
     return a * b;
 }
@@ -137,22 +142,9 @@ inline float __fdiv_rn(float a, float b) {
     return a / b;
 }
 
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
-    return (uint32_t) (((uint64_t) high << 32 | low) >> (shift & 31));
-}
-
-inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
-    const uint64_t both = (uint64_t) y << 32 | x;
-    uint32_t       out  = 0;
-    for (unsigned i = 0; i < 4; ++i) {
-        out |= (uint32_t) (both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    }
-    return out;
-}
-
-inline int __dp4a(int a, int b, int sum) {
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
     for (int i = 0; i < 4; ++i) {
-        sum += (int8_t) (a >> 8 * i) * (int8_t) (b >> 8 * i);
+        sum += (a >> 8 * i & 255) * (b >> 8 * i & 255);
     }
     return sum;
 }
