@@ -157,7 +157,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
 }
 
 bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
-    if (!window_.copy_seq(src, dst, p0, p1)) {
+    if (!window_.copy_seq(src, dst, p0, p1, n_stream_ > 1)) {
         return false;
     }
     if (adaptive_) { // sequences have streams of their own (Adaptive::check), of the same number

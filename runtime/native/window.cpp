@@ -118,7 +118,7 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
     return true;
 }
 
-bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
+bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace) {
     if (src >= n_seq_ || dst >= n_seq_) {
         set_error("seq_cp: sequences 0 to %d expected, %d to %d found", n_seq_ - 1, src, dst);
         return false;
@@ -131,8 +131,8 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1) {
         const size_t  from = (size_t) (first_slot(src) + i);
         const size_t  to   = (size_t) (first_slot(dst) + i);
         const int32_t pos  = pos_[from];
-        if (pos_[to] >= p0 && pos_[to] < p1) {
-            pos_[to] = -1; // of cells that dst had before
+        if (replace && pos_[to] >= p0 && pos_[to] < p1) {
+            pos_[to] = -1;
         }
         if (pos < 0 || pos < p0 || pos >= p1) {
             continue;

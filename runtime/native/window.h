@@ -38,7 +38,8 @@ public:
     void forget(int32_t seq); // a sequence without cells
 
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
-    bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1);
+    // replace: dst loses the cells that it had there, else it keeps them.
+    bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored. Slots are those

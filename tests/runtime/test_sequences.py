@@ -7,7 +7,7 @@ from typing import Any
 
 import engine
 import pytest
-from engine import C, Refused, agree, last_error, session
+from engine import C, Refused, agree, distance, last_error, session
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
@@ -91,6 +91,21 @@ def test_copy_a_sequence(model: engine.Model, tokens: list[int], layout: Any, un
         assert s.rm(0, -1)
         assert s.rm(1, 115)
         assert agree(expected[115:], s.decode(tokens[115:120], 115, 1))
+
+
+def test_a_sequence_takes_over_cells_beside_its_own(
+    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]
+) -> None:
+    """Exact codes against llama.cpp's own cache: the rows of both parts are there afterwards, sinks among them."""
+    found = []
+    for layout in (None, make_layout()):
+        with session(model, layout, window=WINDOW if layout else (-1, -1, -1), n_seq_max=2, unified=True) as s:
+            for first, last in ((0, 60), (60, 100)):
+                s.decode(tokens[first:last], first, seq=1)
+                s.cp(1, 0)
+                assert s.rm(1, -1)
+            found.append(s.decode(tokens[100:120], 100))
+    assert distance(found[0], found[1]) < 1e-2
 
 
 def test_tokens_shared_by_two_sequences(model: engine.Model, tokens: list[int], layout: Any) -> None:
