@@ -33,6 +33,7 @@ def open_llama(
         type_v=cache.type_v,
         bases=cache.bases,
         adapt=cache.adapt,
+        sidecar=cache.sidecar,
         n_ctx=context.n_ctx,
         n_batch=context.n_batch,
         n_ubatch=context.n_ubatch,

@@ -12,8 +12,9 @@ from subkv.base.command import group, stack
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
-    from subkv.engine.cache import CacheOptions
+    from subkv.engine.cache import CacheChoice, CacheOptions
     from subkv.engine.context import ContextOptions
+    from subkv.engine.stats import KVStats
 
 Option = Callable[..., Any]
 
@@ -144,13 +145,16 @@ def cache_asked(
     type_v: str | None = None,
     bases: Path | None = None,
     adapt: str | None = None,
+    sidecar: bool = True,
     **window: int | None,
 ) -> CacheOptions:
     """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
     window_asked = Window.of(**window)
-    return CacheOptions(type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt)
+    return CacheOptions(
+        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt, sidecar=sidecar
+    )
 
 
 def cache_options(*more: Option) -> Option:
@@ -164,8 +168,8 @@ def cache_options(*more: Option) -> Option:
             "type_k",
             envvar="LLAMA_ARG_CACHE_TYPE_K",
             metavar="TYPE",
-            help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries "
-            "bases",
+            help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file, its sidecar or "
+            "--bases carries bases",
         ),
         click.option(
             "-ctv",
@@ -176,6 +180,9 @@ def cache_options(*more: Option) -> Option:
             help="the same for V; default: as -ctk",
         ),
         click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+        click.option(
+            "--no-sidecar", "sidecar", flag_value=False, default=True, help="ignore what convert has prepared"
+        ),
         window_options,
         *more,
     )
@@ -194,6 +201,15 @@ def form_option(*kinds: str) -> Option:
 def note(text: str) -> None:
     """A status line on stderr, so that it cannot be mistaken for an answer."""
     click.echo(text, err=True)
+
+
+def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
+    """What a context's cache is, and where its bases come from. name: of one among several."""
+    from subkv.engine.stats import cache_line  # numpy and the native libraries: not for a --help
+
+    note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
+    if choice.told:
+        note(choice.told)
 
 
 def gpu_layers(n: int) -> int:

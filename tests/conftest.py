@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ REPO = Path(__file__).resolve().parent.parent
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Sidecars that the user has prepared are none of the tests' business; sources that were fetched for the build are.
+if "SUBKV_CACHE" not in os.environ:
+    os.environ["SUBKV_CACHE"] = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "subkv")
+_cache = tempfile.TemporaryDirectory(prefix="subkv-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # Without an NVIDIA GPU Triton's kernels are interpreted. Triton reads this once, and others import it (torch does).
 if not Path("/dev/nvidiactl").exists():

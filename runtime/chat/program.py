@@ -326,10 +326,9 @@ def main(
     from runtime.chat.conversation import Conversation
     from runtime.opening import open_llama
     from subkv.engine.llama import Llama
-    from subkv.engine.stats import cache_line
 
     with warm.opened(lambda: open_llama(model, n_gpu_layers, cache, context, Llama)) as (llm, opening):
-        options.note(cache_line(llm.kv_stats()))
+        options.note_cache(llm.kv_stats(), llm.cache_choice)
         chat = Chat(Conversation(llm, talk.system, sampling, opening), n_predict)
         if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
             raise click.exceptions.Exit(1)

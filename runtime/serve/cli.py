@@ -152,7 +152,6 @@ def main(
         from runtime.serve.batching import Engine
         from runtime.serve.server import GRACE_SECONDS, Server
         from runtime.serve.slots_llama import SlotsLlama
-        from subkv.engine.stats import cache_line
         from subkv.native.binding import llama_cpp
 
         with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **offer.model_arguments()) as llm:
@@ -160,7 +159,7 @@ def main(
                 raise SubkvError(
                     "model", "expected a model that generates text, found one that only encodes; use --embeddings"
                 )
-            options.note(cache_line(llm.kv_stats()))
+            options.note_cache(llm.kv_stats(), llm.cache_choice)
             engine = Engine(llm)
             service = Service(engine, offer.alias or Path(llm.model_path).name, limits, offer.embeddings, folder)
             config = uvicorn.Config(
