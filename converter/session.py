@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
 from subkv.engine.context import ContextOptions
+from subkv.engine.memory import require_weights
 from subkv.engine.model import Model
-from subkv.engine.observer import UBATCH, Observer
+from subkv.engine.observer import PAUSE, UBATCH, Observer
 from subkv.native.binding import C, captured_log, last_error, last_log_error
+from subkv.native.gguf import Gguf
+
+PROBE = 32  # tokens
 
 
 class Session:
@@ -23,7 +28,11 @@ class Session:
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         with contextlib.ExitStack() as opened:
-            model = self._model = opened.enter_context(Model(path))
+            choice = choose_cache(path, CacheOptions("f16"))
+            params = C.llama_context_default_params()
+            params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, UBATCH, UBATCH
+            require_weights(path, choice, params, {"statistics": _statistics(path)})
+            model = self._model = opened.enter_context(Model(path, mapped=False))
             if C.llama_model_has_encoder(model.handle):
                 raise SubkvError("model", f"{path}: expected a decoder-only model, found one with an encoder")
             observer = Observer(n_skip)
@@ -31,7 +40,7 @@ class Session:
             options = ContextOptions(n_ctx, UBATCH, UBATCH, n_threads)
             try:
                 with beside(observer.attach):
-                    context = model.context(choose_cache(path, CacheOptions("f16")), options)
+                    context = model.context(choice, options)
             except CacheError as error:
                 if error.key != "kv_cache":
                     raise
@@ -59,6 +68,17 @@ class Session:
         tokens: list[int] = self._model.tokenize(text, special=False).tolist()
         return tokens
 
+    def speed(self) -> float:
+        """Tokens per second, measured on a few; the cache is empty afterwards, and the statistics are as before."""
+        self.mode(PAUSE)
+        for _ in range(2):  # the first time warms up
+            start = time.monotonic()
+            self.clear()
+            self.decode([self.bos or 0] * PROBE, 0)
+            seconds = time.monotonic() - start
+        self.clear()
+        return PROBE / seconds
+
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:
         """Run at most UBATCH tokens at positions first_pos, first_pos + 1, …"""
         with captured_log(forward=False) as log:
@@ -66,3 +86,16 @@ class Session:
                 self._context.decode(tokens, first_pos, first_logits=len(tokens))
             except CacheError as error:
                 raise SubkvError("model", f"decoding failed: {last_log_error(log) or error.reason}") from error
+
+
+def _statistics(path: Path) -> float:
+    """Bytes of second moments in the observer and on their way to the file; a guess where heads differ by layer."""
+    with Gguf(path) as file:
+        arch = file.get("general.architecture")
+        found = [file.get(f"{arch}.{key}") for key in ("block_count", "embedding_length", "attention.head_count")]
+        n_head_kv = file.get(f"{arch}.attention.head_count_kv")
+    if not all(isinstance(number, int) and number for number in found):
+        return 0.0
+    n_layer, n_embd, n_head = found
+    heads = n_head_kv if isinstance(n_head_kv, int) else n_head
+    return float(n_layer * heads * 3 * (n_embd // n_head) ** 2 * 8 * 2)

@@ -6,6 +6,7 @@ share an entry.
 
 from __future__ import annotations
 
+import glob
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,13 @@ class Entry:
 
         Only the digest counts: a model that was renamed finds its file under the old name.
         """
-        tail = f"-{self.content[:_DIGITS]}{ending}"
-        found = sorted(folder().glob(f"*{tail}"))
-        return found[0] if found else folder() / f"{self.name}{tail}"
+        found = sorted(folder().glob(f"*{self.tail}{glob.escape(ending)}"))
+        return found[0] if found else folder() / f"{self.name}{self.tail}{ending}"
+
+    @property
+    def tail(self) -> str:
+        """How the names of the model's files go on behind its own."""
+        return f"-{self.content[:_DIGITS]}"
 
     @property
     def sidecar(self) -> Path:

@@ -1,0 +1,123 @@
+"""Everything that bases need of a model, as one calibration file in the store: statistics, then sensitivities.
+
+What is done is kept under the model's content and the settings, whatever interrupts it: the same command goes on where
+it was, and a later one that asks for other bits plans anew in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from converter import builtin
+from converter.corpus import HELD_OUT, Corpus, Text
+from converter.observe import calibrate_file
+from converter.resume import Checkpoints
+from subkv.base.errors import SubkvError, concerning
+from subkv.base.files import check_writable
+from subkv.base.locks import exclusive
+from subkv.base.progress import note, overall
+from subkv.format import store
+from subkv.format.calibration import Calibration, read_calibration, write_calibration
+from subkv.format.metadata import generator
+from subkv.native.gguf import Gguf
+
+HASHED, PLANNED = 1e9, 4.0  # bytes per second; layers per second: first guesses, which the bar corrects as it goes
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to prepare. corpus without files: the built-in text. n_sink: first positions left out.
+
+    minutes: time that sensitivities may take; None: what they need.
+    """
+
+    corpus: Corpus
+    n_sink: int
+    minutes: float | None = None
+
+    def texts(self) -> list[Text]:
+        """Raises SubkvError as read_text does."""
+        return self.corpus.read() or builtin.read()[: self.chunks]
+
+    @property
+    def chunks(self) -> int | None:
+        """Most chunks of tokens."""
+        if self.corpus.files or self.corpus.chunks is not None:
+            return self.corpus.chunks
+        return max(builtin.TOKENS // self.corpus.n_ctx, 1)
+
+    def key(self, texts: list[Text]) -> str:
+        """Changes with whatever changes the statistics, the model aside."""
+        settings = [generator(), self.corpus.n_ctx, self.chunks, self.n_sink, HELD_OUT]
+        digest = hashlib.sha256(repr(settings).encode())
+        for text in texts:
+            digest.update(text.data)
+        return digest.hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def prepared(model: Path, wish: Wish) -> Iterator[Path]:
+    """The calibration of a GGUF, made here as far as it is not there yet. Until the block ends nobody else prepares it.
+
+    One bar for all that is done in the block, too. Raises SubkvError.
+    """
+    with Gguf(model) as base:
+        entry = store.entry(base)
+        size = sum(file.stat().st_size for file in base.files)
+        layers = base.get(f"{base.get('general.architecture')}.block_count")
+    texts = wish.texts()
+    entry.prepare()
+    path = entry.file(f".{wish.key(texts)}.calib.safetensors")
+    with concerning(output="XDG_CACHE_HOME"):
+        check_writable(path)
+    with concerning(lock="model"), exclusive(entry.file(".lock"), f"prepare {model.name}"):
+        expected = {"loading": size / HASHED, "hashing": size / HASHED, "bases": (layers or 1) / PLANNED}
+        with overall(expected):
+            calibration = _earlier(path) or _measured(model, wish, texts, path)
+            _sense(model, wish, calibration, path)
+            _remove_others(entry, path)
+            yield path
+
+
+def _earlier(path: Path) -> Calibration | None:
+    """A calibration that an earlier run has finished; a damaged one is made again."""
+    if not path.exists():
+        return None
+    try:
+        found = read_calibration(path)
+    except SubkvError as error:
+        note(f"note: {path} is made again: {error}")
+        return None
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    note(f"calibrated on {found.tokens} tokens by an earlier run, {day}")
+    return found
+
+
+def _measured(model: Path, wish: Wish, texts: list[Text], path: Path) -> Calibration:
+    """Statistics of the model, written to `path`."""
+    with Checkpoints(path) as checkpoints:
+        found, notes = calibrate_file(
+            model, replace(wish.corpus, chunks=wish.chunks), texts, wish.n_sink, keeper=checkpoints
+        )
+    for line in notes:
+        note(line)
+    with concerning(output="XDG_CACHE_HOME"):
+        write_calibration(path, found)
+    checkpoints.clear()
+    return found
+
+
+def _sense(model: Path, wish: Wish, calibration: Calibration, path: Path) -> None:
+    """Add sensitivities to `path` unless it has them."""
+
+
+def _remove_others(entry: store.Entry, path: Path) -> None:
+    """Calibrations of this model under other settings, whole or not: one is kept."""
+    for other in store.folder().glob(f"*{entry.tail}.*.calib.safetensors*"):
+        if not other.name.startswith(path.name):
+            other.unlink(missing_ok=True)
