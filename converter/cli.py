@@ -60,7 +60,7 @@ plan_options = group(
 )
 
 
-@command("convert", interrupted="interrupted: no model or sidecar was written; what has been calibrated is kept")
+@command("convert", interrupted="interrupted: no bases were written")
 @click.argument("model", type=PATH)
 @click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
 @corpus_options("UTF-8 text to calibrate on. [default: built-in texts]", required=False)
@@ -118,8 +118,10 @@ def main(
     target = output
     if output is None and (sidecar or embed or bases is not None or model.is_dir()):
         target = default_output(model, sidecar, quantize)
-    if target is not None and target.exists() and not (yes or dry_run):
-        raise SubkvError("output", f"expected a file that does not exist yet, found {target}; -y overwrites it")
+    if target is not None:
+        check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
+        if target.is_file() and not (yes or dry_run):
+            raise SubkvError("output", f"expected a file that does not exist yet, found {target}; -y overwrites it")
     sources = Sources(model, bases, Wish(corpus, options.window.n_sink, minutes), outtype, quantize)
     with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
         place = target or stored_sidecar(base)

@@ -102,7 +102,7 @@ def observe(
     another run can go on from there.
     """
     total = sum(len(chunk.tokens) for chunk in chunks)
-    batches = plan_batches(chunks)
+    batches, moments = plan_batches(chunks), False
     with progress_bar("calibrate", total, "tok", progress) as bar:
         for n, (i, start, _) in enumerate(batches[first:], first + 1):
             chunk = chunks[i]
@@ -117,7 +117,8 @@ def observe(
             batch = chunk.tokens[start : start + UBATCH]
             session.decode(batch, start)
             bar.update(len(batch))
-            after(n, n < len(batches) and batches[n][2])
+            moments = moments or not chunk.key_pos  # of this run: sums without any could not be merged
+            after(n, moments and n < len(batches) and batches[n][2])
         session.mode(PAUSE)
 
 

@@ -91,6 +91,8 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
             self._written = time.monotonic()
         if stop:
+            if self._found():
+                note("what has been calibrated is kept: the same command goes on from there")
             raise KeyboardInterrupt
 
     def clear(self) -> None:

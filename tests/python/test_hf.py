@@ -163,10 +163,9 @@ def test_the_quantizers_own_sentence(tiny_model: Callable[..., Path], tmp_path: 
 def test_a_plain_model_is_calibrated_too(tiny_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
     model = tmp_path / "m.gguf"
     shutil.copy(tiny_model("llama"), model)
-    result = run(model, "-f", text_file, "-c", 128, "--chunks", 16, "--n-recent", 16, "-t", 1)
+    result = run(model, "-f", text_file, "-c", 128, "--chunks", 16, "--n-recent", 16, "-t", 1, "--embed")
     assert result.exit_code == 0, result.output
     assert left(tmp_path) == {"m.gguf", "m.subkv.gguf"}
-    assert "step 1 of 2: calibrate on topics.txt" in result.stderr
     result = run(tiny_model("mamba"), "-f", text_file, "-c", 128, "--chunks", 2, "-o", tmp_path / "o.gguf")
     refused(result, "MODEL: expected layers with an ordinary K/V cache, found none in this mamba model")
 
@@ -191,9 +190,8 @@ def test_refusals_before_any_program_runs(
 
 
 def test_texts_or_bases(folder: Path, text_file: Path, calibration: Path, tiny_model: Callable[..., Path]) -> None:
-    both = "Error: expected --bases with a calibration or -f with text to calibrate on, found "
-    refused(run(folder), both + "neither", code=2)
-    refused(run(folder, "-f", text_file, "--bases", calibration), both + "both", code=2)
+    both = "Error: expected --bases with a calibration or -f with text to calibrate on, found both"
+    refused(run(folder, "-f", text_file, "--bases", calibration), both, code=2)
     assert run(folder, "-f", text_file, "--quantize", "Q9_K").exit_code == 2
     for flag, value in (("--outtype", "f16"), ("--quantize", "Q4_0")):
         result = run(tiny_model("llama"), "--bases", calibration, flag, value)
@@ -244,7 +242,7 @@ def test_interrupts_leave_nothing(folder: Path, calibration: Path, monkeypatch: 
     monkeypatch.setattr(hf, "need_packages", lambda extra, names: None)
     result = run(folder, "--bases", calibration)
     assert result.exit_code == 130
-    assert result.stderr.strip().splitlines()[-1] == "interrupted: nothing was written"
+    assert result.stderr.strip().splitlines()[-1] == "interrupted: no bases were written"
     assert left(folder.parent) == {"model"}
 
 

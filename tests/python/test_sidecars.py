@@ -26,13 +26,6 @@ from subkv.plan import datafree
 Models = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="session")
 def made(tiny_model: Models, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sidecar of the tiny llama."""
@@ -122,10 +115,10 @@ def test_every_tensor_is_sampled(tmp_path: Path) -> None:
             assert entry(path).content != before, place.name
 
 
-def test_names_are_for_people(model: Path, tmp_path: Path) -> None:
+def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> None:
     odd = Path(shutil.copy(model, tmp_path / "My model (2)-00001-of-00001.gguf"))
     path = entry(odd).sidecar
-    assert path.parent == tmp_path / "cache" / "subkv" / "sidecars"
+    assert path.parent == cache_home / "subkv" / "sidecars"
     assert path.name == f"My_model__2_-{entry(odd).content[:12]}.gguf"
 
 
@@ -196,11 +189,12 @@ def test_store_that_cannot_be_written(
     obstacle: str, model: Path, of_weights: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if obstacle == "file":
+        cache_home.parent.mkdir(exist_ok=True)
         cache_home.write_text("")
     elif obstacle == "read-only":
         if os.geteuid() == 0:
             pytest.skip("read-only folder: root writes everywhere")
-        cache_home.mkdir()
+        cache_home.mkdir(parents=True)
         cache_home.chmod(stat.S_IRUSR | stat.S_IXUSR)
     else:
         whole = datafree.sidecar
