@@ -20,6 +20,7 @@ from subkv.format.window import Window
 from subkv.native.gguf import Gguf, Value
 
 VERSION = 2
+FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases that were made without text
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # of gamma, FORMAT.md §1
 
 

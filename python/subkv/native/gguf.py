@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from subkv.base.errors import ModelFileError, SubkvError
@@ -31,6 +29,7 @@ from subkv.native.split import COUNT, NUMBER, split_files
 BLOCK = 4 << 20  # bytes copied at once
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TYPE_STRING, _TYPE_ARRAY = 8, 9
+_F32 = 0  # GGML_TYPE_F32
 
 Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
@@ -41,6 +40,20 @@ SAMPLE = 4096  # bytes
 _str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 
 
+class _Traits(ctypes.Structure):
+    """struct ggml_type_traits: to_float(from, to, elements) dequantizes; none for what is not quantized or no float."""
+
+    _fields_ = [
+        ("type_name", _str),
+        ("blck_size", _i64),
+        ("blck_size_interleave", _i64),
+        ("type_size", _size),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, _ptr, _ptr, _i64)),
+        ("from_float_ref", _ptr),
+    ]
+
+
 class _InitParams(ctypes.Structure):
     """struct gguf_init_params, passed by value."""
 
@@ -49,6 +62,7 @@ class _InitParams(ctypes.Structure):
 
 # ggml's functions, which llama_cpp does not bind
 _GGUF: Signatures = {
+    "ggml_get_type_traits": (ctypes.POINTER(_Traits), [_int]),
     "gguf_init_from_file": (_ptr, [_str, _InitParams]),
     "gguf_init_empty": (_ptr, []),
     "gguf_free": (None, [_ptr]),
@@ -82,8 +96,17 @@ _GGUF: Signatures = {
 
 @functools.cache
 def _gguf() -> ctypes.CDLL:
-    """ggml's gguf_* functions, which the handle of libsubkv finds in what it is linked with."""
+    """ggml's functions, which the handle of libsubkv finds in what it is linked with."""
     return declare(load(), _GGUF)
+
+
+class Rows(Protocol):
+    """A matrix of weights whose rows are read where they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def rows(self, which: Any) -> NDArray[np.float32]: ...
 
 
 class Base(Protocol):
@@ -100,6 +123,8 @@ class Base(Protocol):
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]: ...
 
+    def matrix(self, name: str, why: str) -> Rows: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
@@ -111,16 +136,24 @@ class Matrix:
     n: int
     why: str
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """ne1, ne0."""
+        return len(self.raw), self.n
+
     def rows(self, which: Any) -> NDArray[np.float32]:
         """Rows by index or slice, dequantized to float32, [rows, ne0]. Raises SubkvError."""
         raw = np.ascontiguousarray(self.raw[which])
-        try:
-            values = dequantize(raw, GGMLQuantizationType(self.kind))
-        except (NotImplementedError, ValueError, KeyError) as error:
+        if self.kind == _F32:
+            return raw.view(np.float32).reshape(-1, self.n)
+        to_float = _gguf().ggml_get_type_traits(self.kind).contents.to_float
+        if not to_float:
             raise SubkvError(
                 self.name, f"expected a tensor type that can be dequantized, found type {self.kind}; {self.why}"
-            ) from error
-        return values.astype(np.float32, copy=False).reshape(len(raw), self.n)
+            )
+        values = np.empty((len(raw), self.n), dtype=np.float32)
+        to_float(raw.ctypes.data, values.ctypes.data, values.size)
+        return values
 
 
 @dataclass(frozen=True)
@@ -242,7 +275,7 @@ class Gguf:
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
         """A two-dimensional tensor dequantized to float32, [ne1, ne0]. `why` ends the error sentence.
 
-        Raises SubkvError when it is missing, not a matrix, or of a type gguf-py cannot dequantize.
+        Raises SubkvError when it is missing, not a matrix, or of a type ggml cannot dequantize.
         """
         return self.matrix(name, why).rows(slice(None))
 
@@ -388,8 +421,12 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
 
 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
-    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`."""
-    digest = sha256(base.files, progress)
+    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`.
+
+    SHA256_KEY is filled in here, unless `values` has it.
+    """
+    given = values.get(SHA256_KEY)
+    digest = sha256(base.files, progress) if given is None else given[1]
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
     of_base: dict[str, Value] = {SHA256_KEY: ("str", digest), CONTENT_KEY: ("str", base.content())}

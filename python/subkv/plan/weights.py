@@ -1,0 +1,202 @@
+"""What a model's weights alone tell of its keys and queries: the energies of their coordinates, and means from biases.
+
+A layer's attention reads x = g ∘ z + β: z the normalized residual stream, g and β the norm's weights. No weight says
+where z has its energy. But weights are sums of gradients, and those are outer products with what the layer has read:
+where the matrices that read the stream are large, the stream was. So its second moment is taken as a power of the
+matrices' mean Gram matrix, of which a few directions are kept, with a share of white noise. Energies follow from it,
+those of a rotary pair's two coordinates together, which is all that is left when positions turn them. What that is
+worth: converter/NOTES.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subkv.format.arrays import F32, F64
+from subkv.format.calibration import LayerShape
+from subkv.native.gguf import Base, Rows
+from subkv.plan.positions import UNTURNED, partners, rotation
+
+DIRECTIONS = 32  # of the residual stream that are kept
+POWER = 4  # of the Gram matrix
+WHITE = 0.3  # share of the stream's energy that is spread evenly
+ROWS = 2  # sampled rows of weights per element of the stream, of all layers together
+ROUNDS = 4  # of subspace iteration
+SEED = 1
+WHY = "bases from the weights alone read it"
+
+
+@dataclass(frozen=True)
+class Energies:
+    """One layer's keys and queries after RoPE, over all positions; [n_head_kv, d_k].
+
+    k, q: mean squares of the coordinates, k of the keys less `mean`, q over the group's heads.
+    """
+
+    k: F64
+    q: F64
+    mean: F64
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Rows of a matrix that make a layer's queries or keys: `first`, …; bias: theirs."""
+
+    matrix: Rows
+    first: int
+    count: int
+    bias: F64 | None
+
+    def rows(self, step: int = 1) -> F32:
+        return self.matrix.rows(slice(self.first, self.first + self.count, step))
+
+
+class Weights:
+    """The weights of a model that make queries and keys. Raises SubkvError for tensors that cannot be read."""
+
+    def __init__(self, base: Base, shapes: Sequence[LayerShape], span: int) -> None:
+        """span: positions over which means are taken."""
+        self._base, self._span = base, float(span)
+        arch = base.get("general.architecture")
+        self._trained = float(base.get(f"{arch}.context_length") or span)
+        self._still = arch in UNTURNED
+        self._stream = self._directions(shapes)
+
+    def _vector(self, name: str) -> F64 | None:
+        return self._base.tensor(name, WHY).ravel().astype(np.float64) if self._base.has_tensor(name) else None
+
+    def _side(self, shape: LayerShape, side: str) -> _Side | None:
+        """Side "q" or "k"; None where it is not known which rows make it. A fused matrix holds q, k, v in turn."""
+        counts = {"q": shape.n_head * shape.d_k, "k": shape.n_head_kv * shape.d_k}
+        name, first, total = f"blk.{shape.il}.attn_{side}", 0, counts[side]
+        if not self._base.has_tensor(f"{name}.weight"):
+            name, first = f"blk.{shape.il}.attn_qkv", 0 if side == "q" else counts["q"]
+            total = sum(counts.values()) + shape.n_head_kv * shape.d_v
+            if not self._base.has_tensor(f"{name}.weight"):
+                return None
+        matrix, bias = self._base.matrix(f"{name}.weight", WHY), self._vector(f"{name}.bias")
+        if matrix.shape[0] != total or (bias is not None and len(bias) != total):
+            return None
+        return _Side(matrix, first, counts[side], None if bias is None else bias[first : first + counts[side]])
+
+    def _norm(self, il: int, n: int) -> F32 | None:
+        """Weights of the norm before attention, ones where there is none; None where they do not fit."""
+        norm = self._vector(f"blk.{il}.attn_norm.weight")
+        if norm is None:
+            return np.ones(n, dtype=np.float32)
+        return norm.astype(np.float32) if len(norm) == n else None
+
+    def _readers(self, shapes: Sequence[LayerShape]) -> Iterator[tuple[_Side, F32]]:
+        """All layers' queries and keys, and the weights of the norms before them."""
+        for shape in shapes:
+            for side in "qk":
+                found = self._side(shape, side)
+                norm = None if found is None else self._norm(shape.il, found.matrix.shape[1])
+                if found is not None and norm is not None:
+                    yield found, norm
+
+    def _directions(self, shapes: Sequence[LayerShape]) -> F32 | None:
+        """Directions of the normalized stream, [n, at most DIRECTIONS] columns scaled so that squares sum to 1 − WHITE.
+
+        By subspace iteration on sampled rows. None where there is nothing to read or the widths differ.
+        """
+        readers = list(self._readers(shapes))
+        widths = {len(norm) for _, norm in readers}
+        if len(widths) != 1:
+            return None
+        n = widths.pop()
+        parts = []
+        for side, norm in readers:
+            wanted = -(-ROWS * n // len(readers))
+            rows = side.rows(max(1, side.count // wanted) | 1) * norm  # an odd step meets all coordinates of a head
+            parts.append(rows / max(float(np.sqrt(np.mean(rows**2))), 1e-30))
+        sample = np.concatenate(parts).astype(np.float32)
+        start = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n)))
+        found = np.linalg.qr(start.astype(np.float32))[0]
+        for _ in range(ROUNDS):
+            found = np.linalg.qr(sample.T @ (sample @ found))[0]
+        seen = sample @ found
+        values, vectors = np.linalg.eigh((seen.T @ seen).astype(np.float64))
+        weight = np.maximum(values, 0.0) ** POWER
+        if not np.isfinite(weight).all() or weight.sum() <= 0.0:
+            return None
+        columns: F32 = found @ (vectors * np.sqrt((1.0 - WHITE) * weight / weight.sum())).astype(np.float32)
+        return columns
+
+    def energies(self, shape: LayerShape) -> Energies | None:
+        """Of one layer; None where the weights, or how positions turn keys, are not known."""
+        turning = partners(self._base, shape.d_k)
+        sides = [self._side(shape, side) for side in "kq"]
+        if self._stream is None or turning is None:
+            return None
+        read = []
+        for side, name, heads in zip(sides, "kq", (shape.n_head_kv, shape.n_head), strict=True):
+            found = None if side is None else self._squares(side, shape, name, heads)
+            if found is None:
+                return None
+            read.append((_shared(found[0], turning), found[1]))
+        (k, mean), (q, q_mean) = read
+        q, of_bias = (_group_mean(x, shape) for x in (q, _shared(q_mean**2, turning)))
+        # keys and queries of a pair grow together: what both estimates say is better than either
+        both = np.sqrt(k * q)
+        both /= np.maximum(both.sum(axis=1, keepdims=True), 1e-300)
+        k, q = both * k.sum(axis=1, keepdims=True), both * q.sum(axis=1, keepdims=True) + of_bias
+        near, far = self._turned(mean, self._span), self._turned(mean, self._trained)
+        if near is None or far is None:
+            near = far = np.zeros_like(mean)
+        # less the mean near by, which far away leaves something
+        rest = _shared(np.maximum(_shared(mean**2, turning) - 2.0 * near * far + near**2, 0.0), turning)
+        return Energies(k + rest, q, near)
+
+    def _squares(self, side: _Side, shape: LayerShape, name: str, heads: int) -> tuple[F64, F64] | None:
+        """Mean squares less the mean's, and means, of keys or queries before RoPE; None where shapes do not fit.
+
+        Both [heads, d_k].
+        """
+        assert self._stream is not None
+        d, n = shape.d_k, side.matrix.shape[1]
+        norm, shift = self._norm(shape.il, n), self._vector(f"blk.{shape.il}.attn_norm.bias")
+        if norm is None or n != len(self._stream):
+            return None
+        rows = side.rows()
+        mean = np.zeros(len(rows)) if side.bias is None else side.bias
+        if shift is not None and len(shift) == n:
+            mean = mean + rows @ shift
+        rows *= norm
+        seen = rows @ self._stream
+        square = n * np.einsum("ij,ij->i", seen, seen).astype(np.float64)
+        square += WHITE * np.einsum("ij,ij->i", rows, rows)
+        square, mean = square.reshape(heads, d), mean.reshape(heads, d)
+        weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
+        if weight is None:
+            return square, mean
+        if weight.size not in (d, heads * d):
+            return None
+        # a head's norm, or one of all heads, divides by the root mean square
+        size = square + mean**2
+        size = size.mean(axis=1, keepdims=True) if weight.size == d else size.mean()
+        weight = weight.reshape(-1, d) / np.sqrt(np.maximum(size, 1e-30))
+        return square * weight**2, mean * weight
+
+    def _turned(self, means: F64, span: float) -> F64 | None:
+        """Mean of means [n, d] over all positions in [0, span]; None where it is not known how they turn."""
+        if self._still:
+            return means
+        turn = rotation(self._base, means.shape[1])
+        return None if turn is None else turn.vector(means, span)
+
+
+def _shared(squares: F64, turning: NDArray[np.int64]) -> F64:
+    """Mean squares [heads, d] of coordinates that turn in pairs."""
+    out: F64 = 0.5 * (squares + squares[:, turning])
+    return out
+
+
+def _group_mean(x: F64, shape: LayerShape) -> F64:
+    """Of query heads [n_head, d] that share a KV head, [n_head_kv, d]."""
+    out: F64 = x.reshape(shape.n_head_kv, shape.n_group, -1).mean(axis=1)
+    return out
