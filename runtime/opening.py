@@ -26,7 +26,7 @@ def open_llama(
         model = str(demo.converted() if coded else demo.model_path())
     n_threads = default_threads(context.n_threads)
     more |= cache.window.asked()
-    return kind(
+    llm = kind(
         model,
         kv_cache=cache.kv_cache,
         type_k=cache.type_k,
@@ -45,3 +45,5 @@ def open_llama(
         progress=True,
         **more,
     )
+    llm.opened.check_text()
+    return llm

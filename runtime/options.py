@@ -210,6 +210,12 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
     if choice.told:
         note(choice.told)
+    if choice.coded and stats.bpe >= 16:
+        n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
+        note(
+            f"-c: expected more tokens than the exact window of {n_exact} for a gain, found {stats.n_cells}; "
+            "-ctk f16 takes less"
+        )
 
 
 def gpu_layers(n: int) -> int:

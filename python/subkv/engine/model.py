@@ -90,8 +90,14 @@ class Model:
     # tokens
     #
 
+    def check_text(self) -> None:
+        """Refuse a model that has no tokens of text, on which llama.cpp would abort. Raises ModelFileError."""
+        if C.llama_vocab_type(self.vocab) == C.LLAMA_VOCAB_TYPE_NONE:
+            raise ModelFileError("model", f"expected a model with a vocabulary of text, found {self.path} without one")
+
     def tokenize(self, text: bytes, special: bool = True, markup: bool = False) -> npt.NDArray[np.int32]:
         """Tokens of a text. special: with the model's own special tokens around it; markup: read those in the text."""
+        self.check_text()
         room = max(len(text) + 2, 8)  # a token has at least one byte
         out = np.empty(room, dtype=np.int32)
         n = C.llama_tokenize(
