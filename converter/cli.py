@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converter import hf, tables
+from converter import hf, plain, tables
 from converter.corpus import PATH, Corpus, corpus_options
 from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
@@ -108,6 +108,8 @@ def main(
     """
     from converter.prepare import Wish  # this and the following: numpy and the native libraries, not for a --help
     from converter.sources import Sources, prepared
+    from subkv.engine.memory import available_memory
+    from subkv.native.gguf import Gguf
 
     if bases is not None and corpus.files:
         raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
@@ -127,7 +129,12 @@ def main(
         place = target or stored_sidecar(base)
         sidecar = sidecar or target is None
         result = convert_file(base, calibration, None if dry_run else place, options, sidecar, progress=True)
+        with Gguf(base) as opened:
+            weights = sum(file.stat().st_size for file in opened.files)
     for line in tables.layout(result, verbose):
+        click.echo(line)
+    cost = plain.Cost.of_result(result)
+    for line in plain.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
         click.echo(line)
     for note in result.notes:
         click.echo(sentence(note), err=True)
@@ -184,7 +191,7 @@ def convert_file(
                 )
         result = convert(base, calibration, options, progress)
         if output is not None:
-            values = metadata.keys(result.layers, calibration, result.settings, result.counted)
+            values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
             (write_sidecar if sidecar else write_copy)(base, output, values, progress)
     return result
 

@@ -54,9 +54,6 @@ def layout(result: Result, verbose: bool = True) -> Iterator[str]:
         f"bits per element at {counted.context} tokens: rows {counted.rows:.3f} + exact window {counted.window:.3f} "
         f"+ bases {counted.bases:.3f} = {counted.total:.3f}"
     )
-    if result.predicted is not None:
-        stock = ", ".join(f"{kind} {error:.2g}" for kind, error in (result.stock or {}).items())
-        yield f"predicted KLD: {result.predicted:.2g} nats per token" + (f" ({stock})" if stock else "")
 
 
 def scores(results: Sequence[dict[str, Any]]) -> str:

@@ -69,6 +69,11 @@ class Result:
     stock: dict[str, float] | None = None
     notes: tuple[SubkvError, ...] = ()
 
+    @property
+    def compared(self) -> dict[str, float] | None:
+        """Predicted nats of this layout ("subkv") and of llama.cpp's cache types; None where that cannot be told."""
+        return None if self.predicted is None else {"subkv": self.predicted, **(self.stock or {})}
+
 
 @dataclass(frozen=True)
 class _Fitted:
