@@ -17,7 +17,7 @@ import click
 from runtime import options
 from runtime.serve.settings import N_CONNECTIONS, N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
 from subkv.base.command import command, group
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, install
 
 if TYPE_CHECKING:
     from subkv.engine.cache import CacheOptions
@@ -133,7 +133,7 @@ def main(
         import prometheus_client  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise SubkvError("serve", f"expected package {error.name}, found none; pip install 'subkv[server]'") from error
+        raise SubkvError("serve", f"expected package {error.name}, found none; {install('server')}") from error
 
     n_slots = offer.n_slots
     if context.n_batch < n_slots:

@@ -213,7 +213,7 @@ def test_missing_packages_name_the_extra(folder: Path, calibration: Path, monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     result = run(folder, "--bases", calibration)
     refused(result, "expected the packages of the extra `torch`, found no torch")
-    assert result.stderr.strip().endswith("pip install 'subkv[torch]'")
+    assert result.stderr.strip().endswith("pip install '.[torch]' in the clone of subkv")
 
 
 def test_disk_space_is_told_with_the_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
