@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converter import hf, plain, tables
-from converter.corpus import PATH, Corpus, corpus_options
+from converter.corpus import PATH, Corpus, corpus_options, yes_option
 from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
-from subkv.base.files import check_not_input, check_writable
+from subkv.base.files import check_new, check_not_input, check_writable
 from subkv.format.window import N_RECENT, N_SINK, Window
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
@@ -81,7 +81,7 @@ plan_options = group(
 @click.option("-o", "--output", type=PATH, help="Copy of the model to write, with bases; with --sidecar only those.")
 @click.option("--embed", is_flag=True, help="Write the copy as MODEL.subkv.gguf; the default with --bases.")
 @click.option("--sidecar", is_flag=True, help="Write the sidecar beside the model: MODEL.subkv-sidecar.gguf.")
-@click.option("-y", "--yes", is_flag=True, help="Overwrite a file that exists.")
+@yes_option
 @plan_options
 @click.option("--dry-run", is_flag=True, help="Say what the cache would cost and give; write nothing for programs.")
 @click.option("-v", "--verbose", is_flag=True, help="All layers, all notes.")
@@ -122,8 +122,7 @@ def main(
         target = default_output(model, sidecar, quantize)
     if target is not None:
         check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
-        if target.is_file() and not (yes or dry_run):
-            raise SubkvError("output", f"expected a file that does not exist yet, found {target}; -y overwrites it")
+        check_new(target, yes or dry_run)
     sources = Sources(model, bases, Wish(corpus, options.window.n_sink, minutes), outtype, quantize)
     with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
         place = target or stored_sidecar(base)

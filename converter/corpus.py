@@ -119,6 +119,9 @@ def bases_option(text: str = "Calibration file (calib.safetensors).") -> Callabl
     return click.option("--bases", required=True, type=PATH, help=text)
 
 
+yes_option = click.option("-y", "--yes", is_flag=True, help="Overwrite a file that exists.")
+
+
 @dataclass(frozen=True)
 class Corpus:
     """What a program runs a model on, and how. n_ctx: tokens per chunk; chunks None: all; threads None: all."""

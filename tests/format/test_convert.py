@@ -350,11 +350,11 @@ def test_bad_usage_exits_with_two(run: Callable[..., Result], args: list[str]) -
 def test_damaged_models(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
     whole = base.read_bytes()
     bad = tmp_path / "bad.gguf"
-    refused(run(model=tmp_path / "none.gguf"), "MODEL: expected a GGUF file, found no file ")
+    refused(run(model=tmp_path / "none.gguf"), "expected a GGUF file, found no file ")
     for content in (b"", b"GGML" + whole[4:], whole[:20], whole[:2000], whole[:-1]):
         bad.write_bytes(content)
         result = run(model=bad)
-        refused(result, "MODEL: expected ")
+        refused(result, "expected ")
         assert str(bad) in result.stderr
 
 

@@ -149,7 +149,7 @@ def test_the_converters_own_sentence(complete: Path, calibration: Path, tmp_path
     (complete / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["NobodysForCausalLM"]}))
     before = left(tmp_path)
     result = run(complete, "--bases", calibration)
-    refused(result, f"MODEL: llama.cpp's converter refuses {complete}: Model NobodysForCausalLM is not supported")
+    refused(result, f"llama.cpp's converter refuses {complete}: Model NobodysForCausalLM is not supported")
     assert left(tmp_path) == before
 
 
@@ -167,7 +167,9 @@ def test_a_plain_model_is_calibrated_too(tiny_model: Callable[..., Path], text_f
     assert result.exit_code == 0, result.output
     assert left(tmp_path) == {"m.gguf", "m.subkv.gguf"}
     result = run(tiny_model("mamba"), "-f", text_file, "-c", 128, "--chunks", 2, "-o", tmp_path / "o.gguf")
-    refused(result, "MODEL: expected layers with an ordinary K/V cache, found none in this mamba model")
+    refused(
+        result, f"{tiny_model('mamba')}: expected layers with an ordinary K/V cache, found none in this mamba model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,11 +202,11 @@ def test_texts_or_bases(folder: Path, text_file: Path, calibration: Path, tiny_m
 
 def test_folders_that_are_none(folder: Path, calibration: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header....")
-    refused(run(folder, "--bases", calibration), f"MODEL: {folder}/model.safetensors: expected a safetensors file, ")
+    refused(run(folder, "--bases", calibration), f"{folder}/model.safetensors: expected a safetensors file, ")
     (folder / "model.safetensors").unlink()
-    refused(run(folder, "--bases", calibration), "MODEL: expected weights (model*.safetensors or pytorch_model*.bin) ")
+    refused(run(folder, "--bases", calibration), "expected weights (model*.safetensors or pytorch_model*.bin) ")
     (folder / "config.json").unlink()
-    sentence = f"MODEL: expected a Hugging Face folder with config.json, found none in {folder}"
+    sentence = f"expected a Hugging Face folder with config.json, found none in {folder}"
     refused(run(folder, "--bases", calibration), sentence)
 
 

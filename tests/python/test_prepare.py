@@ -174,7 +174,7 @@ def test_two_at_once(model: Path, tmp_path: Path) -> None:
     linked = tmp_path / "other.gguf"
     linked.symlink_to(model)
     with exclusive(entry.file(".lock"), "prepare it"):
-        expected = f"MODEL: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
+        expected = f"{linked}: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
         refused(run(linked), expected)
         assert choose_cache(model).name == "f16", "programs run meanwhile, as before"
     assert run(linked).exit_code == 0
@@ -228,7 +228,7 @@ def without_vocabulary(model: Path, path: Path) -> Path:
 def test_a_model_without_a_vocabulary(model: Path, tmp_path: Path, text_file: Path) -> None:
     path = without_vocabulary(model, tmp_path / "silent.gguf")
     sentence = "expected a model with a vocabulary of text, found "
-    refused(run(path), f"MODEL: {sentence}")
+    refused(run(path), f"{sentence}")
     for arguments in (["chat", "-p", "Hi", "-st"], ["perplexity", "-f", str(text_file), "-c", "64"]):
         refused(CliRunner().invoke(cli.main, [*arguments, "-m", str(path)]), f"-m: {sentence}")
 
@@ -250,7 +250,9 @@ def test_memory_is_refused_with_the_sum(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
     result = run(model)
     assert result.exit_code == 1
-    assert re.match(r"MODEL: expected a model that fits in the 1 MiB of memory available, found weights", result.stderr)
+    assert re.match(
+        rf"{model}: expected a model that fits in the 1 MiB of memory available, found weights", result.stderr
+    )
     assert re.search(r"weights \d+ MiB \+ .* = \d+ MiB$", result.stderr.strip())
     monkeypatch.setenv(memory.FIT, "off")
     assert run(model).exit_code == 0

@@ -80,8 +80,7 @@ def test_a_copy_is_refused_before_anything_is_computed(first: Path, calibration:
     result = CliRunner().invoke(convert, [str(first), "--bases", str(calibration)])
     assert result.exit_code == 1
     assert result.stderr.strip() == (
-        "MODEL: expected one file to copy, found a model split into 4; "
-        "--sidecar writes the bases to a file of their own"
+        "expected one file to copy, found a model split into 4; --sidecar writes the bases to a file of their own"
     )
 
 

@@ -59,7 +59,7 @@ class Whole:
         self._start = time.monotonic()
         self.bar = tqdm(
             total=1.0,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{postfix}",
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{unit}",
             disable=None,
             leave=False,
             delay=DELAY,
@@ -78,7 +78,7 @@ class Whole:
         """seconds_left: of the current part."""
         left = seconds_left + sum(self._expected.values())
         passed = time.monotonic() - self._start
-        self.bar.set_postfix_str(tqdm.format_interval(left), refresh=False)
+        self.bar.unit = tqdm.format_interval(left)  # the one field of a format that tqdm leaves to its user
         self.bar.update(max(passed / (passed + left) - self.bar.n, 0.0) if passed + left else 0.0)
 
 
