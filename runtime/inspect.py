@@ -75,7 +75,7 @@ def summary(layout: dict[str, Any]) -> list[str]:
     metavar="FILE",
     help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
 )
-@options.context_option(None, "context in tokens to say the cost of; default: what the file was planned for")
+@options.context_option(None, "context in tokens to say the cost of [default: what the file was planned for]")
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
 @click.option("-v", "--verbose", is_flag=True, help="all layers")
 @click.option("--plot", type=options.PATH, metavar="FILE.png", help="draw bits per coefficient")

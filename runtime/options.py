@@ -64,7 +64,7 @@ def predict_option(text: str) -> Option:
 
 
 threads_option = click.option(
-    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads, default: all processors"
+    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads [default: all processors]"
 )
 gpu_option = click.option(
     "-ngl",
@@ -127,15 +127,15 @@ def context_options(*options: Option) -> Option:
 #
 
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back; default 32"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 32]"
 )
 window_options = stack(
-    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact; default: as converted"),
-    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact; default: as converted"),
+    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: as converted]"),
+    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact [default: as converted]"),
     click.option(
         "--adapt",
         metavar="SIDES[,NAME=VALUE…]",
-        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
+        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static [default: as converted]",
     ),
 )
 
@@ -177,7 +177,7 @@ def cache_options(*more: Option) -> Option:
             "type_v",
             envvar="LLAMA_ARG_CACHE_TYPE_V",
             metavar="TYPE",
-            help="the same for V; default: as -ctk",
+            help="the same for V [default: as -ctk]",
         ),
         click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
         click.option(

@@ -297,7 +297,7 @@ sampling_options = group(
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF); default: the demo model")
+@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @talk_options
 @options.predict_option("most tokens per answer, -1: no limit")
 @options.cache_options(options.rollback_option)

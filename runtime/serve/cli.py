@@ -63,10 +63,10 @@ offer_options = group(
     ),
     options.context_option(
         None,
-        f"context in tokens, divided by the slots, 0: what the model was trained with; default: {N_CTX_SLOT} a slot",
+        f"context in tokens, divided by the slots, 0: what the model was trained with [default: {N_CTX_SLOT} a slot]",
     ),
     click.option("-a", "--alias", envvar="LLAMA_ARG_ALIAS", help="the model's name in answers"),
-    click.option("--chat-format", help="llama_cpp's name of a chat format; default: the model's template"),
+    click.option("--chat-format", help="llama_cpp's name of a chat format [default: the model's template]"),
     click.option(
         "--slot-save-path",
         type=options.PATH,
@@ -81,7 +81,7 @@ offer_options = group(
         "--pooling",
         type=click.Choice(list(POOLING)),
         envvar="LLAMA_ARG_POOLING",
-        help="how embeddings are pooled; default: the model's way",
+        help="how embeddings are pooled [default: the model's way]",
     ),
 )
 limit_options = group(
@@ -108,7 +108,7 @@ limit_options = group(
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF); default: the demo model")
+@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @listening_options
 @offer_options
 @limit_options
