@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text, cut
 from converter.resume import Keeper, NoKeeper
 from converter.session import Session
@@ -221,7 +222,7 @@ def _foretell(session: Session, done: int, total: int) -> None:
 def calibrate_file(
     model: Path,
     corpus: Corpus,
-    texts: Sequence[Text],
+    texts: Sequence[Text] | None,
     n_sink: int,
     held_out: int = HELD_OUT,
     earlier: Calibration | None = None,
@@ -229,11 +230,13 @@ def calibrate_file(
 ) -> tuple[Calibration, list[str]]:
     """calibrate() of a GGUF on `texts`, at most corpus.chunks, with progress bars; says how long it will take.
 
-    earlier: a calibration of the same model, which the texts add to.
+    texts None: those of builtin.py, a chunk of each. earlier: a calibration of the same model, which the texts add to.
     """
     with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
         digest = sha256(base.files, progress=True)
     with Session(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
+        if texts is None:
+            texts = builtin.read(session.template)[: corpus.chunks]
         if earlier:
             with concerning(calibration="earlier"):
                 check_mergeable(earlier, session.arch, session.name, session.block_count, n_sink)

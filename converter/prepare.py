@@ -40,9 +40,9 @@ class Wish:
     n_sink: int
     minutes: float | None = None
 
-    def texts(self) -> list[Text]:
-        """Raises SubkvError as read_text does."""
-        return self.corpus.read() or builtin.read()[: self.chunks]
+    def texts(self) -> list[Text] | None:
+        """None: the built-in ones. Raises SubkvError as read_text does."""
+        return self.corpus.read() or None
 
     @property
     def chunks(self) -> int | None:
@@ -51,11 +51,11 @@ class Wish:
             return self.corpus.chunks
         return max(builtin.TOKENS // self.corpus.n_ctx, 1)
 
-    def key(self, texts: list[Text]) -> str:
-        """Changes with whatever changes the statistics, the model aside."""
+    def key(self, texts: list[Text] | None) -> str:
+        """Changes with whatever changes the statistics, the model and its chat template aside."""
         settings = [generator(), self.corpus.n_ctx, self.chunks, self.n_sink, HELD_OUT]
         digest = hashlib.sha256(repr(settings).encode())
-        for text in texts:
+        for text in texts or builtin.read():
             digest.update(text.data)
         return digest.hexdigest()[:8]
 
@@ -98,7 +98,7 @@ def _earlier(path: Path) -> Calibration | None:
     return found
 
 
-def _measured(model: Path, wish: Wish, texts: list[Text], path: Path) -> Calibration:
+def _measured(model: Path, wish: Wish, texts: list[Text] | None, path: Path) -> Calibration:
     """Statistics of the model, written to `path`."""
     with Checkpoints(path) as checkpoints:
         found, notes = calibrate_file(

@@ -7,12 +7,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
+
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.memory import require_weights
 from subkv.engine.model import Model
 from subkv.engine.observer import PAUSE, UBATCH, Observer
+from subkv.engine.template import Template
 from subkv.native.binding import C, captured_log, last_error, last_log_error
 from subkv.native.gguf import Gguf
 
@@ -63,9 +66,9 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def tokenize(self, text: bytes) -> list[int]:
-        """Tokens of UTF-8 text, without a BOS token."""
-        tokens: list[int] = self._model.tokenize(text, special=False).tolist()
+    def tokenize(self, text: bytes, special: bool = False) -> list[int]:
+        """As corpus.Tokenizer."""
+        tokens: list[int] = self._model.tokenize(text, special=False, markup=special).tolist()
         return tokens
 
     def speed(self) -> float:
@@ -78,6 +81,14 @@ class Session:
             seconds = time.monotonic() - start
         self.clear()
         return PROBE / seconds
+
+    @property
+    def template(self) -> Template | None:
+        """The model's chat template; None where it has none, or one that cannot be read."""
+        try:
+            return Template(self._model)
+        except (SubkvError, jinja2.TemplateError):
+            return None
 
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:
         """Run at most UBATCH tokens at positions first_pos, first_pos + 1, …"""

@@ -57,7 +57,7 @@ def prepared(sources: Sources, output: Path | None, copy: bool) -> Iterator[tupl
             say = _counted(2 + (sources.quantize is not None) + (sources.bases is None))
             model = _gguf(sources, Path(stack.enter_context(made)), say)
             if sources.bases is None:
-                given = ", ".join(text.source.name for text in texts) if sources.wish.corpus.files else "built-in texts"
+                given = ", ".join(text.source.name for text in texts) if texts else "built-in texts"
                 say(f"calibrate on {given}")
         bases = sources.bases
         if bases is None:

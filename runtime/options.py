@@ -168,8 +168,8 @@ def cache_options(*more: Option) -> Option:
             "type_k",
             envvar="LLAMA_ARG_CACHE_TYPE_K",
             metavar="TYPE",
-            help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file, its sidecar or "
-            "--bases carries bases",
+            help="KV cache: subkv, f16, q8_0, q4_0, …; auto: subkv when the model file, its sidecar or --bases carries "
+            "bases [default: auto]",
         ),
         click.option(
             "-ctv",

@@ -15,9 +15,9 @@ import pytest
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
 from runtime.chat.terminal import Interrupts
-from runtime.template import Template, TemplateError
 from subkv.base.errors import StateError, SubkvError
 from subkv.engine.llama import Llama
+from subkv.engine.template import Template, TemplateError
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]
