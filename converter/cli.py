@@ -136,7 +136,8 @@ def main(
     for line in plain.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
         click.echo(line)
     for note in result.notes:
-        click.echo(sentence(note), err=True)
+        key = "files" if note.key == "calibration" and bases is None else note.key
+        click.echo(sentence(SubkvError(key, note.reason)), err=True)
     if dry_run:
         kept = "" if bases is not None else "; what was calibrated is kept for the next run"
         click.echo(f"dry run: nothing was written{kept}")

@@ -75,7 +75,7 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
     path = entry.file(f".{wish.key(texts)}.calib.safetensors")
     with concerning(output="XDG_CACHE_HOME"):
         check_writable(path)
-    with concerning(lock="model"), exclusive(entry.file(".lock"), f"prepare {model.name}"):
+    with concerning(lock="model"), exclusive(entry.lock, f"prepare {model.name}"):
         expected = {"loading": size / HASHED, "hashing": size / HASHED, "bases": (layers or 1) / PLANNED}
         with overall(expected):
             calibration = _earlier(path) or _measured(model, wish, texts, path)
@@ -100,7 +100,7 @@ def _earlier(path: Path) -> Calibration | None:
 
 def _measured(model: Path, wish: Wish, texts: list[Text] | None, path: Path) -> Calibration:
     """Statistics of the model, written to `path`."""
-    with Checkpoints(path) as checkpoints:
+    with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
         found, notes = calibrate_file(
             model, replace(wish.corpus, chunks=wish.chunks), texts, wish.n_sink, keeper=checkpoints
         )

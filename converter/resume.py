@@ -61,6 +61,7 @@ class Checkpoints:
         if self._pressed:
             raise KeyboardInterrupt
         self._pressed = True
+        note("stopping behind the tokens that are being read; Ctrl-C again stops at once")
 
     def _path(self, done: int, total: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{done:06d}-of-{total:06d}.part")

@@ -52,7 +52,7 @@ def refused(result: Result, sentence: str) -> None:
 
 def left(cache_home: Path) -> list[str]:
     """Endings of the files in the store."""
-    return sorted(re.sub(r"^.*-[0-9a-f]{12}\.([0-9a-f]{8}\.)?", "", path.name) for path in store.folder().iterdir())
+    return sorted(re.sub(r"^(.*-)?[0-9a-f]{12}\.([0-9a-f]{8}\.)?", "", path.name) for path in store.folder().iterdir())
 
 
 def test_one_command_prepares(model: Path, cache_home: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_killed_runs_leave_nothing_that_is_used(model: Path, cache_home: Path, m
     with Gguf(model) as opened:
         entry = store.entry(opened)
     entry.prepare()
-    lock = entry.file(".lock")
+    lock = entry.lock
     program = "import os, sys, pathlib\nfrom subkv.base.locks import exclusive\n"
     program += "with exclusive(pathlib.Path(sys.argv[1]), ''): os._exit(9)"
     assert subprocess.run([sys.executable, "-c", program, str(lock)], check=False).returncode == 9
@@ -173,7 +173,7 @@ def test_two_at_once(model: Path, tmp_path: Path) -> None:
     entry.prepare()
     linked = tmp_path / "other.gguf"
     linked.symlink_to(model)
-    with exclusive(entry.file(".lock"), "prepare it"):
+    with exclusive(entry.lock, "prepare it"):
         expected = f"{linked}: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
         refused(run(linked), expected)
         assert choose_cache(model).name == "f16", "programs run meanwhile, as before"

@@ -59,6 +59,11 @@ class Entry:
         """That of a calibration."""
         return self.file(".gguf")
 
+    @property
+    def lock(self) -> Path:
+        """Held by whoever prepares the model, whatever its name is."""
+        return folder() / f"{self.content[:_DIGITS]}.lock"
+
     def prepare(self) -> None:
         """Make the store. Raises SubkvError about XDG_CACHE_HOME, which moves it."""
         try:
