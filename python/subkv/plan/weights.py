@@ -52,8 +52,8 @@ class _Side:
     count: int
     bias: F64 | None
 
-    def rows(self, which: NDArray[np.int64]) -> F32:
-        return self.matrix.rows(self.first + which)
+    def rows(self, start: int, stop: int, step: int = 1) -> F32:
+        return self.matrix.rows(slice(self.first + start, self.first + stop, step))
 
 
 class Weights:
@@ -114,7 +114,7 @@ class Weights:
         for side, norm in readers:
             wanted = -(-ROWS * n // len(readers))
             step = max(1, side.count // wanted) | 1  # an odd one meets all coordinates of a head
-            rows = side.rows(np.arange(0, side.count, step))
+            rows = side.rows(0, side.count, step)
             rows *= norm
             rows *= rows.size**0.5 / max(float(np.linalg.norm(rows)), 1e-30)
             parts.append(rows)
@@ -167,15 +167,17 @@ class Weights:
         norm, shift = self._norm(shape.il, n), self._vector(f"blk.{shape.il}.attn_norm.bias")
         if norm is None or n != len(self._stream):
             return None
-        which = (heads[:, None] * d + np.arange(d)).ravel()
-        rows = side.rows(which)
-        mean = np.zeros(len(which)) if side.bias is None else side.bias[which]
-        if shift is not None and len(shift) == n:
-            mean = mean + rows @ shift.astype(np.float32)
-        seen = rows @ (norm[:, None] * self._stream)
-        np.square(rows, out=rows)
-        square = n * np.einsum("ij,ij->i", seen, seen).astype(np.float64) + WHITE * (rows @ norm**2).astype(np.float64)
-        square, mean = square.reshape(-1, d), mean.reshape(-1, d)
+        columns = norm[:, None] * self._stream
+        square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
+        for i, head in enumerate(heads):  # one at a time stays in the processor's caches
+            rows = side.rows(head * d, head * d + d)
+            if shift is not None and len(shift) == n:
+                mean[i] = rows @ shift.astype(np.float32)
+            if side.bias is not None:
+                mean[i] += side.bias[head * d : head * d + d]
+            seen = rows @ columns
+            np.square(rows, out=rows)
+            square[i] = n * np.einsum("ij,ij->i", seen, seen) + WHITE * (rows @ norm**2)
         weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
         if weight is None:
             return square, mean
@@ -184,7 +186,7 @@ class Weights:
         # a head's norm, or one of all heads, divides by the root mean square
         size = square + mean**2
         size = size.mean(axis=1, keepdims=True) if weight.size == d else size.mean(keepdims=True)
-        weight = (weight if weight.size == d else weight[which].reshape(-1, d)) / np.sqrt(np.maximum(size, 1e-300))
+        weight = (weight if weight.size == d else weight.reshape(-1, d)[heads]) / np.sqrt(np.maximum(size, 1e-300))
         return square * weight**2, mean * weight
 
     def _turned(self, means: F64, span: float) -> F64 | None:
