@@ -142,10 +142,10 @@ class Matrix:
         return len(self.raw), self.n
 
     def rows(self, which: Any) -> NDArray[np.float32]:
-        """Rows by index or slice, dequantized to float32, [rows, ne0]. Raises SubkvError."""
+        """Rows by index or slice, dequantized to float32, [rows, ne0], the caller's own. Raises SubkvError."""
         raw = np.ascontiguousarray(self.raw[which])
         if self.kind == _F32:
-            return raw.view(np.float32).reshape(-1, self.n)
+            return np.array(raw).view(np.float32).reshape(-1, self.n)
         to_float = _gguf().ggml_get_type_traits(self.kind).contents.to_float
         if not to_float:
             raise SubkvError(

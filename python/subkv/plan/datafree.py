@@ -151,16 +151,14 @@ def _notes(layers: Sequence[LayerShape], found: Sequence[Energies | None]) -> tu
 
 
 def _sloped(n: int) -> F64:
-    slope: F64 = 1.0 - SLOPE * (np.arange(n) // budget.GROUP)
-    return slope
+    return np.asarray(1.0 - SLOPE * (np.arange(n) // budget.GROUP), dtype=np.float64)
 
 
 def _leveled(importance: F64) -> F64:
     """Importance of one head as if no head mattered more: its geometric mean is 1."""
     floor = max(float(importance.max()), 1e-300) * 1e-12
     logs = np.log(np.maximum(importance, floor))
-    level: F64 = np.exp(logs - logs.mean()) * _sloped(len(importance))
-    return level
+    return np.asarray(np.exp(logs - logs.mean()), dtype=np.float64) * _sloped(len(importance))
 
 
 def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[tuple[FullBasis, F16]]:

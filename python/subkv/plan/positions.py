@@ -35,7 +35,20 @@ ALSO_NEIGHBOURS = (
 ALSO_HALVES = (
     *("afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe"),
     *("exaone4", "falcon", "gemma2", "gemma3", "gpt-oss", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe"),
-    *("jais2", "llada-moe", "mellum", "mimo2", "minicpm3", "minimax-m2", "nemotron", "olmo2", "olmoe", "openelm"),
+    *(
+        "jais2",
+        "lfm2",
+        "lfm2moe",
+        "llada-moe",
+        "mellum",
+        "mimo2",
+        "minicpm3",
+        "minimax-m2",
+        "nemotron",
+        "olmo2",
+        "olmoe",
+        "openelm",
+    ),
     *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
     *("seed_oss", "smallthinker"),
 )

@@ -24,8 +24,9 @@ from subkv.plan.positions import UNTURNED, partners, rotation
 DIRECTIONS = 32  # of the residual stream that are kept
 POWER = 4  # of the Gram matrix
 WHITE = 0.3  # share of the stream's energy that is spread evenly
-ROWS = 2  # sampled rows of weights per element of the stream, of all layers together
-ROUNDS = 4  # of subspace iteration
+ROWS = 1  # sampled rows of weights per element of the stream, of all layers together
+ROUNDS = 3  # of subspace iteration
+QUERIES = 2  # heads of a group that are read; more change little
 SEED = 1
 WHY = "bases from the weights alone read it"
 
@@ -34,7 +35,7 @@ WHY = "bases from the weights alone read it"
 class Energies:
     """One layer's keys and queries after RoPE, over all positions; [n_head_kv, d_k].
 
-    k, q: mean squares of the coordinates, k of the keys less `mean`, q over the group's heads.
+    k, q: mean squares of the coordinates, k of the keys less `mean`.
     """
 
     k: F64
@@ -51,8 +52,8 @@ class _Side:
     count: int
     bias: F64 | None
 
-    def rows(self, step: int = 1) -> F32:
-        return self.matrix.rows(slice(self.first, self.first + self.count, step))
+    def rows(self, start: int, stop: int, step: int = 1) -> F32:
+        return self.matrix.rows(slice(self.first + start, self.first + stop, step))
 
 
 class Weights:
@@ -112,17 +113,19 @@ class Weights:
         parts = []
         for side, norm in readers:
             wanted = -(-ROWS * n // len(readers))
-            rows = side.rows(max(1, side.count // wanted) | 1) * norm  # an odd step meets all coordinates of a head
-            parts.append(rows / max(float(np.sqrt(np.mean(rows**2))), 1e-30))
-        sample = np.concatenate(parts).astype(np.float32)
-        start = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n)))
-        found = np.linalg.qr(start.astype(np.float32))[0]
+            step = max(1, side.count // wanted) | 1  # an odd one meets all coordinates of a head
+            rows = side.rows(0, side.count, step)
+            rows *= norm
+            rows *= rows.size**0.5 / max(float(np.linalg.norm(rows)), 1e-30)
+            parts.append(rows)
+        sample = np.concatenate(parts)
+        found = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
         for _ in range(ROUNDS):
-            found = np.linalg.qr(sample.T @ (sample @ found))[0]
+            found = _orthonormal(sample.T @ (sample @ found))
         seen = sample @ found
         values, vectors = np.linalg.eigh((seen.T @ seen).astype(np.float64))
         weight = np.maximum(values, 0.0) ** POWER
-        if not np.isfinite(weight).all() or weight.sum() <= 0.0:
+        if not weight.sum() > 0.0:
             return None
         columns: F32 = found @ (vectors * np.sqrt((1.0 - WHITE) * weight / weight.sum())).astype(np.float32)
         return columns
@@ -133,14 +136,16 @@ class Weights:
         sides = [self._side(shape, side) for side in "kq"]
         if self._stream is None or turning is None:
             return None
+        first = np.arange(shape.n_head_kv)
+        group = first[:, None] * shape.n_group + np.arange(min(shape.n_group, QUERIES))
         read = []
-        for side, name, heads in zip(sides, "kq", (shape.n_head_kv, shape.n_head), strict=True):
+        for side, name, heads in zip(sides, "kq", (first, group.ravel()), strict=True):
             found = None if side is None else self._squares(side, shape, name, heads)
-            if found is None:
+            if found is None or not all(np.isfinite(x).all() for x in found):
                 return None
-            read.append((_shared(found[0], turning), found[1]))
+            read.append(found)
         (k, mean), (q, q_mean) = read
-        q, of_bias = (_group_mean(x, shape) for x in (q, _shared(q_mean**2, turning)))
+        k, q, of_bias = (_shared(x, turning) for x in (k, _group_mean(q, shape), _group_mean(q_mean**2, shape)))
         # keys and queries of a pair grow together: what both estimates say is better than either
         both = np.sqrt(k * q)
         both /= np.maximum(both.sum(axis=1, keepdims=True), 1e-300)
@@ -152,8 +157,8 @@ class Weights:
         rest = _shared(np.maximum(_shared(mean**2, turning) - 2.0 * near * far + near**2, 0.0), turning)
         return Energies(k + rest, q, near)
 
-    def _squares(self, side: _Side, shape: LayerShape, name: str, heads: int) -> tuple[F64, F64] | None:
-        """Mean squares less the mean's, and means, of keys or queries before RoPE; None where shapes do not fit.
+    def _squares(self, side: _Side, shape: LayerShape, name: str, heads: NDArray[np.int64]) -> tuple[F64, F64] | None:
+        """Mean squares less the mean's, and means, of these heads before RoPE; None where shapes do not fit.
 
         Both [heads, d_k].
         """
@@ -162,24 +167,26 @@ class Weights:
         norm, shift = self._norm(shape.il, n), self._vector(f"blk.{shape.il}.attn_norm.bias")
         if norm is None or n != len(self._stream):
             return None
-        rows = side.rows()
-        mean = np.zeros(len(rows)) if side.bias is None else side.bias
-        if shift is not None and len(shift) == n:
-            mean = mean + rows @ shift
-        rows *= norm
-        seen = rows @ self._stream
-        square = n * np.einsum("ij,ij->i", seen, seen).astype(np.float64)
-        square += WHITE * np.einsum("ij,ij->i", rows, rows)
-        square, mean = square.reshape(heads, d), mean.reshape(heads, d)
+        columns = norm[:, None] * self._stream
+        square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
+        for i, head in enumerate(heads):  # one at a time stays in the processor's caches
+            rows = side.rows(head * d, head * d + d)
+            if shift is not None and len(shift) == n:
+                mean[i] = rows @ shift.astype(np.float32)
+            if side.bias is not None:
+                mean[i] += side.bias[head * d : head * d + d]
+            seen = rows @ columns
+            np.square(rows, out=rows)
+            square[i] = n * np.einsum("ij,ij->i", seen, seen) + WHITE * (rows @ norm**2)
         weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
         if weight is None:
             return square, mean
-        if weight.size not in (d, heads * d):
+        if weight.size not in (d, side.count):
             return None
         # a head's norm, or one of all heads, divides by the root mean square
         size = square + mean**2
-        size = size.mean(axis=1, keepdims=True) if weight.size == d else size.mean()
-        weight = weight.reshape(-1, d) / np.sqrt(np.maximum(size, 1e-30))
+        size = size.mean(axis=1, keepdims=True) if weight.size == d else size.mean(keepdims=True)
+        weight = (weight if weight.size == d else weight.reshape(-1, d)[heads]) / np.sqrt(np.maximum(size, 1e-300))
         return square * weight**2, mean * weight
 
     def _turned(self, means: F64, span: float) -> F64 | None:
@@ -190,6 +197,13 @@ class Weights:
         return None if turn is None else turn.vector(means, span)
 
 
+def _orthonormal(x: F32) -> F32:
+    """Columns of the same span [n, m], m small: what numpy's QR takes seconds for."""
+    values, vectors = np.linalg.eigh((x.T @ x).astype(np.float64))
+    out: F32 = x @ (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1] + 1e-300))).astype(np.float32)
+    return out
+
+
 def _shared(squares: F64, turning: NDArray[np.int64]) -> F64:
     """Mean squares [heads, d] of coordinates that turn in pairs."""
     out: F64 = 0.5 * (squares + squares[:, turning])
@@ -197,6 +211,6 @@ def _shared(squares: F64, turning: NDArray[np.int64]) -> F64:
 
 
 def _group_mean(x: F64, shape: LayerShape) -> F64:
-    """Of query heads [n_head, d] that share a KV head, [n_head_kv, d]."""
-    out: F64 = x.reshape(shape.n_head_kv, shape.n_group, -1).mean(axis=1)
+    """Of query heads that share a KV head, [n_head_kv, d]."""
+    out: F64 = x.reshape(shape.n_head_kv, -1, x.shape[1]).mean(axis=1)
     return out
