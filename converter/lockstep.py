@@ -21,13 +21,14 @@ from subkv.engine.model import Model
 from subkv.format import metadata
 from subkv.format.calibration import Calibration
 from subkv.format.window import Window
-from subkv.native.gguf import Base, Gguf, write_sidecar
+from subkv.native.gguf import SHA256_KEY, Gguf, write_sidecar
 from subkv.plan.pipeline import Fit, Options
 
 BATCH = 128  # tokens decoded at once: bounds the logits in memory
 LOUD = 0.03  # nats per token that the layout run for a correction should cost: ten times the engine's own
 ROWS_ONLY = 1 << 31  # a context in which window and bases count nothing
 BITS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0)  # budgets tried for it
+NOT_A_FILE = "0" * 64  # a digest
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 
 
@@ -69,7 +70,8 @@ def corrected(
     A factor that cannot be measured (a KLD of zero, a head size that the type refuses) stays 1.
     """
     assert calibration.sensitivity is not None
-    plain = replace(calibration, sensitivity=replace(calibration.sensitivity, correction=1.0, correction0=1.0))
+    measured = replace(calibration.sensitivity, correction=1.0, correction0=1.0)
+    plain = replace(calibration, sensitivity=measured, sha256=NOT_A_FILE)
     window = Window(calibration.n_skip, calibration.sensitivity.n_recent)
     fit = Fit(base, plain, Options(window=window, bpe_context=ROWS_ONLY))
     predicted, caches = [], []
@@ -83,11 +85,11 @@ def corrected(
             caches.append(CacheOptions(STOCK))
         found = compare(model, caches, chunk, n_threads)
     factors = [kld / what if kld > 0.0 and what > 0.0 else 1.0 for kld, what in zip(found, predicted, strict=True)]
-    named = dict(zip(("correction", "correction0"), factors, strict=False))
-    return replace(calibration, sensitivity=replace(calibration.sensitivity, **named), sha256="")
+    measured = replace(measured, correction=factors[0], correction0=factors[1] if len(factors) > 1 else 1.0)
+    return replace(calibration, sensitivity=measured, sha256="")
 
 
-def _write_loud(base: Base, fit: Fit, path: Path) -> float:
+def _write_loud(base: Gguf, fit: Fit, path: Path) -> float:
     """A sidecar of the largest of BITS that is LOUD, and its prediction."""
     predicted = 0.0
     for bits in reversed(BITS):
@@ -97,5 +99,5 @@ def _write_loud(base: Base, fit: Fit, path: Path) -> float:
         if predicted >= LOUD:
             break
     values = metadata.keys(layers, fit.calibration, fit.settings, fit.account(plan))
-    write_sidecar(base, path, values)
+    write_sidecar(base, path, {**values, SHA256_KEY: ("str", NOT_A_FILE)})  # nobody asks, and hashing takes time
     return predicted

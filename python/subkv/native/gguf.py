@@ -321,8 +321,12 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
 
 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
-    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`."""
-    digest = sha256(base.files, progress)
+    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`.
+
+    SHA256_KEY is filled in here, unless `values` has it.
+    """
+    given = values.get(SHA256_KEY)
+    digest = sha256(base.files, progress) if given is None else given[1]
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
     blob = _metadata(_gguf().gguf_init_empty(), {**general, **values, SHA256_KEY: ("str", digest)})
