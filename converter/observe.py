@@ -46,7 +46,7 @@ class Chunk:
     query_pos: tuple[int, ...] = ()
 
 
-def _spread(low: int, high: int, n: int) -> tuple[int, ...]:
+def spread(low: int, high: int, n: int) -> tuple[int, ...]:
     """At most n distinct positions spread over [low, high)."""
     return tuple(int(p) for p in np.unique(np.linspace(low, high - 1, min(n, high - low)).round()))
 
@@ -61,12 +61,12 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
     if held_out == 0:
         return [Chunk(tokens) for tokens in token_chunks], "note: nothing held out; gamma will come from the moments"
     chosen = list(range(held_out - 1, n, held_out)) or [n - 1]
-    chosen = [chosen[i] for i in _spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
+    chosen = [chosen[i] for i in spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
     rows = -(-MAX_SAMPLES // len(chosen))
 
     def sampled(tokens: tuple[int, ...]) -> Chunk:
         middle = max(len(tokens) // 2, n_skip + 1)
-        return Chunk(tokens, _spread(n_skip, middle, rows), _spread(middle, len(tokens), rows))
+        return Chunk(tokens, spread(n_skip, middle, rows), spread(middle, len(tokens), rows))
 
     if n == 1:
         note = "note: only one chunk of text; gamma is calibrated on text that is also in the moments"

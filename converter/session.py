@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
+import numpy as np
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
-from subkv.engine.context import ContextOptions
+from subkv.engine.context import ContextOptions, Logits
 from subkv.engine.memory import require_weights
 from subkv.engine.model import Model
 from subkv.engine.observer import PAUSE, UBATCH, Observer
 from subkv.engine.template import Template
+from subkv.format.arrays import U8
 from subkv.native.binding import C, captured_log, last_error, last_log_error
 from subkv.native.gguf import Gguf
 
 PROBE = 32  # tokens
 
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+
 
 class Session:
     """The engine as calibration sees it (tests have one made of numpy); a context manager.
 
-    mode, layers, get: the observer's. clear: forget all decoded tokens. Raises SubkvError about `model` when it cannot
-    be run.
+    mode, layers, get, forget: the observer's. clear: forget all decoded tokens. Raises SubkvError about `model` when
+    it cannot be run.
     """
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
@@ -54,6 +59,7 @@ class Session:
             self.name = model.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             self.bos = model.bos if model.add_bos else None
             self.mode, self.layers, self.get = observer.mode, observer.layers, observer.get
+            self.forget = observer.forget
             self.clear = context.clear
             self._opened = opened.pop_all()
 
@@ -92,11 +98,36 @@ class Session:
 
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:
         """Run at most UBATCH tokens at positions first_pos, first_pos + 1, …"""
+        self._decode(tokens, first_pos, len(tokens))
+
+    def logits(self, tokens: Sequence[int], first_pos: int) -> Logits:
+        """As decode(), and the tokens' logits [n, n_vocab]: a view that the next decode overwrites."""
+        self._decode(tokens, first_pos, 0)
+        return self._context.logits(len(tokens))
+
+    def _decode(self, tokens: Sequence[int], first_pos: int, first_logits: int) -> None:
         with captured_log(forward=False) as log:
             try:
-                self._context.decode(tokens, first_pos, first_logits=len(tokens))
+                self._context.decode(tokens, first_pos, first_logits)
             except CacheError as error:
                 raise SubkvError("model", f"decoding failed: {last_log_error(log) or error.reason}") from error
+
+    def cells(self) -> U8:
+        """All decoded tokens as llama.cpp saves them: among other things their keys and values in f16."""
+        room = C.llama_state_seq_get_size(self._context.handle, 0)
+        saved = np.zeros(room, dtype=np.uint8)
+        size = C.llama_state_seq_get_data(self._context.handle, saved.ctypes.data_as(_BYTES), room, 0)
+        if not 0 < size <= room:
+            raise SubkvError("model", f"expected a state of at most {room} bytes, found {size}")
+        return saved[:size]
+
+    def restore(self, saved: U8) -> None:
+        """Be where cells() was called, or where its bytes, changed since, say."""
+        with captured_log(forward=False) as log:
+            read = C.llama_state_seq_set_data(self._context.handle, saved.ctypes.data_as(_BYTES), len(saved), 0)
+        if read != len(saved):
+            reason = last_log_error(log) or f"read {read} of {len(saved)} bytes"
+            raise SubkvError("model", f"its cells cannot be restored: {reason}")
 
 
 def _statistics(path: Path) -> float:
