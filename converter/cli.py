@@ -123,7 +123,9 @@ def main(
     if target is not None:
         check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
         check_new(target, yes or dry_run)
-    sources = Sources(model, bases, Wish(corpus, options.window.n_sink, minutes), outtype, quantize)
+    sources = Sources(
+        model, bases, Wish(corpus, options.window.n_sink, options.window.n_recent, minutes), outtype, quantize
+    )
     with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
         place = target or stored_sidecar(base)
         sidecar = sidecar or target is None

@@ -46,7 +46,7 @@ def compare(model: Path, caches: Sequence[CacheOptions], chunk: Sequence[int], n
     first, sums = len(chunk) // 2, np.zeros(len(caches))
     options = ContextOptions(len(chunk), BATCH, BATCH, n_threads)
     with contextlib.ExitStack() as opened:
-        weights = opened.enter_context(Model(model))
+        weights = opened.enter_context(Model(model, mapped=False))
         exact, *others = (
             opened.enter_context(weights.context(choose_cache(model, cache), options))
             for cache in (CacheOptions("f16"), *caches)

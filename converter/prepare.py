@@ -17,6 +17,7 @@ from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text
 from converter.observe import calibrate_file
 from converter.resume import Checkpoints
+from converter.sensed import Measuring, sensed
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import check_writable
 from subkv.base.locks import exclusive
@@ -33,11 +34,12 @@ HASHED, PLANNED = 1e9, 4.0  # bytes per second; layers per second: first guesses
 class Wish:
     """What to prepare. corpus without files: the built-in text. n_sink: first positions left out.
 
-    minutes: time that sensitivities may take; None: what they need.
+    n_recent: of the exact window. minutes: time that sensitivities may take; None: what they need.
     """
 
     corpus: Corpus
     n_sink: int
+    n_recent: int
     minutes: float | None = None
 
     def texts(self) -> list[Text] | None:
@@ -79,7 +81,7 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
         expected = {"loading": size / HASHED, "hashing": size / HASHED, "bases": (layers or 1) / PLANNED}
         with overall(expected):
             calibration = _earlier(path) or _measured(model, wish, texts, path)
-            _sense(model, wish, calibration, path)
+            _sense(model, wish, texts, calibration, path)
             _remove_others(entry, path)
             yield path
 
@@ -112,8 +114,19 @@ def _measured(model: Path, wish: Wish, texts: list[Text] | None, path: Path) -> 
     return found
 
 
-def _sense(model: Path, wish: Wish, calibration: Calibration, path: Path) -> None:
-    """Add sensitivities to `path` unless it has them."""
+def _sense(model: Path, wish: Wish, texts: list[Text] | None, calibration: Calibration, path: Path) -> None:
+    """Add sensitivities to `path` unless it has them for this window."""
+    known = calibration.sensitivity
+    if known is not None and known.n_recent <= wish.n_recent:
+        return
+    kept = path.with_name(f"{path.name}.{wish.n_recent}.sensing.npz")
+    corpus = wish.corpus
+    how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept)
+    with concerning(output="XDG_CACHE_HOME"):
+        found = sensed(model, calibration, how)
+        if found is not None:
+            write_calibration(path, found)
+            kept.unlink(missing_ok=True)
 
 
 def _remove_others(entry: store.Entry, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import signal
 import threading
@@ -15,6 +16,32 @@ from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
 EVERY = 20.0  # seconds between checkpoints; writing one takes well below a second
+
+
+class Stopping:
+    """Ctrl-C inside the block sets `pressed` and says so; a second one is a KeyboardInterrupt.
+
+    For work that wants to write down what is done first. Threads but the main one get no signals, and change nothing.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, number: int, frame: Any) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        note("stopping behind the tokens that are being read; Ctrl-C again stops at once")
 
 
 class Keeper(Protocol):
@@ -46,22 +73,14 @@ class Checkpoints:
 
     def __init__(self, name: Path) -> None:
         self._name = name
-        self._pressed = False
-        self._before: Any = None
+        self._stopping = contextlib.ExitStack()
         self._written = time.monotonic()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _press(self, number: int, frame: Any) -> None:
-        if self._pressed:
-            raise KeyboardInterrupt
-        self._pressed = True
-        note("stopping behind the tokens that are being read; Ctrl-C again stops at once")
+        self._stopping.close()
 
     def _path(self, done: int, total: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{done:06d}-of-{total:06d}.part")
@@ -71,8 +90,7 @@ class Checkpoints:
 
     def load(self, total: int) -> tuple[int, Calibration | None]:
         self._total = total
-        if threading.current_thread() is threading.main_thread():  # others get no signals
-            self._before = signal.signal(signal.SIGINT, self._press)
+        self._stop = self._stopping.enter_context(Stopping())
         for path in reversed(self._found()):
             done = int(path.name.split(".")[-2].partition("-")[0])
             if path != self._path(done, total):
@@ -84,7 +102,7 @@ class Checkpoints:
         return 0, None
 
     def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
-        stop = self._pressed
+        stop = self._stop.pressed
         if sums is not None and (stop or time.monotonic() - self._written > EVERY):
             write_calibration(self._path(done, self._total), sums())
             for path in self._found():
