@@ -57,6 +57,9 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> Calibration
                     raise
                 note(f"no sensitivities: {error.reason}")
                 return None
+            if not chunks:
+                note(f"no sensitivities: they need at least 2 chunks of {n_ctx} tokens, found 1")
+                return None
             sensing = Sensing(session, base, calibration, chunks, how.n_recent, _earlier(how.kept, calibration))
             _run(session, sensing, how)
             try:

@@ -20,6 +20,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 import subkv
 from converter import resume
 from converter.cli import main as convert
+from converter.sensing import Sensing
 from converter.session import Session
 from runtime import cli
 from subkv.base.errors import SubkvError
@@ -277,3 +278,85 @@ def test_an_estimate_comes_first(model: Path, monkeypatch: pytest.MonkeyPatch) -
     result = run(model)
     assert "calibrating on 512 tokens takes about 9 minutes, at 1 tokens per second" in result.stderr
     assert resume.EVERY <= 60
+
+
+#
+# sensitivities
+#
+
+SENSED = ["-c", "192", "--chunks", "4", "-t", "1", "--n-recent", "16"]  # of SMALL's chunks none is long enough
+
+
+def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "predicted KLD: " in result.stdout
+    assert read(choose_cache(model).layout or Path())["basis_k"] == "kld-aware"
+    shown = CliRunner().invoke(cli.main, ["inspect", str(model), "-c", "32768"])
+    assert shown.exit_code == 0, shown.output
+    assert "a context of 32768 tokens takes " in shown.stdout
+    assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
+    assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_chunks_too_short_for_sensitivities(model: Path) -> None:
+    result = run(model)
+    assert "no sensitivities: they need chunks of at least 149 tokens, found -c 128" in result.stderr
+
+
+def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None:
+    for n, why in (
+        (6, "short.txt: expected at least 192 tokens for a chunk, found "),
+        (15, "they need at least 2 chunks "),
+    ):
+        (tmp_path / "short.txt").write_text("Some words of text. " * n)
+        result = CliRunner().invoke(convert, [str(model), *SENSED, "-f", str(tmp_path / "short.txt")])
+        assert result.exit_code == 0, result.output
+        assert f"no sensitivities: {why}" in result.stderr
+
+
+def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, tried = Sensing._try, []
+
+    def pressed(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+        tried.append((c, i, side))
+        if len(tried) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return attempt(self, chunk, c, i, side)
+
+    monkeypatch.setattr(Sensing, "_try", pressed)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 130
+    assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "going on after 4 of 6 sensitivities" in result.stderr  # two of them measure rounding
+    assert sorted(tried) == sorted(set(tried)), "nothing is measured twice"
+    assert len(tried) == 4
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_damaged_sensitivities_are_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("converter.prepare.sensed", lambda *_: None)
+        assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
+    (calibration,) = store.folder().glob("*.calib.safetensors")
+    calibration.with_name(f"{calibration.name}.16.sensing.npz").write_bytes(b"PK no archive")
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "cannot be gone on from" in result.stderr and "predicted KLD" in result.stdout
+
+
+def test_minutes_are_a_budget(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, tried = Sensing._try, []
+
+    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+        tried.append((c, i, side))
+        return attempt(self, chunk, c, i, side)
+
+    monkeypatch.setattr(Sensing, "_try", counted)
+    result = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"])
+    assert result.exit_code == 0, result.output
+    assert 1 <= len(tried) < 4
+    assert "predicted KLD: " in result.stdout
