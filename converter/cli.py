@@ -185,12 +185,6 @@ def convert_file(
         if output is not None:
             check_not_input(output, [*(("the model", file) for file in base.files), ("--bases", bases)])
             check_writable(output)
-            if len(base.files) > 1 and not sidecar:
-                raise SubkvError(
-                    "model",
-                    f"expected one file to copy, found a model split into {len(base.files)}; "
-                    "--sidecar writes the bases to a file of their own",
-                )
         result = convert(base, calibration, options, progress)
         if output is not None:
             values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)

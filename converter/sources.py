@@ -15,6 +15,8 @@ from converter import hf, prepare
 from converter.prepare import Wish
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_not_input, check_writable
+from subkv.native.gguf import Gguf
+from subkv.plan.pipeline import check_plain
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ def prepared(sources: Sources, output: Path | None, copy: bool) -> Iterator[tupl
             if sources.bases is None:
                 given = ", ".join(text.source.name for text in texts) if texts else "built-in texts"
                 say(f"calibrate on {given}")
+        with Gguf(model) as base:  # before minutes are spent on what could not be written
+            check_plain(base)
+            if copy and len(base.files) > 1:
+                raise SubkvError(
+                    "model",
+                    f"expected one file to copy, found a model split into {len(base.files)}; "
+                    "without --embed or with --sidecar only its bases are written",
+                )
         bases = sources.bases
         if bases is None:
             bases = stack.enter_context(prepare.prepared(model, sources.wish))

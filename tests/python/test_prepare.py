@@ -259,6 +259,11 @@ def test_memory_is_refused_with_the_sum(model: Path, monkeypatch: pytest.MonkeyP
     assert run(model).exit_code == 0
 
 
+def test_a_converted_model(model: Path, coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("converter.prepare.calibrate_file", None)
+    refused(run(coded_model()), "subkv.version: expected a base model without subkv keys, found them in ")
+
+
 def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
     assert run(model, "--sidecar", "--embed").exit_code == 2
     assert run(model, "--bases", calibration, "-f", text_file).exit_code == 2

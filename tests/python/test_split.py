@@ -79,8 +79,10 @@ def test_default_names() -> None:
 def test_a_copy_is_refused_before_anything_is_computed(first: Path, calibration: Path) -> None:
     result = CliRunner().invoke(convert, [str(first), "--bases", str(calibration)])
     assert result.exit_code == 1
+    assert CliRunner().invoke(convert, [str(first), "--embed"]).stderr == result.stderr
     assert result.stderr.strip() == (
-        "expected one file to copy, found a model split into 4; --sidecar writes the bases to a file of their own"
+        f"{first}: expected one file to copy, found a model split into 4; without --embed or with --sidecar only its "
+        "bases are written"
     )
 
 

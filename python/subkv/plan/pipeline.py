@@ -94,10 +94,15 @@ class _Fitted:
     k2: F64
 
 
-def check_model(base: Base, calibration: Calibration) -> None:
-    """Refuse a calibration made for another model, or a model that is already converted."""
+def check_plain(base: Base) -> None:
+    """Refuse a model that is already converted."""
     if any(key.startswith("subkv.") for key in base.keys()):  # noqa: SIM118 (not a dict)
         raise SubkvError("subkv.version", f"expected a base model without subkv keys, found them in {base.path}")
+
+
+def check_model(base: Base, calibration: Calibration) -> None:
+    """Refuse a calibration made for another model, or a model that is already converted."""
+    check_plain(base)
     arch = base.get("general.architecture")
     if arch != calibration.arch:
         raise SubkvError(f"{PREFIX}arch", f"expected {arch!r} as in the model, found {calibration.arch!r}")
