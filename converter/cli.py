@@ -84,7 +84,7 @@ plan_options = group(
 @yes_option
 @plan_options
 @click.option("--dry-run", is_flag=True, help="Say what the cache would cost and give; write nothing for programs.")
-@click.option("-v", "--verbose", is_flag=True, help="All layers, all notes.")
+@click.option("-v", "--verbose", is_flag=True, help="List all layers.")
 def main(
     model: Path,
     bases: Path | None,
@@ -113,6 +113,8 @@ def main(
 
     if bases is not None and corpus.files:
         raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
+    if bases is not None and minutes is not None:
+        raise click.UsageError("expected --bases with a calibration or --minutes to measure in, found both")
     if sidecar and embed:
         raise click.UsageError("expected --sidecar or --embed, found both")
     if sidecar and model.is_dir():

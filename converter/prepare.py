@@ -71,7 +71,11 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
     with Gguf(model) as base:
         entry = store.entry(base)
         size = sum(file.stat().st_size for file in base.files)
-        layers = base.get(f"{base.get('general.architecture')}.block_count")
+        arch = base.get("general.architecture")
+        layers, trained = (base.get(f"{arch}.{key}") for key in ("block_count", "context_length"))
+    if trained and wish.corpus.n_ctx > trained:
+        note(f"chunks of {trained} tokens, which the model was trained with, instead of {wish.corpus.n_ctx}")
+        wish = replace(wish, corpus=replace(wish.corpus, n_ctx=trained))
     texts = wish.texts()
     entry.prepare()
     path = entry.file(f".{wish.key(texts)}.calib.safetensors")

@@ -267,6 +267,7 @@ def test_a_converted_model(model: Path, coded_model: Models, monkeypatch: pytest
 def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
     assert run(model, "--sidecar", "--embed").exit_code == 2
     assert run(model, "--bases", calibration, "-f", text_file).exit_code == 2
+    assert run(model, "--bases", calibration, "--minutes", "1").exit_code == 2
     assert run(model, "--minutes", "0").exit_code == 2
 
 
@@ -303,6 +304,12 @@ def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
     assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
     assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None:
+    result = CliRunner().invoke(convert, [str(tiny_model("gpt2")), "--chunks", "2", "-t", "1"])
+    assert result.exit_code == 0, result.output
+    assert "chunks of 512 tokens, which the model was trained with, instead of 2048" in result.stderr
 
 
 def test_chunks_too_short_for_sensitivities(model: Path) -> None:
