@@ -36,6 +36,7 @@ class Session:
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         with contextlib.ExitStack() as opened:
+            _check_positions(path, n_ctx)
             choice = choose_cache(path, CacheOptions("f16"))
             params = C.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, UBATCH, UBATCH
@@ -128,6 +129,14 @@ class Session:
         if read != len(saved):
             reason = last_log_error(log) or f"read {read} of {len(saved)} bytes"
             raise SubkvError("model", f"its cells cannot be restored: {reason}")
+
+
+def _check_positions(path: Path, n_ctx: int) -> None:
+    """Refuse chunks beyond the positions that a model has learned, where llama.cpp would end the process."""
+    with Gguf(path) as file:
+        trained = file.get(f"{file.get('general.architecture')}.context_length")
+        if file.has_tensor("position_embd.weight") and trained and n_ctx > trained:
+            raise SubkvError("n_ctx", f"expected at most the {trained} positions that the model has, found {n_ctx}")
 
 
 def _statistics(path: Path) -> float:

@@ -126,6 +126,8 @@ def _make(model: Path, path: Path, entry: store.Entry, keep: bool) -> tuple[Path
         if not path.exists():
             datafree.sidecar(model, path)
     except SubkvError as error:
+        if isinstance(error, CacheError):  # a kind of model that no bases help
+            raise
         reason = f"expected bases, found none for {model} and cannot make them of its weights: {error}"
         raise CacheError("kv_cache", f"{reason}; choose f16") from error
     return path, why

@@ -194,7 +194,7 @@ def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvErro
             return calibration, SubkvError(
                 "calibration",
                 f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
-                f"is not known; python -m converter.calibrate -c {trained}",
+                f"is not known; calibrate with -c {trained}",
             )
         turns[d] = turn
     span = float(max(trained - calibration.n_ctx, 0))
