@@ -54,8 +54,11 @@ def calibrated(model: Path) -> Found | None:
     if not path.exists():
         return None
     store.check(path, entry.content)
+    with Layout(path) as layout:
+        n_tokens = layout.description["calibration"]["tokens"]
     day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
-    return Found(path, f"bases: calibrated on {day} for this model, {_bits(path)} ({path})")
+    made = f"calibrated on {n_tokens} tokens" if n_tokens else "made without a calibration"
+    return Found(path, f"bases: {made} for this model, {day}, {_bits(path)} ({path})")
 
 
 def of_weights(model: Path, keep: bool) -> Found:
