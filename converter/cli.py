@@ -63,7 +63,11 @@ plan_options = group(
 @command("convert", interrupted="interrupted: no bases were written")
 @click.argument("model", type=PATH)
 @click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
-@corpus_options("UTF-8 text to calibrate on. [default: built-in texts]", required=False)
+@corpus_options(
+    "UTF-8 text to calibrate on. [default: built-in texts]",
+    "Most chunks, shared among the texts. [default: all, of the built-in texts enough]",
+    required=False,
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),

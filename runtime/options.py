@@ -181,7 +181,12 @@ def cache_options(*more: Option) -> Option:
         ),
         click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
         click.option(
-            "--no-sidecar", "sidecar", flag_value=False, default=True, help="ignore what convert has prepared"
+            "--no-sidecar",
+            "sidecar",
+            flag_value=False,
+            default=True,
+            help="ignore what convert has prepared",
+            show_default=False,
         ),
         window_options,
         *more,
