@@ -97,7 +97,7 @@ def plan(base: Base, options: Options) -> Result:
         heads = []
         for shape, of_layer in zip(layers, keys, strict=True):
             for basis, mean in of_layer:
-                heads.append(budget.Head(shape.d_k, _leveled(basis.importance), centred=bool(mean.any())))
+                heads.append(budget.Head(shape.d_k, basis.importance, centred=bool(mean.any())))
                 heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v)))
         kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
         planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
@@ -154,11 +154,11 @@ def _sloped(n: int) -> F64:
     return np.asarray(1.0 - SLOPE * (np.arange(n) // budget.GROUP), dtype=np.float64)
 
 
-def _leveled(importance: F64) -> F64:
-    """Importance of one head as if no head mattered more: its geometric mean is 1."""
-    floor = max(float(importance.max()), 1e-300) * 1e-12
-    logs = np.log(np.maximum(importance, floor))
-    return np.asarray(np.exp(logs - logs.mean()), dtype=np.float64) * _sloped(len(importance))
+def _leveled(cost: F64, usual: F64) -> F64:
+    """A head's costs as if no head mattered more: the geometric mean of what is usual, without biases, becomes 1."""
+    floor = max(float(usual.max()), 1e-300) * 1e-12
+    mean = float(np.exp(np.mean(np.log(np.maximum(usual, floor)))))
+    return cost / mean * _sloped(len(cost))
 
 
 def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[tuple[FullBasis, F16]]:
@@ -167,18 +167,20 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[t
     if energies is None:
         return [(_even(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
     out = []
-    for k, q, mean in zip(energies.k, energies.q, energies.mean, strict=True):
-        order = np.argsort(-k * q, kind="stable")
+    for k, q, mean, rest in zip(energies.k, energies.q, energies.mean, energies.rest, strict=True):
+        variance = k + rest if centred else k + rest + mean**2
+        cost = variance * q
+        order = np.argsort(-cost, kind="stable")
         basis = np.eye(d)[order]
-        variance = (k if centred else k + mean**2)[order]
-        out.append((FullBasis(basis, basis, variance, variance * q[order]), stored_mean(mean * centred)))
+        importance = _leveled(cost[order], k * q)
+        out.append((FullBasis(basis, basis, variance[order], importance), stored_mean(mean * centred)))
     return out
 
 
 def _even(d: int) -> FullBasis:
     """All coefficients alike."""
     matrix = mixing_matrix(d)
-    return FullBasis(matrix, matrix, np.ones(d), np.ones(d))
+    return FullBasis(matrix, matrix, np.ones(d), _sloped(d))
 
 
 def _coded(

@@ -35,12 +35,14 @@ WHY = "bases from the weights alone read it"
 class Energies:
     """One layer's keys and queries after RoPE, over all positions; [n_head_kv, d_k].
 
-    k, q: mean squares of the coordinates, k of the keys less `mean`.
+    k, q: mean squares of the coordinates. mean: of the keys, from biases. rest: what positions leave of biases beside
+    the mean, mean squares that come on top of k.
     """
 
     k: F64
     q: F64
     mean: F64
+    rest: F64
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Weights:
             near = far = np.zeros_like(mean)
         # less the mean near by, which far away leaves something
         rest = _shared(np.maximum(_shared(mean**2, turning) - 2.0 * near * far + near**2, 0.0), turning)
-        return Energies(k + rest, q, near)
+        return Energies(k, q, near, rest)
 
     def _squares(self, side: _Side, shape: LayerShape, name: str, heads: NDArray[np.int64]) -> tuple[F64, F64] | None:
         """Mean squares less the mean's, and means, of these heads before RoPE; None where shapes do not fit.
