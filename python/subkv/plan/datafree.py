@@ -89,19 +89,19 @@ def plan(base: Base, options: Options) -> Result:
     layers = shapes(base)
     context = options.bpe_context or (CALIBRATED_CONTEXT if options.kv_bits is None else default_context(base))
     overhead = budget.Overhead(context, window)
-    weights = Weights(base, layers, CALIBRATED_CONTEXT)
     with ThreadPoolExecutor(default_threads()) as pool:
+        weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
         found = list(pool.map(weights.energies, layers))
-        centred = options.center_k and window.n_sink > 0
-        keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
-        heads = []
-        for shape, of_layer in zip(layers, keys, strict=True):
-            for basis, mean in of_layer:
-                heads.append(budget.Head(shape.d_k, _leveled(basis.importance), centred=bool(mean.any())))
-                heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v)))
-        kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
-        planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
-        coded = _coded(layers, keys, planned, pool)
+    centred = options.center_k and window.n_sink > 0
+    keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
+    heads = []
+    for shape, of_layer in zip(layers, keys, strict=True):
+        for basis, mean in of_layer:
+            heads.append(budget.Head(shape.d_k, basis.importance, centred=bool(mean.any())))
+            heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v)))
+    kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
+    planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
+    coded = _coded(layers, keys, planned)
     known = all(energies is not None for energies in found)
     settings = metadata.Settings("banded", "query-aware" if known else "pca", "pca", "one", window, options.adapt)
     sources = {"formula": len(heads) // 2}
@@ -154,11 +154,11 @@ def _sloped(n: int) -> F64:
     return np.asarray(1.0 - SLOPE * (np.arange(n) // budget.GROUP), dtype=np.float64)
 
 
-def _leveled(importance: F64) -> F64:
-    """Importance of one head as if no head mattered more: its geometric mean is 1."""
-    floor = max(float(importance.max()), 1e-300) * 1e-12
-    logs = np.log(np.maximum(importance, floor))
-    return np.asarray(np.exp(logs - logs.mean()), dtype=np.float64) * _sloped(len(importance))
+def _leveled(cost: F64, usual: F64) -> F64:
+    """A head's costs as if no head mattered more: the geometric mean of what is usual, without biases, becomes 1."""
+    floor = max(float(usual.max()), 1e-300) * 1e-12
+    mean = float(np.exp(np.mean(np.log(np.maximum(usual, floor)))))
+    return cost / mean * _sloped(len(cost))
 
 
 def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[tuple[FullBasis, F16]]:
@@ -167,40 +167,36 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[t
     if energies is None:
         return [(_even(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
     out = []
-    for k, q, mean in zip(energies.k, energies.q, energies.mean, strict=True):
-        order = np.argsort(-k * q, kind="stable")
+    for k, q, mean, rest in zip(energies.k, energies.q, energies.mean, energies.rest, strict=True):
+        variance = k + rest if centred else k + rest + mean**2
+        cost = variance * q
+        order = np.argsort(-cost, kind="stable")
         basis = np.eye(d)[order]
-        variance = (k if centred else k + mean**2)[order]
-        out.append((FullBasis(basis, basis, variance, variance * q[order]), stored_mean(mean * centred)))
+        importance = _leveled(cost[order], k * q)
+        out.append((FullBasis(basis, basis, variance[order], importance), stored_mean(mean * centred)))
     return out
 
 
 def _even(d: int) -> FullBasis:
     """All coefficients alike."""
     matrix = mixing_matrix(d)
-    return FullBasis(matrix, matrix, np.ones(d), np.ones(d))
+    return FullBasis(matrix, matrix, np.ones(d), _sloped(d))
 
 
 def _coded(
-    layers: Sequence[LayerShape],
-    keys: Sequence[list[tuple[FullBasis, F16]]],
-    planned: Iterable[Bands],
-    pool: ThreadPoolExecutor,
+    layers: Sequence[LayerShape], keys: Sequence[list[tuple[FullBasis, F16]]], planned: Iterable[Bands]
 ) -> tuple[CodedLayer, ...]:
     """Rounded bases. planned: bands of K and V of all heads in turn."""
     bands = iter(planned)
     values: dict[tuple[int, Bands], StoredBasis] = {}
-    work = []
+    out = []
     for shape, of_layer in zip(layers, keys, strict=True):
+        heads = []
         for basis, mean in of_layer:
             of_k, of_v = next(bands), next(bands)
             if (shape.d_v, of_v) not in values:
-                values[shape.d_v, of_v] = store(_even(shape.d_v), np.eye(shape.d_v), of_v)
-            work.append((basis, mean, of_k, values[shape.d_v, of_v]))
-
-    def head(item: tuple[FullBasis, F16, Bands, StoredBasis]) -> CodedHead:
-        basis, mean, of_k, value = item
-        return CodedHead(store(basis, np.eye(len(mean)), of_k, mean), value, 1.0)
-
-    coded = iter(pool.map(head, work))
-    return tuple(CodedLayer(shape, tuple(next(coded) for _ in range(shape.n_head_kv))) for shape in layers)
+                values[shape.d_v, of_v] = store(_even(shape.d_v), np.eye(shape.d_v), of_v, orthogonal=True)
+            key = store(basis, np.eye(shape.d_k), of_k, mean, orthogonal=True)
+            heads.append(CodedHead(key, values[shape.d_v, of_v], 1.0))
+        out.append(CodedLayer(shape, tuple(heads)))
+    return tuple(out)

@@ -10,8 +10,10 @@ worth: converter/NOTES.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +29,9 @@ WHITE = 0.3  # share of the stream's energy that is spread evenly
 ROWS = 1  # sampled rows of weights per element of the stream, of all layers together
 ROUNDS = 3  # of subspace iteration
 QUERIES = 2  # heads of a group that are read; more change little
+PIECE = 1 << 17  # multiplications of a product that BLAS leaves to one thread
 SEED = 1
+Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 WHY = "bases from the weights alone read it"
 
 
@@ -35,12 +39,14 @@ WHY = "bases from the weights alone read it"
 class Energies:
     """One layer's keys and queries after RoPE, over all positions; [n_head_kv, d_k].
 
-    k, q: mean squares of the coordinates, k of the keys less `mean`.
+    k, q: mean squares of the coordinates. mean: of the keys, from biases. rest: what positions leave of biases beside
+    the mean, mean squares that come on top of k.
     """
 
     k: F64
     q: F64
     mean: F64
+    rest: F64
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,9 @@ class _Side:
 class Weights:
     """The weights of a model that make queries and keys. Raises SubkvError for tensors that cannot be read."""
 
-    def __init__(self, base: Base, shapes: Sequence[LayerShape], span: int) -> None:
-        """span: positions over which means are taken."""
-        self._base, self._span = base, float(span)
+    def __init__(self, base: Base, shapes: Sequence[LayerShape], span: int, mapped: Mapped = map) -> None:
+        """span: positions over which means are taken. mapped: as map(), perhaps in threads."""
+        self._base, self._span, self._map = base, float(span), mapped
         arch = base.get("general.architecture")
         self._trained = float(base.get(f"{arch}.context_length") or span)
         self._still = arch in UNTURNED
@@ -110,20 +116,21 @@ class Weights:
         if len(widths) != 1:
             return None
         n = widths.pop()
-        parts = []
-        for side, norm in readers:
-            wanted = -(-ROWS * n // len(readers))
-            step = max(1, side.count // wanted) | 1  # an odd one meets all coordinates of a head
+
+        def sampled(reader: tuple[_Side, F32]) -> F32:
+            side, norm = reader
+            step = max(1, side.count * len(readers) // (ROWS * n)) | 1  # an odd one meets all coordinates of a head
             rows = side.rows(0, side.count, step)
             rows *= norm
             rows *= rows.size**0.5 / max(float(np.linalg.norm(rows)), 1e-30)
-            parts.append(rows)
-        sample = np.concatenate(parts)
+            return rows
+
+        parts = list(self._map(sampled, readers))
         found = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
         for _ in range(ROUNDS):
-            found = _orthonormal(sample.T @ (sample @ found))
-        seen = sample @ found
-        values, vectors = np.linalg.eigh((seen.T @ seen).astype(np.float64))
+            found = _orthonormal(sum(self._map(functools.partial(_gram_product, found), parts), np.zeros_like(found)))
+        seen = found.T @ sum(self._map(functools.partial(_gram_product, found), parts), np.zeros_like(found))
+        values, vectors = np.linalg.eigh(seen.astype(np.float64))
         weight = np.maximum(values, 0.0) ** POWER
         if not weight.sum() > 0.0:
             return None
@@ -155,7 +162,7 @@ class Weights:
             near = far = np.zeros_like(mean)
         # less the mean near by, which far away leaves something
         rest = _shared(np.maximum(_shared(mean**2, turning) - 2.0 * near * far + near**2, 0.0), turning)
-        return Energies(k + rest, q, near)
+        return Energies(k, q, near, rest)
 
     def _squares(self, side: _Side, shape: LayerShape, name: str, heads: NDArray[np.int64]) -> tuple[F64, F64] | None:
         """Mean squares less the mean's, and means, of these heads before RoPE; None where shapes do not fit.
@@ -167,7 +174,6 @@ class Weights:
         norm, shift = self._norm(shape.il, n), self._vector(f"blk.{shape.il}.attn_norm.bias")
         if norm is None or n != len(self._stream):
             return None
-        columns = norm[:, None] * self._stream
         square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
         for i, head in enumerate(heads):  # one at a time stays in the processor's caches
             rows = side.rows(head * d, head * d + d)
@@ -175,9 +181,9 @@ class Weights:
                 mean[i] = rows @ shift.astype(np.float32)
             if side.bias is not None:
                 mean[i] += side.bias[head * d : head * d + d]
-            seen = rows @ columns
-            np.square(rows, out=rows)
-            square[i] = n * np.einsum("ij,ij->i", seen, seen) + WHITE * (rows @ norm**2)
+            rows *= norm
+            seen = _product(rows, self._stream)
+            square[i] = n * np.einsum("ij,ij->i", seen, seen) + WHITE * np.einsum("ij,ij->i", rows, rows)
         weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
         if weight is None:
             return square, mean
@@ -191,10 +197,36 @@ class Weights:
 
     def _turned(self, means: F64, span: float) -> F64 | None:
         """Mean of means [n, d] over all positions in [0, span]; None where it is not known how they turn."""
-        if self._still:
+        if self._still or not means.any():
             return means
         turn = rotation(self._base, means.shape[1])
         return None if turn is None else turn.vector(means, span)
+
+
+def _product(rows: F32, columns: F32) -> F32:
+    """rows [r, n] @ columns [n, m] in pieces that BLAS does not share among its threads: they wait for each other."""
+    step = _step(len(rows) * columns.shape[1], len(columns))
+    n = len(columns) // step * step
+    pieces = rows[:, :n].reshape(len(rows), -1, step).transpose(1, 0, 2)
+    out: F32 = np.matmul(pieces, columns[:n].reshape(-1, step, columns.shape[1])).sum(axis=0)
+    return out + rows[:, n:] @ columns[n:]
+
+
+def _step(size: int, most: int) -> int:
+    """Rows of a piece, of so many multiplications each."""
+    return min(max(PIECE // max(size, 1), 1), most)
+
+
+def _gram_product(columns: F32, rows: F32) -> F32:
+    """rowsᵀ rows columns, rows [r, n], columns [n, m]."""
+    out = np.zeros_like(columns)
+    for part in np.array_split(rows, -(-len(rows) // 128)):
+        seen = _product(part, columns)
+        step = _step(seen.size, len(columns))
+        n = len(columns) // step * step
+        out[:n] += np.matmul(part[:, :n].T.reshape(-1, step, len(part)), seen).reshape(n, -1)
+        out[n:] += part[:, n:].T @ seen
+    return out
 
 
 def _orthonormal(x: F32) -> F32:
