@@ -5,7 +5,7 @@ A calibration fits the kind of text that it saw, and users bring every kind. So 
 block: what attention looks for far back is text of the same kind. converter/NOTES.md has the numbers.
 
 The texts are our own, under the MIT licence, but for passages in the public domain everywhere: of Shakespeare, Bacon,
-Austen, Melville, Lincoln, Darwin, Kant, Goethe, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
+Austen, Melville, Lincoln, Darwin, Kant, Goethe, Eichendorff, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parent / "texts"
 # A kind that stands here twice has its pieces split in two.
 ORDER = (
     *("prose", "python", "chat", "german", "data", "fiction"),
-    *("languages", "code", "prose", "python", "data", "classics_maths"),
+    *("docs", "languages", "code", "prose", "python", "chat", "german", "data", "classics_maths"),
 )
 TOKENS = 16384  # the knee: more bought nothing (converter/NOTES.md)
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
