@@ -2,10 +2,10 @@
 
 A calibration fits the kind of text that it saw, and users bring every kind. So every block below is about a chunk of
 2048 tokens of one kind, in an order in which the first few are as different as can be. Kinds do not mix within a
-block: what attention looks for far back is text of the same kind. converter/NOTES.md has the numbers.
+block but for one: what attention looks for far back is text of the same kind. converter/NOTES.md has the numbers.
 
 The texts are our own, under the MIT licence, but for passages in the public domain everywhere: of Shakespeare, Bacon,
-Austen, Melville, Lincoln, Darwin, Kant, Goethe, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
+Austen, Melville, Lincoln, Darwin, Kant, Goethe, Eichendorff, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from subkv.engine.template import Message, Template, TemplateError
 from subkv.format.calibration import TextSource
 
 FOLDER = Path(__file__).resolve().parent / "texts"
-# A kind that stands here twice has its pieces split in two.
+# A kind that stands here twice has its pieces split in two. Every HELD_OUT-th block is held out by observe.plan_chunks:
+# gamma and predictions rest on it alone, so those are of short pieces of every kind.
 ORDER = (
-    *("prose", "python", "chat", "german", "data", "fiction"),
-    *("languages", "code", "prose", "python", "data", "classics_maths"),
+    *("prose", "python", "chat", "german", "data", "fiction", "docs", "mixed"),
+    *("languages", "code", "prose", "python", "chat", "german", "data", "mixed"),
 )
 TOKENS = 16384  # the knee: more bought nothing (converter/NOTES.md)
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
@@ -42,8 +43,8 @@ def read(template: Template | None = None) -> list[Text]:
         pieces, i, n = parts[kind], used[kind], ORDER.count(kind)
         used[kind] += 1
         own = pieces[len(pieces) * i // n : len(pieces) * (i + 1) // n]
-        chat = kind == "chat"
-        data = "\n".join(render(template, piece) if chat else piece for piece in own).encode()
+        chat = any(_TURN.match(piece) for piece in own)
+        data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in own).encode()
         name = f"built-in {kind}" + (f" {i + 1}" if n > 1 else "")
         texts.append(Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data, special=chat))
     return texts
