@@ -24,6 +24,7 @@ from subkv.format.window import Window
 from subkv.native.gguf import SHA256_KEY, Gguf, write_sidecar
 from subkv.plan.pipeline import Fit, Options
 
+COMPARED = 3  # contexts that corrected() runs
 BATCH = 128  # tokens decoded at once: bounds the logits in memory
 LOUD = 0.03  # nats per token that the layout run for a correction should cost: ten times the engine's own
 ROWS_ONLY = 1 << 31  # a context in which window and bases count nothing

@@ -8,23 +8,26 @@ The state is restored for every trial, so that a trial costs SCORED tokens and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.lockstep import mean_kld
+from converter.lockstep import COMPARED, corrected, mean_kld
 from converter.observe import spread
 from converter.residual import SIDES, Rows, energy, metrics
 from converter.session import Session
 from subkv.base.errors import SubkvError
+from subkv.base.progress import progress_bar
 from subkv.engine.observer import PAUSE, SAMPLE, UBATCH
 from subkv.format.arrays import F16, F32, F64
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity
 from subkv.format.window import Window
-from subkv.native.gguf import Base
+from subkv.native.gguf import Base, Gguf
 from subkv.plan.costs import output_weights
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
@@ -334,6 +337,42 @@ class Sensing:
         n_ctx = max(len(chunk) for chunk in self.chunks)
         measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
         return replace(self.calibration, layers=tuple(layers), sensitivity=measured, sha256="")
+
+
+def sense(
+    model: Path,
+    calibration: Calibration,
+    chunks: Sequence[Sequence[int]],
+    n_recent: int,
+    n_threads: int,
+    minutes: float | None = None,
+    found: Found | None = None,
+    keep: Callable[[Found], None] = lambda found: None,
+    progress: bool = False,
+) -> Calibration:
+    """The calibration of a GGUF with sensitivities measured on `chunks`, all but the last, and corrected on that.
+
+    chunks: of equal length. minutes: time for all of it; what there is no time for is filled in from what is near.
+    found: what an earlier run has kept; keep() is called after every step. Raises SubkvError: about `n_ctx` for chunks
+    too short, about `model` where nothing can be predicted, about `minutes` where there was no time for anything.
+    """
+    start, n_ctx = time.monotonic(), min(map(len, chunks))
+    least = n_recent + calibration.n_skip + 4 * SCORED
+    if n_ctx < least:
+        raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
+    with Gguf(model) as base:
+        with Session(model, n_ctx, n_threads, calibration.n_skip) as session:
+            sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
+            last = COMPARED * n_ctx  # tokens of the correction
+            with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
+                for n in sensing.steps():
+                    keep(sensing.found)
+                    bar.update(n)
+                    passed = time.monotonic() - start
+                    if minutes is not None and passed * (1.0 + (last + n) / bar.n) > 60.0 * minutes:
+                        break
+            result = sensing.result()
+        return corrected(model, base, result, chunks[-1], n_threads)
 
 
 def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str, F64]:
