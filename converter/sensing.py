@@ -128,13 +128,13 @@ class _Chunk:
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [SCORED, n_head_kv, d]."""
-        found, raw, start = {}, self.saved.tobytes(), 0
+        found, start = {}, 0
         for side in "kv":
             for layer in self.layers:
                 rows = self.session.get(layer, f"{side}s").astype(np.float32)
                 first, last = (rows[i].astype(np.float16).tobytes() for i in (0, 1))
                 distance = (self.start - 1) * len(last)
-                begin = _find_pair(raw, first, last, distance, start)
+                begin = _find_pair(self.saved, first, last, distance, start)
                 if begin < 0:
                     what = "keys" if side == "k" else "values"
                     raise SubkvError(
@@ -148,7 +148,7 @@ class _Chunk:
         """The cells' keys or values inside the state, [start, n_head_kv, d], writable."""
         begin, rows = self.at[il, side]
         shape = (self.start, *rows.shape[1:])
-        return self.saved[begin : begin + 2 * int(np.prod(shape))].view(np.float16).reshape(shape)
+        return np.frombuffer(self.saved, np.float16, int(np.prod(shape)), begin).reshape(shape)
 
     def rows(self, il: int, scored: bool) -> Rows:
         """Of a layer: the cells before the scored tokens and the queries sampled there, or all cells and the scored."""
@@ -172,7 +172,7 @@ class _Chunk:
         return mean_kld(self.exact, self.session.logits(self.scored, self.start))
 
 
-def _find_pair(raw: bytes, first: bytes, last: bytes, distance: int, start: int) -> int:
+def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:
     """Where `first` is with `last` so many bytes behind it, from `start` on or else anywhere; −1: nowhere. A single row
     is not enough: in the first layer equal tokens have equal values."""
     for begin in (start, 0):

@@ -7,17 +7,12 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
 from subkv.engine.context import ContextOptions, Logits
 from subkv.engine.model import Model
 from subkv.engine.observer import UBATCH, Observer
-from subkv.format.arrays import U8
 from subkv.native.binding import C, captured_log, last_error, last_log_error
-
-_BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class Session:
@@ -82,19 +77,20 @@ class Session:
             except CacheError as error:
                 raise SubkvError("model", f"decoding failed: {last_log_error(log) or error.reason}") from error
 
-    def cells(self) -> U8:
+    def cells(self) -> bytearray:
         """All decoded tokens as llama.cpp saves them: among other things their keys and values in f16."""
         room = C.llama_state_seq_get_size(self._context.handle, 0)
-        saved = np.zeros(room, dtype=np.uint8)
-        size = C.llama_state_seq_get_data(self._context.handle, saved.ctypes.data_as(_BYTES), room, 0)
-        if not 0 < size <= room:
-            raise SubkvError("model", f"expected a state of at most {room} bytes, found {size}")
-        return saved[:size]
+        saved = bytearray(room)
+        size = C.llama_state_seq_get_data(self._context.handle, (ctypes.c_uint8 * room).from_buffer(saved), room, 0)
+        if size != room:
+            raise SubkvError("model", f"expected a state of {room} bytes, found {size}")
+        return saved
 
-    def restore(self, saved: U8) -> None:
+    def restore(self, saved: bytearray) -> None:
         """Be where cells() was called, or where its bytes, changed since, say."""
+        size = len(saved)
         with captured_log(forward=False) as log:
-            read = C.llama_state_seq_set_data(self._context.handle, saved.ctypes.data_as(_BYTES), len(saved), 0)
-        if read != len(saved):
-            reason = last_log_error(log) or f"read {read} of {len(saved)} bytes"
+            read = C.llama_state_seq_set_data(self._context.handle, (ctypes.c_uint8 * size).from_buffer(saved), size, 0)
+        if read != size:
+            reason = last_log_error(log) or f"read {read} of {size} bytes"
             raise SubkvError("model", f"its cells cannot be restored: {reason}")

@@ -143,7 +143,7 @@ def test_factors_are_filled_in_between_layers() -> None:
     assert found["k"][0] == pytest.approx(100.0, rel=0.1)
     assert found["v"][0] == pytest.approx(100.0, rel=0.3)  # as the keys' in the same layer
     assert 0.01 < found["v"][4] < 1.0
-    assert found["v"][7] == pytest.approx(found["v"][6], rel=0.01)
+    assert found["v"][7] == pytest.approx(found["v"][6], rel=0.5)
 
 
 def test_says_that_nothing_can_be_predicted() -> None:
