@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from converter.lockstep import COMPARED, corrected, mean_kld
@@ -36,6 +37,10 @@ TARGET = 0.05  # nats per token that a trial's noise should cost: above rounding
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same of noise that is too small to matter
 SILENT = 1e-3  # nats: less is no effect to learn from
+UNPREDICTABLE = (
+    "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
+    "random weights: nothing can be predicted"
+)
 FAR_OFF = 6.0  # a trial that misses TARGET by this factor is repeated with other noise
 LOUDER = 100.0  # most by which its energy changes
 REPEATS = 2
@@ -198,24 +203,27 @@ class Noise:
             self.weights.append(np.maximum(cost, 0.0))
             self.maps.append(turn.T @ root.T)
 
-    def level(self, wanted: float) -> float:
-        """The θ whose noise has this energy in the stream, at most what random rows of the covariance have."""
-        low, high = 1e-30, 1e30
+    @property
+    def most(self) -> float:
+        """Energy in the stream of rows drawn anew, per query."""
+        return float(sum(np.sum(weights) for weights in self.weights))
+
+    def of(self, wanted: float) -> Callable[[int, Generator], F32]:
+        """Draws n rows of noise of this energy, [n, n_head_kv, d]; more than `most` is that, scaled."""
+        gain, low, high = max(np.sqrt(wanted / self.most), 1.0), 1e-30, 1e30
         for _ in range(200):
-            middle = float(np.sqrt(low * high))
-            low, high = (middle, high) if self.energy(middle) < wanted else (low, middle)
-        return high
+            theta = float(np.sqrt(low * high))
+            found = sum(float(np.sum(w / (1.0 + w / theta))) for w in self.weights)
+            low, high = (theta, high) if found < wanted else (low, theta)
 
-    def energy(self, theta: float) -> float:
-        return float(sum(np.sum(w / (1.0 + w / theta)) for w in self.weights))
+        def draw(n: int, rng: Generator) -> F32:
+            heads = [
+                (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to
+                for w, to in zip(self.weights, self.maps, strict=True)
+            ]
+            return (gain * np.stack(heads, axis=1)).astype(np.float32)
 
-    def draw(self, theta: float, n: int, rng: np.random.Generator) -> F32:
-        """[n, n_head_kv, d]."""
-        heads = [
-            (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to
-            for w, to in zip(self.weights, self.maps, strict=True)
-        ]
-        return np.stack(heads, axis=1).astype(np.float32)
+        return draw
 
 
 class Sensing:
@@ -276,22 +284,20 @@ class Sensing:
     def _noise(self, i: int, side: str) -> Noise:
         second, first = (getattr(self.calibration.layers[i], f"{side}{power}") for power in (2, 1))
         covariance = second - first[:, :, None] * first[:, None, :]
-        return Noise(covariance, self.found.sums[i][side] / self.found.queries)
+        return Noise(covariance, self.found.sums[i][f"{side}0"] / self.found.queries)
 
-    def _error(self, chunk: _Chunk, i: int, side: str, noise: Noise, theta: float, seed: int) -> F32:
-        """Noise in the cells before the scored tokens' exact window, as f16 holds it: [start, n_head_kv, d]."""
+    def _error(self, chunk: _Chunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
+        """Noise in all cells before the scored tokens but the sinks, as f16 holds it: [start, n_head_kv, d]."""
         exact = chunk.view(self.calibration.layers[i].shape.il, side).astype(np.float32)
-        error = np.zeros_like(exact)
-        coded = slice(self.window.n_sink, chunk.start - self.window.n_recent)
-        rng = np.random.default_rng([seed, i, side == "k"])
-        error[coded] = noise.draw(theta, len(error[coded]), rng)
-        seen: F32 = (exact + error).astype(np.float16).astype(np.float32) - exact
+        noisy = exact.copy()
+        noisy[self.window.n_sink :] += draw(len(exact) - self.window.n_sink, np.random.default_rng([seed, i]))
+        seen: F32 = noisy.astype(np.float16).astype(np.float32) - exact
         return seen
 
     def _floor(self, chunk: _Chunk, c: int, i: int) -> int:
         """What rounding alone costs: noise too small to matter."""
         noise = self._noise(i, "v")
-        error = self._error(chunk, i, "v", noise, noise.level(TINY * noise.energy(np.inf)), c)
+        error = self._error(chunk, i, "v", noise.of(TINY * noise.most), c)
         self.found.trials.append(Trial(c, i, "", chunk.kld(self.calibration.layers[i].shape.il, "v", error), 0.0))
         return 1
 
@@ -299,14 +305,13 @@ class Sensing:
         """Returns how many trials it took."""
         shape = self.calibration.layers[i].shape
         noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
-        guess, most = self._guess(i, side), noise.energy(np.inf)
-        wanted = FIRST * most if guess is None else 2.0 * TARGET / guess
-        n_tried = 0
+        guess, n_tried = self._guess(i, side), 0
+        wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
+        most = noise.most if side == "k" else np.inf  # attention is linear in its values
         while True:
             n_tried += 1
-            error = self._error(chunk, i, side, noise, noise.level(wanted), c)
+            error = self._error(chunk, i, side, noise.of(min(wanted, most)), c)
             kld = chunk.kld(shape.il, side, error)
-            # louder is no use where everything is noise already
             done = TARGET / FAR_OFF < kld < TARGET * FAR_OFF or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
@@ -329,6 +334,9 @@ class Sensing:
         Raises SubkvError about `model` where no noise in its cache changes what it says.
         """
         factors = smoothed(self.found.factors(), len(self.calibration.layers))
+        lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
+        if lost < SILENT:
+            raise SubkvError("model", UNPREDICTABLE)
         layers = []
         for i, (stats, sums) in enumerate(zip(self.calibration.layers, self.found.sums, strict=True)):
             scaled = {side: factors[side[0]][i] * sums[side] / self.found.queries for side in SIDES}
@@ -382,11 +390,7 @@ def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str
     Raises SubkvError about `model` where none is known.
     """
     if not factors:
-        raise SubkvError(
-            "model",
-            "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as "
-            "with random weights: nothing can be predicted",
-        )
+        raise SubkvError("model", UNPREDICTABLE)
     normal, right = np.zeros((2 * n_layer, 2 * n_layer)), np.zeros(2 * n_layer)
 
     def tie(a: int, b: int, sd: float) -> None:
