@@ -44,6 +44,7 @@ UNPREDICTABLE = (
 FAR_OFF = 6.0  # a trial that misses TARGET by this factor is repeated with other noise
 LOUDER = 100.0  # most by which its energy changes
 REPEATS = 2
+LEAST = 6  # trials that are made however little time there is: rounding, and both sides of both ends
 
 # Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
 SD_TRIAL, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.3, 4.0, 0.3
@@ -360,9 +361,9 @@ def sense(
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on `chunks`, all but the last, and corrected on that.
 
-    chunks: of equal length. minutes: time for all of it; what there is no time for is filled in from what is near.
-    found: what an earlier run has kept; keep() is called after every step. Raises SubkvError: about `n_ctx` for chunks
-    too short, about `model` where nothing can be predicted, about `minutes` where there was no time for anything.
+    chunks: of equal length. minutes: time for all of it; after LEAST trials, what there is no time for is filled in
+    from what is near. found: what an earlier run has kept; keep() is called after every step.
+    Raises SubkvError: about `n_ctx` for chunks too short, about `model` where nothing can be predicted.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
@@ -371,13 +372,15 @@ def sense(
     with Gguf(model) as base:
         with Session(model, n_ctx, n_threads, calibration.n_skip) as session:
             sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
-            last = COMPARED * n_ctx  # tokens of the correction
+            last, spent = COMPARED * n_ctx, 0  # tokens of the correction, and so far
             with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
                 for n in sensing.steps():
                     keep(sensing.found)
                     bar.update(n)
+                    spent += n
                     passed = time.monotonic() - start
-                    if minutes is not None and passed * (1.0 + (last + n) / bar.n) > 60.0 * minutes:
+                    late = minutes is not None and passed * (1.0 + (last + n) / spent) > 60.0 * minutes
+                    if late and len(sensing.found.trials) >= LEAST:
                         break
             result = sensing.result()
         return corrected(model, base, result, chunks[-1], n_threads)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from converter import residual, sensitivity
 from converter.corpus import cut, read_text
 from converter.lockstep import compare
-from converter.sensing import Found, Sensing, smoothed
+from converter.sensing import LEAST, SCORED, Found, Sensing, sense, smoothed
 from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions
@@ -136,6 +136,24 @@ def test_goes_on_where_it_was_stopped(
             for a, b in zip(rest.found.sums, whole.found.sums, strict=True):
                 assert all(np.array_equal(a[side], b[side]) for side in residual.SIDES)
         assert not list(sensing_of(session, base, stats, text, whole.found).steps())
+
+
+def test_little_time_gives_fewer_trials(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """What is kept after every step grows, and ends before the plan does; every layer has its matrices all the same."""
+    stats = read_calibration(calibration("llama"))
+    with Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        chunks = cut(session, [read_text(text)], N_CTX, 3)
+    kept: list[int] = []
+    found = sense(
+        tiny_model("llama"), stats, chunks, N_RECENT, 1, 1e-9, keep=lambda found: kept.append(len(found.trials))
+    )
+    assert kept == sorted(kept)
+    assert kept[-1] == LEAST
+    assert found.sensitivity is not None
+    assert found.sensitivity.tokens == (LEAST - 2) * SCORED
+    assert all(np.trace(layer.sensitivity.k[0]) > 0.0 for layer in found.layers if layer.sensitivity)
 
 
 def test_factors_are_filled_in_between_layers() -> None:
