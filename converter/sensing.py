@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -349,7 +348,8 @@ class Sensing:
 
 
 def sense(
-    model: Path,
+    session: Session,
+    base: Gguf,
     calibration: Calibration,
     chunks: Sequence[Sequence[int]],
     n_recent: int,
@@ -361,29 +361,26 @@ def sense(
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on `chunks`, all but the last, and corrected on that.
 
-    chunks: of equal length. minutes: time for all of it; after LEAST trials, what there is no time for is filled in
-    from what is near. found: what an earlier run has kept; keep() is called after every step.
-    Raises SubkvError: about `n_ctx` for chunks too short, about `model` where nothing can be predicted.
+    session: with room for a chunk. chunks: of equal length. minutes: time for all of it; after LEAST trials, what there
+    is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called after every
+    step. Raises SubkvError: about `n_ctx` for chunks too short, about `model` where nothing can be predicted.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
     if n_ctx < least:
         raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
-    with Gguf(model) as base:
-        with Session(model, n_ctx, n_threads, calibration.n_skip) as session:
-            sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
-            last, spent = COMPARED * n_ctx, 0  # tokens of the correction, and so far
-            with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
-                for n in sensing.steps():
-                    keep(sensing.found)
-                    bar.update(n)
-                    spent += n
-                    passed = time.monotonic() - start
-                    late = minutes is not None and passed * (1.0 + (last + n) / spent) > 60.0 * minutes
-                    if late and len(sensing.found.trials) >= LEAST:
-                        break
-            result = sensing.result()
-        return corrected(model, base, result, chunks[-1], n_threads)
+    sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
+    last, spent = COMPARED * n_ctx, 0  # tokens of the correction, and so far
+    with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
+        for n in sensing.steps():
+            keep(sensing.found)
+            bar.update(n)
+            spent += n
+            passed = time.monotonic() - start
+            late = minutes is not None and passed * (1.0 + (last + n) / spent) > 60.0 * minutes
+            if late and len(sensing.found.trials) >= LEAST:
+                break
+        return corrected(session.model, base, sensing.result(), chunks[-1], n_threads)
 
 
 def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str, F64]:

@@ -86,12 +86,12 @@ def _sensed(
     with Gguf(model) as base:
         check_model(base, calibration)
         trained = base.get(f"{calibration.arch}.context_length")
-    if trained and corpus.n_ctx > trained:
-        raise SubkvError("n_ctx", f"expected at most the trained {trained} tokens, found {corpus.n_ctx}")
-    chunks = (corpus.chunks or CHUNKS[ENGINE]) + HELD_BACK[ENGINE]
-    with Session(model, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
-        pieces = _pieces(corpus, cut(session, texts, corpus.n_ctx, chunks), ENGINE)
-    return sense(model, calibration, pieces, n_recent, corpus.n_threads, minutes, progress=True)
+        if trained and corpus.n_ctx > trained:
+            raise SubkvError("n_ctx", f"expected at most the trained {trained} tokens, found {corpus.n_ctx}")
+        chunks = (corpus.chunks or CHUNKS[ENGINE]) + HELD_BACK[ENGINE]
+        with Session(model, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
+            pieces = _pieces(corpus, cut(session, texts, corpus.n_ctx, chunks), ENGINE)
+            return sense(session, base, calibration, pieces, n_recent, corpus.n_threads, minutes, progress=True)
 
 
 def _fisher(model: Path, calibration: Calibration, corpus: Corpus, texts: list[Text], n_recent: int) -> Calibration:

@@ -18,13 +18,13 @@ from subkv.native.binding import C, captured_log, last_error, last_log_error
 class Session:
     """The engine as calibration sees it (tests have one made of numpy); a context manager.
 
-    mode, layers, get, forget: the observer's. clear: forget all decoded tokens. Raises SubkvError about `model` when
-    it cannot be run.
+    model: the weights. mode, layers, get, forget: the observer's. clear: forget all decoded tokens. Raises SubkvError
+    about `model` when it cannot be run.
     """
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         with contextlib.ExitStack() as opened:
-            model = self._model = opened.enter_context(Model(path))
+            model = self.model = opened.enter_context(Model(path))
             if C.llama_model_has_encoder(model.handle):
                 raise SubkvError("model", f"{path}: expected a decoder-only model, found one with an encoder")
             observer = Observer(n_skip)
@@ -58,7 +58,7 @@ class Session:
 
     def tokenize(self, text: bytes) -> list[int]:
         """Tokens of UTF-8 text, without a BOS token."""
-        tokens: list[int] = self._model.tokenize(text, special=False).tolist()
+        tokens: list[int] = self.model.tokenize(text, special=False).tolist()
         return tokens
 
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:

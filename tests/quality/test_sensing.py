@@ -106,7 +106,7 @@ def test_predicts_what_a_layout_costs_in_the_engine(
         write_sidecar(base, tmp_path / "layout.gguf", {**values, SHA256_KEY: ("str", "0" * 64)})
     with Session(tiny_model("llama"), N_CTX, 1, found.n_skip) as session:
         chunk = cut(session, [read_text(text)], N_CTX, 8)[-1]
-    (kld,) = compare(tiny_model("llama"), [CacheOptions("subkv", bases=tmp_path / "layout.gguf")], chunk, 1)
+        (kld,) = compare(session.model, [CacheOptions("subkv", bases=tmp_path / "layout.gguf")], chunk, 1)
     assert predicted is not None
     assert 0.5 < kld / predicted < 2.0
 
@@ -143,12 +143,14 @@ def test_little_time_gives_fewer_trials(
 ) -> None:
     """What is kept after every step grows, and ends before the plan does; every layer has its matrices all the same."""
     stats = read_calibration(calibration("llama"))
-    with Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
-        chunks = cut(session, [read_text(text)], N_CTX, 3)
     kept: list[int] = []
-    found = sense(
-        tiny_model("llama"), stats, chunks, N_RECENT, 1, 1e-9, keep=lambda found: kept.append(len(found.trials))
-    )
+
+    def keep(found: Found) -> None:
+        kept.append(len(found.trials))
+
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        chunks = cut(session, [read_text(text)], N_CTX, 3)
+        found = sense(session, base, stats, chunks, N_RECENT, 1, 1e-9, keep=keep)
     assert kept == sorted(kept)
     assert kept[-1] == LEAST
     assert found.sensitivity is not None
