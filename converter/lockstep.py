@@ -24,6 +24,7 @@ from subkv.format.window import Window
 from subkv.native.gguf import SHA256_KEY, Gguf, write_sidecar
 from subkv.plan.pipeline import Fit, Options
 
+COMPARED = 3  # contexts that corrected() runs
 BATCH = 128  # tokens decoded at once: bounds the logits in memory
 LOUD = 0.03  # nats per token that the layout run for a correction should cost: ten times the engine's own
 ROWS_ONLY = 1 << 31  # a context in which window and bases count nothing
@@ -41,14 +42,13 @@ def mean_kld(exact: Logits, other: Logits) -> float:
     return total / len(exact)
 
 
-def compare(model: Path, caches: Sequence[CacheOptions], chunk: Sequence[int], n_threads: int | None) -> list[float]:
+def compare(model: Model, caches: Sequence[CacheOptions], chunk: Sequence[int], n_threads: int | None) -> list[float]:
     """Mean KLD of every cache from f16 over the second half of `chunk`, decoded by all of them batch by batch."""
     first, sums = len(chunk) // 2, np.zeros(len(caches))
     options = ContextOptions(len(chunk), BATCH, BATCH, n_threads)
     with contextlib.ExitStack() as opened:
-        weights = opened.enter_context(Model(model, mapped=False))
         exact, *others = (
-            opened.enter_context(weights.context(choose_cache(model, cache), options))
+            opened.enter_context(model.context(choose_cache(model.path, cache), options))
             for cache in (CacheOptions("f16"), *caches)
         )
         for start in range(0, len(chunk), BATCH):
@@ -63,7 +63,7 @@ def compare(model: Path, caches: Sequence[CacheOptions], chunk: Sequence[int], n
 
 
 def corrected(
-    model: Path, base: Gguf, calibration: Calibration, chunk: Sequence[int], n_threads: int | None
+    model: Model, base: Gguf, calibration: Calibration, chunk: Sequence[int], n_threads: int | None
 ) -> Calibration:
     """The calibration with its predictions corrected by what a layout and a stock type really cost on `chunk`.
 

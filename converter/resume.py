@@ -15,6 +15,7 @@ from subkv.base.errors import SubkvError
 from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
+KEPT = "what has been done is kept: the same command goes on from there"
 EVERY = 20.0  # seconds between checkpoints; writing one takes well below a second
 
 
@@ -111,7 +112,7 @@ class Checkpoints:
             self._written = time.monotonic()
         if stop:
             if self._found():
-                note("what has been calibrated is kept: the same command goes on from there")
+                note(KEPT)
             raise KeyboardInterrupt
 
     def clear(self) -> None:

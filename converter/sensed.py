@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,13 @@ import numpy as np
 
 from converter import builtin
 from converter.corpus import Text, cut
-from converter.lockstep import corrected
-from converter.resume import EVERY, Stopping
-from converter.sensing import SCORED, Found, Sensing
+from converter.lockstep import COMPARED
+from converter.resume import EVERY, KEPT, Stopping
+from converter.sensing import SCORED, UNPREDICTABLE, Found, sense
 from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
-from subkv.base.progress import duration, expect, note, progress_bar
+from subkv.base.progress import duration, expect, note
 from subkv.format.calibration import Calibration
 from subkv.native.gguf import Gguf
 
@@ -44,36 +45,31 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> Calibration
 
     Raises SubkvError, and KeyboardInterrupt after what is done was written.
     """
-    n_ctx, least = min(N_CTX, how.n_ctx), how.n_recent + calibration.n_skip + 2 * SCORED + 1
-    if n_ctx < least:
-        note(f"no sensitivities: they need chunks of at least {least} tokens, found -c {n_ctx}")
-        return None
-    with Gguf(model) as base:
-        with Session(model, n_ctx, how.n_threads, calibration.n_skip) as session:
-            try:
-                *chunks, last = _chunks(session, how.texts, n_ctx)
-            except SubkvError as error:
-                if error.key != "files":
-                    raise
-                note(f"no sensitivities: {error.reason}")
-                return None
-            if not chunks:
-                note(f"no sensitivities: they need at least 2 chunks of {n_ctx} tokens, found 1")
-                return None
-            sensing = Sensing(session, base, calibration, chunks, how.n_recent, _earlier(how.kept, calibration))
-            _run(session, sensing, how)
-            try:
-                found = sensing.result()
-            except SubkvError as error:
-                note(f"no sensitivities: {error.reason}")
-                return None
-        return corrected(model, base, found, last, how.n_threads)
+    n_ctx = min(N_CTX, how.n_ctx)
+    with Gguf(model) as base, Session(model, n_ctx, how.n_threads, calibration.n_skip) as session:
+        try:
+            chunks = _chunks(session, how.texts, n_ctx)
+            found = _earlier(how.kept, calibration)
+            _foretell(session, len(chunks) - 1, len(calibration.layers), n_ctx, found, how.minutes)
+            with Stopping() as stopping:
+                keep = Keeping(how.kept, stopping)
+                return sense(
+                    session, base, calibration, chunks, how.n_recent, how.n_threads, how.minutes, found, keep, True
+                )
+        except SubkvError as error:
+            if error.key not in ("files", "n_ctx") and error.reason != UNPREDICTABLE:
+                raise
+            note(f"no sensitivities: {error.reason}")
+            return None
 
 
 def _chunks(session: Session, texts: Sequence[Text] | None, n_ctx: int) -> list[tuple[int, ...]]:
     """CHUNKS to measure on, and one of other text. Raises SubkvError about `files`."""
     if texts is not None:
-        return cut(session, texts, n_ctx, max(CHUNKS + 1, len(texts)))
+        found = cut(session, texts, n_ctx, max(CHUNKS + 1, len(texts)))
+        if len(found) < 2:
+            raise SubkvError("files", f"they need at least 2 chunks of {n_ctx} tokens, found 1")
+        return found
     blocks = builtin.read(session.template)
     chosen = [*blocks[:CHUNKS], blocks[-1]]
     return cut(session, chosen, n_ctx, len(chosen))
@@ -91,33 +87,33 @@ def _earlier(kept: Path, calibration: Calibration) -> Found | None:
         return None
 
 
-def _run(session: Session, sensing: Sensing, how: Measuring) -> None:
-    """All steps, or those that there is time for: at least one trial. Keeps what is done."""
-    done = len(sensing.found.trials)
-    seconds = sensing.tokens / session.speed() * (1 - done / len(sensing.plan()))
-    if how.minutes is not None:
-        seconds = min(seconds, 60 * how.minutes)
+def _foretell(
+    session: Session, n_chunks: int, n_layer: int, n_ctx: int, found: Found | None, minutes: float | None
+) -> None:
+    """Says what the run will take, unless that is a moment."""
+    trials, total = len(found.trials) if found else 0, 2 * n_layer + 2
+    tokens = n_chunks * n_ctx + (total - trials) * SCORED + COMPARED * n_ctx
+    seconds = min(tokens / session.speed(), 60 * minutes if minutes is not None else math.inf)
     expect("sensitivities", seconds)
-    if done:
-        note(f"going on after {done} of {len(sensing.plan())} sensitivities")
+    if trials:
+        note(f"going on after {trials} of {total} sensitivities")
     if seconds > 10:
         note(f"measuring sensitivities takes {duration(seconds)}")
-    start = written = time.monotonic()
-    save: Callable[[], None] = lambda: _save(how.kept, sensing.found)  # noqa: E731
-    with progress_bar("sensitivities", sensing.tokens, "tok") as bar, Stopping() as stopping:
-        for tokens in sensing.steps():
-            bar.update(tokens)
-            now = time.monotonic()
-            if stopping.pressed or now - written > EVERY:
-                save()
-                written = now
-            if stopping.pressed:
-                raise KeyboardInterrupt
-            if how.minutes is not None and now - start > 60 * how.minutes and sensing.found.factors():
-                break
-    save()
 
 
-def _save(kept: Path, found: Found) -> None:
-    with atomic_file(kept) as handle:
-        np.savez(handle, allow_pickle=False, **found.arrays())
+class Keeping:
+    """Called after every step: writes what is found from time to time, and when the user wants to stop."""
+
+    def __init__(self, path: Path, stopping: Stopping) -> None:
+        self._path, self._stopping = path, stopping
+        self._written = time.monotonic()
+
+    def __call__(self, found: Found) -> None:
+        stop = self._stopping.pressed
+        if stop or time.monotonic() - self._written > EVERY:
+            with atomic_file(self._path) as handle:
+                np.savez(handle, allow_pickle=False, **found.arrays())
+            self._written = time.monotonic()
+        if stop:
+            note(KEPT)
+            raise KeyboardInterrupt

@@ -8,23 +8,26 @@ The state is restored for every trial, so that a trial costs SCORED tokens and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
-from converter.lockstep import mean_kld
+from converter.lockstep import COMPARED, corrected, mean_kld
 from converter.observe import spread
 from converter.residual import SIDES, Rows, energy, metrics
 from converter.session import Session
 from subkv.base.errors import SubkvError
+from subkv.base.progress import progress_bar
 from subkv.engine.observer import PAUSE, SAMPLE, UBATCH
 from subkv.format.arrays import F16, F32, F64
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity
 from subkv.format.window import Window
-from subkv.native.gguf import Base
+from subkv.native.gguf import Base, Gguf
 from subkv.plan.costs import output_weights
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
@@ -33,9 +36,14 @@ TARGET = 0.05  # nats per token that a trial's noise should cost: above rounding
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same of noise that is too small to matter
 SILENT = 1e-3  # nats: less is no effect to learn from
+UNPREDICTABLE = (
+    "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
+    "random weights: nothing can be predicted"
+)
 FAR_OFF = 6.0  # a trial that misses TARGET by this factor is repeated with other noise
 LOUDER = 100.0  # most by which its energy changes
 REPEATS = 2
+LEAST = 6  # trials that are made however little time there is: rounding, and both sides of both ends
 
 # Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
 SD_TRIAL, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.3, 4.0, 0.3
@@ -125,13 +133,13 @@ class _Chunk:
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [SCORED, n_head_kv, d]."""
-        found, raw, start = {}, self.saved.tobytes(), 0
+        found, start = {}, 0
         for side in "kv":
             for layer in self.layers:
                 rows = self.session.get(layer, f"{side}s").astype(np.float32)
                 first, last = (rows[i].astype(np.float16).tobytes() for i in (0, 1))
                 distance = (self.start - 1) * len(last)
-                begin = _find_pair(raw, first, last, distance, start)
+                begin = _find_pair(self.saved, first, last, distance, start)
                 if begin < 0:
                     what = "keys" if side == "k" else "values"
                     raise SubkvError(
@@ -145,7 +153,7 @@ class _Chunk:
         """The cells' keys or values inside the state, [start, n_head_kv, d], writable."""
         begin, rows = self.at[il, side]
         shape = (self.start, *rows.shape[1:])
-        return self.saved[begin : begin + 2 * int(np.prod(shape))].view(np.float16).reshape(shape)
+        return np.frombuffer(self.saved, np.float16, int(np.prod(shape)), begin).reshape(shape)
 
     def rows(self, il: int, scored: bool) -> Rows:
         """Of a layer: the cells before the scored tokens and the queries sampled there, or all cells and the scored."""
@@ -169,7 +177,7 @@ class _Chunk:
         return mean_kld(self.exact, self.session.logits(self.scored, self.start))
 
 
-def _find_pair(raw: bytes, first: bytes, last: bytes, distance: int, start: int) -> int:
+def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:
     """Where `first` is with `last` so many bytes behind it, from `start` on or else anywhere; −1: nowhere. A single row
     is not enough: in the first layer equal tokens have equal values."""
     for begin in (start, 0):
@@ -195,24 +203,27 @@ class Noise:
             self.weights.append(np.maximum(cost, 0.0))
             self.maps.append(turn.T @ root.T)
 
-    def level(self, wanted: float) -> float:
-        """The θ whose noise has this energy in the stream, at most what random rows of the covariance have."""
-        low, high = 1e-30, 1e30
+    @property
+    def most(self) -> float:
+        """Energy in the stream of rows drawn anew, per query."""
+        return float(sum(np.sum(weights) for weights in self.weights))
+
+    def of(self, wanted: float) -> Callable[[int, Generator], F32]:
+        """Draws n rows of noise of this energy, [n, n_head_kv, d]; more than `most` is that, scaled."""
+        gain, low, high = max(np.sqrt(wanted / self.most), 1.0), 1e-30, 1e30
         for _ in range(200):
-            middle = float(np.sqrt(low * high))
-            low, high = (middle, high) if self.energy(middle) < wanted else (low, middle)
-        return high
+            theta = float(np.sqrt(low * high))
+            found = sum(float(np.sum(w / (1.0 + w / theta))) for w in self.weights)
+            low, high = (theta, high) if found < wanted else (low, theta)
 
-    def energy(self, theta: float) -> float:
-        return float(sum(np.sum(w / (1.0 + w / theta)) for w in self.weights))
+        def draw(n: int, rng: Generator) -> F32:
+            heads = [
+                (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to
+                for w, to in zip(self.weights, self.maps, strict=True)
+            ]
+            return (gain * np.stack(heads, axis=1)).astype(np.float32)
 
-    def draw(self, theta: float, n: int, rng: np.random.Generator) -> F32:
-        """[n, n_head_kv, d]."""
-        heads = [
-            (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to
-            for w, to in zip(self.weights, self.maps, strict=True)
-        ]
-        return np.stack(heads, axis=1).astype(np.float32)
+        return draw
 
 
 class Sensing:
@@ -273,22 +284,20 @@ class Sensing:
     def _noise(self, i: int, side: str) -> Noise:
         second, first = (getattr(self.calibration.layers[i], f"{side}{power}") for power in (2, 1))
         covariance = second - first[:, :, None] * first[:, None, :]
-        return Noise(covariance, self.found.sums[i][side] / self.found.queries)
+        return Noise(covariance, self.found.sums[i][f"{side}0"] / self.found.queries)
 
-    def _error(self, chunk: _Chunk, i: int, side: str, noise: Noise, theta: float, seed: int) -> F32:
-        """Noise in the cells before the scored tokens' exact window, as f16 holds it: [start, n_head_kv, d]."""
+    def _error(self, chunk: _Chunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
+        """Noise in all cells before the scored tokens but the sinks, as f16 holds it: [start, n_head_kv, d]."""
         exact = chunk.view(self.calibration.layers[i].shape.il, side).astype(np.float32)
-        error = np.zeros_like(exact)
-        coded = slice(self.window.n_sink, chunk.start - self.window.n_recent)
-        rng = np.random.default_rng([seed, i, side == "k"])
-        error[coded] = noise.draw(theta, len(error[coded]), rng)
-        seen: F32 = (exact + error).astype(np.float16).astype(np.float32) - exact
+        noisy = exact.copy()
+        noisy[self.window.n_sink :] += draw(len(exact) - self.window.n_sink, np.random.default_rng([seed, i]))
+        seen: F32 = noisy.astype(np.float16).astype(np.float32) - exact
         return seen
 
     def _floor(self, chunk: _Chunk, c: int, i: int) -> int:
         """What rounding alone costs: noise too small to matter."""
         noise = self._noise(i, "v")
-        error = self._error(chunk, i, "v", noise, noise.level(TINY * noise.energy(np.inf)), c)
+        error = self._error(chunk, i, "v", noise.of(TINY * noise.most), c)
         self.found.trials.append(Trial(c, i, "", chunk.kld(self.calibration.layers[i].shape.il, "v", error), 0.0))
         return 1
 
@@ -296,14 +305,13 @@ class Sensing:
         """Returns how many trials it took."""
         shape = self.calibration.layers[i].shape
         noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
-        guess, most = self._guess(i, side), noise.energy(np.inf)
-        wanted = FIRST * most if guess is None else 2.0 * TARGET / guess
-        n_tried = 0
+        guess, n_tried = self._guess(i, side), 0
+        wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
+        most = noise.most if side == "k" else np.inf  # attention is linear in its values
         while True:
             n_tried += 1
-            error = self._error(chunk, i, side, noise, noise.level(wanted), c)
+            error = self._error(chunk, i, side, noise.of(min(wanted, most)), c)
             kld = chunk.kld(shape.il, side, error)
-            # louder is no use where everything is noise already
             done = TARGET / FAR_OFF < kld < TARGET * FAR_OFF or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
@@ -326,6 +334,9 @@ class Sensing:
         Raises SubkvError about `model` where no noise in its cache changes what it says.
         """
         factors = smoothed(self.found.factors(), len(self.calibration.layers))
+        lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
+        if lost < SILENT:
+            raise SubkvError("model", UNPREDICTABLE)
         layers = []
         for i, (stats, sums) in enumerate(zip(self.calibration.layers, self.found.sums, strict=True)):
             scaled = {side: factors[side[0]][i] * sums[side] / self.found.queries for side in SIDES}
@@ -336,6 +347,42 @@ class Sensing:
         return replace(self.calibration, layers=tuple(layers), sensitivity=measured, sha256="")
 
 
+def sense(
+    session: Session,
+    base: Gguf,
+    calibration: Calibration,
+    chunks: Sequence[Sequence[int]],
+    n_recent: int,
+    n_threads: int,
+    minutes: float | None = None,
+    found: Found | None = None,
+    keep: Callable[[Found], None] = lambda found: None,
+    progress: bool = False,
+) -> Calibration:
+    """The calibration of a GGUF with sensitivities measured on `chunks`, all but the last, and corrected on that.
+
+    session: with room for a chunk. chunks: of equal length. minutes: time for all of it; after LEAST trials, what there
+    is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called after every
+    step. Raises SubkvError: about `n_ctx` for chunks too short, about `model` where nothing can be predicted.
+    """
+    start, n_ctx = time.monotonic(), min(map(len, chunks))
+    least = n_recent + calibration.n_skip + 4 * SCORED
+    if n_ctx < least:
+        raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
+    sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
+    last, spent = COMPARED * n_ctx, 0  # tokens of the correction, and so far
+    with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
+        for n in sensing.steps():
+            keep(sensing.found)
+            bar.update(n)
+            spent += n
+            passed = time.monotonic() - start
+            late = minutes is not None and passed * (1.0 + (last + n) / spent) > 60.0 * minutes
+            if late and len(sensing.found.trials) >= LEAST:
+                break
+        return corrected(session.model, base, sensing.result(), chunks[-1], n_threads)
+
+
 def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str, F64]:
     """Factors of all layers, per side [n_layer], from those that were tried: their logarithms change little from one
     layer to the next, the first two apart, and between a layer's keys and values.
@@ -343,11 +390,7 @@ def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str
     Raises SubkvError about `model` where none is known.
     """
     if not factors:
-        raise SubkvError(
-            "model",
-            "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as "
-            "with random weights: nothing can be predicted",
-        )
+        raise SubkvError("model", UNPREDICTABLE)
     normal, right = np.zeros((2 * n_layer, 2 * n_layer)), np.zeros(2 * n_layer)
 
     def tie(a: int, b: int, sd: float) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-import numpy as np
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
@@ -18,20 +17,17 @@ from subkv.engine.memory import require_weights
 from subkv.engine.model import Model
 from subkv.engine.observer import PAUSE, UBATCH, Observer
 from subkv.engine.template import Template
-from subkv.format.arrays import U8
 from subkv.native.binding import C, captured_log, last_error, last_log_error
 from subkv.native.gguf import Gguf
 
 PROBE = 32  # tokens
 
-_BYTES = ctypes.POINTER(ctypes.c_uint8)
-
 
 class Session:
     """The engine as calibration sees it (tests have one made of numpy); a context manager.
 
-    mode, layers, get, forget: the observer's. clear: forget all decoded tokens. Raises SubkvError about `model` when
-    it cannot be run.
+    model: the weights. mode, layers, get, forget: the observer's. clear: forget all decoded tokens. Raises SubkvError
+    about `model` when it cannot be run.
     """
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
@@ -41,7 +37,7 @@ class Session:
             params = C.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, UBATCH, UBATCH
             require_weights(path, choice, params, {"statistics": _statistics(path)})
-            model = self._model = opened.enter_context(Model(path, mapped=False))
+            model = self.model = opened.enter_context(Model(path, mapped=False))
             if C.llama_model_has_encoder(model.handle):
                 raise SubkvError("model", f"{path}: expected a decoder-only model, found one with an encoder")
             observer = Observer(n_skip)
@@ -75,7 +71,7 @@ class Session:
 
     def tokenize(self, text: bytes, special: bool = False) -> list[int]:
         """As corpus.Tokenizer."""
-        tokens: list[int] = self._model.tokenize(text, special=False, markup=special).tolist()
+        tokens: list[int] = self.model.tokenize(text, special=False, markup=special).tolist()
         return tokens
 
     def speed(self) -> float:
@@ -93,7 +89,7 @@ class Session:
     def template(self) -> Template | None:
         """The model's chat template; None where it has none, or one that cannot be read."""
         try:
-            return Template(self._model)
+            return Template(self.model)
         except (SubkvError, jinja2.TemplateError):
             return None
 
@@ -113,21 +109,22 @@ class Session:
             except CacheError as error:
                 raise SubkvError("model", f"decoding failed: {last_log_error(log) or error.reason}") from error
 
-    def cells(self) -> U8:
+    def cells(self) -> bytearray:
         """All decoded tokens as llama.cpp saves them: among other things their keys and values in f16."""
         room = C.llama_state_seq_get_size(self._context.handle, 0)
-        saved = np.zeros(room, dtype=np.uint8)
-        size = C.llama_state_seq_get_data(self._context.handle, saved.ctypes.data_as(_BYTES), room, 0)
-        if not 0 < size <= room:
-            raise SubkvError("model", f"expected a state of at most {room} bytes, found {size}")
-        return saved[:size]
+        saved = bytearray(room)
+        size = C.llama_state_seq_get_data(self._context.handle, (ctypes.c_uint8 * room).from_buffer(saved), room, 0)
+        if size != room:
+            raise SubkvError("model", f"expected a state of {room} bytes, found {size}")
+        return saved
 
-    def restore(self, saved: U8) -> None:
+    def restore(self, saved: bytearray) -> None:
         """Be where cells() was called, or where its bytes, changed since, say."""
+        size = len(saved)
         with captured_log(forward=False) as log:
-            read = C.llama_state_seq_set_data(self._context.handle, saved.ctypes.data_as(_BYTES), len(saved), 0)
-        if read != len(saved):
-            reason = last_log_error(log) or f"read {read} of {len(saved)} bytes"
+            read = C.llama_state_seq_set_data(self._context.handle, (ctypes.c_uint8 * size).from_buffer(saved), size, 0)
+        if read != size:
+            reason = last_log_error(log) or f"read {read} of {size} bytes"
             raise SubkvError("model", f"its cells cannot be restored: {reason}")
 
 

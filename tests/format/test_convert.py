@@ -451,6 +451,13 @@ def test_default_budget_without_samples_says_so(base: Path, tmp_path: Path) -> N
     assert "--kv-bits: 4.5 by default, since q8_0's quality cannot be predicted here" in result.stderr
 
 
+def test_no_default_budget_from_a_type_that_tells_nothing(base: Path, tmp_path: Path) -> None:
+    """Keys around means of 500: q8_0's steps follow these, and any budget would be as good."""
+    result = bare(base, tmp_path, centred_calibration(500.0))
+    assert result.exit_code == 0, result.output
+    assert "--kv-bits: 4.5 by default, since nothing can be predicted: q8_0's rounding is as large as" in result.stderr
+
+
 def test_too_few_tokens_for_the_rank_are_noted(base: Path, tmp_path: Path) -> None:
     scant = random_calibration()
     layers = tuple(replace(layer, shape=replace(layer.shape, tokens=500)) for layer in scant.layers)

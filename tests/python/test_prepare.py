@@ -20,6 +20,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 import subkv
 from converter import resume
 from converter.cli import main as convert
+from converter.resume import KEPT
 from converter.sensing import Sensing
 from converter.session import Session
 from runtime import cli
@@ -141,7 +142,7 @@ def test_interrupted_runs_go_on(model: Path, cache_home: Path, monkeypatch: pyte
     result = run(model)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2:] == [
-        "what has been calibrated is kept: the same command goes on from there",
+        KEPT,
         "interrupted: no bases were written",
     ]
     assert left(cache_home) == ["calib.safetensors.000002-of-000004.part", "lock"]
@@ -290,7 +291,7 @@ def test_an_estimate_comes_first(model: Path, monkeypatch: pytest.MonkeyPatch) -
 # sensitivities
 #
 
-SENSED = ["-c", "192", "--chunks", "4", "-t", "1", "--n-recent", "16"]  # of SMALL's chunks none is long enough
+SENSED = ["-c", "320", "--chunks", "4", "-t", "1", "--n-recent", "16"]  # of SMALL's chunks none is long enough
 
 
 def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
@@ -314,12 +315,12 @@ def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None
 
 def test_chunks_too_short_for_sensitivities(model: Path) -> None:
     result = run(model)
-    assert "no sensitivities: they need chunks of at least 149 tokens, found -c 128" in result.stderr
+    assert "no sensitivities: expected at least 276 tokens with this exact window, found 128" in result.stderr
 
 
 def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None:
     for n, why in (
-        (6, "short.txt: expected at least 192 tokens for a chunk, found "),
+        (6, "short.txt: expected at least 320 tokens for a chunk, found "),
         (15, "they need at least 2 chunks "),
     ):
         (tmp_path / "short.txt").write_text("Some words of text. " * n)
