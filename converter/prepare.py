@@ -78,7 +78,7 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
         wish = replace(wish, corpus=replace(wish.corpus, n_ctx=trained))
     texts = wish.texts()
     entry.prepare()
-    path = entry.file(f".{wish.key(texts)}.calib.safetensors")
+    path = entry.work(f".{wish.key(texts)}.calib.safetensors")
     with concerning(output="XDG_CACHE_HOME"):
         check_writable(path)
     with concerning(lock="model"), exclusive(entry.lock, f"prepare {model.name}"):
@@ -135,6 +135,6 @@ def _sense(model: Path, wish: Wish, texts: list[Text] | None, calibration: Calib
 
 def _remove_others(entry: store.Entry, path: Path) -> None:
     """Calibrations of this model under other settings, whole or not: one is kept."""
-    for other in store.folder().glob(f"*{entry.tail}.*.calib.safetensors*"):
+    for other in store.folder().glob(entry.work(".*.calib.safetensors*").name):
         if not other.name.startswith(path.name):
             other.unlink(missing_ok=True)

@@ -147,7 +147,7 @@ def test_interrupted_runs_go_on(model: Path, cache_home: Path, monkeypatch: pyte
     ]
     assert left(cache_home) == ["calib.safetensors.000002-of-000004.part", "lock"]
     assert choose_cache(model).name == "f16"
-    result = run(model)
+    result = run(model.rename(model.with_name("renamed.gguf")))
     assert result.exit_code == 0, result.output
     assert "going on after 256 of 512 tokens" in result.stderr
     assert n == 4 + 2 + 2 + 2, "two more batches, and the speed, also for sensitivities"

@@ -68,7 +68,7 @@ def of_weights(model: Path, keep: bool) -> Found:
     """
     with Gguf(model) as base:
         entry = store.entry(base)
-    path, kept = entry.file(_ENDING), ""
+    path, kept = entry.named(_ENDING), ""
     if not (keep and _usable(path, entry.content)):
         path, kept = _make(model, path, entry, keep)
     gain = f"calibrating makes it better: `{command(model)}`"

@@ -41,28 +41,28 @@ class Entry:
     content: str
     name: str
 
-    def file(self, ending: str) -> Path:
+    def named(self, ending: str) -> Path:
         """The model's file with this ending: the one there is, else one named as the model.
 
         Only the digest counts: a model that was renamed finds its file under the old name.
         """
-        found = sorted(folder().glob(f"*{self.tail}{glob.escape(ending)}"))
-        return found[0] if found else folder() / f"{self.name}{self.tail}{ending}"
+        tail = f"-{self.content[:_DIGITS]}{ending}"
+        found = sorted(folder().glob(f"*{glob.escape(tail)}"))
+        return found[0] if found else folder() / f"{self.name}{tail}"
 
-    @property
-    def tail(self) -> str:
-        """How the names of the model's files go on behind its own."""
-        return f"-{self.content[:_DIGITS]}"
+    def work(self, ending: str) -> Path:
+        """A file of work on the model, whatever its name is."""
+        return folder() / f"{self.content[:_DIGITS]}{ending}"
 
     @property
     def sidecar(self) -> Path:
         """That of a calibration."""
-        return self.file(".gguf")
+        return self.named(".gguf")
 
     @property
     def lock(self) -> Path:
-        """Held by whoever prepares the model, whatever its name is."""
-        return folder() / f"{self.content[:_DIGITS]}.lock"
+        """Held by whoever prepares the model."""
+        return self.work(".lock")
 
     def prepare(self) -> None:
         """Make the store. Raises SubkvError about XDG_CACHE_HOME, which moves it."""
