@@ -208,15 +208,16 @@ def calibrate(
     return calibration, notes
 
 
-def _foretell(session: Session, done: int, total: int) -> None:
-    """Says what the run will take, unless that is a moment."""
+def _foretell(session: Session, then: Callable[[float], float], done: int, total: int) -> None:
+    """Says what the run will take, unless that is a moment. then: seconds of what comes after it, by the speed."""
     speed = session.speed()
-    seconds = (total - done) / speed
+    seconds, later = (total - done) / speed, then(speed)
     expect("calibrate", seconds)
     if done:
         note(f"going on after {done} of {total} tokens")
     if seconds > 10:
-        note(f"calibrating on {total - done} tokens takes {duration(seconds)}, at {speed:.0f} tokens per second")
+        after = f", sensitivities {duration(later)} more" if later else ""
+        note(f"calibrating on {total - done} tokens takes {duration(seconds)}, at {speed:.0f} tokens per second{after}")
 
 
 def calibrate_file(
@@ -227,10 +228,12 @@ def calibrate_file(
     held_out: int = HELD_OUT,
     earlier: Calibration | None = None,
     keeper: Keeper | None = None,
+    then: Callable[[float], float] = lambda speed: 0.0,
 ) -> tuple[Calibration, list[str]]:
     """calibrate() of a GGUF on `texts`, at most corpus.chunks, with progress bars; says how long it will take.
 
     texts None: those of builtin.py, a chunk of each. earlier: a calibration of the same model, which the texts add to.
+    then: told the tokens per second, says how many seconds the work will take that comes after this.
     """
     with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
         digest = sha256(base.files, progress=True)
@@ -250,7 +253,7 @@ def calibrate_file(
             digest,
             progress=True,
             keeper=keeper,
-            foretell=functools.partial(_foretell, session),
+            foretell=functools.partial(_foretell, session, then),
         )
     with concerning(calibration="earlier"):
         return merge(earlier, result) if earlier else result, notes

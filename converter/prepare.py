@@ -7,9 +7,10 @@ it was, and a later one that asks for other bits plans anew in seconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text
 from converter.observe import calibrate_file
 from converter.resume import Checkpoints
-from converter.sensed import Measuring, sensed
+from converter.sensed import Measuring, seconds, sensed
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import check_writable
 from subkv.base.locks import exclusive
@@ -84,8 +85,11 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
     with concerning(lock="model"), exclusive(entry.lock, f"prepare {model.name}"):
         expected = {"loading": size / HASHED, "hashing": size / HASHED, "bases": (layers or 1) / PLANNED}
         with overall(expected):
-            calibration = _earlier(path) or _measured(model, wish, texts, path)
-            _sense(model, wish, texts, calibration, path)
+            corpus, kept = wish.corpus, path.with_name(f"{path.name}.{wish.n_recent}.sensing.npz")
+            how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept)
+            then = functools.partial(seconds, how, layers or 1)
+            calibration = _earlier(path) or _measured(model, wish, texts, path, then)
+            _sense(model, how, calibration, path)
             _remove_others(entry, path)
             yield path
 
@@ -104,11 +108,13 @@ def _earlier(path: Path) -> Calibration | None:
     return found
 
 
-def _measured(model: Path, wish: Wish, texts: list[Text] | None, path: Path) -> Calibration:
-    """Statistics of the model, written to `path`."""
+def _measured(
+    model: Path, wish: Wish, texts: list[Text] | None, path: Path, then: Callable[[float], float]
+) -> Calibration:
+    """Statistics of the model, written to `path`. then: as calibrate_file."""
     with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
         found, notes = calibrate_file(
-            model, replace(wish.corpus, chunks=wish.chunks), texts, wish.n_sink, keeper=checkpoints
+            model, replace(wish.corpus, chunks=wish.chunks), texts, wish.n_sink, keeper=checkpoints, then=then
         )
     for line in notes:
         note(line)
@@ -118,19 +124,16 @@ def _measured(model: Path, wish: Wish, texts: list[Text] | None, path: Path) -> 
     return found
 
 
-def _sense(model: Path, wish: Wish, texts: list[Text] | None, calibration: Calibration, path: Path) -> None:
+def _sense(model: Path, how: Measuring, calibration: Calibration, path: Path) -> None:
     """Add sensitivities to `path` unless it has them for this window."""
     known = calibration.sensitivity
-    if known is not None and known.n_recent <= wish.n_recent:
+    if known is not None and known.n_recent <= how.n_recent:
         return
-    kept = path.with_name(f"{path.name}.{wish.n_recent}.sensing.npz")
-    corpus = wish.corpus
-    how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept)
     with concerning(output="XDG_CACHE_HOME"):
         found = sensed(model, calibration, how)
         if found is not None:
             write_calibration(path, found)
-            kept.unlink(missing_ok=True)
+            how.kept.unlink(missing_ok=True)
 
 
 def _remove_others(entry: store.Entry, path: Path) -> None:

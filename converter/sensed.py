@@ -50,7 +50,7 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> Calibration
         try:
             chunks = _chunks(session, how.texts, n_ctx)
             found = _earlier(how.kept, calibration)
-            _foretell(session, len(chunks) - 1, len(calibration.layers), n_ctx, found, how.minutes)
+            _foretell(session, how, len(calibration.layers), found)
             with Stopping() as stopping:
                 keep = Keeping(how.kept, stopping)
                 return sense(
@@ -87,18 +87,26 @@ def _earlier(kept: Path, calibration: Calibration) -> Found | None:
         return None
 
 
-def _foretell(
-    session: Session, n_chunks: int, n_layer: int, n_ctx: int, found: Found | None, minutes: float | None
-) -> None:
+def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
+    """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
+    tokens = (CHUNKS + COMPARED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
+    found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
+    expect("sensitivities", found)
+    return found
+
+
+def _n_trials(n_layer: int) -> int:
+    return 2 * n_layer + 2
+
+
+def _foretell(session: Session, how: Measuring, n_layer: int, found: Found | None) -> None:
     """Says what the run will take, unless that is a moment."""
-    trials, total = len(found.trials) if found else 0, 2 * n_layer + 2
-    tokens = n_chunks * n_ctx + (total - trials) * SCORED + COMPARED * n_ctx
-    seconds = min(tokens / session.speed(), 60 * minutes if minutes is not None else math.inf)
-    expect("sensitivities", seconds)
+    trials = len(found.trials) if found else 0
+    left = seconds(how, n_layer, session.speed(), trials)
     if trials:
-        note(f"going on after {trials} of {total} sensitivities")
-    if seconds > 10:
-        note(f"measuring sensitivities takes {duration(seconds)}")
+        note(f"going on after {trials} of {_n_trials(n_layer)} sensitivities")
+    if left > 10:
+        note(f"measuring sensitivities takes {duration(left)}")
 
 
 class Keeping:
