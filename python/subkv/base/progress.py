@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
+INTERVAL = 0.1  # seconds between two pictures of overall()'s bar
 DELAY = 1.0  # seconds before a bar appears: what is quicker leaves the screen alone
 
 
@@ -56,7 +57,7 @@ class Whole:
 
     def __init__(self, expected: Mapping[str, float]) -> None:
         self._expected = dict(expected)
-        self._start = time.monotonic()
+        self._start, self._shown = time.monotonic(), -INTERVAL
         self.bar = tqdm(
             total=1.0,
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{unit}",
@@ -79,7 +80,10 @@ class Whole:
         left = seconds_left + sum(self._expected.values())
         passed = time.monotonic() - self._start
         self.bar.unit = tqdm.format_interval(left)  # the one field of a format that tqdm leaves to its user
-        self.bar.update(max(passed / (passed + left) - self.bar.n, 0.0) if passed + left else 0.0)
+        self.bar.n = max(passed / (passed + left), self.bar.n) if passed + left else 0.0
+        if not self.bar.disable and passed >= DELAY and passed - self._shown >= INTERVAL:
+            self._shown = passed
+            self.bar.refresh()
 
 
 _whole: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("whole", default=None)
