@@ -35,8 +35,8 @@ def main(
     with concerning(calibration="in_file"):
         earlier = read_calibration(in_file) if in_file else None
     check_writable(output)
-    check_new(output, yes or output == in_file)
     check_not_input(output, (("-m", model), *(("-f", path) for path in corpus.files)))
+    check_new(output, yes or output == in_file)
     with concerning(earlier="in_file"):
         result, notes = calibrate_file(model, corpus, texts, n_sink, held_out, earlier)
     write_calibration(output, result)
