@@ -24,7 +24,7 @@ from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
 from subkv.plan.positions import UNTURNED, partners, rotation
 
-DIRECTIONS = 32  # of the residual stream that are kept
+DIRECTIONS = 16  # of the residual stream that are kept
 POWER = 4  # of the Gram matrix
 WHITE = 0.3  # share of the stream's energy that is spread evenly
 ROWS = 1  # sampled rows of weights per element of the stream, of all layers together
