@@ -226,6 +226,15 @@ def test_unknown_rotation_or_damaged_weights_are_coded_evenly(tiny_model: Models
             assert len({np.asarray(h.k.encode).tobytes() for layer in result.layers for h in layer.heads}) == 1
 
 
+@pytest.mark.parametrize("side", "qk")
+def test_weights_of_zeros(tiny_model: Models, side: str) -> None:
+    with Gguf(tiny_model("llama")) as base:
+        name = f"blk.1.attn_{side}.weight"
+        result = datafree.plan(Changed(base, {name: np.zeros_like(base.tensor(name, ""))}), options())
+    invertible(result.layers)
+    assert not result.notes
+
+
 def test_a_budget_ends_alike_in_all_heads(tiny_model: Models) -> None:
     """No head is known to matter more: the narrowest and the widest differ by one group, or where its pairs do."""
     result = datafree.bases_from_weights(tiny_model("llama", n_layer=4), options(5.0))

@@ -298,7 +298,7 @@ def test_planned_from_the_weights_alone(tiny_model: Callable[..., Path], arch: s
             for name in ("encode", "decode", "ratio", "mean"):
                 np.testing.assert_allclose(getattr(head.k, name), getattr(stored.k, name), rtol=5e-3, atol=5e-3)
     exact = logits(model, None)
-    cache = SubspaceCache.from_model(model, kv_bits=20.0, n_recent=N_RECENT)
+    cache = SubspaceCache.from_model(model, kv_bits=16.0, n_recent=N_RECENT)
     assert rms(logits(model, cache) - exact) < 0.1 * rms(exact)
     assert cache.kv_stats().fingerprint is None
     with pytest.raises(SubkvError, match="kv_bits"):

@@ -8,13 +8,15 @@ invertible, so of a model of an unusual kind the quality is less, but no answer 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.base.threads import default_threads
@@ -24,7 +26,7 @@ from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget
-from subkv.plan.basis import FullBasis, mixing_matrix, store, stored_mean
+from subkv.plan.basis import FullBasis, band_steps, gains, half, mixing_matrix, slices, store, stored_mean
 from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context
 from subkv.plan.weights import Energies, Weights
 
@@ -96,8 +98,8 @@ def plan(base: Base, options: Options) -> Result:
     keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
     heads = []
     for shape, of_layer in zip(layers, keys, strict=True):
-        for basis, mean in of_layer:
-            heads.append(budget.Head(shape.d_k, basis.importance, centred=bool(mean.any())))
+        for key in of_layer:
+            heads.append(budget.Head(shape.d_k, key.importance, centred=bool(key.mean.any())))
             heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v)))
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
@@ -161,42 +163,66 @@ def _leveled(cost: F64, usual: F64) -> F64:
     return cost / mean * _sloped(len(cost))
 
 
-def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[tuple[FullBasis, F16]]:
-    """Full bases of a layer's keys and what these are coded less of; mixed evenly where nothing is known."""
+@dataclass(frozen=True)
+class _Keys:
+    """A head's keys. order: coordinates as coefficients, None: evenly mixed; variance, importance: [d] in this order.
+
+    mean: [d] as stored, what they are coded less of.
+    """
+
+    order: NDArray[np.int64] | None
+    variance: F64
+    importance: F64
+    mean: F16
+
+
+def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_Keys]:
+    """Of a layer's heads; mixed evenly where nothing is known."""
     d = shape.d_k
     if energies is None:
-        return [(_even(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
+        return [_Keys(None, np.ones(d), _sloped(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
     out = []
     for k, q, mean, rest in zip(energies.k, energies.q, energies.mean, energies.rest, strict=True):
         variance = k + rest if centred else k + rest + mean**2
         cost = variance * q
         order = np.argsort(-cost, kind="stable")
-        basis = np.eye(d)[order]
-        importance = _leveled(cost[order], k * q)
-        out.append((FullBasis(basis, basis, variance[order], importance), stored_mean(mean * centred)))
+        out.append(_Keys(order, variance[order], _leveled(cost[order], k * q), stored_mean(mean * centred)))
     return out
 
 
-def _even(d: int) -> FullBasis:
+def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) -> StoredBasis:
+    """As basis.store, of coordinates in an order: written down instead of multiplied and inverted, for speed."""
+    steps, mixed = band_steps(bands, variance)
+    encode = np.zeros((len(order), len(order)))
+    for part, mix in zip(slices(bands), mixed, strict=True):
+        n = part.stop - part.start
+        encode[part, order[part]] = mixing_matrix(n) if mix else np.eye(n)
+    rounded = half(encode, "E")
+    exact = rounded.astype(np.float64)
+    decode = exact / np.sum(exact**2, axis=1, keepdims=True)
+    return StoredBasis(bands, rounded, half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
+
+
+@functools.cache
+def _even_stored(d: int, bands: Bands) -> StoredBasis:
     """All coefficients alike."""
-    matrix = mixing_matrix(d)
-    return FullBasis(matrix, matrix, np.ones(d), _sloped(d))
+    return store(FullBasis(mixing_matrix(d), mixing_matrix(d), np.ones(d), np.ones(d)), np.eye(d), bands)
 
 
 def _coded(
-    layers: Sequence[LayerShape], keys: Sequence[list[tuple[FullBasis, F16]]], planned: Iterable[Bands]
+    layers: Sequence[LayerShape], keys: Sequence[list[_Keys]], planned: Iterable[Bands]
 ) -> tuple[CodedLayer, ...]:
     """Rounded bases. planned: bands of K and V of all heads in turn."""
     bands = iter(planned)
-    values: dict[tuple[int, Bands], StoredBasis] = {}
     out = []
     for shape, of_layer in zip(layers, keys, strict=True):
         heads = []
-        for basis, mean in of_layer:
+        for key in of_layer:
             of_k, of_v = next(bands), next(bands)
-            if (shape.d_v, of_v) not in values:
-                values[shape.d_v, of_v] = store(_even(shape.d_v), np.eye(shape.d_v), of_v, orthogonal=True)
-            key = store(basis, np.eye(shape.d_k), of_k, mean, orthogonal=True)
-            heads.append(CodedHead(key, values[shape.d_v, of_v], 1.0))
+            if key.order is None:
+                coded = _even_stored(shape.d_k, of_k)
+            else:
+                coded = _stored(key.order, key.variance, of_k, key.mean)
+            heads.append(CodedHead(coded, _even_stored(shape.d_v, of_v), 1.0))
         out.append(CodedLayer(shape, tuple(heads)))
     return tuple(out)

@@ -11,6 +11,7 @@ worth: converter/NOTES.md.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
 from subkv.plan.positions import UNTURNED, partners, rotation
 
-DIRECTIONS = 32  # of the residual stream that are kept
+DIRECTIONS = 16  # of the residual stream that are kept
 POWER = 4  # of the Gram matrix
 WHITE = 0.3  # share of the stream's energy that is spread evenly
 ROWS = 1  # sampled rows of weights per element of the stream, of all layers together
@@ -122,8 +123,8 @@ class Weights:
             step = max(1, side.count * len(readers) // (ROWS * n)) | 1  # an odd one meets all coordinates of a head
             rows = side.rows(0, side.count, step)
             rows *= norm
-            rows *= rows.size**0.5 / max(float(np.linalg.norm(rows)), 1e-30)
-            return rows
+            size = float(np.linalg.norm(rows))
+            return rows * np.float32(rows.size**0.5 / size) if 0.0 < size < math.inf else np.zeros_like(rows)
 
         parts = list(self._map(sampled, readers))
         found = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
