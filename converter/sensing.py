@@ -249,8 +249,9 @@ class Sensing:
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
         n = len(self.calibration.layers)
-        wanted = [(i, side) for i in _order(n) for side in "kv"]
-        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(wanted)]
+        shift = {"k": 0, "v": len(self.chunks) // 2}  # a layer's sides in different chunks
+        order = list(enumerate(_order(n)))
+        trials = [((j + shift[side]) % len(self.chunks), i, side) for j, i in order for side in "kv"]
         floors = [(0, i, "") for i in sorted({0, n - 1})]
         return floors + sorted(trials, key=lambda trial: trial[0])
 
