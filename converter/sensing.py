@@ -37,7 +37,7 @@ from subkv.plan.predict import reconstructed
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
 QUERIES = 128  # of a chunk, spread over the second half of what comes before
-TARGET = 0.05  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
+TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same of noise that is too small to matter
 HEARD = 1.5  # times what rounding costs: a trial that costs less tells nothing
@@ -46,10 +46,11 @@ UNPREDICTABLE = (
     "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
     "random weights: nothing can be predicted"
 )
-FAR_OFF = 6.0  # a trial that misses TARGET by this factor is repeated with other noise
-LOUDER = 100.0  # most by which its energy changes
+QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
+MOST_CHANGE = 100.0  # of its energy
 REPEATS = 2
-BITS, LOUD = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5), 0.004  # budgets for a correction: the first predicted to cost so many nats
+BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
+CLEAR = 0.004  # nats per token
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, and both sides of both ends
@@ -327,10 +328,10 @@ class Sensing:
             n_tried += 1
             cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
             kld = chunk.kld({(shape.il, side): cells})
-            done = TARGET / FAR_OFF < kld < TARGET * FAR_OFF or (kld < TARGET and wanted >= most)
+            done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
-            wanted *= min(TARGET / max(kld, TARGET / LOUDER), LOUDER)
+            wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
         error = np.zeros_like(rows.k if side == "k" else rows.v)
         error[: chunk.start] = cells - chunk.view(shape.il, side).astype(np.float32)
         moved = energy(rows, shape, output, error if side == "k" else None, error if side == "v" else None)
@@ -393,12 +394,12 @@ class Sensing:
 
 
 def _loud(fit: Fit) -> tuple[tuple[CodedLayer, ...], float]:
-    """A layout of the largest of BITS whose prediction is LOUD, or of the smallest that heads can have; and that."""
+    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; and that."""
     least, _ = budget_range(fit.heads, fit.overhead)
     for bits in [bits for bits in BITS if bits >= least.total]:
         layers, _ = fit.code(fit.plan(bits))
         predicted = fit.error(layers) or 0.0
-        if predicted >= LOUD:
+        if predicted >= CLEAR:
             break
     return layers, predicted
 
