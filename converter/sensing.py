@@ -17,32 +17,42 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from converter.lockstep import COMPARED, corrected, mean_kld
+from converter.lockstep import compare, mean_kld
 from converter.observe import spread
 from converter.residual import SIDES, Rows, energy, metrics
 from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
+from subkv.engine.cache import CacheOptions
 from subkv.engine.observer import PAUSE, SAMPLE, UBATCH
 from subkv.format.arrays import F16, F32, F64
+from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity
 from subkv.format.window import Window
-from subkv.native.gguf import Base, Gguf
+from subkv.native.gguf import Base
+from subkv.plan.budget import budget_range
 from subkv.plan.costs import output_weights
+from subkv.plan.pipeline import Fit, Options
+from subkv.plan.predict import reconstructed
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
 QUERIES = 128  # of a chunk, spread over the second half of what comes before
-TARGET = 0.05  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
+TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same of noise that is too small to matter
+HEARD = 1.5  # times what rounding costs: a trial that costs less tells nothing
 SILENT = 1e-3  # nats: less is no effect to learn from
 UNPREDICTABLE = (
     "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
     "random weights: nothing can be predicted"
 )
-FAR_OFF = 6.0  # a trial that misses TARGET by this factor is repeated with other noise
-LOUDER = 100.0  # most by which its energy changes
+QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
+MOST_CHANGE = 100.0  # of its energy
 REPEATS = 2
+BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
+CLEAR = 0.004  # nats per token
+ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
+STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, and both sides of both ends
 
 # Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
@@ -94,13 +104,18 @@ class Found:
                 own[side] += arrays[f"{i}.{side}"]
         return found
 
+    @property
+    def floor(self) -> float:
+        """What rounding alone costs, nats per token."""
+        return max((t.kld for t in self.trials if not t.side), default=0.0)
+
     def factors(self) -> dict[tuple[int, str], float]:
         """Nats per half the stream's energy, by index of the layer and side, of the trials that were loud enough."""
         floors = {t.index: t.kld for t in self.trials if not t.side}
         known = {}
         for t in self.trials:
             floor = float(np.interp(t.index, sorted(floors), [floors[i] for i in sorted(floors)])) if floors else 0.0
-            if t.side and t.kld > max(2.0 * floor, SILENT) and t.energy > 0.0:
+            if t.side and t.kld > max(HEARD * floor, SILENT) and t.energy > 0.0:
                 known[t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
         return known
 
@@ -165,15 +180,16 @@ class _Chunk:
         k, v = (np.concatenate([cells, self.at[il, side][1]]) for cells, side in ((k, "k"), (v, "v")))
         return Rows(q[self.n_sampled :], self.pos[self.n_sampled :], k, v)
 
-    def kld(self, il: int, side: str, error: F32) -> float:
-        """Mean KLD of the scored tokens with `error` [start, n_head_kv, d] added to the cells."""
-        cells = self.view(il, side)
-        exact = cells.copy()
-        cells[:] = (exact.astype(np.float32) + error).astype(np.float16)
+    def kld(self, cells: Mapping[tuple[int, str], F32]) -> float:
+        """Mean KLD of the scored tokens with other `cells` [start, n_head_kv, d], by layer and side."""
+        exact = {at: self.view(*at).copy() for at in cells}
         try:
+            for at, other in cells.items():
+                self.view(*at)[:] = other.astype(np.float16)
             self.session.restore(self.saved)
         finally:
-            cells[:] = exact
+            for at, own in exact.items():
+                self.view(*at)[:] = own
         return mean_kld(self.exact, self.session.logits(self.scored, self.start))
 
 
@@ -249,8 +265,9 @@ class Sensing:
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
         n = len(self.calibration.layers)
-        wanted = [(i, side) for i in _order(n) for side in "kv"]
-        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(wanted)]
+        shift = {"k": 0, "v": len(self.chunks) // 2}  # a layer's sides in different chunks
+        order = list(enumerate(_order(n)))
+        trials = [((j + shift[side]) % len(self.chunks), i, side) for j, i in order for side in "kv"]
         floors = [(0, i, "") for i in sorted({0, n - 1})]
         return floors + sorted(trials, key=lambda trial: trial[0])
 
@@ -286,19 +303,18 @@ class Sensing:
         covariance = second - first[:, :, None] * first[:, None, :]
         return Noise(covariance, self.found.sums[i][f"{side}0"] / self.found.queries)
 
-    def _error(self, chunk: _Chunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
-        """Noise in all cells before the scored tokens but the sinks, as f16 holds it: [start, n_head_kv, d]."""
-        exact = chunk.view(self.calibration.layers[i].shape.il, side).astype(np.float32)
-        noisy = exact.copy()
-        noisy[self.window.n_sink :] += draw(len(exact) - self.window.n_sink, np.random.default_rng([seed, i]))
-        seen: F32 = noisy.astype(np.float16).astype(np.float32) - exact
-        return seen
+    def _noisy(self, chunk: _Chunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
+        """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d]."""
+        cells = chunk.view(self.calibration.layers[i].shape.il, side).astype(np.float32)
+        cells[self.window.n_sink :] += draw(len(cells) - self.window.n_sink, np.random.default_rng([seed, i]))
+        noisy: F32 = cells.astype(np.float16).astype(np.float32)
+        return noisy
 
     def _floor(self, chunk: _Chunk, c: int, i: int) -> int:
         """What rounding alone costs: noise too small to matter."""
         noise = self._noise(i, "v")
-        error = self._error(chunk, i, "v", noise.of(TINY * noise.most), c)
-        self.found.trials.append(Trial(c, i, "", chunk.kld(self.calibration.layers[i].shape.il, "v", error), 0.0))
+        cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
+        self.found.trials.append(Trial(c, i, "", chunk.kld({(self.calibration.layers[i].shape.il, "v"): cells}), 0.0))
         return 1
 
     def _try(self, chunk: _Chunk, c: int, i: int, side: str) -> int:
@@ -310,15 +326,15 @@ class Sensing:
         most = noise.most if side == "k" else np.inf  # attention is linear in its values
         while True:
             n_tried += 1
-            error = self._error(chunk, i, side, noise.of(min(wanted, most)), c)
-            kld = chunk.kld(shape.il, side, error)
-            done = TARGET / FAR_OFF < kld < TARGET * FAR_OFF or (kld < TARGET and wanted >= most)
+            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
+            kld = chunk.kld({(shape.il, side): cells})
+            done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
-            wanted *= min(TARGET / max(kld, TARGET / LOUDER), LOUDER)
-        whole = np.zeros_like(rows.k if side == "k" else rows.v)
-        whole[: chunk.start] = error
-        moved = energy(rows, shape, output, whole if side == "k" else None, whole if side == "v" else None)
+            wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
+        error = np.zeros_like(rows.k if side == "k" else rows.v)
+        error[: chunk.start] = cells - chunk.view(shape.il, side).astype(np.float32)
+        moved = energy(rows, shape, output, error if side == "k" else None, error if side == "v" else None)
         self.found.trials.append(Trial(c, i, side, kld, moved))
         return n_tried
 
@@ -329,7 +345,7 @@ class Sensing:
         return known[near[0]] if near else None
 
     def result(self) -> Calibration:
-        """The calibration with what is found; predictions are not corrected yet.
+        """The calibration with what is found; predictions are not corrected yet: corrected().
 
         Raises SubkvError about `model` where no noise in its cache changes what it says.
         """
@@ -346,10 +362,51 @@ class Sensing:
         measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
         return replace(self.calibration, layers=tuple(layers), sensitivity=measured, sha256="")
 
+    def corrected(self, tokens: Sequence[int], n_threads: int) -> Calibration:
+        """result() with its predictions corrected by what a layout and a stock type cost on one chunk more.
+
+        Errors of all layers together add up to more than second order says where attention is rare and decisive. The
+        layout is put into a saved state; the stock type, which has no window, runs for real on half of the chunk.
+        """
+        calibration = self.result()
+        assert calibration.sensitivity is not None
+        fit = Fit(self.base, calibration, Options(window=self.window, bpe_context=ROWS_ONLY))
+        chunk = _Chunk(self.session, tokens)
+        coded, factors = slice(self.window.n_sink, chunk.start - self.window.n_recent), [1.0, 1.0]
+        layers, predicted = _loud(fit)
+        cells = {}
+        for layer in layers:
+            for side in "kv":
+                seen = chunk.view(layer.shape.il, side).astype(np.float32)
+                for h, head in enumerate(layer.heads):
+                    stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
+                    seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
+                cells[layer.shape.il, side] = seen
+        found = chunk.kld(cells) - self.found.floor
+        if found > 0.0 and predicted > 0.0:
+            factors[0] = found / predicted
+        stock = fit.stock_error(STOCK)
+        if stock:
+            (kld,) = compare(self.session.model, [CacheOptions(STOCK)], tokens[: len(tokens) // 2], n_threads)
+            factors[1] = max(kld - self.found.floor, 0.0) / stock or 1.0
+        measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
+        return replace(calibration, sensitivity=measured)
+
+
+def _loud(fit: Fit) -> tuple[tuple[CodedLayer, ...], float]:
+    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; and that."""
+    least, _ = budget_range(fit.heads, fit.overhead)
+    for bits in [bits for bits in BITS if bits >= least.total]:
+        layers, _ = fit.code(fit.plan(bits))
+        predicted = fit.error(layers) or 0.0
+        if predicted >= CLEAR:
+            break
+    return layers, predicted
+
 
 def sense(
     session: Session,
-    base: Gguf,
+    base: Base,
     calibration: Calibration,
     chunks: Sequence[Sequence[int]],
     n_recent: int,
@@ -370,7 +427,7 @@ def sense(
     if n_ctx < least:
         raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
     sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
-    last, spent = COMPARED * n_ctx, 0  # tokens of the correction, and so far
+    last, spent = 2 * n_ctx + SCORED, 0  # tokens of the correction, and so far
     with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
         for n in sensing.steps():
             keep(sensing.found)
@@ -380,7 +437,7 @@ def sense(
             late = minutes is not None and passed * (1.0 + (last + n) / spent) > 60.0 * minutes
             if late and len(sensing.found.trials) >= LEAST:
                 break
-        return corrected(session.model, base, sensing.result(), chunks[-1], n_threads)
+        return sensing.corrected(chunks[-1], n_threads)
 
 
 def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str, F64]:
