@@ -13,7 +13,6 @@ import numpy as np
 
 from converter import builtin
 from converter.corpus import Text, cut
-from converter.lockstep import COMPARED
 from converter.resume import EVERY, KEPT, Stopping
 from converter.sensing import SCORED, UNPREDICTABLE, Found, sense
 from converter.session import Session
@@ -25,6 +24,7 @@ from subkv.native.gguf import Gguf
 
 N_CTX = 1088  # tokens of a chunk
 CHUNKS = 3  # that are measured; one more corrects predictions
+CORRECTED = 2  # chunks' worth of tokens that this takes
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _earlier(kept: Path, calibration: Calibration) -> Found | None:
 
 def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
     """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
-    tokens = (CHUNKS + COMPARED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
+    tokens = (CHUNKS + CORRECTED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
     found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
     expect("sensitivities", found)
     return found
