@@ -19,8 +19,8 @@ from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.metadata import Account
 from subkv.native.gguf import Gguf
-from subkv.plan import stock
-from subkv.plan.pipeline import Fit
+from subkv.plan import datafree, stock
+from subkv.plan.pipeline import Fit, Options
 
 
 @dataclass
@@ -98,6 +98,15 @@ def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -
     return Cache(
         name or f"subkv {kv_bits:g}", coder, counted.total, counted.rows, window.n_sink, window.n_recent, predicted
     )
+
+
+def uncalibrated_cache(base: Gguf, kv_bits: float, options: Options, sides: str) -> Cache:
+    """A row of bases from the weights alone. options: whose window and context are taken."""
+    asked = Options(window=options.window, center_k=options.center_k, bpe_context=options.bpe_context, kv_bits=kv_bits)
+    found = datafree.plan(base, asked)
+    coder, window, counted = layer_coder(found.layers, sides), found.settings.window, found.counted
+    name = f"subkv {kv_bits:g} uncalibrated"
+    return Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent)
 
 
 def adaptive_cache(fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, stack: contextlib.ExitStack) -> Cache:

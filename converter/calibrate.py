@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from converter.corpus import HELD_OUT, INTERRUPTED, PATH, Corpus, corpus_options, model_option
+from converter.corpus import HELD_OUT, INTERRUPTED, PATH, Corpus, corpus_options, model_option, yes_option
 from subkv.base.command import command
 from subkv.base.errors import concerning
-from subkv.base.files import check_not_input, check_writable
+from subkv.base.files import check_new, check_not_input, check_writable
 from subkv.format.window import MAX_SINK, N_SINK
 
 
@@ -20,10 +20,13 @@ from subkv.format.window import MAX_SINK, N_SINK
 @model_option()
 @corpus_options()
 @click.option("-o", "--output", required=True, type=PATH, help="calib.safetensors to write.")
+@yes_option
 @click.option("--in-file", type=PATH, help="Earlier calibration of the same model to add to.")
 @click.option("--n-sink", default=N_SINK, type=click.IntRange(0, MAX_SINK), help="Positions left out per chunk.")
 @click.option("--held-out", default=HELD_OUT, type=click.IntRange(0), help="Hold out every N-th chunk, 0: none.")
-def main(model: Path, corpus: Corpus, output: Path, in_file: Path | None, n_sink: int, held_out: int) -> None:
+def main(
+    model: Path, corpus: Corpus, output: Path, yes: bool, in_file: Path | None, n_sink: int, held_out: int
+) -> None:
     """Collect the statistics of MODEL on text, for `convert --bases`."""
     from converter.observe import calibrate_file  # numpy and the native libraries: not for a --help
     from subkv.format.calibration import read_calibration, write_calibration
@@ -33,6 +36,7 @@ def main(model: Path, corpus: Corpus, output: Path, in_file: Path | None, n_sink
         earlier = read_calibration(in_file) if in_file else None
     check_writable(output)
     check_not_input(output, (("-m", model), *(("-f", path) for path in corpus.files)))
+    check_new(output, yes or output == in_file)
     with concerning(earlier="in_file"):
         result, notes = calibrate_file(model, corpus, texts, n_sink, held_out, earlier)
     write_calibration(output, result)

@@ -1,19 +1,19 @@
-"""`convert`: bases and layout into a copy of a GGUF. Also `python -m converter.cli` and `python -m converter`."""
+"""`convert`: prepare a model, or write bases into a copy. Also `python -m converter.cli` and `python -m converter`."""
 
 from __future__ import annotations
 
-import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from converter import hf, tables
-from converter.corpus import INTERRUPTED, PATH, Corpus, corpus_options
+from converter import hf, plain, tables
+from converter.corpus import PATH, Corpus, corpus_options, yes_option
 from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
-from subkv.base.files import check_not_input, check_writable
+from subkv.base.files import check_new, check_not_input, check_writable
 from subkv.format.window import N_RECENT, N_SINK, Window
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
@@ -60,10 +60,19 @@ plan_options = group(
 )
 
 
-@command("convert", interrupted=INTERRUPTED)
+@command("convert", interrupted="interrupted: no bases were written")
 @click.argument("model", type=PATH)
-@click.option("--bases", type=PATH, help="Calibration file (calib.safetensors); or give -f.")
-@corpus_options(required=False)
+@click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
+@corpus_options(
+    "UTF-8 text to calibrate on. [default: built-in texts]",
+    "Most chunks, shared among the texts. [default: all, of the built-in texts enough]",
+    required=False,
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Time for sensitivities, after the calibration. [default: what they need]",
+)
 @click.option(
     "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights made of a folder. [default: auto, 16 bits]"
 )
@@ -73,43 +82,86 @@ plan_options = group(
     metavar="TYPE",
     help=f"Weights of a folder quantized by llama.cpp: {', '.join(TYPES)}.",
 )
-@click.option("-o", "--output", type=PATH, help="Default: MODEL.subkv.gguf beside the model.")
+@click.option("-o", "--output", type=PATH, help="Copy of the model to write, with bases; with --sidecar only those.")
+@click.option("--embed", is_flag=True, help="Write the copy as MODEL.subkv.gguf; the default with --bases.")
+@click.option("--sidecar", is_flag=True, help="Write the sidecar beside the model: MODEL.subkv-sidecar.gguf.")
+@yes_option
 @plan_options
-@click.option("--sidecar", is_flag=True, help="Write the keys to a GGUF without weights.")
-@click.option("--dry-run", is_flag=True, help="Print the table, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what the cache would cost and give; write nothing for programs.")
+@click.option("-v", "--verbose", is_flag=True, help="List all layers.")
 def main(
     model: Path,
     bases: Path | None,
     corpus: Corpus,
+    minutes: float | None,
     outtype: str | None,
     quantize: str | None,
     output: Path | None,
-    options: Options,
+    embed: bool,
     sidecar: bool,
+    yes: bool,
+    options: Options,
     dry_run: bool,
+    verbose: bool,
 ) -> None:
-    """Write MODEL with bases and a coefficient layout in its metadata; the weights stay byte-identical.
+    """Prepare MODEL for a cache of coefficients: calibrate, plan, and keep the bases where all programs find them.
+
+    With -o, --embed or --bases they go into the metadata of a copy of MODEL, whose weights stay byte-identical.
 
     MODEL is a GGUF or, with the extra torch, a Hugging Face folder, which becomes one first.
     """
-    from converter.sources import Sources, prepared  # numpy and the native libraries: not for a --help
+    from converter.prepare import Wish  # this and the following: numpy and the native libraries, not for a --help
+    from converter.sources import Sources, prepared
+    from subkv.engine.memory import available_memory
+    from subkv.native.gguf import Gguf
 
-    if (bases is None) == (not corpus.files):
-        raise click.UsageError(
-            "expected --bases with a calibration or -f with text to calibrate on, found "
-            + ("neither" if bases is None else "both")
-        )
+    if bases is not None and corpus.files:
+        raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
+    if bases is not None and minutes is not None:
+        raise click.UsageError("expected --bases with a calibration or --minutes to measure in, found both")
+    if sidecar and embed:
+        raise click.UsageError("expected --sidecar or --embed, found both")
     if sidecar and model.is_dir():
         raise SubkvError("sidecar", f"expected a GGUF as MODEL, which the sidecar goes with, found {model}")
-    target = output or default_output(model, sidecar, quantize)
-    sources = Sources(model, bases, corpus, options.window.n_sink, outtype, quantize)
-    with prepared(sources, target, copy=not sidecar and not dry_run) as (base, calibration):
-        result = convert_file(base, calibration, None if dry_run else target, options, sidecar, progress=True)
-    for line in tables.layout(result):
+    target = output
+    if output is None and (sidecar or embed or bases is not None or model.is_dir()):
+        target = default_output(model, sidecar, quantize)
+    if target is not None:
+        check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
+        check_new(target, yes or dry_run)
+    sources = Sources(
+        model, bases, Wish(corpus, options.window.n_sink, options.window.n_recent, minutes), outtype, quantize
+    )
+    with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
+        place = target or stored_sidecar(base)
+        sidecar = sidecar or target is None
+        result = convert_file(base, calibration, None if dry_run else place, options, sidecar, progress=True)
+        with Gguf(base) as opened:
+            weights = sum(file.stat().st_size for file in opened.files)
+    for line in tables.layout(result, verbose):
+        click.echo(line)
+    cost = plain.Cost.of_result(result)
+    for line in plain.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
         click.echo(line)
     for note in result.notes:
-        click.echo(sentence(note), err=True)
-    click.echo("dry run: nothing was written" if dry_run else f"wrote {target}")
+        key = "files" if note.key == "calibration" and bases is None else note.key
+        click.echo(sentence(SubkvError(key, note.reason)), err=True)
+    if dry_run:
+        kept = "" if bases is not None else "; what was calibrated is kept for the next run"
+        click.echo(f"dry run: nothing was written{kept}")
+    else:
+        click.echo(f"wrote {place}")
+        if target is None:
+            click.echo(f"programs find it for {model} by themselves: subkv chat -m {shlex.quote(str(model))}")
+
+
+def stored_sidecar(model: Path) -> Path:
+    """Where the store has that of a GGUF."""
+    from subkv.format import store  # numpy and the native libraries: not for a --help
+    from subkv.native.gguf import Gguf
+
+    with Gguf(model) as base:
+        return store.entry(base).sidecar
 
 
 def default_output(model: Path, sidecar: bool = False, quantize: str | None = None) -> Path:
@@ -117,8 +169,9 @@ def default_output(model: Path, sidecar: bool = False, quantize: str | None = No
     if model.is_dir():
         folder = model.resolve()
         return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")
-    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", model.name)
-    return model.with_name(f"{stem}.subkv{'-sidecar' if sidecar else ''}.gguf")
+    from subkv.format import store  # the native libraries: not for a --help
+
+    return store.beside(model) if sidecar else model.with_name(f"{store.stem(model)}.subkv.gguf")
 
 
 def convert_file(
@@ -138,15 +191,9 @@ def convert_file(
         if output is not None:
             check_not_input(output, [*(("the model", file) for file in base.files), ("--bases", bases)])
             check_writable(output)
-            if len(base.files) > 1 and not sidecar:
-                raise SubkvError(
-                    "model",
-                    f"expected one file to copy, found a model split into {len(base.files)}; "
-                    "--sidecar writes the bases to a file of their own",
-                )
         result = convert(base, calibration, options, progress)
         if output is not None:
-            values = metadata.keys(result.layers, calibration, result.settings, result.counted)
+            values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
             (write_sidecar if sidecar else write_copy)(base, output, values, progress)
     return result
 

@@ -29,10 +29,11 @@ INTERRUPTED = "interrupted: nothing was written"  # what programs that write one
 
 @dataclass(frozen=True)
 class Text:
-    """A text read from disk. source: provenance for the file."""
+    """A text to run a model on. source: provenance for the file. special: control tokens are written out in it."""
 
     source: TextSource
     data: bytes
+    special: bool = False
 
 
 class Tokenizer(Protocol):
@@ -42,8 +43,8 @@ class Tokenizer(Protocol):
     def bos(self) -> int | None:
         """Token put before every chunk, None when the model adds none."""
 
-    def tokenize(self, text: bytes) -> list[int]:
-        """Tokens of UTF-8 text, without a BOS token."""
+    def tokenize(self, text: bytes, special: bool = False) -> list[int]:
+        """Tokens of UTF-8 text, without a BOS token. special: names of control tokens in it are those tokens."""
 
 
 def read_text(path: Path) -> Text:
@@ -66,13 +67,14 @@ def read_text(path: Path) -> Text:
     return Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data)
 
 
-def tokenize(tokenizer: Tokenizer, data: bytes, limit: int | None) -> list[int]:
+def tokenize(tokenizer: Tokenizer, text: Text, limit: int | None) -> list[int]:
     """Tokens of a text, at least `limit` if it has as many. Long texts are tokenized in pieces that end with a line."""
     tokens: list[int] = []
+    data = text.data
     start = 0
     while start < len(data) and (limit is None or len(tokens) < limit):
         end = data.find(b"\n", start + PIECE) + 1 or len(data)
-        tokens += tokenizer.tokenize(data[start:end])
+        tokens += tokenizer.tokenize(data[start:end], text.special)
         start = end
     return tokens
 
@@ -94,7 +96,7 @@ def cut(
     for i, text in enumerate(texts):
         # an equal share of what is left, so that a short text's unused share goes to the later ones
         quota = None if chunks is None else -(-(chunks - len(out)) // (len(texts) - i))
-        tokens = tokenize(tokenizer, text.data, None if quota is None else quota * step)
+        tokens = tokenize(tokenizer, text, None if quota is None else quota * step)
         if len(tokens) < (step if whole else min(MIN_TOKENS, n_ctx) - len(start)):
             least = f"{step} tokens for a chunk" if whole else f"{MIN_TOKENS} tokens"
             raise SubkvError("files", f"{text.source.name}: expected at least {least}, found {len(tokens)}")
@@ -117,6 +119,9 @@ def model_option(text: str = "GGUF model.") -> Callable[..., Any]:
 
 def bases_option(text: str = "Calibration file (calib.safetensors).") -> Callable[..., Any]:
     return click.option("--bases", required=True, type=PATH, help=text)
+
+
+yes_option = click.option("-y", "--yes", is_flag=True, help="Overwrite a file that exists.")
 
 
 @dataclass(frozen=True)

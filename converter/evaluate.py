@@ -53,6 +53,7 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
 @bases_option()
 @corpus_options("UTF-8 text.", "Chunks of every text.", 2)
 @click.option("--kv-bits", default="3.5,4.25,5,7", callback=_numbers, help="Budgets, as of convert.")
+@click.option("--uncalibrated", default="", callback=_numbers, help="Budgets of bases from the weights alone.")
 @click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none.")
 @group(
     "options",
@@ -78,6 +79,7 @@ def main(
     bases: Path,
     corpus: Corpus,
     kv_bits: list[float],
+    uncalibrated: list[float],
     stock: list[str],
     options: Options,
     sides: str,
@@ -86,7 +88,14 @@ def main(
     output: str,
 ) -> None:
     """KLD of layouts and of llama.cpp's cache types in float32."""
-    from converter.caches import adaptive_cache, coded_cache, result, run, stock_caches  # not for a --help: all below
+    from converter.caches import (  # not for a --help: all below
+        adaptive_cache,
+        coded_cache,
+        result,
+        run,
+        stock_caches,
+        uncalibrated_cache,
+    )
     from converter.plots import figure, frontier
     from converter.reference import Reference, check_length, check_shapes
     from subkv.format.adapt import parse
@@ -114,6 +123,7 @@ def main(
             for bits in kv_bits:
                 caches.append(coded_cache(fit, bits, SIDES[sides]))
                 caches += [adaptive_cache(fit, base, bits, SIDES[sides], how, opened) for how in adapt]
+            caches += [uncalibrated_cache(base, bits, options, SIDES[sides]) for bits in uncalibrated]
             if not caches and not stock:
                 raise SubkvError("kv_bits", "expected a budget or --stock types to evaluate, found none")
             caches += stock_caches(stock, fit, SIDES[sides])

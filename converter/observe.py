@@ -6,17 +6,20 @@ calibrated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text, cut
+from converter.resume import Keeper, NoKeeper
 from converter.session import Session
 from subkv.base.errors import SubkvError, concerning
-from subkv.base.progress import progress_bar
+from subkv.base.progress import duration, expect, note, progress_bar
 from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.calibration import (
     MAX_HEAD_SIZE,
@@ -43,7 +46,7 @@ class Chunk:
     query_pos: tuple[int, ...] = ()
 
 
-def _spread(low: int, high: int, n: int) -> tuple[int, ...]:
+def spread(low: int, high: int, n: int) -> tuple[int, ...]:
     """At most n distinct positions spread over [low, high)."""
     return tuple(int(p) for p in np.unique(np.linspace(low, high - 1, min(n, high - low)).round()))
 
@@ -58,12 +61,12 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
     if held_out == 0:
         return [Chunk(tokens) for tokens in token_chunks], "note: nothing held out; gamma will come from the moments"
     chosen = list(range(held_out - 1, n, held_out)) or [n - 1]
-    chosen = [chosen[i] for i in _spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
+    chosen = [chosen[i] for i in spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
     rows = -(-MAX_SAMPLES // len(chosen))
 
     def sampled(tokens: tuple[int, ...]) -> Chunk:
         middle = max(len(tokens) // 2, n_skip + 1)
-        return Chunk(tokens, _spread(n_skip, middle, rows), _spread(middle, len(tokens), rows))
+        return Chunk(tokens, spread(n_skip, middle, rows), spread(middle, len(tokens), rows))
 
     if n == 1:
         note = "note: only one chunk of text; gamma is calibrated on text that is also in the moments"
@@ -71,17 +74,52 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
     return [sampled(tokens) if i in chosen else Chunk(tokens) for i, tokens in enumerate(token_chunks)], None
 
 
-def observe(session: Session, chunks: Sequence[Chunk], progress: bool) -> None:
-    """Decode all chunks, each from an empty cache. progress: a bar."""
+def plan_batches(chunks: Sequence[Chunk]) -> list[tuple[int, int, bool]]:
+    """Chunk and first token of every batch, in order, and whether the run may be cut before it.
+
+    It may not inside a sampled chunk, whose keys are worth nothing without its queries, and not where either part
+    would have no moments.
+    """
+    summed = [i for i, chunk in enumerate(chunks) if not chunk.key_pos]
+    batches = []
+    for i, chunk in enumerate(chunks):
+        for start in range(0, len(chunk.tokens), UBATCH):
+            whole = start == 0 or not chunk.key_pos
+            moments = bool(summed) and (i, start) > (summed[0], 0) and i <= summed[-1]
+            batches.append((i, start, whole and moments))
+    return batches
+
+
+def observe(
+    session: Session,
+    chunks: Sequence[Chunk],
+    progress: bool,
+    first: int = 0,
+    after: Callable[[int, bool], None] = lambda done, cut: None,
+) -> None:
+    """Decode all chunks, each from an empty cache. progress: a bar.
+
+    first: batches that an earlier run has done, as plan_batches counts. after(done, cut) is called after each; cut:
+    another run can go on from there.
+    """
     total = sum(len(chunk.tokens) for chunk in chunks)
+    batches, moments = plan_batches(chunks), False
     with progress_bar("calibrate", total, "tok", progress) as bar:
-        for chunk in chunks:
-            session.clear()
-            session.mode(SAMPLE if chunk.key_pos else ACCUMULATE, chunk.key_pos, chunk.query_pos)
-            for start in range(0, len(chunk.tokens), UBATCH):
-                batch = chunk.tokens[start : start + UBATCH]
-                session.decode(batch, start)
-                bar.update(len(batch))
+        for n, (i, start, _) in enumerate(batches[first:], first + 1):
+            chunk = chunks[i]
+            if start == 0 or n == first + 1:
+                session.clear()
+                if start:
+                    session.mode(PAUSE)
+                for begin in range(0, start, UBATCH):
+                    session.decode(chunk.tokens[begin : begin + UBATCH], begin)
+                bar.update(sum(len(earlier.tokens) for earlier in chunks[:i]) + start - bar.n)
+                session.mode(SAMPLE if chunk.key_pos else ACCUMULATE, chunk.key_pos, chunk.query_pos)
+            batch = chunk.tokens[start : start + UBATCH]
+            session.decode(batch, start)
+            bar.update(len(batch))
+            moments = moments or not chunk.key_pos  # of this run: sums without any could not be merged
+            after(n, moments and n < len(batches) and batches[n][2])
         session.mode(PAUSE)
 
 
@@ -126,52 +164,96 @@ def calibrate(
     held_out: int = HELD_OUT,
     model_sha256: str = "0" * 64,
     progress: bool = False,
+    keeper: Keeper | None = None,
+    foretell: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Calibration, list[str]]:
-    """Run the texts, less their chunks' first n_sink positions, and return the statistics and notes for the user."""
+    """Run the texts, less their chunks' first n_sink positions, and return the statistics and notes for the user.
+
+    keeper: of what is done while it runs, and of what an earlier run has done. foretell: told before the run how many
+    of how many tokens are done.
+    """
+    keeper = keeper or NoKeeper()
     token_chunks = cut(session, texts, n_ctx, chunks, whole=False)
     shortest = min(len(tokens) for tokens in token_chunks)
     if n_sink > shortest - 2:
         raise SubkvError("n_sink", f"expected at most {shortest - 2} (shortest chunk less two), found {n_sink}")
-    planned, note = plan_chunks(token_chunks, n_sink, held_out)
-    observe(session, planned, progress)
-    layers = collect(session)
-    notes = [note] if note else []
+    planned, remark = plan_chunks(token_chunks, n_sink, held_out)
+    batches = plan_batches(planned)
+    first, earlier = keeper.load(len(batches))
+    done = sum(len(chunk.tokens) for chunk in planned[: batches[first][0]]) + batches[first][1]
+    foretell(done, sum(len(chunk.tokens) for chunk in planned))
+
+    def sums() -> Calibration:
+        layers = collect(session)
+        found = Calibration(
+            arch=session.arch,
+            name=session.name,
+            block_count=session.block_count,
+            n_ctx=n_ctx,
+            n_skip=n_sink,
+            tokens=max(layer.shape.tokens for layer in layers),
+            texts=tuple(text.source for text in texts),
+            model_sha256=model_sha256,
+            generator=generator(),
+            layers=layers,
+        )
+        return merge(earlier, found) if earlier else found
+
+    observe(session, planned, progress, first, lambda done, cut: keeper.reached(done, sums if cut else None))
+    calibration = sums()
+    notes = [remark] if remark else []
     bad = sum(layer.n_nonfinite for layer in session.layers())
     if bad:
         notes.append(f"note: left out {bad} rows (tokens times layers) that held NaN or infinity")
-    calibration = Calibration(
-        arch=session.arch,
-        name=session.name,
-        block_count=session.block_count,
-        n_ctx=n_ctx,
-        n_skip=n_sink,
-        tokens=max(layer.shape.tokens for layer in layers),
-        texts=tuple(text.source for text in texts),
-        model_sha256=model_sha256,
-        generator=generator(),
-        layers=layers,
-    )
     return calibration, notes
+
+
+def _foretell(session: Session, then: Callable[[float], float], done: int, total: int) -> None:
+    """Says what the run will take, unless that is a moment. then: seconds of what comes after it, by the speed."""
+    speed = session.speed()
+    seconds, later = (total - done) / speed, then(speed)
+    expect("calibrate", seconds)
+    if done:
+        note(f"going on after {done} of {total} tokens")
+    if seconds > 10:
+        after = f", sensitivities {duration(later)} more" if later else ""
+        note(f"calibrating on {total - done} tokens takes {duration(seconds)}, at {speed:.0f} tokens per second{after}")
 
 
 def calibrate_file(
     model: Path,
     corpus: Corpus,
-    texts: Sequence[Text],
+    texts: Sequence[Text] | None,
     n_sink: int,
     held_out: int = HELD_OUT,
     earlier: Calibration | None = None,
+    keeper: Keeper | None = None,
+    then: Callable[[float], float] = lambda speed: 0.0,
 ) -> tuple[Calibration, list[str]]:
-    """calibrate() of a GGUF on `texts`, those of `corpus`, with progress bars.
+    """calibrate() of a GGUF on `texts`, at most corpus.chunks, with progress bars; says how long it will take.
 
-    earlier: a calibration of the same model, which the texts add to.
+    texts None: those of builtin.py, a chunk of each. earlier: a calibration of the same model, which the texts add to.
+    then: told the tokens per second, says how many seconds the work will take that comes after this.
     """
     with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
         digest = sha256(base.files, progress=True)
     with Session(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
+        if texts is None:
+            texts = builtin.read(session.template)[: corpus.chunks]
         if earlier:
             with concerning(calibration="earlier"):
                 check_mergeable(earlier, session.arch, session.name, session.block_count, n_sink)
-        result, notes = calibrate(session, texts, corpus.n_ctx, n_sink, corpus.chunks, held_out, digest, progress=True)
+        result, notes = calibrate(
+            session,
+            texts,
+            corpus.n_ctx,
+            n_sink,
+            corpus.chunks,
+            held_out,
+            digest,
+            progress=True,
+            keeper=keeper,
+            foretell=functools.partial(_foretell, session, then),
+        )
     with concerning(calibration="earlier"):
         return merge(earlier, result) if earlier else result, notes

@@ -170,9 +170,10 @@ class Reference:
         finally:
             self._hook = None
 
-    def tokenize(self, text: bytes) -> list[int]:
-        """Tokens of UTF-8 text, without a BOS token."""
-        return [int(token) for token in self._tokenizer(text.decode(), add_special_tokens=False)["input_ids"]]
+    def tokenize(self, text: bytes, special: bool = False) -> list[int]:
+        """As corpus.Tokenizer."""
+        how = {"add_special_tokens": False, "split_special_tokens": not special}
+        return [int(token) for token in self._tokenizer(text.decode(), **how)["input_ids"]]
 
     @property
     def bos(self) -> int | None:

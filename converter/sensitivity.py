@@ -2,69 +2,120 @@
 
     python -m converter.sensitivity -m M.gguf --bases calib.safetensors -f TEXT -o calib.safetensors
 
-Method and units: fisher.py. The result lets `convert` choose bases and bits by their effect on the output (kld-aware)
-and predict the KLD of a layout. Needs the extra `torch` and memory for the model in float32.
+Methods and units: sensing.py (in the engine, the default), fisher.py (by backpropagation: the yardstick; extra `torch`,
+memory for the model in float32). The result lets `convert` choose bases and bits by their effect on the output
+(kld-aware) and predict the KLD of a layout.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
+from converter.corpus import INTERRUPTED, PATH, Corpus, Text, bases_option, corpus_options, cut, model_option
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_writable
 from subkv.format.window import MAX_RECENT, N_RECENT
 
-HELD_BACK = 2  # further chunks, on which predictions are corrected
+if TYPE_CHECKING:
+    from subkv.format.calibration import Calibration
+
+ENGINE, FISHER = "engine", "fisher"
+CHUNKS = {ENGINE: 3, FISHER: 16}
+HELD_BACK = {ENGINE: 1, FISHER: 2}  # further chunks, on which predictions are corrected
 
 
 @command("sensitivity", interrupted=INTERRUPTED)
-@model_option("GGUF model or Hugging Face folder.")
+@model_option("GGUF model; a Hugging Face folder with method fisher.")
 @bases_option("Calibration of the model to add to.")
-@corpus_options("UTF-8 text.", "Most chunks.", 16)
+@corpus_options("UTF-8 text.", f"Most chunks. [default: {CHUNKS[ENGINE]}; fisher: {CHUNKS[FISHER]}]")
 @click.option("-o", "--output", required=True, type=PATH, help="May be the same as --bases.")
+@click.option("--method", type=click.Choice([ENGINE, FISHER]), default=ENGINE, help="fisher needs the extra torch.")
+@click.option("--minutes", type=click.FloatRange(0.0, min_open=True), help="Time for method engine. [default: all]")
 @click.option(
     "--n-recent",
     default=N_RECENT,
     type=click.IntRange(0, MAX_RECENT),
     help="Exact window that convert will be given, or a smaller one.",
 )
-def main(model: Path, bases: Path, corpus: Corpus, output: Path, n_recent: int) -> None:
+def main(
+    model: Path, bases: Path, corpus: Corpus, output: Path, method: str, minutes: float | None, n_recent: int
+) -> None:
     """Add measured sensitivities to a calibration."""
-    from converter import fisher  # this and the following: numpy and the native libraries, not for a --help
-    from converter.reference import Reference, check_length, check_shapes
+    # numpy and the native libraries, not for a --help
     from subkv.format.calibration import read_calibration, write_calibration
-    from subkv.native.gguf import Gguf
 
     calibration, texts = read_calibration(bases), corpus.read()
     check_writable(output)
     if corpus.n_ctx <= n_recent + calibration.n_skip:
         raise SubkvError("n_ctx", f"expected more than the exact window of {n_recent} tokens, found {corpus.n_ctx}")
+    if method == ENGINE:
+        result = _sensed(model, calibration, corpus, texts, n_recent, minutes)
+    elif minutes is None:
+        result = _fisher(model, calibration, corpus, texts, n_recent)
+    else:
+        raise click.UsageError("--minutes: expected no time limit with --method fisher, found one")
+    write_calibration(output, result)
+    assert result.sensitivity is not None
+    click.echo(f"wrote {output}: sensitivities of {len(result.layers)} layers from {result.sensitivity.tokens} tokens")
+
+
+def _pieces(corpus: Corpus, pieces: list[tuple[int, ...]], method: str) -> list[tuple[int, ...]]:
+    if len(pieces) <= HELD_BACK[method]:
+        raise SubkvError(
+            "files",
+            f"expected more than {HELD_BACK[method]} chunks of {corpus.n_ctx} tokens, found {len(pieces)}",
+        )
+    return pieces
+
+
+def _sensed(
+    model: Path, calibration: Calibration, corpus: Corpus, texts: list[Text], n_recent: int, minutes: float | None
+) -> Calibration:
+    """In the engine."""
+    from converter.sensing import sense
+    from converter.session import Session
+    from subkv.native.gguf import Gguf
+    from subkv.plan.pipeline import check_model
+
+    if model.is_dir():
+        raise SubkvError("model", f"expected a GGUF for method {ENGINE}, found a folder: --method {FISHER} takes it")
+    with Gguf(model) as base:
+        check_model(base, calibration)
+        trained = base.get(f"{calibration.arch}.context_length")
+        if trained and corpus.n_ctx > trained:
+            raise SubkvError("n_ctx", f"expected at most the trained {trained} tokens, found {corpus.n_ctx}")
+        chunks = (corpus.chunks or CHUNKS[ENGINE]) + HELD_BACK[ENGINE]
+        with Session(model, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
+            pieces = _pieces(corpus, cut(session, texts, corpus.n_ctx, chunks), ENGINE)
+            return sense(session, base, calibration, pieces, n_recent, corpus.n_threads, minutes, progress=True)
+
+
+def _fisher(model: Path, calibration: Calibration, corpus: Corpus, texts: list[Text], n_recent: int) -> Calibration:
+    """By backpropagation in float32."""
+    from converter import fisher
+    from converter.reference import Reference, check_length, check_shapes
+    from subkv.native.gguf import Gguf
+
     if not model.is_dir():  # before minutes are spent on what could not be used
         with Gguf(model) as base:
             fisher.probe(base, calibration, n_recent)
     reference = Reference(model, corpus.n_threads)
     check_length(reference, corpus.n_ctx)
     check_shapes(reference, calibration)
-    assert corpus.chunks is not None  # it has a default
-    pieces = cut(reference, texts, corpus.n_ctx, corpus.chunks + HELD_BACK)
-    if len(pieces) <= HELD_BACK:
-        raise SubkvError(
-            "files", f"expected more than {HELD_BACK} chunks of {corpus.n_ctx} tokens, found {len(pieces)}"
-        )
+    chunks = (corpus.chunks or CHUNKS[FISHER]) + HELD_BACK[FISHER]
+    pieces = _pieces(corpus, cut(reference, texts, corpus.n_ctx, chunks), FISHER)
     reference.match(calibration, pieces[0])
-    result = fisher.measure(reference, calibration, pieces[:-HELD_BACK], n_recent, progress=True)
+    pieces, held_back = pieces[: -HELD_BACK[FISHER]], pieces[-HELD_BACK[FISHER] :]
+    result = fisher.measure(reference, calibration, pieces, n_recent, progress=True)
     if model.is_dir():
         click.echo("note: predictions stay uncorrected: that needs the model as a GGUF", err=True)
-    else:
-        with Gguf(model) as base:
-            result = fisher.with_corrections(reference, base, result, pieces[-HELD_BACK:], corpus.n_threads)
-    write_calibration(output, result)
-    assert result.sensitivity is not None
-    click.echo(f"wrote {output}: sensitivities of {len(result.layers)} layers from {result.sensitivity.tokens} tokens")
+        return result
+    with Gguf(model) as base:
+        return fisher.with_corrections(reference, base, result, held_back, corpus.n_threads)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From what `convert` is given to a GGUF and its calibration: Hugging Face folders become GGUFs, texts calibrations."""
+"""From what `convert` is given to a GGUF and its calibration: a Hugging Face folder becomes a GGUF first."""
 
 from __future__ import annotations
 
@@ -11,65 +11,79 @@ from pathlib import Path
 
 import click
 
-from converter import hf
-from converter.corpus import Corpus
-from converter.observe import calibrate_file
+from converter import hf, prepare
+from converter.prepare import Wish
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_not_input, check_writable
-from subkv.format.calibration import write_calibration
+from subkv.native.gguf import Gguf
+from subkv.plan.pipeline import check_plain
 
 
 @dataclass(frozen=True)
 class Sources:
-    """model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made of `corpus`.
+    """model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made as wished.
 
-    n_sink: first positions that it leaves out. outtype, quantize: of a folder's weights; None: auto, not quantized.
+    outtype, quantize: of a folder's weights; None: auto, not quantized.
     """
 
     model: Path
     bases: Path | None
-    corpus: Corpus
-    n_sink: int
+    wish: Wish
     outtype: str | None = None
     quantize: str | None = None
 
 
 @contextlib.contextmanager
-def prepared(sources: Sources, output: Path, copy: bool) -> Iterator[tuple[Path, Path]]:
-    """Paths of the GGUF and of the calibration. What had to be made lies beside `output` and is removed at the end.
+def prepared(sources: Sources, output: Path | None, copy: bool) -> Iterator[tuple[Path, Path]]:
+    """Paths of the GGUF and of the calibration; of a folder, the GGUF lies beside `output` and is removed at the end.
 
-    copy: a copy of the GGUF will be written as `output`. Says every step on stderr. Raises SubkvError.
+    output None: in the store. copy: a copy of the GGUF will be written as `output`. Says every step on stderr. Raises
+    SubkvError.
     """
-    if not sources.model.is_dir():
-        for name in ("outtype", "quantize"):
-            if getattr(sources, name) is not None:
-                raise SubkvError(name, f"expected a Hugging Face folder as MODEL, found {sources.model}")
-        if sources.bases is not None:
-            yield sources.model, sources.bases
-            return
-    texts = sources.corpus.read()
-    check_not_input(output, (("-f", path) for path in sources.corpus.files))
-    check_writable(output)
-    if sources.model.is_dir():
-        _check_folder(sources, output, copy)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as work:
-        total = 1 + sources.model.is_dir() + (sources.quantize is not None) + (sources.bases is None)
-        done = itertools.count(1)
-
-        def say(what: str) -> None:
-            click.echo(f"step {next(done)} of {total}: {what}", err=True)
-
-        model = _gguf(sources, Path(work), say) if sources.model.is_dir() else sources.model
+    if output is not None and sources.bases is None:
+        check_not_input(output, (("-f", path) for path in sources.wish.corpus.files))
+        check_writable(output)
+    with contextlib.ExitStack() as stack:
+        model = sources.model
+        say: Callable[[str], None] = _quiet
+        if not model.is_dir():
+            for name in ("outtype", "quantize"):
+                if getattr(sources, name) is not None:
+                    raise SubkvError(name, f"expected a Hugging Face folder as MODEL, found {model}")
+        else:
+            assert output is not None  # there is no other GGUF that bases could go with
+            texts = sources.wish.texts()
+            check_writable(output)
+            _check_folder(sources, output, copy)
+            made = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent)
+            say = _counted(2 + (sources.quantize is not None) + (sources.bases is None))
+            model = _gguf(sources, Path(stack.enter_context(made)), say)
+            if sources.bases is None:
+                given = ", ".join(text.source.name for text in texts) if texts else "built-in texts"
+                say(f"calibrate on {given}")
+        with Gguf(model) as base:  # before minutes are spent on what could not be written
+            check_plain(base)
+            if copy and len(base.files) > 1:
+                raise SubkvError(
+                    "model",
+                    f"expected one file to copy, found a model split into {len(base.files)}; "
+                    "without --embed or with --sidecar only its bases are written",
+                )
         bases = sources.bases
         if bases is None:
-            say(f"calibrate on {', '.join(text.source.name for text in texts)}")
-            calibration, notes = calibrate_file(model, sources.corpus, texts, sources.n_sink)
-            for note in notes:
-                click.echo(note, err=True)
-            bases = Path(work) / "calib.safetensors"
-            write_calibration(bases, calibration)
+            bases = stack.enter_context(prepare.prepared(model, sources.wish))
         say("bases and layout")
         yield model, bases
+
+
+def _quiet(what: str) -> None:
+    """Where there are no steps worth counting."""
+
+
+def _counted(total: int) -> Callable[[str], None]:
+    """Says steps with their numbers."""
+    done = itertools.count(1)
+    return lambda what: click.echo(f"step {next(done)} of {total}: {what}", err=True)
 
 
 def _check_folder(sources: Sources, output: Path, copy: bool) -> None:
@@ -93,6 +107,6 @@ def _gguf(sources: Sources, work: Path, say: Callable[[str], None]) -> Path:
         return made
     say(f"llama.cpp's quantizer: {sources.quantize}")
     quantized = work / f"model-{sources.quantize}.gguf"
-    hf.to_quantized(made, sources.quantize, sources.corpus.n_threads, quantized)
+    hf.to_quantized(made, sources.quantize, sources.wish.corpus.n_threads, quantized)
     made.unlink()
     return quantized

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from subkv.plan.pipeline import Result
 
+MOST_ROWS, ENDS = 12, 4  # rows of a table on one screen; of a longer one, at each end
+
 
 def span(values: Sequence[int]) -> str:
     return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
@@ -18,11 +20,22 @@ def mean_bits(row_bytes: Sequence[int], d: int) -> float:
     return 8 * sum(row_bytes) / (len(row_bytes) * d)
 
 
-def layout(result: Result) -> Iterator[str]:
+def shortened(rows: Sequence[str], verbose: bool) -> Iterator[str]:
+    """The rows of a table, or the first and last where they would fill a screen."""
+    if verbose or len(rows) <= MOST_ROWS:
+        yield from rows
+        return
+    yield from rows[:ENDS]
+    yield f"  ... {len(rows) - 2 * ENDS} more: --verbose"
+    yield from rows[-ENDS:]
+
+
+def layout(result: Result, verbose: bool = True) -> Iterator[str]:
     """Lines of the summary: ranks, bits and bytes per token of every layer, then the bits per element."""
     from subkv.format.codec import row_bytes  # numpy, for which a --help does not wait
 
     yield f"{'layer':>5} {'rank K':>8} {'bits K':>7} {'rank V':>8} {'bits V':>7} {'bytes/token':>12} {'gamma':>13}"
+    rows = []
     for layer in result.layers:
         sides, total = "", 0
         for side, d in (("k", layer.shape.d_k), ("v", layer.shape.d_v)):
@@ -31,7 +44,8 @@ def layout(result: Result) -> Iterator[str]:
             sides += f" {span([len(s.encode) for s in stored]):>8} {mean_bits(sizes, d):>7.2f}"
             total += sum(sizes)
         gammas = [head.gamma for head in layer.heads]
-        yield f"{layer.shape.il:>5}{sides} {total:>12} {min(gammas):>6.3f}-{max(gammas):.3f}"
+        rows.append(f"{layer.shape.il:>5}{sides} {total:>12} {min(gammas):>6.3f}-{max(gammas):.3f}")
+    yield from shortened(rows, verbose)
     counted = result.counted
     yield f"gamma from {', '.join(f'{source} ({n} heads)' for source, n in sorted(result.gamma_sources.items()))}"
     exact = sum(2 * layer.shape.elements for layer in result.layers)
@@ -40,9 +54,6 @@ def layout(result: Result) -> Iterator[str]:
         f"bits per element at {counted.context} tokens: rows {counted.rows:.3f} + exact window {counted.window:.3f} "
         f"+ bases {counted.bases:.3f} = {counted.total:.3f}"
     )
-    if result.predicted is not None:
-        stock = ", ".join(f"{kind} {error:.2g}" for kind, error in (result.stock or {}).items())
-        yield f"predicted KLD: {result.predicted:.2g} nats per token" + (f" ({stock})" if stock else "")
 
 
 def scores(results: Sequence[dict[str, Any]]) -> str:

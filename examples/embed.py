@@ -1,19 +1,24 @@
 """A model on a compressed cache in one's own program.
 
-python examples/embed.py model.subkv.gguf "Why is the sky blue?"
+python examples/embed.py model.gguf "Why is the sky blue?"
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import subkv
 
 
 def main() -> None:
-    model, question = sys.argv[1:]
-    with subkv.Llama(model, n_ctx=2048, verbose=False) as llm:
-        answer = llm.create_chat_completion([{"role": "user", "content": question}], max_tokens=100, temperature=0.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="GGUF model")
+    parser.add_argument("question", help="what to ask it")
+    given = parser.parse_args()
+    with subkv.Llama(given.model, kv_cache="subkv", n_ctx=2048, verbose=False) as llm:
+        answer = llm.create_chat_completion(
+            [{"role": "user", "content": given.question}], max_tokens=100, temperature=0.0
+        )
         print(answer["choices"][0]["message"]["content"])
         stats = llm.kv_stats()
         print(f"KV cache: {stats.bytes_kv} bytes, {stats.bpe:.2f} bits per element; f16: {stats.bytes_f16} bytes")

@@ -1,10 +1,11 @@
 """Start the server and call it with OpenAI's client (pip install '.[server]' openai).
 
-python examples/serve_and_call.py model.subkv.gguf "Why is the sky blue?"
+python examples/serve_and_call.py model.gguf "Why is the sky blue?"
 """
 
 from __future__ import annotations
 
+import argparse
 import socket
 import subprocess
 import sys
@@ -31,15 +32,20 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
 
 
 def main() -> None:
-    model, question = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="GGUF model")
+    parser.add_argument("question", help="what to ask it")
+    given = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen([sys.executable, "-m", "runtime.serve", "-m", model, "--port", str(port)])
+    server = subprocess.Popen(
+        [sys.executable, "-m", "runtime.serve", "-m", given.model, "-ctk", "subkv", "--port", str(port)]
+    )
     try:
         wait_until_ready(server, url)
         client = OpenAI(base_url=f"{url}/v1", api_key="not needed")
         answer = client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": question}], max_tokens=100, stream=True
+            model="any", messages=[{"role": "user", "content": given.question}], max_tokens=100, stream=True
         )
         for chunk in answer:
             print(chunk.choices[0].delta.content or "", end="", flush=True)

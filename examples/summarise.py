@@ -1,6 +1,6 @@
 """Ask about a long text: the cache is as long as the text needs, and says what it takes.
 
-python examples/summarise.py model.subkv.gguf book.txt [QUESTION]
+python examples/summarise.py model.gguf book.txt [QUESTION]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subkv
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="converted model")
+    parser.add_argument("model", type=Path, help="GGUF model")
     parser.add_argument("text", type=Path, help="UTF-8 text")
     parser.add_argument("question", nargs="?", default="Summarise the text in three sentences.")
     parser.add_argument("--max-tokens", type=int, default=200, help="most tokens of the answer")
@@ -27,7 +27,7 @@ def main() -> None:
     if needed > trained:
         sys.exit(f"{given.text}: expected at most {trained} tokens, what the model was trained with, found {needed}")
 
-    with subkv.Llama(given.model, n_ctx=needed, verbose=False) as llm:
+    with subkv.Llama(given.model, kv_cache="subkv", n_ctx=needed, verbose=False) as llm:
         answer = llm.create_chat_completion(
             [{"role": "user", "content": message}], stream=True, max_tokens=given.max_tokens, temperature=0.0
         )

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from converter.corpus import INTERRUPTED, read_text
 from subkv.base.command import command
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import SubkvError, concerning, install
 from subkv.base.files import check_writable
 
 try:
@@ -34,7 +34,7 @@ try:
     from torch.nn.functional import cross_entropy
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 except ImportError as error:
-    sys.exit(f"train_gpt2: expected torch, transformers and tokenizers, {error}; pip install 'subkv[torch]'")
+    sys.exit(f"train_gpt2: expected torch, transformers and tokenizers, {error}; {install('torch')}")
 
 N_VOCAB = 2048
 N_CTX = 1024

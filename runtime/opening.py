@@ -26,13 +26,14 @@ def open_llama(
         model = str(demo.converted() if coded else demo.model_path())
     n_threads = default_threads(context.n_threads)
     more |= cache.window.asked()
-    return kind(
+    llm = kind(
         model,
         kv_cache=cache.kv_cache,
         type_k=cache.type_k,
         type_v=cache.type_v,
         bases=cache.bases,
         adapt=cache.adapt,
+        sidecar=cache.sidecar,
         n_ctx=context.n_ctx,
         n_batch=context.n_batch,
         n_ubatch=context.n_ubatch,
@@ -44,3 +45,5 @@ def open_llama(
         progress=True,
         **more,
     )
+    llm.opened.check_text()
+    return llm

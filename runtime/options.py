@@ -12,8 +12,9 @@ from subkv.base.command import group, stack
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
-    from subkv.engine.cache import CacheOptions
+    from subkv.engine.cache import CacheChoice, CacheOptions
     from subkv.engine.context import ContextOptions
+    from subkv.engine.stats import KVStats
 
 Option = Callable[..., Any]
 
@@ -63,7 +64,7 @@ def predict_option(text: str) -> Option:
 
 
 threads_option = click.option(
-    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads, default: all processors"
+    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads [default: all processors]"
 )
 gpu_option = click.option(
     "-ngl",
@@ -126,15 +127,15 @@ def context_options(*options: Option) -> Option:
 #
 
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back; default 32"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 32]"
 )
 window_options = stack(
-    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact; default: as converted"),
-    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact; default: as converted"),
+    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: as converted]"),
+    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact [default: as converted]"),
     click.option(
         "--adapt",
         metavar="SIDES[,NAME=VALUE…]",
-        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static; default: as converted",
+        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static [default: as converted]",
     ),
 )
 
@@ -144,13 +145,16 @@ def cache_asked(
     type_v: str | None = None,
     bases: Path | None = None,
     adapt: str | None = None,
+    sidecar: bool = True,
     **window: int | None,
 ) -> CacheOptions:
     """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
     window_asked = Window.of(**window)
-    return CacheOptions(type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt)
+    return CacheOptions(
+        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt, sidecar=sidecar
+    )
 
 
 def cache_options(*more: Option) -> Option:
@@ -164,8 +168,8 @@ def cache_options(*more: Option) -> Option:
             "type_k",
             envvar="LLAMA_ARG_CACHE_TYPE_K",
             metavar="TYPE",
-            help="KV cache: subkv, f16, q8_0, q4_0, …; auto (default): subkv when the model file or --bases carries "
-            "bases",
+            help="KV cache: subkv, f16, q8_0, q4_0, …; auto: subkv when the model file, its sidecar or --bases carries "
+            "bases [default: auto]",
         ),
         click.option(
             "-ctv",
@@ -173,9 +177,17 @@ def cache_options(*more: Option) -> Option:
             "type_v",
             envvar="LLAMA_ARG_CACHE_TYPE_V",
             metavar="TYPE",
-            help="the same for V; default: as -ctk",
+            help="the same for V [default: as -ctk]",
         ),
         click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+        click.option(
+            "--no-sidecar",
+            "sidecar",
+            flag_value=False,
+            default=True,
+            help="ignore what convert has prepared",
+            show_default=False,
+        ),
         window_options,
         *more,
     )
@@ -194,6 +206,21 @@ def form_option(*kinds: str) -> Option:
 def note(text: str) -> None:
     """A status line on stderr, so that it cannot be mistaken for an answer."""
     click.echo(text, err=True)
+
+
+def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
+    """What a context's cache is, and where its bases come from. name: of one among several."""
+    from subkv.engine.stats import cache_line  # numpy and the native libraries: not for a --help
+
+    note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
+    if choice.told:
+        note(choice.told)
+    if choice.coded and stats.bpe >= 16:
+        n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
+        note(
+            f"-c: expected more tokens than the exact window of {n_exact} for a gain, found {stats.n_cells}; "
+            "-ctk f16 takes less"
+        )
 
 
 def gpu_layers(n: int) -> int:

@@ -324,7 +324,6 @@ def open_runs(
     """Contexts for what the flags ask for, each announced by its cache line."""
     from converter.scoring import Scores  # numpy and the native libraries: not for a --help
     from subkv.engine.cache import AUTO, choose_cache, parse_cache
-    from subkv.engine.stats import cache_line
 
     flash = context.flash_attn
     if comparison.compare:
@@ -343,7 +342,7 @@ def open_runs(
     for name, choice, fa in wanted:
         made = model.context(choice, dataclasses.replace(context, flash_attn=fa))
         cleanup.callback(made.close)
-        options.note(f"{name}: {cache_line(made.stats)}" if comparison.compare else cache_line(made.stats))
+        options.note_cache(made.stats, choice, name if comparison.compare else "")
         runs.append(Run(name, made, fa, Scores()))
     return runs
 

@@ -254,7 +254,7 @@ def _size(name: str, least: int, most: int, text: str) -> options.Option:
 @command()
 @click.argument("shape", type=click.Choice(list(SHAPES)))
 @click.option("-o", "--output", type=options.PATH, required=True, help="the model (GGUF)")
-@click.option("--bases", type=options.PATH, help="its bases; default: OUTPUT.subkv-sidecar.gguf beside it")
+@click.option("--bases", type=options.PATH, help="its bases [default: OUTPUT.subkv-sidecar.gguf beside it]")
 @click.option("--type", "kind", type=click.Choice(list(TYPES)), default="q4_0", help="of all matrices")
 @_size("layers", 1, 1024, "layers, instead of the shape's")
 @_size("heads", 1, 1024, "query heads")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -12,15 +13,29 @@ from typing import Any
 import pytest
 import tiny
 
+_numbers = map(str, itertools.count())
+
 REPO = Path(__file__).resolve().parent.parent
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Sources that were fetched for the build stay where they are when the cache folder moves, see cache_home.
+if "SUBKV_CACHE" not in os.environ:
+    os.environ["SUBKV_CACHE"] = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "subkv")
+
 # Without an NVIDIA GPU Triton's kernels are interpreted. Triton reads this once, and others import it (torch does).
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, not made yet: sidecars of the user or of other tests would be found there."""
+    path = tmp_path_factory.getbasetemp() / "cache" / next(_numbers)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import SubkvError, concerning, install
 from subkv.base.files import atomic_file, check_writable
 
 DPI = 150
@@ -17,7 +17,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SubkvError("plot", "expected matplotlib, found none; pip install 'subkv[plot]'") from error
+        raise SubkvError("plot", f"expected matplotlib, found none; {install('plot')}") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

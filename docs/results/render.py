@@ -54,8 +54,8 @@ def label(name: str) -> str:
     named = {"subkv": "subkv `--kv-bits 4.5`", f"subkv:{DEFAULT}": "subkv, the default", RANDOM: "subkv, 4.2 bits"}
     if name in named:
         return f"**{named[name]}**"
-    found = re.fullmatch(r"subkv(?: |:s)([\d.]+?)(?:\.gguf)?", name)
-    return f"**subkv `--kv-bits {found[1]}`**" if found else name
+    found = re.fullmatch(r"subkv(?: |:s)([\d.]+?)(?:\.gguf)?( uncalibrated)?", name)
+    return f"**subkv `--kv-bits {found[1]}`{', uncalibrated' if found[2] else ''}**" if found else name
 
 
 def plain(value: float) -> str:

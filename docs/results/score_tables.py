@@ -63,6 +63,10 @@ def frontier_numbers(rows: Rows) -> Numbers:
     return numbers | {name: f"{value:.0f}" for name, value in over.items()}
 
 
+def klds_of(rows: Rows) -> Numbers:
+    return {f"kld_{name.replace(' ', '_')}": plain(value) for name, value in klds(rows).items()}
+
+
 def other_texts(lab: Any) -> Rows:
     bits, kinds = lab.pick("3.5,4.25,5,5.8,7", "4.25"), lab.pick("q8_0,q5_0,q4_0", "q4_0")
     files = lab.texts(NOVEL, CODE)
@@ -98,6 +102,14 @@ def long_markdown(rows: Rows) -> str:
         *QUALITY,
     ]
     return grid(rows, columns)
+
+
+def uncalibrated(lab: Any) -> Rows:
+    bits, kinds = lab.pick("4.25,4.75,5.5", "4.75"), lab.pick("q8_0,q5_1,q5_0,q4_1,q4_0", "q4_0")
+    size = lab.pick(("-c", "8192", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
+    chosen = ("-f", lab.text(WIKI), "--kv-bits", "4.75", "--uncalibrated", bits, "--stock", kinds, *size)
+    rows: Rows = lab.json(*EVALUATE, *chosen)
+    return rows
 
 
 def engine_kld(lab: Any) -> Rows:

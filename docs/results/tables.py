@@ -160,6 +160,16 @@ ORDER = (  # what matters most comes first
         scores.long_markdown,
     ),
     Table(
+        "uncalibrated",
+        "Bases from the weights alone",
+        f"WikiText-2 test, one chunk of 8192 tokens, the codec {FLOAT32}. Uncalibrated bases know the weights and no "
+        "text; the first line has the demo's calibration.",
+        18,
+        scores.uncalibrated,
+        scores.long_markdown,
+        scores.klds_of,
+    ),
+    Table(
         "kernels",
         "Kernels alone",
         "Nanoseconds (and GB/s of codes) of each op in each version.",

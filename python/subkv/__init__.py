@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, install
 from subkv.base.version import __version__
 
 if TYPE_CHECKING:
@@ -32,6 +32,6 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "transformers"):
                 raise
-            reason = f"subkv.{name}: expected package {error.name}, found none: pip install 'subkv[torch]'"
+            reason = f"subkv.{name}: expected package {error.name}, found none: {install('torch')}"
             raise ModuleNotFoundError(reason, name=error.name) from error
     raise AttributeError(f"module 'subkv' has no attribute {name!r}")

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.template import KEY, Message, Template, TemplateError
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama
+from subkv.engine.template import KEY, Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
 MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text

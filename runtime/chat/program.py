@@ -297,7 +297,7 @@ sampling_options = group(
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF); default: the demo model")
+@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @talk_options
 @options.predict_option("most tokens per answer, -1: no limit")
 @options.cache_options(options.rollback_option)
@@ -326,10 +326,9 @@ def main(
     from runtime.chat.conversation import Conversation
     from runtime.opening import open_llama
     from subkv.engine.llama import Llama
-    from subkv.engine.stats import cache_line
 
     with warm.opened(lambda: open_llama(model, n_gpu_layers, cache, context, Llama)) as (llm, opening):
-        options.note(cache_line(llm.kv_stats()))
+        options.note_cache(llm.kv_stats(), llm.cache_choice)
         chat = Chat(Conversation(llm, talk.system, sampling, opening), n_predict)
         if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
             raise click.exceptions.Exit(1)

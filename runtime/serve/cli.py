@@ -17,7 +17,7 @@ import click
 from runtime import options
 from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
 from subkv.base.command import command, group
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, install
 from subkv.base.files import remove_stale
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ offer_options = group(
     ),
     options.context_option(
         None,
-        f"context in tokens, divided by the slots, 0: what the model was trained with; default: {N_CTX_SLOT} a slot",
+        f"context in tokens, divided by the slots, 0: what the model was trained with [default: {N_CTX_SLOT} a slot]",
     ),
     click.option("-a", "--alias", envvar="LLAMA_ARG_ALIAS", help="the model's name in answers"),
-    click.option("--chat-format", help="llama_cpp's name of a chat format; default: the model's template"),
+    click.option("--chat-format", help="llama_cpp's name of a chat format [default: the model's template]"),
     click.option(
         "--slot-save-path",
         type=options.PATH,
@@ -89,7 +89,7 @@ offer_options = group(
         "--pooling",
         type=click.Choice(list(POOLING)),
         envvar="LLAMA_ARG_POOLING",
-        help="how embeddings are pooled; default: the model's way",
+        help="how embeddings are pooled [default: the model's way]",
     ),
 )
 limit_options = group(
@@ -147,7 +147,7 @@ limit_options = group(
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF); default: the demo model")
+@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @listening_options
 @offer_options
 @limit_options
@@ -172,7 +172,7 @@ def main(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise SubkvError("serve", f"expected package {error.name}, found none; pip install 'subkv[server]'") from error
+        raise SubkvError("serve", f"expected package {error.name}, found none; {install('server')}") from error
 
     n_slots = offer.n_slots
     if context.n_batch < n_slots:
@@ -196,7 +196,6 @@ def main(
         from runtime.serve.guard import Hosts
         from runtime.serve.server import Server, configuration
         from runtime.serve.slots_llama import SlotsLlama
-        from subkv.engine.stats import cache_line
         from subkv.native.binding import llama_cpp
 
         with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **offer.model_arguments()) as llm:
@@ -204,7 +203,7 @@ def main(
                 raise SubkvError(
                     "model", "expected a model that generates text, found one that only encodes; use --embeddings"
                 )
-            options.note(cache_line(llm.kv_stats()))
+            options.note_cache(llm.kv_stats(), llm.cache_choice)
             grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
             engine = Engine(llm, limits.stall_timeout, grammars)
             service = Service(engine, offer.alias or Path(llm.model_path).name, limits, offer.embeddings, folder)

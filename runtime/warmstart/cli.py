@@ -98,10 +98,10 @@ class Passages:
 )
 def prompts(model: str, file: Path, output: Path, passages: Passages) -> None:
     """Make prompts and their paraphrases from a text, chat template of the model applied."""
-    from runtime.template import Template
     from runtime.warmstart import prompts as made
     from subkv.base.files import atomic_file, check_not_input, check_writable
     from subkv.engine.model import Model
+    from subkv.engine.template import Template
 
     check_writable(output)
     check_not_input(output, [("-m", Path(model)), ("-f", file)])

@@ -89,7 +89,7 @@ class FakeSession:
         self._bad = 0
         self._decoded = 0
 
-    def tokenize(self, text: bytes) -> list[int]:
+    def tokenize(self, text: bytes, special: bool = False) -> list[int]:
         return list(text)
 
     def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:

@@ -341,3 +341,23 @@ def test_sample_sets_of_several_runs_stay_bounded() -> None:
     merged = merge(result, replace(result, tokens=1))
     for calibration in (result, merged):
         assert all(len(layer.ks) == len(layer.vs) == len(layer.qs) == MAX_SAMPLES for layer in calibration.layers)
+
+
+def test_chunks_beyond_learned_positions(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """llama.cpp would end the process."""
+    (tmp_path / "a.txt").write_bytes(text_bytes(5000))
+    given = ["-m", str(tiny_model("gpt2")), "-f", str(tmp_path / "a.txt"), "-o", str(tmp_path / "o"), "-c", "1024"]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == "-c: expected at most the 512 positions that the model has, found 1024"
+
+
+def test_calibrations_are_not_overwritten_unasked(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(text_bytes(500))
+    (tmp_path / "o").write_bytes(b"earlier")
+    given = ["-m", str(tiny_model("llama")), "-f", str(tmp_path / "a.txt"), "-o", str(tmp_path / "o"), "-c", "128"]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("-o: expected a file that does not exist yet, found ")
+    assert CliRunner().invoke(main, [*given, "-y"]).exit_code == 0
+    assert CliRunner().invoke(main, [*given, "--in-file", str(tmp_path / "o")]).exit_code == 0

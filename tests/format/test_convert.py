@@ -48,7 +48,7 @@ def run(base: Path, tmp_path: Path) -> Callable[..., Result]:
     def invoke(*args: str, calibration: Calibration | None = None, model: Path | None = None) -> Result:
         bases = tmp_path / "calib.safetensors"
         write_calibration(bases, calibration or random_calibration())
-        return CliRunner().invoke(convert, ["--bases", str(bases), str(model or base), "--kv-bits", "6", *args])
+        return CliRunner().invoke(convert, ["--bases", str(bases), str(model or base), "--kv-bits", "6", "-y", *args])
 
     return invoke
 
@@ -129,6 +129,18 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
     assert 0.98 * 6 <= counted.total <= 6
 
 
+def test_files_are_not_overwritten_unasked(base: Path, tmp_path: Path) -> None:
+    bases, target = tmp_path / "calib.safetensors", base.with_name("m.subkv.gguf")
+    write_calibration(bases, random_calibration())
+    target.write_bytes(b"earlier")
+    given = ["--bases", str(bases), str(base), "--kv-bits", "6"]
+    refused(CliRunner().invoke(convert, given), f"-o: expected a file that does not exist yet, found {target}; -y ")
+    assert CliRunner().invoke(convert, [*given, "--dry-run"]).exit_code == 0
+    assert target.read_bytes() == b"earlier"
+    assert CliRunner().invoke(convert, [*given, "-y"]).exit_code == 0
+    assert target.read_bytes() != b"earlier"
+
+
 def test_libsubkv_reads_what_was_written(run: Callable[..., Result], base: Path) -> None:
     result = run()
     described = read(base.with_name("m.subkv.gguf"))
@@ -151,7 +163,10 @@ def test_sidecar_has_the_same_keys_and_no_tensors(run: Callable[..., Result], ba
     result = run("--sidecar")
     assert result.exit_code == 0, result.output
     side = base.with_name("m.subkv-sidecar.gguf")
-    assert fields(side) == fields(base.with_name("m.subkv.gguf"))
+    found = fields(side)
+    with Gguf(base) as opened:
+        assert found.pop("subkv.base.content") == opened.content()
+    assert found == fields(base.with_name("m.subkv.gguf"))
     reader = GGUFReader(side)
     assert len(reader.tensors) == 0
     assert reader.fields["general.architecture"].contents() == "llama"
@@ -234,7 +249,7 @@ def test_centring_is_as_good_as_keys_without_a_mean(run: Callable[..., Result], 
         ("off", centred_calibration(), ["--codec", "int8", "--no-center-k"]),
     ):
         write_calibration(base.with_name("c.safetensors"), calibration)
-        result = CliRunner().invoke(convert, ["--bases", str(base.with_name("c.safetensors")), str(base), *args])
+        result = CliRunner().invoke(convert, ["--bases", str(base.with_name("c.safetensors")), str(base), "-y", *args])
         assert result.exit_code == 0, result.output
         layouts[name] = read(base.with_name("m.subkv.gguf"))["layers"]
     gammas = {name: [head["gamma"] for layer in layers for head in layer["k"]] for name, layers in layouts.items()}
@@ -335,11 +350,11 @@ def test_bad_usage_exits_with_two(run: Callable[..., Result], args: list[str]) -
 def test_damaged_models(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
     whole = base.read_bytes()
     bad = tmp_path / "bad.gguf"
-    refused(run(model=tmp_path / "none.gguf"), "MODEL: expected a GGUF file, found no file ")
+    refused(run(model=tmp_path / "none.gguf"), "expected a GGUF file, found no file ")
     for content in (b"", b"GGML" + whole[4:], whole[:20], whole[:2000], whole[:-1]):
         bad.write_bytes(content)
         result = run(model=bad)
-        refused(result, "MODEL: expected ")
+        refused(result, "expected ")
         assert str(bad) in result.stderr
 
 
@@ -384,7 +399,7 @@ def test_full_disk_leaves_the_earlier_file(run: Callable[..., Result], base: Pat
     target.write_bytes(b"earlier")
     write_calibration(tmp_path / "calib.safetensors", random_calibration())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    runner, args = CliRunner(), ["--bases", str(tmp_path / "calib.safetensors"), str(base), "--kv-bits", "6"]
+    runner, args = CliRunner(), ["--bases", str(tmp_path / "calib.safetensors"), str(base), "--kv-bits", "6", "-y"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (base.stat().st_size, hard))
     try:
         result = runner.invoke(convert, args)
@@ -434,6 +449,13 @@ def test_default_budget_without_samples_says_so(base: Path, tmp_path: Path) -> N
     result = bare(base, tmp_path, random_calibration(samples=0))
     assert result.exit_code == 0, result.output
     assert "--kv-bits: 4.5 by default, since q8_0's quality cannot be predicted here" in result.stderr
+
+
+def test_no_default_budget_from_a_type_that_tells_nothing(base: Path, tmp_path: Path) -> None:
+    """Keys around means of 500: q8_0's steps follow these, and any budget would be as good."""
+    result = bare(base, tmp_path, centred_calibration(500.0))
+    assert result.exit_code == 0, result.output
+    assert "--kv-bits: 4.5 by default, since nothing can be predicted: q8_0's rounding is as large as" in result.stderr
 
 
 def test_too_few_tokens_for_the_rank_are_noted(base: Path, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
 from runtime.chat.terminal import Interrupts
-from runtime.template import Template, TemplateError
 from subkv.base.errors import StateError, SubkvError
 from subkv.engine.llama import Llama
+from subkv.engine.template import Template, TemplateError
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]
@@ -342,7 +342,7 @@ def test_environment_variables(program: Program, tiny_model: Models) -> None:
     ("arguments", "code", "message"),
     [
         (["-m", "missing.gguf"], 1, "-m: expected a GGUF file, found no file missing.gguf"),
-        (["-m", "MODEL", "-ctk", "subkv"], 1, "-ctk: expected bases for 'subkv'"),
+        (["-m", "MODEL", "--bases", "MODEL"], 1, "--bases: expected subkv.* keys (a converted model or a sidecar)"),
         (["-m", "MODEL", "--bases", "missing.gguf"], 1, "--bases: expected a GGUF file, found no file missing.gguf"),
         (["-m", "MODEL", "-ctk", "q4_0", "-fa", "off"], 1, "-fa: expected 'on' or 'auto' for a q4_0 V cache"),
         (["-m", "MODEL", "--n-recent", "4"], 1, "--n-recent: expected a coefficient cache ('subkv'), found f16"),

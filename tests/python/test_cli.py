@@ -82,8 +82,8 @@ def test_inspect_bands(coded_model: Models) -> None:
 def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
     result = run("inspect", tiny_model("llama"))
     assert result.exit_code == 1
-    assert result.stderr.startswith("M.gguf: expected subkv.* keys (a converted model or a sidecar), found none")
-    assert run("inspect", tmp_path / "none").stderr.startswith("M.gguf: expected a GGUF file, found no file")
+    assert result.stderr.startswith("expected subkv.* keys (a converted model or a sidecar), found none")
+    assert run("inspect", tmp_path / "none").stderr.startswith("expected a GGUF file, found no file")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_refuses(
 
 
 def test_refuses_without_bases(tiny_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
-    given = ["-m", str(tiny_model("llama")), "-f", str(text_file), "-o", str(tmp_path / "errors.jsonl")]
+    model = str(tiny_model("llama"))
+    given = ["-m", model, "--bases", model, "-f", str(text_file), "-o", str(tmp_path / "errors.jsonl")]
     result = CliRunner().invoke(tracker.main, given)
-    assert result.exit_code == 1 and "expected bases for 'subkv'" in result.stderr
+    assert result.exit_code == 1 and "expected subkv.* keys " in result.stderr

@@ -46,6 +46,15 @@ def test_embed(coded_model: Models) -> None:
     assert done.stdout.decode("utf-8") == f"{text}\n{line}\n"
 
 
+@pytest.mark.parametrize("name", ["embed.py", "serve_and_call.py", "summarise.py"])
+def test_examples_say_what_they_miss(name: str) -> None:
+    if name == "serve_and_call.py":
+        pytest.importorskip("openai", reason="extra test")
+    done = example(name)
+    assert done.returncode == 2
+    assert b"the following arguments are required: model, " in done.stderr
+
+
 def test_summarise(coded_model: Models, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("The sea is blue. " * 10)
     done = example("summarise.py", coded_model(), tmp_path / "text", "--max-tokens", 4)

@@ -65,7 +65,6 @@ def test_window_arguments_reach_the_cache(coded_model: Models) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache": "subkv"}, "kv_cache: expected bases for 'subkv', found no subkv.* keys"),
         ({"kv_cache": "q3_k"}, "kv_cache: expected one of auto, subkv, f32"),
         ({"type_k": "q8_0", "kv_cache": "subkv"}, "type_k: expected no type_k or type_v with kv_cache='subkv'"),
         ({"kv_cache": "q4_0", "flash_attn": False}, "flash_attn: expected 'on' or 'auto' for a q4_0 V cache"),

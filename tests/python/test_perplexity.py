@@ -113,7 +113,7 @@ def test_a_base_file_gives_what_the_direct_comparison_gives(
         (["-f", "TEXT", "-c", "100000"], "-f: expected at least 200000 tokens for a context of 100000, found "),
         (["-f", "TEXT", "-c", "4"], "-c: expected a context of at least 8 tokens, found 4"),
         (["-f", "TEXT", "-ctk", "q9"], "-ctk: expected one of auto, subkv"),
-        (["-f", "TEXT", "-ctk", "subkv"], "-ctk: expected bases for 'subkv'"),
+        (["-f", "TEXT", "--bases", "MODEL"], "--bases: expected subkv.* keys (a converted model or a sidecar)"),
         (["-f", "TEXT", "-ctk", "q4_0", "-fa", "off"], "-fa: expected 'on' or 'auto'"),
         (
             ["-f", "TEXT", "--compare", "f16,subkv:missing.gguf"],

@@ -217,7 +217,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (tmp_path / "results.json").write_text(json.dumps(EVALUATED))
     result = run("plot", tmp_path / "results.json", "-o", tmp_path / "out.png")
     assert result.exit_code == 1
-    assert result.stderr == "-o: expected matplotlib, found none; pip install 'subkv[plot]'\n"
+    assert result.stderr == "-o: expected matplotlib, found none; pip install '.[plot]' in the clone of subkv\n"
     with pytest.raises(SubkvError, match="plot: expected matplotlib, found none"):
         layers.sensitivity_figure(sensitive())
 

@@ -97,3 +97,37 @@ def test_the_class_is_silent_unless_asked(tiny_model: Models, monkeypatch: pytes
     with Llama(tiny_model("llama"), n_ctx=64, verbose=False):
         pass
     assert terminal.getvalue() == ""
+
+
+def test_parts_are_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.overall({"first": 30.0, "second": 60.0}) as whole:
+        with progress.progress_bar("first of all", 10, "step") as bar:
+            now[0] = 5.0
+            bar.update(5)
+            assert whole.bar.n == pytest.approx(5 / (5 + 5 + 60))
+            progress.expect("second", 10.0)
+            progress.note("a line")
+            now[0] = 10.0
+            bar.update(5)
+        assert whole.bar.n == pytest.approx(10 / 20)
+        for _ in progress.tracked("second", range(2), "layer"):
+            now[0] += 5.0
+        assert whole.bar.n == pytest.approx(1.0)
+        with progress.progress_bar("not expected", 10, "step") as bar:
+            bar.update(1)
+    text = terminal.getvalue()
+    assert "first of all:   7%" in text and "<01:05" in text
+    assert "a line\n" in text
+    assert text.split("\r")[-2].strip() == ""
+    with progress.progress_bar("alone", 10, "step") as bar:
+        assert hasattr(bar, "set_description")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3, "10 seconds"), (44, "40 seconds"), (240, "4 minutes"), (9000, "2.5 hours")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert progress.duration(seconds) == f"about {text}"

@@ -79,9 +79,10 @@ def test_default_names() -> None:
 def test_a_copy_is_refused_before_anything_is_computed(first: Path, calibration: Path) -> None:
     result = CliRunner().invoke(convert, [str(first), "--bases", str(calibration)])
     assert result.exit_code == 1
+    assert CliRunner().invoke(convert, [str(first), "--embed"]).stderr == result.stderr
     assert result.stderr.strip() == (
-        "MODEL: expected one file to copy, found a model split into 4; "
-        "--sidecar writes the bases to a file of their own"
+        f"{first}: expected one file to copy, found a model split into 4; without --embed or with --sidecar only its "
+        "bases are written"
     )
 
 
@@ -161,8 +162,8 @@ def test_metadata_may_have_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_bases_of_a_plain_split_model_are_missed(first: Path) -> None:
-    with pytest.raises(CacheError, match="expected bases for 'subkv', found no"):
-        Llama(first, kv_cache="subkv", verbose=False)
+    with pytest.raises(CacheError, match="^bases: expected subkv.\\* keys "):
+        Llama(first, bases=first, verbose=False)
 
 
 def test_the_float32_reference_wants_one_file(first: Path) -> None:

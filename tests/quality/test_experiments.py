@@ -180,7 +180,7 @@ def test_interruption_keeps_what_is_finished(
 
 def test_without_matplotlib(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(width: float, height: float) -> Any:
-        raise SubkvError("plot", "expected matplotlib, found none; pip install 'subkv[plot]'")
+        raise SubkvError("plot", "expected matplotlib, found none; pip install '.[plot]' in the clone of subkv")
 
     monkeypatch.setattr(plots, "new_figure", missing)
     result = run("--only", "bounds", *arguments, "-o", str(tmp_path))

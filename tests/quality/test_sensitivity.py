@@ -36,6 +36,7 @@ def measured(
     reference("llama")
     path = tmp_path_factory.mktemp("measured") / "calib.safetensors"
     arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
+    arguments += ["--method", "fisher"]
     result = CliRunner().invoke(
         sensitivity.main, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
     )
@@ -144,6 +145,7 @@ def test_a_window_that_was_not_measured_is_noted(
     assert "--n-recent: expected at least 16, for which sensitivities were measured, found 8" in result.output
 
 
+@pytest.mark.parametrize("method", ["engine", "fisher"])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -155,14 +157,17 @@ def test_a_window_that_was_not_measured_is_noted(
 def test_sensitivity_refuses(
     arguments: list[str],
     sentence: str,
+    method: str,
     calibration: Callable[[str], Path],
     tiny_model: Callable[..., Path],
     text: Path,
     tmp_path: Path,
-    reference: Callable[[str], Any],
+    request: pytest.FixtureRequest,
 ) -> None:
-    reference("llama")
+    if method == "fisher":
+        request.getfixturevalue("reference")("llama")
     given = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-t", "1"]
+    given += ["--method", method]
     result = CliRunner().invoke(sensitivity.main, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
     assert result.exit_code == 1
     assert sentence in result.output

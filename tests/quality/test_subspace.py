@@ -278,6 +278,33 @@ def test_planned_as_convert_does(
     assert planned.kv_stats().fingerprint is None
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
+def test_planned_from_the_weights_alone(tiny_model: Callable[..., Path], arch: str) -> None:
+    """As from the GGUF: the same layout, and bases that differ by rounding at most; and it computes."""
+    from subkv.plan import datafree
+    from subkv.torch.bases import ModelFacts
+
+    pytest.importorskip("accelerate")
+    model = load(tiny_model(arch), arch)
+    options = Options(kv_bits=5.0, window=Window(N_SINK, N_RECENT), bpe_context=100_000)
+    ours, theirs = (
+        datafree.plan(ModelFacts(model, arch), options),
+        datafree.bases_from_weights(tiny_model(arch), options),
+    )
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        assert a.shape == b.shape
+        for head, stored in zip(a.heads, b.heads, strict=True):
+            assert (head.k.bands, head.v.bands) == (stored.k.bands, stored.v.bands)
+            for name in ("encode", "decode", "ratio", "mean"):
+                np.testing.assert_allclose(getattr(head.k, name), getattr(stored.k, name), rtol=5e-3, atol=5e-3)
+    exact = logits(model, None)
+    cache = SubspaceCache.from_model(model, kv_bits=16.0, n_recent=N_RECENT)
+    assert rms(logits(model, cache) - exact) < 0.1 * rms(exact)
+    assert cache.kv_stats().fingerprint is None
+    with pytest.raises(SubkvError, match="kv_bits"):
+        SubspaceCache.from_model(model, kv_bits=1.0)
+
+
 def test_bases_that_would_follow_the_text_do_not(
     tiny_model: Callable[..., Path],
     calibration: Callable[[str], Path],

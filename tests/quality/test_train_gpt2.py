@@ -127,5 +127,5 @@ def test_refusals(torch: Any, text: Path, tmp_path: Path) -> None:
 def test_says_what_it_needs(missing: str) -> None:
     error = run("-h", blocked=missing, ok=False)
     assert error.startswith("train_gpt2: expected torch, transformers and tokenizers")
-    assert "pip install 'subkv[torch]'" in error
+    assert "pip install '.[torch]'" in error
     assert len(error.splitlines()) == 1

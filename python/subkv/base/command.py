@@ -54,14 +54,20 @@ class _Failure(click.ClickException):
 
 
 def sentence(error: SubkvError, command: click.Command | None = None) -> str:
-    """The error as a program prints it: named by the flag of `command` (default: the running one), if it has one."""
+    """The error as a program prints it: named by the flag of `command` (default: the running one), if it has one.
+
+    What has no flag is named by what the user gave, where the reason does not name it.
+    """
     context = click.get_current_context(silent=True)
     command = command or (context.command if context else None)
     name = PARAMETERS.get(error.key, error.key)
     for parameter in command.params if command else []:
-        if name in (parameter.name, parameter.human_readable_name):
-            flag = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
-            return str(SubkvError(flag, error.reason))
+        if name == parameter.name:
+            if isinstance(parameter, click.Option):
+                return str(SubkvError(parameter.opts[0], error.reason))
+            given = context.params.get(name) if context else None
+            named = "" if isinstance(given, tuple) or given is None or str(given) in error.reason else str(given)
+            return str(SubkvError(named, error.reason))
     return str(error)
 
 

@@ -45,12 +45,16 @@ def concerning(**roles: str) -> Iterator[None]:
         raise
 
 
+def install(extra: str) -> str:
+    """How to get the packages of an extra: subkv is on no index, so from its clone."""
+    return f"pip install '.[{extra}]' in the clone of subkv"
+
+
 def need_packages(extra: str, names: Sequence[str]) -> None:
     """Raises SubkvError that names the extra when one of its packages is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise SubkvError(
             "",
-            f"expected the packages of the extra `{extra}`, found no {', '.join(missing)}: "
-            f"pip install 'subkv[{extra}]'",
+            f"expected the packages of the extra `{extra}`, found no {', '.join(missing)}: {install(extra)}",
         )

@@ -42,6 +42,12 @@ def check_writable(path: Path) -> None:
         raise SubkvError("output", f"cannot write {path}: {_reason(error)}") from error
 
 
+def check_new(path: Path, overwrite: bool) -> None:
+    """Refuse an output path that is a file already, unless it may be overwritten. Raises SubkvError."""
+    if path.is_file() and not overwrite:
+        raise SubkvError("output", f"expected a file that does not exist yet, found {path}; -y overwrites it")
+
+
 def check_not_input(path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
     """Refuse an output path that is one of the inputs, each with its name for the user. Raises SubkvError."""
     for other, given in inputs:

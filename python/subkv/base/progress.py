@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import contextlib
+import contextvars
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
 
+INTERVAL = 0.1  # seconds between two pictures of overall()'s bar
 DELAY = 1.0  # seconds before a bar appears: what is quicker leaves the screen alone
 
 
 def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
     """A tqdm bar with the time left, on stderr and only where that is a terminal; it leaves no line behind.
 
-    Large units ("B", "tok") are scaled. show False: never a bar.
+    Large units ("B", "tok") are scaled. show False: never a bar. Inside overall() its part of that one bar.
     """
+    whole = _whole.get()
+    if whole is not None:
+        return _Part(whole, what, total)
     return tqdm(
         total=total,
         desc=what,
@@ -34,3 +42,108 @@ def tracked(what: str, items: Collection[T], unit: str, show: bool = True) -> It
         for item in items:
             yield item
             bar.update()
+
+
+#
+# several bars as one
+#
+
+
+class Whole:
+    """One bar over the parts of a long run, in time: what has passed, of what that and the rest are expected to take.
+
+    expected: seconds by the first word of a part's name. What was not expected counts from when it begins.
+    """
+
+    def __init__(self, expected: Mapping[str, float]) -> None:
+        self._expected = dict(expected)
+        self._start, self._shown = time.monotonic(), -INTERVAL
+        self.bar = tqdm(
+            total=1.0,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{unit}",
+            disable=None,
+            leave=False,
+            delay=DELAY,
+        )
+
+    def expect(self, name: str, seconds: float) -> None:
+        """Now that more is known."""
+        self._expected[name] = seconds
+
+    def begin(self, what: str) -> float:
+        """A part begins: how long it is expected to take."""
+        self.bar.set_description_str(what, refresh=False)
+        return self._expected.pop(what.split()[0], 0.0)
+
+    def show(self, seconds_left: float) -> None:
+        """seconds_left: of the current part."""
+        left = seconds_left + sum(self._expected.values())
+        passed = time.monotonic() - self._start
+        self.bar.unit = tqdm.format_interval(left)  # the one field of a format that tqdm leaves to its user
+        self.bar.n = max(passed / (passed + left), self.bar.n) if passed + left else 0.0
+        if not self.bar.disable and passed >= DELAY and passed - self._shown >= INTERVAL:
+            self._shown = passed
+            self.bar.refresh()
+
+
+_whole: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("whole", default=None)
+
+
+class _Part:
+    """What progress_bar gives inside overall(): the part of tqdm's interface that this package uses."""
+
+    def __init__(self, whole: Whole, what: str, total: float) -> None:
+        self._whole, self._total = whole, total
+        self._expected, self._start = whole.begin(what), time.monotonic()
+        self.n = 0.0
+        self.disable = whole.bar.disable
+
+    def update(self, n: float = 1) -> None:
+        self.n += n
+        passed = time.monotonic() - self._start
+        share = self.n / self._total if self._total else 1.0
+        measured = passed * (1 - share) / share if share > 0.02 else max(self._expected - passed, 0.0)
+        self._whole.show(max(measured, 0.0))
+
+    def refresh(self) -> None:
+        self.update(0)
+
+    def __enter__(self) -> _Part:
+        self._whole.show(self._expected)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def overall(expected: Mapping[str, float]) -> Iterator[Whole]:
+    """All progress_bar() inside the block share one bar."""
+    whole = Whole(expected)
+    token = _whole.set(whole)
+    try:
+        yield whole
+    finally:
+        _whole.reset(token)
+        whole.bar.close()
+
+
+def expect(name: str, seconds: float) -> None:
+    """How long a part of the bar around this will take, as soon as that is known; nothing where there is none."""
+    whole = _whole.get()
+    if whole is not None:
+        whole.expect(name, seconds)
+
+
+def note(text: str) -> None:
+    """A line on stderr, above a bar where there is one."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """As people say it: "about 40 seconds", "about 7 minutes", "about 2.5 hours"."""
+    if seconds < 90:
+        return f"about {max(round(seconds / 10) * 10, 10)} seconds"
+    if seconds < 90 * 60:
+        return f"about {round(seconds / 60)} minutes"
+    return f"about {seconds / 3600:.1f} hours"

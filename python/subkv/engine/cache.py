@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.engine import sidecars
 from subkv.format import adapt as adaptive
 from subkv.format.layout import Layout, present
 from subkv.format.window import Window
@@ -46,6 +47,7 @@ class CacheOptions:
     bases: Path | None = None
     window: Window = Window()
     adapt: str | None = None
+    sidecar: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class CacheChoice:
     """A KV cache by name. `type_k`, `type_v` are ggml's numbers; `layout` is the file with a coded cache's bases.
 
     adapt: how its bases follow the text, as subkv.format.adapt.parse reads it, or "none"; None: an ordinary cache.
+    told: where the bases come from, one line for the user, where that was not asked for by name; else empty.
     """
 
     name_k: str
@@ -62,6 +65,7 @@ class CacheChoice:
     layout: Path | None = None
     window: Window = Window()
     adapt: str | None = None
+    told: str = ""
 
     @property
     def coded(self) -> bool:
@@ -104,8 +108,9 @@ def _stock(name_k: str, name_v: str, asked: CacheOptions) -> CacheChoice:
 def choose_cache(model: Path, asked: CacheOptions = CacheOptions()) -> CacheChoice:
     """Resolve what the user asked for.
 
-    `bases` or the subkv.* keys of `model` make "auto" a coefficient cache. type_k and type_v (names or ggml numbers)
-    choose ordinary types for K and V apart. Raises CacheError or ModelFileError.
+    `bases`, the subkv.* keys of `model` or else its sidecar (subkv.engine.sidecars) make "auto" a coefficient cache;
+    "subkv" makes bases of the weights where there are none. type_k and type_v (names or ggml numbers) choose ordinary
+    types for K and V apart. Raises CacheError or ModelFileError.
     """
     kv_cache, bases = asked.kv_cache, asked.bases
     types = [(key, kind) for key, kind in (("type_k", asked.type_k), ("type_v", asked.type_v)) if kind is not None]
@@ -128,23 +133,29 @@ def choose_cache(model: Path, asked: CacheOptions = CacheOptions()) -> CacheChoi
     if bases is not None:
         with concerning(model="bases"):
             check_model_file(bases, weights=False)
-    source = bases or model
-    with concerning(path="bases" if bases else "model_path"):
-        if present(source):
-            with Layout(source) as layout:
-                default = layout.description["adapt"] or adaptive.NONE
-            number = STOCK_TYPES["f16"][0]
-            adapt = default if asked.adapt is None else asked.adapt
-            return CacheChoice(CODED, CODED, number, number, source, asked.window, adapt)
-    if bases is not None:
-        raise CacheError("bases", f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}")
-    if kv_cache == CODED:
-        raise CacheError(
-            "kv_cache",
-            f"expected bases for 'subkv', found no subkv.* keys in {model}; calibrate and convert the model, name a "
-            "file with bases, or choose f16",
-        )
-    return _stock("f16", "f16", asked)
+        with concerning(path="bases"):
+            if not present(bases):
+                reason = f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}"
+                raise CacheError("bases", reason)
+        return _coded(bases, asked)
+    with concerning(path="model_path"):
+        if present(model):
+            return _coded(model, asked)
+    found = sidecars.calibrated(model) if asked.sidecar else None
+    if found is None and kv_cache == CODED:
+        found = sidecars.of_weights(model, asked.sidecar)
+    if found is not None:
+        return _coded(found.path, asked, found.told)
+    told = sidecars.nothing_found(model) if asked.sidecar else ""
+    return dataclasses.replace(_stock("f16", "f16", asked), told=told)
+
+
+def _coded(layout: Path, asked: CacheOptions, told: str = "") -> CacheChoice:
+    with concerning(path="bases"), Layout(layout) as read:
+        default = read.description["adapt"] or adaptive.NONE
+    number = STOCK_TYPES["f16"][0]
+    adapt = default if asked.adapt is None else asked.adapt
+    return CacheChoice(CODED, CODED, number, number, layout, asked.window, adapt, told)
 
 
 def parse_cache(spec: str, model: Path, asked: CacheOptions = CacheOptions()) -> CacheChoice:
@@ -171,7 +182,8 @@ def parse_cache(spec: str, model: Path, asked: CacheOptions = CacheOptions()) ->
                 raise CacheError("kv_cache", f"{spec}: {error.reason}") from error
         if slash:
             return choose_cache(model, CacheOptions(type_k=type_k, type_v=type_v))
-        choice = choose_cache(model, CacheOptions(kind, bases=asked.bases if kind in (AUTO, CODED) else None))
+        bases = asked.bases if kind in (AUTO, CODED) else None
+        choice = choose_cache(model, CacheOptions(kind, bases=bases, sidecar=asked.sidecar))
         if not choice.coded:
             return choice
         adapt = choice.adapt if asked.adapt is None else asked.adapt

@@ -1,5 +1,6 @@
 """`subkv.Llama`: llama_cpp.Llama whose KV cache can hold coefficients.
 
+    llm = subkv.Llama("model.gguf", kv_cache="subkv")            # on a coefficient cache, prepared or not
     llm = subkv.Llama("model.subkv.gguf", n_ctx=8192)            # kv_cache="auto": the file carries bases
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
     llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
@@ -47,9 +48,11 @@ __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 class Llama(llama_cpp.Llama):
     """llama_cpp.Llama with a choice of KV cache.
 
-    kv_cache: "auto" (coefficients when `bases` or the model file carries them, else f16), "subkv", or llama.cpp's own
-        ("f16", "q8_0", "q4_0", …) for K and V. type_k and type_v set the two apart and take names or ggml's numbers.
-    bases: a converted GGUF or a sidecar made for this model; default: the model file itself.
+    kv_cache: "auto" (coefficients when `bases`, the model file or its sidecar carries them, else f16), "subkv" (the
+        same, else bases made of the weights), or llama.cpp's own ("f16", "q8_0", "q4_0", …) for K and V. type_k and
+        type_v set the two apart and take names or ggml's numbers.
+    bases: a converted GGUF or a sidecar made for this model; default: the model file itself, else its sidecar.
+    sidecar: look for the one that `convert` has written, beside the model or in the cache folder.
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
         so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
         draft_model predicts.
@@ -75,6 +78,7 @@ class Llama(llama_cpp.Llama):
         n_recent: int | None = None,
         n_rollback: int | None = None,
         adapt: str | None = None,
+        sidecar: bool = True,
         flash_attn: str | bool | None = "auto",
         type_k: str | int | None = None,
         type_v: str | int | None = None,
@@ -99,7 +103,7 @@ class Llama(llama_cpp.Llama):
             )
         window = Window.of(n_sink, n_recent, n_rollback)
         where = None if bases is None else Path(bases)
-        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, where, window, adapt))
+        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, where, window, adapt, sidecar))
         choice = _with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
@@ -110,6 +114,7 @@ class Llama(llama_cpp.Llama):
             "n_recent": n_recent,
             "n_rollback": n_rollback,
             "adapt": adapt,
+            "sidecar": sidecar,
             "flash_attn": flash_attn,
             "progress": progress,
             "prompt_cache": prompt_cache,
@@ -145,7 +150,7 @@ class Llama(llama_cpp.Llama):
             return
         stats = self.kv_stats()
         if verbose:
-            print(cache_line(stats), file=sys.stderr)
+            print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
 
     opened: Model  # this model, as the programs see one: metadata, tokens
     _unpooled = False  # known once there is a context

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from subkv.base.errors import CacheError
+from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, attached
 from subkv.engine.stats import context_stats
 from subkv.native.binding import C, captured_log
@@ -90,6 +90,29 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
         f"with {choice.name}: {listed} = {total / MIB:.0f} MiB"
         + (f"; about {fits} tokens would fit" if fits > 0 else ""),
     )
+
+
+def require_weights(path: Path, choice: CacheChoice, params: Any, more: dict[str, float]) -> None:
+    """Refuse a model whose weights, read into memory, do not fit beside its context. Raises SubkvError with the sum.
+
+    more: bytes of what else it is loaded for. As require_memory().
+    """
+    if os.environ.get(FIT, "").lower() in ("off", "0", "false"):
+        return
+    free = available_memory()
+    with Gguf(path) as file:
+        sizes = {"weights": float(sum(part.stat().st_size for part in file.files)), **more}
+    if free is None or sum(sizes.values()) + _bound(_numbers(path), params.n_ctx, params.n_ubatch) <= free:
+        return
+    sizes |= needed(path, choice, params, params.n_ctx)
+    total = sum(sizes.values())
+    if total > free:
+        listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
+        raise SubkvError(
+            "model",
+            f"expected a model that fits in the {free / MIB:.0f} MiB of memory available, found {listed} = "
+            f"{total / MIB:.0f} MiB",
+        )
 
 
 def _numbers(path: Path) -> dict[str, int]:

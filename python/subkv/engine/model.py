@@ -28,14 +28,21 @@ class Model:
     not. Raises ModelFileError about `model`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], n_gpu_layers: int = 0, handle: Any = None) -> None:
-        """handle: of a model that somebody else has checked, loaded and will free; None: the model is loaded."""
+    def __init__(
+        self, path: str | os.PathLike[str], n_gpu_layers: int = 0, handle: Any = None, mapped: bool = True
+    ) -> None:
+        """handle: of a model that somebody else has checked, loaded and will free; None: the model is loaded.
+
+        mapped: the file's pages are memory; where llama.cpp rearranges weights they are there twice. False: read once.
+        """
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
             check_model_file(self.path)
             C.llama_backend_init()
             params = C.llama_model_default_params()
             params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
+            if not mapped:
+                params.load_mode = C.LLAMA_LOAD_MODE_NONE
             with captured_log(forward=False) as log, loading(self.path) as params.progress_callback:
                 handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
             if not handle:
@@ -83,8 +90,14 @@ class Model:
     # tokens
     #
 
+    def check_text(self) -> None:
+        """Refuse a model that has no tokens of text, on which llama.cpp would abort. Raises ModelFileError."""
+        if C.llama_vocab_type(self.vocab) == C.LLAMA_VOCAB_TYPE_NONE:
+            raise ModelFileError("model", f"expected a model with a vocabulary of text, found {self.path} without one")
+
     def tokenize(self, text: bytes, special: bool = True, markup: bool = False) -> npt.NDArray[np.int32]:
         """Tokens of a text. special: with the model's own special tokens around it; markup: read those in the text."""
+        self.check_text()
         room = max(len(text) + 2, 8)  # a token has at least one byte
         out = np.empty(room, dtype=np.int32)
         n = C.llama_tokenize(

@@ -136,7 +136,7 @@ _TEXTS = ("arch", "name", "model_sha256", "generator")
 _NUMBERS = {"block_count": (1, MAX_LAYERS), "n_ctx": (1, 2**31 - 1), "n_skip": (0, 2**31 - 1), "tokens": (1, 2**63 - 1)}
 # members of the JSON objects in `texts`, `sensitivity` and `layers`, and their types
 _SOURCE, _MEASURED, _SHAPE = map(get_type_hints, (TextSource, Sensitivity, LayerShape))
-METHODS = ("fisher",)
+METHODS = ("fisher", "engine")
 # tensors of a layer, members of LayerStats (the last: of LayerSensitivity), and what of LayerShape sizes them
 _MOMENTS = {"k2": "d_k", "q2": "d_k", "v2": "d_v"}
 _MEANS = {"k1": "d_k", "q1": "d_k", "v1": "d_v"}

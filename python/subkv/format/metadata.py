@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from subkv.format.window import Window
 from subkv.native.gguf import Gguf, Value
 
 VERSION = 2
+FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases that were made without text
+PREDICTED_KEY = "subkv.predicted"
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # of gamma, FORMAT.md §1
 
 
@@ -82,9 +84,16 @@ def basis_block(layer: CodedLayer) -> bytes:
 
 
 def keys(
-    layers: Sequence[CodedLayer], calibration: Calibration, settings: Settings, counted: Account
+    layers: Sequence[CodedLayer],
+    calibration: Calibration,
+    settings: Settings,
+    counted: Account,
+    predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Value]:
-    """Every subkv.* key of version 2 except subkv.base.sha256, which is known once the base has been read."""
+    """Every subkv.* key of version 2 except subkv.base.sha256, which is known once the base has been read.
+
+    predicted: nats per token of this layout ("subkv") and of llama.cpp's cache types.
+    """
     values: dict[str, Value] = {
         "subkv.version": ("u32", VERSION),
         "subkv.codec": ("str", settings.codec),
@@ -106,9 +115,24 @@ def keys(
     }
     if settings.adapt is not None:
         values["subkv.adapt"] = ("str", settings.adapt)
+    if predicted:
+        values[PREDICTED_KEY] = ("str", json.dumps({name: float(f"{kld:.4g}") for name, kld in predicted.items()}))
     for layer in layers:
         values[f"subkv.blk.{layer.shape.il}.basis"] = ("str", base64.b64encode(basis_block(layer)).decode("ascii"))
     return values
+
+
+def read_predicted(path: Path) -> dict[str, float] | None:
+    """What keys() was given as `predicted`; None where the file does not say, or not as FORMAT.md §1 has it."""
+    with Gguf(path, split=False) as file:
+        text = file.get(PREDICTED_KEY)
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not all(isinstance(kld, float | int) for kld in found.values()):
+        return None
+    return {name: float(kld) for name, kld in found.items()} if "subkv" in found else None
 
 
 def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:

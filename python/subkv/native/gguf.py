@@ -6,6 +6,7 @@ is copied as raw bytes, so tensors keep their bytes, order and alignment.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,11 +15,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from subkv.base.errors import ModelFileError, SubkvError
@@ -30,11 +29,29 @@ from subkv.native.split import COUNT, NUMBER, split_files
 BLOCK = 4 << 20  # bytes copied at once
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TYPE_STRING, _TYPE_ARRAY = 8, 9
+_F32 = 0  # GGML_TYPE_F32
 
 Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
+CONTENT_KEY = "subkv.base.content"  # of sidecars: the digest that they are found by
+NOT_CONTENT = ("split.", "subkv.")  # beginnings of keys that copies of a model differ in
+SAMPLE = 4096  # bytes
 
 _str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+
+
+class _Traits(ctypes.Structure):
+    """struct ggml_type_traits: to_float(from, to, elements) dequantizes; none for what is not quantized or no float."""
+
+    _fields_ = [
+        ("type_name", _str),
+        ("blck_size", _i64),
+        ("blck_size_interleave", _i64),
+        ("type_size", _size),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, _ptr, _ptr, _i64)),
+        ("from_float_ref", _ptr),
+    ]
 
 
 class _InitParams(ctypes.Structure):
@@ -45,6 +62,7 @@ class _InitParams(ctypes.Structure):
 
 # ggml's functions, which llama_cpp does not bind
 _GGUF: Signatures = {
+    "ggml_get_type_traits": (ctypes.POINTER(_Traits), [_int]),
     "gguf_init_from_file": (_ptr, [_str, _InitParams]),
     "gguf_init_empty": (_ptr, []),
     "gguf_free": (None, [_ptr]),
@@ -68,6 +86,9 @@ _GGUF: Signatures = {
     "gguf_set_val_u64": (None, [_ptr, _str, ctypes.c_uint64]),
     "gguf_set_val_f32": (None, [_ptr, _str, ctypes.c_float]),
     "gguf_set_val_str": (None, [_ptr, _str, _str]),
+    "gguf_get_tensor_name": (_str, [_ptr, _i64]),
+    "gguf_set_kv": (None, [_ptr, _ptr]),
+    "gguf_remove_key": (_i64, [_ptr, _str]),
     "gguf_get_meta_size": (_size, [_ptr]),
     "gguf_get_meta_data": (None, [_ptr, _ptr]),
 }
@@ -75,8 +96,17 @@ _GGUF: Signatures = {
 
 @functools.cache
 def _gguf() -> ctypes.CDLL:
-    """ggml's gguf_* functions, which the handle of libsubkv finds in what it is linked with."""
+    """ggml's functions, which the handle of libsubkv finds in what it is linked with."""
     return declare(load(), _GGUF)
+
+
+class Rows(Protocol):
+    """A matrix of weights whose rows are read where they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def rows(self, which: Any) -> NDArray[np.float32]: ...
 
 
 class Base(Protocol):
@@ -93,6 +123,8 @@ class Base(Protocol):
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]: ...
 
+    def matrix(self, name: str, why: str) -> Rows: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
@@ -104,16 +136,43 @@ class Matrix:
     n: int
     why: str
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """ne1, ne0."""
+        return len(self.raw), self.n
+
     def rows(self, which: Any) -> NDArray[np.float32]:
-        """Rows by index or slice, dequantized to float32, [rows, ne0]. Raises SubkvError."""
+        """Rows by index or slice, dequantized to float32, [rows, ne0], the caller's own. Raises SubkvError."""
         raw = np.ascontiguousarray(self.raw[which])
-        try:
-            values = dequantize(raw, GGMLQuantizationType(self.kind))
-        except (NotImplementedError, ValueError, KeyError) as error:
+        if self.kind == _F32:
+            return np.array(raw).view(np.float32).reshape(-1, self.n)
+        to_float = _gguf().ggml_get_type_traits(self.kind).contents.to_float
+        if not to_float:
             raise SubkvError(
                 self.name, f"expected a tensor type that can be dequantized, found type {self.kind}; {self.why}"
-            ) from error
-        return values.astype(np.float32, copy=False).reshape(len(raw), self.n)
+            )
+        values = np.empty((len(raw), self.n), dtype=np.float32)
+        to_float(raw.ctypes.data, values.ctypes.data, values.size)
+        return values
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor's bytes: its name as in the file, ggml type, ne, and where they begin in which file."""
+
+    name: bytes
+    kind: int
+    ne: tuple[int, ...]
+    path: Path
+    offset: int
+    size: int
+
+    def samples(self) -> list[tuple[int, int]]:
+        """What of them stands for all: offsets in the file, and numbers of bytes."""
+        if self.size <= 3 * SAMPLE:
+            return [(self.offset, self.size)]
+        last = self.size - SAMPLE
+        return [(self.offset + start, SAMPLE) for start in (0, last // 2, last)]
 
 
 class Gguf:
@@ -216,7 +275,7 @@ class Gguf:
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
         """A two-dimensional tensor dequantized to float32, [ne1, ne0]. `why` ends the error sentence.
 
-        Raises SubkvError when it is missing, not a matrix, or of a type gguf-py cannot dequantize.
+        Raises SubkvError when it is missing, not a matrix, or of a type ggml cannot dequantize.
         """
         return self.matrix(name, why).rows(slice(None))
 
@@ -233,6 +292,47 @@ class Gguf:
         shape = ne[1], self._c.gguf_get_tensor_size(ctx, index) // ne[1]
         raw = np.memmap(path, np.uint8, "r", offset, shape)
         return Matrix(name, raw, self._c.gguf_get_tensor_type(ctx, index), ne[0], why)
+
+    def content(self) -> str:
+        """Hex digest of the model's content, FORMAT.md §1.1: the same for copies, links, split and merged files.
+
+        Reads metadata, table of tensors and SAMPLE bytes at three places of each: milliseconds where hashing the file
+        takes seconds. Raises ModelFileError about `model`.
+        """
+        digest = hashlib.sha256(self._metadata_of_content())
+        opened: dict[Path, BinaryIO] = {}
+        try:
+            with contextlib.ExitStack() as stack:
+                for place in sorted(self._places(), key=lambda place: place.name):
+                    if place.path not in opened:
+                        opened[place.path] = stack.enter_context(open(place.path, "rb", buffering=0))
+                    shape = ",".join(map(str, place.ne)).encode()
+                    digest.update(b"%s\0%d\0%s\0%d\0" % (place.name, place.kind, shape, place.size))
+                    for start, size in place.samples():
+                        opened[place.path].seek(start)
+                        digest.update(opened[place.path].read(size))
+        except OSError as error:
+            raise ModelFileError("model", f"cannot read {self.path}: {error.strerror or error}") from error
+        return digest.hexdigest()
+
+    def _metadata_of_content(self) -> bytes:
+        """The keys of the first file that copies of a model share, in order, as a GGUF without tensors."""
+        ctx = self._c.gguf_init_empty()
+        self._c.gguf_set_kv(ctx, self._ctx)
+        for key in self.keys():
+            if key.startswith(NOT_CONTENT):
+                self._c.gguf_remove_key(ctx, key.encode())
+        return _metadata(ctx, {})
+
+    def _places(self) -> Iterator[_Place]:
+        """Where all tensors of all files are."""
+        c = self._c
+        for ctx, path in zip(self._opened, self.files, strict=True):
+            start = c.gguf_get_data_offset(ctx)
+            for i in range(c.gguf_get_n_tensors(ctx)):
+                name, kind = c.gguf_get_tensor_name(ctx, i), c.gguf_get_tensor_type(ctx, i)
+                offset, size = start + c.gguf_get_tensor_offset(ctx, i), c.gguf_get_tensor_size(ctx, i)
+                yield _Place(name, kind, tuple(c.gguf_get_tensor_ne(ctx, i)[:4]), path, offset, size)
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""
@@ -321,11 +421,16 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
 
 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
-    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`."""
-    digest = sha256(base.files, progress)
+    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`.
+
+    SHA256_KEY is filled in here, unless `values` has it.
+    """
+    given = values.get(SHA256_KEY)
+    digest = sha256(base.files, progress) if given is None else given[1]
     named = {key: base.get(key) for key in ("general.architecture", "general.name")}
     general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
-    blob = _metadata(_gguf().gguf_init_empty(), {**general, **values, SHA256_KEY: ("str", digest)})
+    of_base: dict[str, Value] = {SHA256_KEY: ("str", digest), CONTENT_KEY: ("str", base.content())}
+    blob = _metadata(_gguf().gguf_init_empty(), {**general, **values, **of_base})
     with atomic_file(output) as handle:
         handle.write(blob)
 

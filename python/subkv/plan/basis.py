@@ -46,7 +46,7 @@ def gains(bands: Bands) -> F64:
 
 def stored_mean(mean: F64) -> F16:
     """A mean [d] as the file holds it. Raises SubkvError if a value does not fit half precision."""
-    return _half(mean, "mean")
+    return half(mean, "mean")
 
 
 def centred_moment(moment: F64, mean: F64, stored: F16) -> F64:
@@ -146,6 +146,25 @@ def band_step(bits: int, variance: F64) -> tuple[float, bool]:
     return step, False
 
 
+def slices(bands: Bands) -> list[slice]:
+    """Where the coefficients of every band are."""
+    ends = np.cumsum([n for n, _ in bands])
+    return [slice(int(end) - n, int(end)) for end, (n, _) in zip(ends, bands, strict=True)]
+
+
+def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
+    """Steps of all bands, the largest 1, and which bands are better mixed. variance: of the coefficients before it."""
+    steps, mixed = np.ones(len(bands)), [False] * len(bands)
+    for i, (part, (_, bits)) in enumerate(zip(slices(bands), bands, strict=True)):
+        if bits != 16:  # that has no shared step, so nothing to mix for
+            steps[i], mixed[i] = band_step(bits, variance[part])
+    coded = np.array([bits != 16 for _, bits in bands])
+    if coded.any():
+        largest = steps[coded].max()
+        steps[coded] = np.maximum(steps[coded] / largest, STEP_FLOOR) if largest > 0.0 else 1.0
+    return steps, mixed
+
+
 def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) -> StoredBasis:
     """Keep the coefficients of `bands`, mix inside bands, round to half precision, and make D fit the rounded E.
 
@@ -158,21 +177,11 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) 
     """
     d = basis.encode.shape[1]
     encode = basis.encode[: rank(bands)].copy()
-    steps = np.ones(len(bands))
-    first = 0
-    for i, (n, bits) in enumerate(bands):
-        part = slice(first, first + n)
-        first += n
-        if bits == 16:  # no shared step, so nothing to mix for
-            continue
-        steps[i], mixed = band_step(bits, basis.variance[part])
-        if mixed:
-            encode[part] = mixing_matrix(n) @ encode[part]
-    coded = np.array([bits != 16 for _, bits in bands])
-    if coded.any():
-        largest = steps[coded].max()
-        steps[coded] = np.maximum(steps[coded] / largest, STEP_FLOOR) if largest > 0.0 else 1.0
-    rounded = _half(encode, "E")
+    steps, mixed = band_steps(bands, basis.variance)
+    for part, mix in zip(slices(bands), mixed, strict=True):
+        if mix:
+            encode[part] = mixing_matrix(part.stop - part.start) @ encode[part]
+    rounded = half(encode, "E")
     exact = rounded.astype(np.float64)
     if len(encode) == d:
         decode = np.linalg.inv(exact).T
@@ -180,10 +189,11 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) 
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
     mean = np.zeros(d, dtype=np.float16) if mean is None else mean
-    return StoredBasis(bands, rounded, _half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
+    return StoredBasis(bands, rounded, half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
 
 
-def _half(matrix: NDArray[np.floating], name: str) -> F16:
+def half(matrix: NDArray[np.floating], name: str) -> F16:
+    """As the file holds it. Raises SubkvError if a value does not fit."""
     with np.errstate(over="ignore"):
         rounded = matrix.astype(np.float16)
     if not np.isfinite(rounded).all():

@@ -134,19 +134,22 @@ def _pooled(importance: F64) -> F64:
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
 
 
-def budget_range(heads: Sequence[Head], overhead: Overhead) -> tuple[Account, Account]:
+def budget_range(heads: Sequence[Head], overhead: Overhead, least: int = 0) -> tuple[Account, Account]:
     """What plan_banded can express: one group of the least width per head, and every coefficient at the largest."""
-    least: list[Bands] = [((GROUP, WIDTHS[0]),) for _ in heads]
+    lowest: list[Bands] = [((len(head.importance), least) if least else (GROUP, WIDTHS[0]),) for head in heads]
     most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
-    return account(heads, least, overhead), account(heads, most, overhead)
+    return account(heads, lowest, overhead), account(heads, most, overhead)
 
 
-def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> list[Bands]:
+def plan_banded(
+    heads: Sequence[Head], kv_bits: float, overhead: Overhead, least: int = 0, widest: int | None = None
+) -> list[Bands]:
     """Bands of every head within `kv_bits` bits per element, everything counted at overhead.context.
 
+    least: bits that every coefficient gets, 0: it may be dropped. widest: bits of a band, None: 16 from WIDE_FROM on.
     Raises SubkvError naming the expressible range when the budget lies outside it.
     """
-    low, high = budget_range(heads, overhead)
+    low, high = budget_range(heads, overhead, least)
     if not low.total <= kv_bits <= high.total:
         raise SubkvError(
             "kv_bits",
@@ -155,19 +158,21 @@ def plan_banded(heads: Sequence[Head], kv_bits: float, overhead: Overhead) -> li
             f"full-rank bases {high.bases:.3f}), found {kv_bits:g}",
         )
     elements = sum(head.d for head in heads)
-    widest = WIDTHS[-1] if kv_bits - high.window - high.bases >= WIDE_FROM else CODED_WIDTHS[-1]
-    return _filled(heads, overhead, (kv_bits - low.total) * elements, widest)
+    if widest is None:
+        widest = WIDTHS[-1] if kv_bits - high.window - high.bases >= WIDE_FROM else CODED_WIDTHS[-1]
+    return _filled(heads, overhead, (kv_bits - low.total) * elements, least, widest)
 
 
-def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, widest: int) -> list[Bands]:
+def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int, widest: int) -> list[Bands]:
     """Greedy: the widths of all groups, grown by the step that saves most error per bit as long as one fits.
 
-    spare: bits per token beyond the least layout.
+    spare: bits per token beyond the lowest layout of budget_range.
     """
     spare *= 1.0 + 1e-12
     basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
     weight = [_pooled(head.importance) for head in heads]
-    widths = [[WIDTHS[0], *[0] * (len(groups) - 1)] for groups in weight]
+    # without `least` the first group was started at the least width by decree
+    widths = [[least or WIDTHS[0], *[least] * (len(groups) - 1)] for groups in weight]
     steps: list[tuple[float, int, int, int]] = []  # heap of (−gain, head, group, next width)
 
     def cost(h: int, old: int, new: int) -> float:
@@ -178,7 +183,7 @@ def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, widest: int
         if g >= len(widths[h]):
             return
         old = widths[h][g]
-        start = WIDTHS[0] if g == 0 else 0  # the first group was started at the least width by decree
+        start = least or (WIDTHS[0] if g == 0 else 0)
         new = next((bits for bits in _ladder(start, basis_bits[h], widest) if bits > old), None)
         if new is None or (g > 0 and widths[h][g - 1] < new):
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from subkv.base.errors import SubkvError
-from subkv.format.arrays import F64
+from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerShape, LayerStats
 from subkv.native.gguf import Base
 from subkv.plan.basis import FullBasis, fit_metric, fit_pca, repriced
@@ -66,10 +66,9 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
     return basis_k or best_k, basis_v or best_v
 
 
-def output_metrics(base: Base, shape: LayerShape) -> F64:
-    """Σ over the group's heads of W_o,hᵀ W_o,h, per KV head: [n_head_kv, d_v, d_v].
+def output_weights(base: Base, shape: LayerShape) -> F32:
+    """W_o, blk.N.attn_output.weight [n_embd, n_head·d_v]: query head h reads columns h·d_v … (h+1)·d_v.
 
-    W_o is blk.N.attn_output.weight, [n_embd, n_head·d_v]; query head h reads columns h·d_v … (h+1)·d_v.
     Raises SubkvError when the model has no such tensor.
     """
     name = f"blk.{shape.il}.attn_output.weight"
@@ -80,6 +79,12 @@ def output_metrics(base: Base, shape: LayerShape) -> F64:
             name,
             f"expected {columns} columns (heads × head size), found {weights.shape[1]}; --basis-v pca does not need it",
         )
+    return weights
+
+
+def output_metrics(base: Base, shape: LayerShape) -> F64:
+    """Σ over the group's heads of W_o,hᵀ W_o,h, per KV head: [n_head_kv, d_v, d_v]. Raises as output_weights()."""
+    weights = output_weights(base, shape)
     metrics = np.zeros((shape.n_head_kv, shape.d_v, shape.d_v))
     for head in range(shape.n_head):
         slice_ = weights[:, head * shape.d_v : (head + 1) * shape.d_v]

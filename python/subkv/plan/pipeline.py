@@ -31,6 +31,11 @@ FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
 TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
 BUDGET_STEP = 0.05  # default budgets are multiples of it
 
+# A stock type whose errors cost more than this share of what losing all that keys and values tell of their tokens would
+# cost is no measure of quality: its steps follow a constant part that tells nothing (random weights, large biases).
+# q8_0: 2e-5 on SmolLM2, with sensitivities and without, 0.016 on random Q4_0 weights, whose rows are nearly constant.
+MEANINGLESS = 1e-3
+
 
 @dataclass(frozen=True)
 class Options:
@@ -69,6 +74,11 @@ class Result:
     stock: dict[str, float] | None = None
     notes: tuple[SubkvError, ...] = ()
 
+    @property
+    def compared(self) -> dict[str, float] | None:
+        """Predicted nats of this layout ("subkv") and of llama.cpp's cache types; None where that cannot be told."""
+        return None if self.predicted is None else {"subkv": self.predicted, **(self.stock or {})}
+
 
 @dataclass(frozen=True)
 class _Fitted:
@@ -84,10 +94,15 @@ class _Fitted:
     k2: F64
 
 
-def check_model(base: Base, calibration: Calibration) -> None:
-    """Refuse a calibration made for another model, or a model that is already converted."""
+def check_plain(base: Base) -> None:
+    """Refuse a model that is already converted."""
     if any(key.startswith("subkv.") for key in base.keys()):  # noqa: SIM118 (not a dict)
         raise SubkvError("subkv.version", f"expected a base model without subkv keys, found them in {base.path}")
+
+
+def check_model(base: Base, calibration: Calibration) -> None:
+    """Refuse a calibration made for another model, or a model that is already converted."""
+    check_plain(base)
     arch = base.get("general.architecture")
     if arch != calibration.arch:
         raise SubkvError(f"{PREFIX}arch", f"expected {arch!r} as in the model, found {calibration.arch!r}")
@@ -163,6 +178,7 @@ class Fit:
             self.notes.append(SubkvError("n_recent", reason))
         self.layers: list[_Fitted] = []
         self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
+        self._lost = 0.0  # cost of reading the means for all keys and values, without a window
         self.heads: list[Head] = []  # K, V of every head of every layer
         for stats in tracked("bases", self.calibration.layers, "layer", progress):
             with concerning(rank="rank_k"):
@@ -172,6 +188,7 @@ class Fit:
             output = value_metrics(base, stats.shape, basis_v)
             cost = layer_cost(stats, output, self.windowed)
             self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
+            self._lost += _cost_of_means(stats, self._stock_costs[-1])
             mean, k2 = _centre(stats, center_k)
             k = fit_heads(basis_k, k2, cost.k, cost.query)
             v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
@@ -218,13 +235,19 @@ class Fit:
             return error
         return error * (measured.correction if windowed else measured.correction0)
 
+    def tells(self, kind: str) -> bool:
+        """Whether a stock type's error says anything about quality: MEANINGLESS. False also where it cannot be told."""
+        error = predict.stock_error(self.calibration, self._stock_costs, kind)
+        return error is not None and 0.0 < error <= MEANINGLESS * self._lost
+
     def budget_like(self, kind: str) -> float | None:
-        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell.
+        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell, or the
+        type's error tells nothing.
 
         Raises SubkvError when no budget reaches it.
         """
         target = self.stock_error(kind)
-        if target is None:
+        if target is None or not self.tells(kind):
             return None
         low, high = (counted.total for counted in budget.budget_range(self.heads, self.overhead))
         first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
@@ -259,6 +282,11 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
                 f"since {TARGET}'s quality cannot be predicted here: that needs held-out samples in the calibration "
                 f"and head sizes in multiples of 32"
             )
+            if fit.stock_error(TARGET) is not None:
+                reason = (
+                    f"since nothing can be predicted: {TARGET}'s rounding is as large as what this model's keys and "
+                    f"values tell of their tokens, as with random weights"
+                )
         else:
             what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
             reason = f"the smallest whose {what} is at most {TARGET}'s"
@@ -307,6 +335,13 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
             means.append(stored_mean(stats.k1[h]))
             moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
     return np.stack(means), np.stack(moments)
+
+
+def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
+    """What reading a layer's mean key and value for each of them costs."""
+    k = stats.k2 - stats.k1[:, :, None] * stats.k1[:, None, :]
+    v = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]
+    return float(np.sum(cost.k * k) + np.sum(cost.v * v))
 
 
 def _code_head(

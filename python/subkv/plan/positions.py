@@ -26,6 +26,33 @@ NEIGHBOURS = ("llama",)
 HALVES = ("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2")
 # Architectures that add learned positions to the embeddings and leave queries and keys as they are.
 ABSOLUTE = ("gpt2",)
+# More of each kind, for `partners`: some layers of theirs may turn at other frequencies or not at all.
+ALSO_NEIGHBOURS = (
+    *("arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r"),
+    *("deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4"),
+    *("maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse"),
+)
+ALSO_HALVES = (
+    *("afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe"),
+    *("exaone4", "falcon", "gemma2", "gemma3", "gpt-oss", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe"),
+    *(
+        "jais2",
+        "lfm2",
+        "lfm2moe",
+        "llada-moe",
+        "mellum",
+        "mimo2",
+        "minicpm3",
+        "minimax-m2",
+        "nemotron",
+        "olmo2",
+        "olmoe",
+        "openelm",
+    ),
+    *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
+    *("seed_oss", "smallthinker"),
+)
+UNTURNED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
 # More of HALVES, and some without rotation, whose keys transformers orders as llama.cpp does.
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
 
@@ -121,6 +148,24 @@ def pairs(base: Base, d: int) -> Pairs | None:
     return out
 
 
+def partners(base: Base, d: int) -> NDArray[np.int64] | None:
+    """[d] the coordinate that each one of a key of size d turns with, itself where it does not turn; None: not known.
+
+    Knows more models than pairs(), which has to know frequencies, too.
+    """
+    arch = base.get("general.architecture")
+    out = np.arange(d)
+    if arch in UNTURNED:
+        return out
+    n_rot = base.get(f"{arch}.rope.dimension_count") or d
+    neighbours = arch in NEIGHBOURS + ALSO_NEIGHBOURS
+    known = neighbours or arch in HALVES + ALSO_HALVES
+    if not known or not isinstance(n_rot, int) or n_rot > d or n_rot % 2:
+        return None
+    out[:n_rot] = out[:n_rot] ^ 1 if neighbours else np.roll(out[:n_rot], n_rot // 2)
+    return out
+
+
 def rotation(base: Base, d: int) -> Rotation | None:
     """How the model turns keys of size d; None as of pairs()."""
     turned = pairs(base, d)
@@ -149,7 +194,7 @@ def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvErro
             return calibration, SubkvError(
                 "calibration",
                 f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
-                f"is not known; python -m converter.calibrate -c {trained}",
+                f"is not known; calibrate with -c {trained}",
             )
         turns[d] = turn
     span = float(max(trained - calibration.n_ctx, 0))

@@ -1,4 +1,7 @@
-"""The bases of `subkv.SubspaceCache`: from a converted file, or planned from a calibration for the model at hand."""
+"""The bases of `subkv.SubspaceCache`: from a converted file, or planned for the model at hand.
+
+Planned from a calibration, or from the model's weights alone.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from subkv.format import metadata
 from subkv.format.bases import CodedHead
 from subkv.format.calibration import read_calibration
 from subkv.format.window import DEFAULT, Window
+from subkv.plan import datafree
 from subkv.plan.pipeline import Options, convert
-from subkv.plan.positions import SAME_ORDER, transformers_order
+from subkv.plan.positions import NEIGHBOURS, SAME_ORDER, transformers_order
 from subkv.torch.rows import RowCodec
 
 LOG = logging.getLogger(__name__)
@@ -69,8 +73,35 @@ def load(
         raise CacheError("path", f"expected {config.num_hidden_layers} layers as in the model, found {n_layer}")
     _check_kind(arch, config.model_type)
     with concerning(arch="path"):
-        layers = {il: _codecs(arch, of_layer) for il, of_layer in heads.items()}
+        layers = {
+            il: _codecs(of_layer, transformers_order(arch, _key_size(of_layer))) for il, of_layer in heads.items()
+        }
     return Bases(layers, window, fingerprint, config)
+
+
+def from_weights(
+    model: Any, kv_bits: float | None = None, n_sink: int | None = None, n_recent: int | None = None
+) -> Bases:
+    """Arguments and errors of SubspaceCache.from_model."""
+    config = model.config.get_text_config(decoder=True)
+    arch = _arch(config.model_type)
+    asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
+    facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **asked)
+    result = datafree.plan(facts, Options(kv_bits=kv_bits, window=window))
+    for note in result.notes:
+        LOG.warning("%s", note)
+    layers = {}
+    for layer in result.layers:
+        d = layer.shape.d_k
+        order = np.arange(d) if arch is None else transformers_order(arch, d)
+        layers[layer.shape.il] = _codecs(layer.heads, order)
+    return Bases(layers, window, None, config)
+
+
+def _arch(model_type: str) -> str | None:
+    """GGUF's name for transformers' of a kind of model, None for one whose keys are of an order not known here."""
+    names = {name.replace("-", ""): name for name in (*NEIGHBOURS, *SAME_ORDER)} | {"mistral": "llama", "phi": "phi2"}
+    return names.get(model_type.replace("_", "").removesuffix("text"))
 
 
 def _check_kind(arch: str, model_type: str) -> None:
@@ -81,12 +112,51 @@ def _check_kind(arch: str, model_type: str) -> None:
         raise CacheError("path", f"expected bases of a {model_type} model, found those of {arch}")
 
 
-def _codecs(arch: str, heads: tuple[CodedHead, ...]) -> tuple[RowCodec, RowCodec]:
-    d_k, d_v = heads[0].k.encode.shape[1], heads[0].v.encode.shape[1]
+def _key_size(heads: tuple[CodedHead, ...]) -> int:
+    return int(heads[0].k.encode.shape[1])
+
+
+def _codecs(heads: tuple[CodedHead, ...], order: NDArray[np.int64]) -> tuple[RowCodec, RowCodec]:
+    """order: [d_k] index into a key of transformers for every coordinate of the bases'."""
+    d_v = heads[0].v.encode.shape[1]
     return (
-        RowCodec([head.k for head in heads], transformers_order(arch, d_k), [head.gamma for head in heads]),
+        RowCodec([head.k for head in heads], order, [head.gamma for head in heads]),
         RowCodec([head.v for head in heads], np.arange(d_v), [1.0] * len(heads)),
     )
+
+
+# weights of a layer's attention, GGUF's name and transformers'
+WEIGHTS = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_qkv": "qkv_proj",
+    "attn_output": "o_proj",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "attn_norm": "input_layernorm",  # of the layer
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A parameter [rows, columns], or one of a vector as a row, in GGUF's order; a subkv.native.gguf.Rows.
+
+    index: [rows] its rows in llama.cpp's order. plus: what GGUF adds to it.
+    """
+
+    weight: Any
+    index: NDArray[np.int64]
+    plus: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.weight.shape
+        return int(rows), int(columns)
+
+    def rows(self, which: Any) -> NDArray[np.float32]:
+        out: NDArray[np.float32] = self.weight[self.index[which]].detach().float().cpu().numpy() + np.float32(self.plus)
+        return out
 
 
 class ModelFacts:
@@ -94,7 +164,13 @@ class ModelFacts:
 
     def __init__(self, model: Any, arch: str) -> None:
         self.path = Path(str(model.config.name_or_path))
+        self._arch = arch
         self._layers = _attention_modules(model)
+        self._norms = {
+            m.self_attn.layer_idx: m.input_layernorm
+            for m in model.get_decoder().modules()
+            if hasattr(m, "input_layernorm") and hasattr(getattr(m, "self_attn", None), "layer_idx")
+        }
         config = model.config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None) or {}
         n_head = config.num_attention_heads
@@ -120,16 +196,40 @@ class ModelFacts:
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
+    def _find(self, name: str) -> _Rows | None:
+        """blk.N.X.weight or .bias, X out of WEIGHTS."""
+        blk, _, rest = name.removeprefix("blk.").partition(".")
+        part, _, kind = rest.partition(".")
+        if not blk.isdigit() or part not in WEIGHTS:
+            return None
+        module = self._norms.get(int(blk)) if part == "attn_norm" else self._layers.get(int(blk))
+        module = module if part == "attn_norm" else getattr(module, WEIGHTS[part], None)
+        weight = getattr(module, kind, None)
+        if weight is None or not weight.is_floating_point():  # or packed by a quantizer
+            return None
+        index = np.arange(weight.shape[0])
+        d = int(self._values[f"{self._arch}.attention.key_length"])
+        if part in ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm") and self._arch in NEIGHBOURS:
+            index = index.reshape(-1, d)[:, transformers_order(self._arch, d)].ravel()
+        plus = 1.0 if part.endswith("_norm") and self._arch.startswith("gemma") else 0.0  # norms multiply by 1 + weight
+        return _Rows(weight if weight.ndim == 2 else weight[:, None], index, plus)
+
     def has_tensor(self, name: str) -> bool:
-        return False  # rope_freqs.weight: a rope_type other than default says so here
+        return self._find(name) is not None  # no rope_freqs.weight: a rope_type other than default says so here
+
+    def matrix(self, name: str, why: str) -> _Rows:
+        """A weight of a layer's attention. Raises SubkvError where the model has none or names it otherwise."""
+        found = self._find(name)
+        if found is None:
+            part = name.split(".")[2] if name.count(".") > 1 else name
+            raise SubkvError(
+                name, f"expected weights {WEIGHTS.get(part, part)} in the model's attention, found none; {why}"
+            )
+        return found
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
-        """blk.N.attn_output.weight, [n_embd, n_head·d_v]. Raises SubkvError where the model names it otherwise."""
-        il = name.removeprefix("blk.").removesuffix(".attn_output.weight")
-        weight = getattr(getattr(self._layers.get(int(il)), "o_proj", None), "weight", None)
-        if weight is None:
-            raise SubkvError(name, f"expected an output projection o_proj in layer {il}, found none; {why}")
-        return weight.detach().float().cpu().numpy()
+        """The same, all rows."""
+        return self.matrix(name, why).rows(slice(None))
 
 
 def _attention_modules(model: Any) -> dict[int, Any]:

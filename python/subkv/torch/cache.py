@@ -1,12 +1,13 @@
 """`subkv.SubspaceCache`: a cache of transformers that holds coefficients. Extra `torch`.
 
     cache = subkv.SubspaceCache.from_file("model.subkv.gguf", model)     # or a sidecar, or calib.safetensors
+    cache = subkv.SubspaceCache.from_model(model)    # bases from the weights alone
     model.generate(**inputs, past_key_values=cache)
 
 The layout, the bytes of the rows and the exact window are those of the native engine. On a CUDA device the kernels of
 subkv_triton do the work where package triton is installed; elsewhere it is float32 arithmetic of torch, on the device
 of the model. kv_stats().kernel says which. The window has the model's dtype. Layers without bases (sliding windows)
-keep the layer cache that transformers gives them. from_file gives `model` the attention function "subkv"; with any
+keep the layer cache that transformers gives them. Either gives `model` the attention function "subkv"; with any
 other cache, or none, that computes what "sdpa" does. Importing this module changes nothing in transformers or in other
 models.
 """
@@ -28,7 +29,7 @@ from subkv.engine.cache import CODED
 from subkv.engine.stats import KVStats
 from subkv.format.window import Window
 from subkv.torch.attend import Cells, Logits, attend_exact
-from subkv.torch.bases import Bases, load
+from subkv.torch.bases import Bases, from_weights, load
 from subkv.torch.kernels import Kernels, check, choose
 from subkv.torch.rows import RowCodec
 
@@ -87,7 +88,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             raise CacheError(
                 "SubspaceCache",
                 f"expected the attention function {NAME!r} after every update, found none in layer {self.il}; "
-                f"SubspaceCache.from_file sets it; reset() the cache after a forward call that was interrupted",
+                f"from_file and from_model set it; reset() the cache after a forward call that was interrupted",
             )
         n = key_states.shape[2]
         assert self.kernels is not None
@@ -244,7 +245,23 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         `convert` does: kv_bits, n_sink and n_recent are its options and only allowed then. kernel: as SubspaceCache's.
         Raises SubkvError, as a rule CacheError, for a file or a model that does not fit.
         """
-        bases = load(os.fspath(path), model, kv_bits, n_sink, n_recent)
+        return cls._for(model, load(os.fspath(path), model, kv_bits, n_sink, n_recent), kernel)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        *,
+        kv_bits: float | None = None,
+        n_sink: int | None = None,
+        n_recent: int | None = None,
+        kernel: str | None = None,
+    ) -> SubspaceCache:
+        """As from_file, for a model that was never calibrated: bases from its weights alone (4.75 bits by default)."""
+        return cls._for(model, from_weights(model, kv_bits, n_sink, n_recent), kernel)
+
+    @classmethod
+    def _for(cls, model: Any, bases: Bases, kernel: str | None) -> SubspaceCache:
         cache = cls(bases, kernel=kernel)
         if not cache._coded:
             raise CacheError("model", "expected a layer with ordinary full attention, found none")
@@ -260,7 +277,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         if found != NAME:
             raise CacheError(
                 "model",
-                f"expected the attention function {NAME!r}, which SubspaceCache.from_file sets, found {found!r}",
+                f"expected the attention function {NAME!r}, which from_file and from_model set, found {found!r}",
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -1,0 +1,92 @@
+"""What errors in cached keys and values do to the residual stream: exact attention over the rows of one text, in numpy.
+
+A query with weights α over the cells reads o = Σ α_i v_i. Errors ε_i of values and κ_i of keys add, to first order,
+Σ α_i ε_i and Σ α_i s (q·κ_i)(v_i − o) to it, and W_o times that to the stream. Heads of a group read the same cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from subkv.format.arrays import F32, F64
+from subkv.format.calibration import LayerShape
+from subkv.format.window import Window
+
+SIDES = ("k", "v", "k0", "v0")  # members of LayerSensitivity
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One text in one layer: queries q [T, n_head, d_k] at pos [T]; cells k, v [n, n_head_kv, d] at 0, 1, …"""
+
+    q: F32
+    pos: F64
+    k: F32
+    v: F32
+
+    @property
+    def seen(self) -> F32:
+        """[T, n]: 0 for cells that a query may look at, −inf for others."""
+        return np.where(np.arange(len(self.k)) <= self.pos[:, None], np.float32(0.0), np.float32(-np.inf))
+
+
+def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
+    """Softmax weights [T, n] of the queries [T, d] of one head. seen: Rows.seen."""
+    logits = np.float32(scale) * (q @ k.T) + seen
+    logits -= logits.max(axis=1, keepdims=True)
+    np.exp(logits, out=logits)
+    logits /= logits.sum(axis=1, keepdims=True)
+    return logits
+
+
+def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window) -> dict[str, F64]:
+    """Per KV head the matrices M with which independent errors of covariance C in every coded cell add tr(M C) to the
+    squared norm of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES.
+
+    output: W_o [n_embd, n_head·d_v]. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks.
+    """
+    d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
+    sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}
+    seen, coded = rows.seen, slice(window.n_sink, None)
+    far = (np.arange(len(rows.k))[coded] <= rows.pos[:, None] - window.n_recent).astype(np.float32)
+    for g in range(shape.n_head_kv):
+        heads = range(g * group, (g + 1) * group)
+        v = np.ascontiguousarray(rows.v[:, g])
+        read = [weights(rows.q[:, h], rows.k[:, g], seen, shape.scale) for h in heads]
+        out = [a @ v for a in read]
+        read = [a[:, coded] for a in read]
+        v = v[coded]
+        for i, hi in enumerate(heads):
+            for j, hj in enumerate(heads):
+                if j < i:
+                    continue
+                metric = output[:, hi * d_v : (hi + 1) * d_v].T @ output[:, hj * d_v : (hj + 1) * d_v]
+                norms = np.einsum("nd,nd->n", v @ metric, v)
+                both = read[i] * read[j]
+                for window_less in ("", "0"):
+                    w = both if window_less else both * far
+                    # Σ w (v − o_i)ᵀ A (v − o_j) for every query
+                    mean, total = w @ v, w.sum(axis=1)
+                    cost = w @ norms - np.einsum("td,td->t", mean @ metric, out[j])
+                    cost -= np.einsum("td,td->t", out[i] @ metric, mean)
+                    cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
+                    k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
+                    for side, found in (("k", k), ("v", metric * total.sum())):
+                        sums[side + window_less][g] += found if i == j else found + found.T
+    return sums
+
+
+def energy(rows: Rows, shape: LayerShape, output: F32, error_k: F32 | None, error_v: F32 | None) -> float:
+    """Mean over the queries of the squared norm that errors [n, n_head_kv, d] of the cells add to the stream; exact."""
+    seen = rows.seen
+    change = np.zeros((len(rows.q), output.shape[0]), dtype=np.float32)
+    for h in range(shape.n_head):
+        g = h // shape.n_group
+        k, v = rows.k[:, g], rows.v[:, g]
+        exact = weights(rows.q[:, h], k, seen, shape.scale) @ v
+        read = weights(rows.q[:, h], k if error_k is None else k + error_k[:, g], seen, shape.scale)
+        moved = read @ (v if error_v is None else v + error_v[:, g]) - exact
+        change += moved @ output[:, h * shape.d_v : (h + 1) * shape.d_v].T
+    return float(np.einsum("te,te->", change, change)) / len(rows.q)

@@ -1,0 +1,127 @@
+"""Running sensing.py for `convert MODEL`: on which text, for how long, and going on after an interrupt."""
+
+from __future__ import annotations
+
+import math
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from converter import builtin
+from converter.corpus import Text, cut
+from converter.resume import EVERY, KEPT, Stopping
+from converter.sensing import SCORED, UNPREDICTABLE, Found, sense
+from converter.session import Session
+from subkv.base.errors import SubkvError
+from subkv.base.files import atomic_file
+from subkv.base.progress import duration, expect, note
+from subkv.format.calibration import Calibration
+from subkv.native.gguf import Gguf
+
+N_CTX = 1088  # tokens of a chunk
+CHUNKS = 3  # that are measured; one more corrects predictions
+CORRECTED = 2  # chunks' worth of tokens that this takes
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: all
+    that there is to measure. kept: file of what is done while it runs."""
+
+    texts: Sequence[Text] | None
+    n_ctx: int
+    n_threads: int
+    n_recent: int
+    minutes: float | None
+    kept: Path
+
+
+def sensed(model: Path, calibration: Calibration, how: Measuring) -> Calibration | None:
+    """The calibration with sensitivities; None, and a note that says why, where there can be none.
+
+    Raises SubkvError, and KeyboardInterrupt after what is done was written.
+    """
+    n_ctx = min(N_CTX, how.n_ctx)
+    with Gguf(model) as base, Session(model, n_ctx, how.n_threads, calibration.n_skip) as session:
+        try:
+            chunks = _chunks(session, how.texts, n_ctx)
+            found = _earlier(how.kept, calibration)
+            _foretell(session, how, len(calibration.layers), found)
+            with Stopping() as stopping:
+                keep = Keeping(how.kept, stopping)
+                return sense(
+                    session, base, calibration, chunks, how.n_recent, how.n_threads, how.minutes, found, keep, True
+                )
+        except SubkvError as error:
+            if error.key not in ("files", "n_ctx") and error.reason != UNPREDICTABLE:
+                raise
+            note(f"no sensitivities: {error.reason}")
+            return None
+
+
+def _chunks(session: Session, texts: Sequence[Text] | None, n_ctx: int) -> list[tuple[int, ...]]:
+    """CHUNKS to measure on, and one of other text. Raises SubkvError about `files`."""
+    if texts is not None:
+        found = cut(session, texts, n_ctx, max(CHUNKS + 1, len(texts)))
+        if len(found) < 2:
+            raise SubkvError("files", f"they need at least 2 chunks of {n_ctx} tokens, found 1")
+        return found
+    blocks = builtin.read(session.template)
+    chosen = [*blocks[:CHUNKS], blocks[-1]]
+    return cut(session, chosen, n_ctx, len(chosen))
+
+
+def _earlier(kept: Path, calibration: Calibration) -> Found | None:
+    """What an earlier run has measured."""
+    try:
+        with np.load(kept, allow_pickle=False) as arrays:
+            return Found.of(arrays, calibration)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        note(f"note: {kept} cannot be gone on from ({error}); what it held is measured again")
+        return None
+
+
+def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
+    """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
+    tokens = (CHUNKS + CORRECTED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
+    found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
+    expect("sensitivities", found)
+    return found
+
+
+def _n_trials(n_layer: int) -> int:
+    return 2 * n_layer + 2
+
+
+def _foretell(session: Session, how: Measuring, n_layer: int, found: Found | None) -> None:
+    """Says what the run will take, unless that is a moment."""
+    trials = len(found.trials) if found else 0
+    left = seconds(how, n_layer, session.speed(), trials)
+    if trials:
+        note(f"going on after {trials} of {_n_trials(n_layer)} sensitivities")
+    if left > 10:
+        note(f"measuring sensitivities takes {duration(left)}")
+
+
+class Keeping:
+    """Called after every step: writes what is found from time to time, and when the user wants to stop."""
+
+    def __init__(self, path: Path, stopping: Stopping) -> None:
+        self._path, self._stopping = path, stopping
+        self._written = time.monotonic()
+
+    def __call__(self, found: Found) -> None:
+        stop = self._stopping.pressed
+        if stop or time.monotonic() - self._written > EVERY:
+            with atomic_file(self._path) as handle:
+                np.savez(handle, allow_pickle=False, **found.arrays())
+            self._written = time.monotonic()
+        if stop:
+            note(KEPT)
+            raise KeyboardInterrupt

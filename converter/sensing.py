@@ -1,0 +1,478 @@
+"""Sensitivities measured in the engine: where an error in the cache goes by arithmetic, what it does there by trial.
+
+An error in a cached key or value adds to the residual stream what residual.py computes from queries, keys and values
+alone; that gives a head's matrix but for the factor from the stream's energy to nats. The factor is measured: noise in
+the cells of one layer's keys or values, put into a saved state, and the KLD of the tokens that are decoded after it.
+The state is restored for every trial, so that a trial costs SCORED tokens and not the text before them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from converter.lockstep import compare, mean_kld
+from converter.observe import spread
+from converter.residual import SIDES, Rows, energy, metrics
+from converter.session import Session
+from subkv.base.errors import SubkvError
+from subkv.base.progress import progress_bar
+from subkv.engine.cache import CacheOptions
+from subkv.engine.observer import PAUSE, SAMPLE, UBATCH
+from subkv.format.arrays import F16, F32, F64
+from subkv.format.bases import CodedLayer
+from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity
+from subkv.format.window import Window
+from subkv.native.gguf import Base
+from subkv.plan.budget import budget_range
+from subkv.plan.costs import output_weights
+from subkv.plan.pipeline import Fit, Options
+from subkv.plan.predict import reconstructed
+
+SCORED = 64  # tokens at the end of a chunk on which trials are scored
+QUERIES = 128  # of a chunk, spread over the second half of what comes before
+TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
+FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
+TINY = 1e-6  # the same of noise that is too small to matter
+HEARD = 1.5  # times what rounding costs: a trial that costs less tells nothing
+SILENT = 1e-3  # nats: less is no effect to learn from
+UNPREDICTABLE = (
+    "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
+    "random weights: nothing can be predicted"
+)
+QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
+MOST_CHANGE = 100.0  # of its energy
+REPEATS = 2
+BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
+CLEAR = 0.004  # nats per token
+ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
+STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
+LEAST = 6  # trials that are made however little time there is: rounding, and both sides of both ends
+
+# Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
+SD_TRIAL, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.3, 4.0, 0.3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Noise in one layer's side ("k" or "v"): nats of KLD per scored token, and the squared norm that it adds to the
+    stream, exact. Side "": noise that is too small to matter."""
+
+    chunk: int
+    index: int
+    side: str
+    kld: float
+    energy: float
+
+
+@dataclass
+class Found:
+    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of `chunks` chunks."""
+
+    sums: list[dict[str, F64]]
+    queries: int = 0
+    chunks: int = 0
+    trials: list[Trial] = field(default_factory=list)
+
+    @classmethod
+    def none(cls, calibration: Calibration) -> Found:
+        return cls([{side: np.zeros(_size(layer, side)) for side in SIDES} for layer in calibration.layers])
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it, to be saved."""
+        numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
+        counts = {"counts": np.array([self.queries, self.chunks]), "trials": np.array(numbers).reshape(-1, 5)}
+        return counts | {f"{i}.{side}": part for i, own in enumerate(self.sums) for side, part in own.items()}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
+        """What arrays() was called on, for the same calibration. Raises KeyError or ValueError for anything else."""
+        found = cls.none(calibration)
+        found.queries, found.chunks = (int(n) for n in arrays["counts"])
+        found.trials = [
+            Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(moved))
+            for c, i, side, kld, moved in arrays["trials"]
+        ]
+        for i, own in enumerate(found.sums):
+            for side in SIDES:
+                own[side] += arrays[f"{i}.{side}"]
+        return found
+
+    @property
+    def floor(self) -> float:
+        """What rounding alone costs, nats per token."""
+        return max((t.kld for t in self.trials if not t.side), default=0.0)
+
+    def factors(self) -> dict[tuple[int, str], float]:
+        """Nats per half the stream's energy, by index of the layer and side, of the trials that were loud enough."""
+        floors = {t.index: t.kld for t in self.trials if not t.side}
+        known = {}
+        for t in self.trials:
+            floor = float(np.interp(t.index, sorted(floors), [floors[i] for i in sorted(floors)])) if floors else 0.0
+            if t.side and t.kld > max(HEARD * floor, SILENT) and t.energy > 0.0:
+                known[t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
+        return known
+
+
+def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
+    d = layer.shape.d_k if side[0] == "k" else layer.shape.d_v
+    return layer.shape.n_head_kv, d, d
+
+
+class _Chunk:
+    """One chunk decoded: its cells, rows of every layer and the exact distributions of the scored tokens."""
+
+    def __init__(self, session: Session, tokens: Sequence[int]) -> None:
+        self.session = session
+        self.scored, self.start = list(tokens[-SCORED:]), len(tokens) - SCORED
+        sampled = spread(self.start // 2, self.start, QUERIES)
+        after = range(self.start, len(tokens))
+        marks = (0, self.start - 1)  # rows by which the others are found in the state
+        session.forget()
+        session.mode(SAMPLE, (*marks, *after), (*sampled, *after))
+        session.clear()
+        for first in range(0, self.start, UBATCH):
+            session.decode(tokens[first : min(first + UBATCH, self.start)], first)
+        self.saved = session.cells()
+        self.exact = session.logits(self.scored, self.start).copy()
+        session.mode(PAUSE)
+        self.n_sampled, self.pos = len(sampled), np.array([*sampled, *after], dtype=np.float64)
+        self.layers = session.layers()
+        self.at = self._find()
+
+    def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
+        """Offset in the state of every layer's keys and values, and the scored tokens' own [SCORED, n_head_kv, d]."""
+        found, start = {}, 0
+        for side in "kv":
+            for layer in self.layers:
+                rows = self.session.get(layer, f"{side}s").astype(np.float32)
+                first, last = (rows[i].astype(np.float16).tobytes() for i in (0, 1))
+                distance = (self.start - 1) * len(last)
+                begin = _find_pair(self.saved, first, last, distance, start)
+                if begin < 0:
+                    what = "keys" if side == "k" else "values"
+                    raise SubkvError(
+                        "model", f"layer {layer.il}: expected its {what} in a saved state, cell after cell, found none"
+                    )
+                found[layer.il, side] = begin, rows[2:]
+                start = begin + distance
+        return found
+
+    def view(self, il: int, side: str) -> F16:
+        """The cells' keys or values inside the state, [start, n_head_kv, d], writable."""
+        begin, rows = self.at[il, side]
+        shape = (self.start, *rows.shape[1:])
+        return np.frombuffer(self.saved, np.float16, int(np.prod(shape)), begin).reshape(shape)
+
+    def rows(self, il: int, scored: bool) -> Rows:
+        """Of a layer: the cells before the scored tokens and the queries sampled there, or all cells and the scored."""
+        layer = next(layer for layer in self.layers if layer.il == il)
+        q = self.session.get(layer, "qs").astype(np.float32)
+        k, v = (self.view(il, side).astype(np.float32) for side in "kv")
+        if not scored:
+            return Rows(q[: self.n_sampled], self.pos[: self.n_sampled], k, v)
+        k, v = (np.concatenate([cells, self.at[il, side][1]]) for cells, side in ((k, "k"), (v, "v")))
+        return Rows(q[self.n_sampled :], self.pos[self.n_sampled :], k, v)
+
+    def kld(self, cells: Mapping[tuple[int, str], F32]) -> float:
+        """Mean KLD of the scored tokens with other `cells` [start, n_head_kv, d], by layer and side."""
+        exact = {at: self.view(*at).copy() for at in cells}
+        try:
+            for at, other in cells.items():
+                self.view(*at)[:] = other.astype(np.float16)
+            self.session.restore(self.saved)
+        finally:
+            for at, own in exact.items():
+                self.view(*at)[:] = own
+        return mean_kld(self.exact, self.session.logits(self.scored, self.start))
+
+
+def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:
+    """Where `first` is with `last` so many bytes behind it, from `start` on or else anywhere; −1: nowhere. A single row
+    is not enough: in the first layer equal tokens have equal values."""
+    for begin in (start, 0):
+        at = raw.find(first, begin)
+        while at >= 0:
+            if raw[at + distance : at + distance + len(last)] == last:
+                return at
+            at = raw.find(first, at + 1)
+    return -1
+
+
+class Noise:
+    """Errors of one layer's side that cost every direction the same, as a planned quantizer's do: covariance
+    (Σ⁻¹ + M/θ)⁻¹ for rows of covariance Σ and metric M; θ sets how much."""
+
+    def __init__(self, covariance: F64, metric: F64) -> None:
+        """Both [n_head_kv, d, d]; metric per query."""
+        self.weights, self.maps = [], []
+        for sigma, m in zip(covariance, metric, strict=True):
+            values, vectors = np.linalg.eigh(sigma)
+            root = vectors * np.sqrt(np.maximum(values, 0.0))
+            cost, turn = np.linalg.eigh(root.T @ m @ root)
+            self.weights.append(np.maximum(cost, 0.0))
+            self.maps.append(turn.T @ root.T)
+
+    @property
+    def most(self) -> float:
+        """Energy in the stream of rows drawn anew, per query."""
+        return float(sum(np.sum(weights) for weights in self.weights))
+
+    def of(self, wanted: float) -> Callable[[int, Generator], F32]:
+        """Draws n rows of noise of this energy, [n, n_head_kv, d]; more than `most` is that, scaled."""
+        gain, low, high = max(np.sqrt(wanted / self.most), 1.0), 1e-30, 1e30
+        for _ in range(200):
+            theta = float(np.sqrt(low * high))
+            found = sum(float(np.sum(w / (1.0 + w / theta))) for w in self.weights)
+            low, high = (theta, high) if found < wanted else (low, theta)
+
+        def draw(n: int, rng: Generator) -> F32:
+            heads = [
+                (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to
+                for w, to in zip(self.weights, self.maps, strict=True)
+            ]
+            return (gain * np.stack(heads, axis=1)).astype(np.float32)
+
+        return draw
+
+
+class Sensing:
+    """Sensitivities of a calibration's layers, in steps: run steps() as far as there is time, then result().
+
+    Every chunk adds to the matrices; the trials, one per layer and side, are shared among the chunks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        base: Base,
+        calibration: Calibration,
+        chunks: Sequence[Sequence[int]],
+        n_recent: int,
+        found: Found | None = None,
+    ) -> None:
+        """chunks: of equal length, more than n_recent + 2 SCORED + n_skip. found: what an earlier run had."""
+        self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
+        self.window = Window(calibration.n_skip, n_recent)
+        self.found = found or Found.none(calibration)
+
+    def plan(self) -> list[tuple[int, int, str]]:
+        """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
+        n = len(self.calibration.layers)
+        shift = {"k": 0, "v": len(self.chunks) // 2}  # a layer's sides in different chunks
+        order = list(enumerate(_order(n)))
+        trials = [((j + shift[side]) % len(self.chunks), i, side) for j, i in order for side in "kv"]
+        floors = [(0, i, "") for i in sorted({0, n - 1})]
+        return floors + sorted(trials, key=lambda trial: trial[0])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all steps decode, if no trial is repeated."""
+        return sum(map(len, self.chunks)) + SCORED * len(self.plan())
+
+    def steps(self) -> Iterator[int]:
+        """Yields after every step the tokens that it decoded; found can be kept between any two."""
+        tried = {(t.chunk, t.index, t.side) for t in self.found.trials}
+        for c, tokens in enumerate(self.chunks):
+            left = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
+            if not left and c < self.found.chunks:
+                continue
+            chunk = _Chunk(self.session, tokens)
+            if c >= self.found.chunks:
+                self._accumulate(chunk)
+            yield len(tokens)
+            for i, side in left:
+                yield SCORED * (self._try(chunk, c, i, side) if side else self._floor(chunk, c, i))
+
+    def _accumulate(self, chunk: _Chunk) -> None:
+        for stats, sums in zip(self.calibration.layers, self.found.sums, strict=True):
+            output = output_weights(self.base, stats.shape)
+            for side, part in metrics(chunk.rows(stats.shape.il, False), stats.shape, output, self.window).items():
+                sums[side] += part
+        self.found.queries += chunk.n_sampled
+        self.found.chunks += 1
+
+    def _noise(self, i: int, side: str) -> Noise:
+        second, first = (getattr(self.calibration.layers[i], f"{side}{power}") for power in (2, 1))
+        covariance = second - first[:, :, None] * first[:, None, :]
+        return Noise(covariance, self.found.sums[i][f"{side}0"] / self.found.queries)
+
+    def _noisy(self, chunk: _Chunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
+        """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d]."""
+        cells = chunk.view(self.calibration.layers[i].shape.il, side).astype(np.float32)
+        cells[self.window.n_sink :] += draw(len(cells) - self.window.n_sink, np.random.default_rng([seed, i]))
+        noisy: F32 = cells.astype(np.float16).astype(np.float32)
+        return noisy
+
+    def _floor(self, chunk: _Chunk, c: int, i: int) -> int:
+        """What rounding alone costs: noise too small to matter."""
+        noise = self._noise(i, "v")
+        cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
+        self.found.trials.append(Trial(c, i, "", chunk.kld({(self.calibration.layers[i].shape.il, "v"): cells}), 0.0))
+        return 1
+
+    def _try(self, chunk: _Chunk, c: int, i: int, side: str) -> int:
+        """Returns how many trials it took."""
+        shape = self.calibration.layers[i].shape
+        noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
+        guess, n_tried = self._guess(i, side), 0
+        wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
+        most = noise.most if side == "k" else np.inf  # attention is linear in its values
+        while True:
+            n_tried += 1
+            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
+            kld = chunk.kld({(shape.il, side): cells})
+            done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
+            if done or n_tried > REPEATS:
+                break
+            wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
+        error = np.zeros_like(rows.k if side == "k" else rows.v)
+        error[: chunk.start] = cells - chunk.view(shape.il, side).astype(np.float32)
+        moved = energy(rows, shape, output, error if side == "k" else None, error if side == "v" else None)
+        self.found.trials.append(Trial(c, i, side, kld, moved))
+        return n_tried
+
+    def _guess(self, i: int, side: str) -> float | None:
+        """Nats per half energy as in the nearest layer that was tried, of this side if both were."""
+        known = self.found.factors()
+        near = sorted(known, key=lambda key: (abs(key[0] - i), key[1] != side))
+        return known[near[0]] if near else None
+
+    def result(self) -> Calibration:
+        """The calibration with what is found; predictions are not corrected yet: corrected().
+
+        Raises SubkvError about `model` where no noise in its cache changes what it says.
+        """
+        factors = smoothed(self.found.factors(), len(self.calibration.layers))
+        lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
+        if lost < SILENT:
+            raise SubkvError("model", UNPREDICTABLE)
+        layers = []
+        for i, (stats, sums) in enumerate(zip(self.calibration.layers, self.found.sums, strict=True)):
+            scaled = {side: factors[side[0]][i] * sums[side] / self.found.queries for side in SIDES}
+            layers.append(replace(stats, sensitivity=LayerSensitivity(**scaled)))
+        tokens = SCORED * sum(trial.side != "" for trial in self.found.trials)
+        n_ctx = max(len(chunk) for chunk in self.chunks)
+        measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
+        return replace(self.calibration, layers=tuple(layers), sensitivity=measured, sha256="")
+
+    def corrected(self, tokens: Sequence[int], n_threads: int) -> Calibration:
+        """result() with its predictions corrected by what a layout and a stock type cost on one chunk more.
+
+        Errors of all layers together add up to more than second order says where attention is rare and decisive. The
+        layout is put into a saved state; the stock type, which has no window, runs for real on half of the chunk.
+        """
+        calibration = self.result()
+        assert calibration.sensitivity is not None
+        fit = Fit(self.base, calibration, Options(window=self.window, bpe_context=ROWS_ONLY))
+        chunk = _Chunk(self.session, tokens)
+        coded, factors = slice(self.window.n_sink, chunk.start - self.window.n_recent), [1.0, 1.0]
+        layers, predicted = _loud(fit)
+        cells = {}
+        for layer in layers:
+            for side in "kv":
+                seen = chunk.view(layer.shape.il, side).astype(np.float32)
+                for h, head in enumerate(layer.heads):
+                    stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
+                    seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
+                cells[layer.shape.il, side] = seen
+        found = chunk.kld(cells) - self.found.floor
+        if found > 0.0 and predicted > 0.0:
+            factors[0] = found / predicted
+        stock = fit.stock_error(STOCK)
+        if stock:
+            (kld,) = compare(self.session.model, [CacheOptions(STOCK)], tokens[: len(tokens) // 2], n_threads)
+            factors[1] = max(kld - self.found.floor, 0.0) / stock or 1.0
+        measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
+        return replace(calibration, sensitivity=measured)
+
+
+def _loud(fit: Fit) -> tuple[tuple[CodedLayer, ...], float]:
+    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; and that."""
+    least, _ = budget_range(fit.heads, fit.overhead)
+    for bits in [bits for bits in BITS if bits >= least.total]:
+        layers, _ = fit.code(fit.plan(bits))
+        predicted = fit.error(layers) or 0.0
+        if predicted >= CLEAR:
+            break
+    return layers, predicted
+
+
+def sense(
+    session: Session,
+    base: Base,
+    calibration: Calibration,
+    chunks: Sequence[Sequence[int]],
+    n_recent: int,
+    n_threads: int,
+    minutes: float | None = None,
+    found: Found | None = None,
+    keep: Callable[[Found], None] = lambda found: None,
+    progress: bool = False,
+) -> Calibration:
+    """The calibration of a GGUF with sensitivities measured on `chunks`, all but the last, and corrected on that.
+
+    session: with room for a chunk. chunks: of equal length. minutes: time for all of it; after LEAST trials, what there
+    is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called after every
+    step. Raises SubkvError: about `n_ctx` for chunks too short, about `model` where nothing can be predicted.
+    """
+    start, n_ctx = time.monotonic(), min(map(len, chunks))
+    least = n_recent + calibration.n_skip + 4 * SCORED
+    if n_ctx < least:
+        raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
+    sensing = Sensing(session, base, calibration, chunks[:-1], n_recent, found)
+    last, spent = 2 * n_ctx + SCORED, 0  # tokens of the correction, and so far
+    with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
+        for n in sensing.steps():
+            keep(sensing.found)
+            bar.update(n)
+            spent += n
+            passed = time.monotonic() - start
+            late = minutes is not None and passed * (1.0 + (last + n) / spent) > 60.0 * minutes
+            if late and len(sensing.found.trials) >= LEAST:
+                break
+        return sensing.corrected(chunks[-1], n_threads)
+
+
+def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str, F64]:
+    """Factors of all layers, per side [n_layer], from those that were tried: their logarithms change little from one
+    layer to the next, the first two apart, and between a layer's keys and values.
+
+    Raises SubkvError about `model` where none is known.
+    """
+    if not factors:
+        raise SubkvError("model", UNPREDICTABLE)
+    normal, right = np.zeros((2 * n_layer, 2 * n_layer)), np.zeros(2 * n_layer)
+
+    def tie(a: int, b: int, sd: float) -> None:
+        normal[[a, b], [a, b]] += sd**-2
+        normal[[a, b], [b, a]] -= sd**-2
+
+    for (i, side), factor in factors.items():
+        at = 2 * i + (side == "v")
+        normal[at, at] += SD_TRIAL**-2
+        right[at] += np.log(factor) / SD_TRIAL**2
+    for i in range(n_layer):
+        tie(2 * i, 2 * i + 1, SD_SIDES)
+        for at in (2 * i, 2 * i + 1) if i + 1 < n_layer else ():
+            tie(at, at + 2, SD_FIRST if i < 2 else SD_LAYERS)
+    found = np.exp(np.linalg.solve(normal, right))
+    return {"k": found[0::2], "v": found[1::2]}
+
+
+def _order(n: int) -> list[int]:
+    """All of n layers, so that any beginning is spread over the depth: the ends, then the middles of what is left."""
+    order, gaps = [0, n - 1] if n > 1 else [0], [(0, n - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order

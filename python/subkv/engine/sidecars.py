@@ -1,0 +1,136 @@
+"""The bases of a model that brings none: a sidecar that is found by itself, or one made of the weights alone.
+
+A sidecar beside the model comes first, then the one in the store (subkv.format.store). Both have to say that they are
+of this model's content; one that does not is refused, never skipped: another cache than expected is no small surprise.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.format import store
+from subkv.format.layout import Layout
+from subkv.format.metadata import generator
+from subkv.native.gguf import Gguf
+
+_ENDING = ".weights.gguf"  # in the store: of bases made of the weights alone
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sidecar, and one line that says what is in use."""
+
+    path: Path
+    told: str
+
+
+def command(model: Path) -> str:
+    """What a user types to calibrate a model."""
+    return f"subkv convert {shlex.quote(str(model))}"
+
+
+def nothing_found(model: Path) -> str:
+    """What the user of an ordinary cache may want to know."""
+    return (
+        "cache: f16, as this model carries no bases and none were prepared; -ctk subkv is several times smaller at "
+        f"once, and `{command(model)}` makes it better"
+    )
+
+
+def calibrated(model: Path) -> Found | None:
+    """The sidecar of a model that `convert` has prepared. Raises CacheError about `bases`, ModelFileError."""
+    near = store.beside(model)
+    if not near.exists() and not store.folder().is_dir():
+        return None
+    with Gguf(model) as base:
+        entry = store.entry(base)
+    path = near if near.exists() else entry.sidecar
+    if not path.exists():
+        return None
+    store.check(path, entry.content)
+    with Layout(path) as layout:
+        n_tokens = layout.description["calibration"]["tokens"]
+    day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
+    made = f"calibrated on {n_tokens} tokens" if n_tokens else "made without a calibration"
+    return Found(path, f"bases: {made} for this model, {day}, {_bits(path)} ({path})")
+
+
+def of_weights(model: Path, keep: bool) -> Found:
+    """Bases made of the weights alone, now or by an earlier call. keep: look in the store, and put them there.
+
+    Raises CacheError about `kv_cache` where they cannot be made.
+    """
+    with Gguf(model) as base:
+        entry = store.entry(base)
+    path, kept = entry.named(_ENDING), ""
+    if not (keep and _usable(path, entry.content)):
+        path, kept = _make(model, path, entry, keep)
+    gain = f"calibrating makes it better: `{command(model)}`"
+    return Found(path, f"bases: from the weights alone, {_bits(path)}{kept}; {gain}")
+
+
+def _bits(path: Path) -> str:
+    with Layout(path) as layout:
+        read = layout.description
+    return f"{read['bits_per_element']:.2f} bits per element at {read['bpe_context']} tokens"
+
+
+def _usable(path: Path, content: str) -> bool:
+    """Whether they can be used as they are; what another version made is made again."""
+    if not path.exists():
+        return False
+    try:
+        store.check(path, content)
+        with Layout(path) as layout:
+            return bool(layout.description["generator"] == generator())
+    except SubkvError:
+        return False
+
+
+class _Held:
+    """Sidecars of this process alone, by the model's content: for stores that cannot be written. Removed at its end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def path(self, entry: store.Entry) -> Path:
+        with self._lock:
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="subkv-")
+        return Path(self._folder.name) / f"{entry.content}.gguf"
+
+
+_held = _Held()
+
+
+def _make(model: Path, path: Path, entry: store.Entry, keep: bool) -> tuple[Path, str]:
+    """Make them; their path, and why they are not in the store if they should be."""
+    from subkv.plan import datafree  # the one place where the engine asks the planner: pyproject.toml says so
+
+    why = ""
+    try:
+        if keep:
+            try:
+                entry.prepare()
+                with concerning(output="store"):
+                    datafree.sidecar(model, path)
+                return path, ""
+            except SubkvError as error:
+                if error.key not in ("XDG_CACHE_HOME", "store"):
+                    raise
+                why = f", not kept ({error.reason})"
+        path = _held.path(entry)
+        if not path.exists():
+            datafree.sidecar(model, path)
+    except SubkvError as error:
+        if isinstance(error, CacheError):  # a kind of model that no bases help
+            raise
+        reason = f"expected bases, found none for {model} and cannot make them of its weights: {error}"
+        raise CacheError("kv_cache", f"{reason}; choose f16") from error
+    return path, why

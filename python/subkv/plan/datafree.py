@@ -1,0 +1,228 @@
+"""Bases for a model that was never calibrated: from its weights alone, without text and without running it.
+
+Keys: coordinates in the order of what an error in them costs, as far as the weights tell (weights.py), less their mean
+where biases give one, mixed inside bands. Values: mixed evenly, since weights tell nothing of them that holds. Nor do
+they tell which layers and heads matter: all get alike, and no coefficient fewer than LEAST bits. Any basis here is
+invertible, so of a model of an unusual kind the quality is less, but no answer wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subkv.base.errors import CacheError, SubkvError
+from subkv.base.threads import default_threads
+from subkv.format import metadata
+from subkv.format.arrays import F16, F64
+from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
+from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
+from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
+from subkv.plan import budget
+from subkv.plan.basis import FullBasis, band_steps, gains, half, mixing_matrix, slices, store, stored_mean
+from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context
+from subkv.plan.weights import Energies, Weights
+
+KV_BITS = 4.75  # default budget
+LEAST = 3  # bits of any coefficient
+WIDEST = 16  # a bias can be a thousand times what varies around it
+# What a value's coefficient weighs against the geometric mean of a head's keys.
+VALUE_WEIGHT = 0.6
+SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all heads
+PLANNED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that mean something here
+NOT_READ = "0" * 64  # in place of a hash: of a calibration that there is not, of weights that were not read whole
+
+
+def shapes(base: Base) -> tuple[LayerShape, ...]:
+    """Of the layers whose K/V heads can be coded. Raises CacheError where there is none."""
+    arch = base.get("general.architecture")
+
+    def of_layer(key: str, il: int) -> int:
+        value = base.get(f"{arch}.attention.{key}")
+        value = value[il] if isinstance(value, list) and il < len(value) else value
+        return value if isinstance(value, int) else 0
+
+    def rows(name: str) -> int:
+        return base.matrix(name, "its shape is a head's").shape[0] if base.has_tensor(name) else 0
+
+    found = []
+    for il in range(int(base.get(f"{arch}.block_count") or 0)):
+        n_head = of_layer("head_count", il)
+        n_head_kv = of_layer("head_count_kv", il) if base.get(f"{arch}.attention.head_count_kv") else n_head
+        if not n_head or not n_head_kv or n_head % n_head_kv:
+            continue
+        width = int(base.get(f"{arch}.embedding_length") or 0) // n_head
+        # layers of a sliding window may have sizes of their own, which their matrices tell
+        d_k, d_v = (
+            rows(f"blk.{il}.attn_{side}.weight") // n_head_kv or of_layer(f"{name}_length", il) or width
+            for side, name in (("k", "key"), ("v", "value"))
+        )
+        if all(8 <= d <= MAX_HEAD_SIZE and d % 8 == 0 for d in (d_k, d_v)):
+            found.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
+    mla = base.get(f"{arch}.attention.key_length_mla") is not None
+    if mla or not found:
+        reason = "its attention is multi-head latent (MLA), which already caches a low-rank latent"
+        if not mla:
+            reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
+        raise CacheError(
+            "kv_cache",
+            f"model {arch}: subkv cannot hold its K/V cache because {reason}; use an ordinary cache type (-ctk f16)",
+        )
+    return tuple(found)
+
+
+def plan(base: Base, options: Options) -> Result:
+    """Layout and bases from the weights. options: those of PLANNED; no kv_bits: KV_BITS at CALIBRATED_CONTEXT tokens.
+
+    Raises SubkvError about an option that needs a calibration, a budget that cannot be met, or a model that is refused.
+    """
+    for field in fields(Options):
+        if field.name not in PLANNED and getattr(options, field.name) != field.default:
+            raise SubkvError(field.name, "expected none with bases from the weights alone, found one; calibrate first")
+    options.window.check()
+    window = options.window.filled()
+    layers = shapes(base)
+    context = options.bpe_context or (CALIBRATED_CONTEXT if options.kv_bits is None else default_context(base))
+    overhead = budget.Overhead(context, window)
+    with ThreadPoolExecutor(default_threads()) as pool:
+        weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
+        found = list(pool.map(weights.energies, layers))
+    centred = options.center_k and window.n_sink > 0
+    keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
+    heads = []
+    for shape, of_layer in zip(layers, keys, strict=True):
+        for key in of_layer:
+            heads.append(budget.Head(shape.d_k, key.importance, centred=bool(key.mean.any())))
+            heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v)))
+    kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
+    planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
+    coded = _coded(layers, keys, planned)
+    known = all(energies is not None for energies in found)
+    settings = metadata.Settings("banded", "query-aware" if known else "pca", "pca", "one", window, options.adapt)
+    sources = {"formula": len(heads) // 2}
+    return Result(coded, settings, budget.account(heads, planned, overhead), sources, notes=_notes(layers, found))
+
+
+def bases_from_weights(model: Path, options: Options | None = None) -> Result:
+    """plan() of a GGUF."""
+    with Gguf(model) as base:
+        return plan(base, options or Options())
+
+
+def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:
+    """Write a sidecar for a model that was never calibrated, atomically. Raises SubkvError as plan() does."""
+    with Gguf(model) as base:
+        result = plan(base, options or Options())
+        write_sidecar(base, output, keys(base, result))
+    return result
+
+
+def keys(base: Base, result: Result) -> dict[str, Any]:
+    """The metadata of a result; its provenance says that no text was used (FORMAT.md §1)."""
+    arch = str(base.get("general.architecture"))
+    nothing = Calibration(
+        arch=arch,
+        name="",
+        block_count=int(base.get(f"{arch}.block_count")),
+        n_ctx=0,
+        n_skip=0,
+        tokens=0,
+        texts=(TextSource(metadata.FROM_WEIGHTS, NOT_READ, 0),),
+        model_sha256=NOT_READ,
+        generator=metadata.generator(),
+        layers=(),
+        sha256=NOT_READ,
+    )
+    values = metadata.keys(result.layers, nothing, result.settings, result.counted)
+    return {**values, SHA256_KEY: ("str", NOT_READ)}
+
+
+def _notes(layers: Sequence[LayerShape], found: Sequence[Energies | None]) -> tuple[SubkvError, ...]:
+    unknown = [shape.il for shape, energies in zip(layers, found, strict=True) if energies is None]
+    if not unknown:
+        return ()
+    reason = f"expected weights that tell of keys, found none in {len(unknown)} of {len(layers)} layers: evenly coded"
+    return (SubkvError("model", reason),)
+
+
+def _sloped(n: int) -> F64:
+    return np.asarray(1.0 - SLOPE * (np.arange(n) // budget.GROUP), dtype=np.float64)
+
+
+def _leveled(cost: F64, usual: F64) -> F64:
+    """A head's costs as if no head mattered more: the geometric mean of what is usual, without biases, becomes 1."""
+    floor = max(float(usual.max()), 1e-300) * 1e-12
+    mean = float(np.exp(np.mean(np.log(np.maximum(usual, floor)))))
+    return cost / mean * _sloped(len(cost))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """A head's keys. order: coordinates as coefficients, None: evenly mixed; variance, importance: [d] in this order.
+
+    mean: [d] as stored, what they are coded less of.
+    """
+
+    order: NDArray[np.int64] | None
+    variance: F64
+    importance: F64
+    mean: F16
+
+
+def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_Keys]:
+    """Of a layer's heads; mixed evenly where nothing is known."""
+    d = shape.d_k
+    if energies is None:
+        return [_Keys(None, np.ones(d), _sloped(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
+    out = []
+    for k, q, mean, rest in zip(energies.k, energies.q, energies.mean, energies.rest, strict=True):
+        variance = k + rest if centred else k + rest + mean**2
+        cost = variance * q
+        order = np.argsort(-cost, kind="stable")
+        out.append(_Keys(order, variance[order], _leveled(cost[order], k * q), stored_mean(mean * centred)))
+    return out
+
+
+def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) -> StoredBasis:
+    """As basis.store, of coordinates in an order: written down instead of multiplied and inverted, for speed."""
+    steps, mixed = band_steps(bands, variance)
+    encode = np.zeros((len(order), len(order)))
+    for part, mix in zip(slices(bands), mixed, strict=True):
+        n = part.stop - part.start
+        encode[part, order[part]] = mixing_matrix(n) if mix else np.eye(n)
+    rounded = half(encode, "E")
+    exact = rounded.astype(np.float64)
+    decode = exact / np.sum(exact**2, axis=1, keepdims=True)
+    return StoredBasis(bands, rounded, half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
+
+
+@functools.cache
+def _even_stored(d: int, bands: Bands) -> StoredBasis:
+    """All coefficients alike."""
+    return store(FullBasis(mixing_matrix(d), mixing_matrix(d), np.ones(d), np.ones(d)), np.eye(d), bands)
+
+
+def _coded(
+    layers: Sequence[LayerShape], keys: Sequence[list[_Keys]], planned: Iterable[Bands]
+) -> tuple[CodedLayer, ...]:
+    """Rounded bases. planned: bands of K and V of all heads in turn."""
+    bands = iter(planned)
+    out = []
+    for shape, of_layer in zip(layers, keys, strict=True):
+        heads = []
+        for key in of_layer:
+            of_k, of_v = next(bands), next(bands)
+            if key.order is None:
+                coded = _even_stored(shape.d_k, of_k)
+            else:
+                coded = _stored(key.order, key.variance, of_k, key.mean)
+            heads.append(CodedHead(coded, _even_stored(shape.d_v, of_v), 1.0))
+        out.append(CodedLayer(shape, tuple(heads)))
+    return tuple(out)

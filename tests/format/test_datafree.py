@@ -1,0 +1,349 @@
+"""Bases from the weights alone: energies against brute force, layouts, provenance, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+from subkv.base.errors import CacheError, SubkvError
+from subkv.format import metadata
+from subkv.format.bases import CodedLayer
+from subkv.format.layout import Layout
+from subkv.format.window import Window
+from subkv.native.gguf import Gguf
+from subkv.plan import datafree, predict, weights
+from subkv.plan.pipeline import Options
+from subkv.plan.positions import partners
+from subkv.plan.weights import Energies, Weights
+
+F64 = NDArray[np.float64]
+Models = Callable[..., Path]
+SPAN = 512
+SHIFT = 600.0  # norm of a bias, as Qwen2's largest
+
+
+class Changed:
+    """A model some of whose tensors and keys are others; None: it has no such tensor. A subkv.native.gguf.Base."""
+
+    def __init__(self, base: Gguf, tensors: dict[str, Any] | None = None, **values: Any) -> None:
+        self.base, self.tensors, self.values, self.path = base, tensors or {}, values, base.path
+
+    def keys(self) -> list[str]:
+        return self.base.keys()
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key.rpartition(".")[2], self.base.get(key))
+
+    def has_tensor(self, name: str) -> bool:
+        return self.tensors[name] is not None if name in self.tensors else self.base.has_tensor(name)
+
+    def tensor(self, name: str, why: str) -> Any:
+        return self.matrix(name, why).rows(slice(None))
+
+    def matrix(self, name: str, why: str) -> Any:
+        return Rows(self.tensors[name]) if name in self.tensors else self.base.matrix(name, why)
+
+
+class Rows:
+    def __init__(self, values: Any) -> None:
+        self.values = np.atleast_2d(values).astype(np.float32)
+        self.shape = self.values.shape
+
+    def rows(self, which: Any) -> Any:
+        return self.values[which].copy()
+
+
+def energies(base: Any, il: int = 0, span: int = SPAN) -> Energies:
+    layers = datafree.shapes(base)
+    found = Weights(base, layers, span).energies(layers[il])
+    assert found is not None
+    return found
+
+
+def turned(x: F64, position: F64, n_rot: int, neighbours: bool, base: float = 10000.0) -> F64:
+    """Rows [n, d] as RoPE turns them, written down from its definition."""
+    half = n_rot // 2
+    angle = position[:, None] * base ** (-2.0 * np.arange(half) / n_rot)
+    first = 2 * np.arange(half) if neighbours else np.arange(half)
+    second = first + (1 if neighbours else half)
+    out = x.copy()
+    out[:, first] = x[:, first] * np.cos(angle) - x[:, second] * np.sin(angle)
+    out[:, second] = x[:, first] * np.sin(angle) + x[:, second] * np.cos(angle)
+    return out
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbours without biases, halves with them
+def test_energies_are_those_of_keys(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Keys and queries of a white stream, turned at random positions, have the means and energies that are told."""
+    monkeypatch.setattr(weights, "WHITE", 1.0)
+    rng = np.random.default_rng(0)
+    with Gguf(tiny_model(arch)) as base:
+        plain = Changed(base, context_length=SPAN)
+        found, shape = energies(plain), datafree.shapes(base)[0]
+        norm = base.tensor("blk.0.attn_norm.weight", "").ravel()
+        position = rng.uniform(0.0, SPAN, 20000)
+        x = rng.standard_normal((len(position), len(norm))) * norm
+
+        def rows(side: str, head: int) -> F64:
+            of_head = slice(head * shape.d_k, (head + 1) * shape.d_k)
+            bias = base.tensor(f"blk.0.attn_{side}.bias", "").ravel()[of_head] if arch == "qwen2" else 0.0
+            values = x @ base.tensor(f"blk.0.attn_{side}.weight", "")[of_head].T
+            return turned(values + bias, position, shape.d_k, arch == "llama")
+
+        for h in range(shape.n_head_kv):
+            k = rows("k", h)
+            np.testing.assert_allclose(found.mean[h], k.mean(0), atol=0.1)
+            k -= found.mean[h]
+            told = found.k[h] + found.rest[h]
+            q = np.concatenate([rows("q", h * shape.n_group + g) for g in range(shape.n_group)])
+            assert told.sum() == pytest.approx(np.sum(k**2) / len(k), rel=0.03)
+            assert found.q[h].sum() == pytest.approx(np.sum(q**2) / len(q), rel=0.03)
+            if arch == "llama":  # else biases come on top of what keys and queries share
+                both = np.sqrt(np.mean(k**2, 0) * np.mean(q**2, 0))
+                np.testing.assert_allclose(told / told.sum(), both / both.sum(), rtol=0.25)
+
+
+def test_the_stream_is_found_where_weights_read_it(tiny_model: Models) -> None:
+    """Matrices that are large in a few directions of the stream: these get what is not white."""
+    rng = np.random.default_rng(1)
+    with Gguf(tiny_model("llama")) as base:
+        n = int(base.get("llama.embedding_length"))
+        few = np.linalg.qr(rng.standard_normal((n, 3)))[0]
+        names = [f"blk.{il}.attn_{side}.weight" for il in range(2) for side in "qk"]
+        changed = {name: base.tensor(name, "") @ (np.eye(n) + 9.0 * few @ few.T) for name in names}
+        changed |= {f"blk.{il}.attn_norm.weight": np.ones(n) for il in range(2)}
+        stream = Weights(Changed(base, changed), datafree.shapes(base), SPAN)._stream
+    assert stream is not None
+    assert np.sum(stream**2) == pytest.approx(1.0 - weights.WHITE, rel=1e-4)
+    assert np.sum((few.T @ stream) ** 2) == pytest.approx(1.0 - weights.WHITE, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arch", "apart"), [("llama", 1), ("qwen2", 16), ("gemma2", 16), ("gpt-oss", 16), ("bloom", 0)]
+)
+def test_coordinates_that_turn_together_share_their_energy(tiny_model: Models, arch: str, apart: int) -> None:
+    with Gguf(tiny_model(arch)) as base:
+        turning, found = partners(base, 32), energies(base)
+    assert turning is not None
+    assert set(abs(turning - np.arange(32))) == {apart}
+    rest = found.k[:, turning]
+    if arch != "bloom":
+        np.testing.assert_allclose(found.k, rest)
+        np.testing.assert_allclose(found.q, found.q[:, turning])
+
+
+def test_partial_rotation(tiny_model: Models) -> None:
+    with Gguf(tiny_model("qwen2")) as base:
+        turning = partners(Changed(base, dimension_count=8), 32)
+        assert partners(Changed(base, dimension_count=7), 32) is None
+        assert partners(Changed(base, architecture="unheard of"), 32) is None
+    assert turning is not None
+    assert turning.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)]
+
+
+def test_norms_of_heads_take_the_size_away(tiny_model: Models) -> None:
+    """Qwen3: keys are normalized and weighted behind their projection, whatever its size."""
+    rng = np.random.default_rng(2)
+    weight = rng.uniform(0.5, 2.0, 32)
+    with Gguf(tiny_model("qwen2")) as base:
+        normed = {f"blk.0.attn_{side}_norm.weight": weight for side in "qk"}
+        without = {f"blk.0.attn_{side}.bias": None for side in "qk"}
+        large = {"blk.0.attn_k.weight": 100.0 * base.tensor("blk.0.attn_k.weight", "")}
+        one = energies(Changed(base, normed | without))
+        other = energies(Changed(base, normed | without | large))
+        whole = energies(Changed(base, without | {"blk.0.attn_k_norm.weight": np.tile(weight, 2)}))
+        with pytest.raises(AssertionError):
+            energies(Changed(base, {"blk.0.attn_k_norm.weight": weight[:5]}))
+    np.testing.assert_allclose(one.k, other.k, rtol=1e-5)
+    assert one.k.sum() == pytest.approx(2 * np.sum(weight**2), rel=0.3)
+    assert whole.k.shape == one.k.shape and np.isfinite(whole.k).all()
+
+
+def test_fused_matrices_are_those_apart(tiny_model: Models) -> None:
+    with Gguf(tiny_model("qwen2")) as base:
+        parts: dict[str, Any] = {}
+        for il in range(2):
+            for kind in ("weight", "bias"):
+                names = [f"blk.{il}.attn_{side}.{kind}" for side in "qkv"]
+                values = [base.tensor(name, "") for name in names]
+                parts[f"blk.{il}.attn_qkv.{kind}"] = np.concatenate(values, axis=0 if kind == "weight" else 1)
+                parts |= dict.fromkeys(names)
+        want, found = energies(base), energies(Changed(base, parts))
+    for name in ("k", "q", "mean"):
+        np.testing.assert_allclose(getattr(found, name), getattr(want, name), rtol=1e-5, atol=1e-8)
+
+
+#
+# what is planned
+#
+
+
+def options(kv_bits: float | None = 4.75, **others: Any) -> Options:
+    return Options(kv_bits=kv_bits, window=Window(4, 16), bpe_context=1 << 20, **others)
+
+
+def invertible(layers: tuple[CodedLayer, ...]) -> None:
+    """Every basis keeps all coefficients, with at least LEAST bits, and D undoes E up to the quantizers' gains."""
+    for layer in layers:
+        for head in layer.heads:
+            for side in (head.k, head.v):
+                assert min(bits for _, bits in side.bands) >= datafree.LEAST
+                product = side.encode.astype(np.float64) @ side.decode.astype(np.float64).T
+                assert np.allclose(product, np.diag(np.diag(product)), atol=2e-3)
+                assert np.diag(product).min() > 0.99
+            assert head.gamma == 1.0
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2", "gpt-oss", "bloom", "gpt2", "grok", "t5", "lfm2"])
+def test_any_model_gets_bases(tiny_model: Models, arch: str) -> None:
+    result = datafree.bases_from_weights(tiny_model(arch), options())
+    invertible(result.layers)
+    assert 4.5 < result.counted.total <= 4.75
+    assert [note.key for note in result.notes] == (["model"] if arch == "t5" else [])  # its tensors have other names
+
+
+def test_unknown_rotation_or_damaged_weights_are_coded_evenly(tiny_model: Models) -> None:
+    with Gguf(tiny_model("qwen2")) as base:
+        bad = np.full((64, 128), np.nan)
+        for changed in (
+            Changed(base, architecture="unheard of", block_count=2),
+            Changed(base, {"blk.0.attn_k.weight": bad, "blk.1.attn_k.weight": bad}),
+            Changed(base, {f"blk.{il}.attn_{side}.weight": None for il in range(2) for side in "qk"}),
+        ):
+            known = {"head_count": 4, "head_count_kv": 2, "key_length": 32, "value_length": 32}
+            changed.values |= known
+            result = datafree.plan(changed, options())
+            invertible(result.layers)
+            assert len(result.notes) == 1
+            assert result.settings.basis_k == "pca"
+            assert len({np.asarray(h.k.encode).tobytes() for layer in result.layers for h in layer.heads}) == 1
+
+
+@pytest.mark.parametrize("side", "qk")
+def test_weights_of_zeros(tiny_model: Models, side: str) -> None:
+    with Gguf(tiny_model("llama")) as base:
+        name = f"blk.1.attn_{side}.weight"
+        result = datafree.plan(Changed(base, {name: np.zeros_like(base.tensor(name, ""))}), options())
+    invertible(result.layers)
+    assert not result.notes
+
+
+def test_a_budget_ends_alike_in_all_heads(tiny_model: Models) -> None:
+    """No head is known to matter more: the narrowest and the widest differ by one group, or where its pairs do."""
+    result = datafree.bases_from_weights(tiny_model("llama", n_layer=4), options(5.0))
+    bits = [sum(n * b for n, b in head.v.bands) for layer in result.layers for head in layer.heads]
+    assert max(bits) - min(bits) <= 8
+
+
+def with_biases(base: Gguf, d: int, size: float, pairs: list[int]) -> Changed:
+    """Keys of all layers shifted by biases of this norm, in these rotary pairs."""
+    rng = np.random.default_rng(3)
+    tensors = {}
+    for il in range(2):
+        bias = np.zeros((2, d))
+        for pair in pairs:
+            bias[:, [pair, pair + d // 2]] = rng.standard_normal((2, 2))
+        tensors[f"blk.{il}.attn_k.bias"] = (size / np.linalg.norm(bias) * bias).reshape(-1)
+    return Changed(base, tensors, context_length=8192)
+
+
+@pytest.mark.parametrize("pairs", [[31], [30, 31], [27, 31], [24]])  # which turn by 1 to 8 radians in 8192 positions
+def test_large_key_biases_cost_little(tiny_model: Models, pairs: list[int]) -> None:
+    """Keys shifted by 600: the rest of them loses less than one bit fewer would cost, a factor of 4."""
+    d = 64
+    position = np.sort(np.random.default_rng(4).uniform(0.0, 8192.0, 256))
+    lost = []
+    with Gguf(tiny_model("qwen2", head_size=d)) as base:
+        for size in (1e-3, SHIFT):
+            model = with_biases(base, d, size, pairs)
+            layer = datafree.plan(model, options(5.0)).layers[0]
+            norm = base.tensor("blk.0.attn_norm.weight", "").ravel()
+            x = np.random.default_rng(5).standard_normal((len(position), len(norm))) * norm
+            keys = x @ base.tensor("blk.0.attn_k.weight", "").T + model.tensors["blk.0.attn_k.bias"]
+            lost.append(0.0)
+            for h, head in enumerate(layer.heads):
+                k = turned(keys[:, d * h : d * h + d], position, d, False).astype(np.float32)
+                lost[-1] += float(np.mean((k - predict.reconstructed(k, head.k)) ** 2))
+    assert lost[1] < 4.0 * lost[0]
+
+
+#
+# what is written
+#
+
+
+def test_sidecar_says_where_it_comes_from(tiny_model: Models, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    result = datafree.sidecar(tiny_model("llama"), first)
+    datafree.sidecar(tiny_model("llama"), second)
+    assert first.read_bytes() == second.read_bytes()
+    with Layout(first) as layout:
+        described = layout.description
+    zeros = "0" * 64
+    assert described["calibration"] == {"sha256": zeros, "tokens": 0, "text": metadata.FROM_WEIGHTS}
+    assert described["base_sha256"] == zeros
+    assert described["bpe_context"] == 8192
+    assert described["bits_per_element"] == pytest.approx(result.counted.total)
+    assert 4.6 < result.counted.total <= datafree.KV_BITS
+    heads = metadata.read_heads(first)
+    for layer in result.layers:
+        for ours, stored in zip(layer.heads, heads[layer.shape.il], strict=True):
+            assert ours.k.bands == stored.k.bands
+            np.testing.assert_array_equal(ours.k.encode, stored.k.encode)
+
+
+@pytest.mark.parametrize(
+    ("others", "key"),
+    [
+        ({"codec": "int8"}, "codec"),
+        ({"basis_k": "pca"}, "basis_k"),
+        ({"rank_v": 16}, "rank_v"),
+        ({"kv_bits": 2.5}, "kv_bits"),
+        ({"window": Window(4, 1 << 20)}, "n_recent"),
+    ],
+)
+def test_refused_options(tiny_model: Models, tmp_path: Path, others: dict[str, Any], key: str) -> None:
+    with pytest.raises(SubkvError) as refused:
+        datafree.sidecar(tiny_model("llama"), tmp_path / "out.gguf", replace(options(), **others))
+    assert refused.value.key == key
+    assert "expected" in refused.value.reason
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("arch", "why"), [("deepseek2", "(MLA)"), ("mamba", "no layer of it has K/V heads")])
+def test_refused_models(tiny_model: Models, tmp_path: Path, arch: str, why: str) -> None:
+    with pytest.raises(CacheError) as refused:
+        datafree.sidecar(tiny_model(arch), tmp_path / "out.gguf")
+    assert f"model {arch}: subkv cannot hold its K/V cache because" in str(refused.value)
+    assert why in str(refused.value)
+    assert "-ctk f16" in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16", "BF16", "F32"])
+def test_rows_are_ggufs(tmp_path: Path, kind: str) -> None:
+    """Dequantized by ggml as gguf-py does it, bit by bit; any choice of rows."""
+    from gguf import GGUFWriter
+
+    values = np.random.default_rng(6).standard_normal((24, 64)).astype(np.float32)
+    dtype = GGMLQuantizationType[kind]
+    raw = values if kind == "F32" else quants.quantize(values, dtype)
+    writer = GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("x.weight", raw, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with Gguf(tmp_path / "one.gguf") as file:
+        matrix = file.matrix("x.weight", "")
+        assert matrix.shape == (24, 64)
+        for which in (slice(None), slice(3, 20, 5), np.array([7, 7, 0])):
+            want = quants.dequantize(raw, dtype).reshape(24, 64)[which]
+            np.testing.assert_array_equal(matrix.rows(which), want)

@@ -1,0 +1,117 @@
+"""Calibrations that are interrupted: the sums of two runs are those of one, wherever the first was cut."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calib_synthetic import FakeSession, text_bytes
+
+from converter import resume
+from converter.corpus import Text
+from converter.observe import calibrate, plan_batches, plan_chunks
+from converter.resume import Checkpoints
+from subkv.format.calibration import Calibration, TextSource, read_calibration
+
+N_CTX = 600  # two batches
+
+
+def text(n: int) -> Text:
+    return Text(TextSource("a.txt", "0" * 64, n), text_bytes(n))
+
+
+class Cut:
+    """Keeps sums in memory and stops the run after batch `last`, if it may be cut there."""
+
+    def __init__(self, last: int, kept: tuple[int, Calibration | None] = (0, None)) -> None:
+        self.last, self.kept = last, kept
+
+    def load(self, total: int) -> tuple[int, Calibration | None]:
+        return self.kept
+
+    def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
+        if sums is not None:
+            self.kept = done, sums()
+        if done == self.last:
+            raise KeyboardInterrupt
+
+
+def run(keeper: resume.Keeper | None = None) -> tuple[FakeSession, Calibration]:
+    session = FakeSession()
+    return session, calibrate(session, [text(5 * (N_CTX - 1))], N_CTX, 4, held_out=2, keeper=keeper)[0]
+
+
+def same(found: Calibration, expected: Calibration) -> None:
+    assert (found.tokens, found.texts) == (expected.tokens, expected.texts)
+    for a, b in zip(found.layers, expected.layers, strict=True):
+        assert a.shape == b.shape
+        for name in ("k2", "q2", "v2", "k1", "q1", "v1", "ks", "vs", "qs"):
+            np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_where_runs_may_be_cut() -> None:
+    chunks, _ = plan_chunks([(1,) * N_CTX] * 5, 4, 2)  # every second one is sampled
+    assert [cut for *_, cut in plan_batches(chunks)] == [False, True, True, False, True, True, True, False, True, True]
+    chunks, _ = plan_chunks([(1,) * N_CTX] * 2, 4, 2)
+    assert [cut for *_, cut in plan_batches(chunks)] == [False, True, False, False]  # the last has no moments
+
+
+def test_two_runs_are_one() -> None:
+    whole, expected = run()
+    total = len(whole.batches)
+    for last in range(1, total):
+        first = Cut(last)
+        with pytest.raises(KeyboardInterrupt):
+            run(first)
+        session, found = run(Cut(total + 1, first.kept))
+        same(found, expected)
+        again = first.kept[0] and len(session.batches) - (total - first.kept[0])
+        assert again <= 1, "of what was done, only the start of its chunk is decoded again"
+
+
+def test_interrupts_write_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = FakeSession.decode
+    presses = iter([False] * 4 + [True])
+
+    def pressed(self: FakeSession, tokens: tuple[int, ...], first_pos: int) -> None:
+        decode(self, tokens, first_pos)
+        if next(presses, False):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(FakeSession, "decode", pressed)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path / "c") as checkpoints:
+        run(checkpoints)
+    assert signal.getsignal(signal.SIGINT) is before
+    (part,) = tmp_path.iterdir()
+    assert part.name == "c.000005-of-000010.part"
+    assert read_calibration(part).tokens == (N_CTX - 4) + (512 - 4)  # chunk 0 and the first batch of chunk 2
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        _, found = run(checkpoints)
+        checkpoints.clear()
+    same(found, run()[1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_come_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "EVERY", 0.0)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        run(checkpoints)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.000009-of-000010.part"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"no checkpoint"])
+def test_damaged_checkpoints_are_done_again(
+    damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.000009-of-000010.part").write_bytes(damage)
+    (tmp_path / "c.000005-of-000099.part").write_bytes(b"of another plan")
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        session, found = run(checkpoints)
+    assert len(session.batches) == 10
+    same(found, run()[1])
+    assert "cannot be gone on from" in capsys.readouterr().err

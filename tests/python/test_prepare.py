@@ -1,0 +1,375 @@
+"""`convert MODEL` alone: what it keeps, what programs find, going on after an interrupt, and every refusal."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+import subkv
+from converter import resume
+from converter.cli import main as convert
+from converter.resume import KEPT
+from converter.sensing import LEAST, Sensing
+from converter.session import Session
+from runtime import cli
+from subkv.base.errors import SubkvError
+from subkv.base.locks import exclusive
+from subkv.engine import memory
+from subkv.engine.cache import choose_cache
+from subkv.format import store
+from subkv.format.metadata import read
+from subkv.native.gguf import Gguf
+
+Models = Callable[..., Path]
+# small: four chunks of the built-in text, one of them sampled
+SMALL = ["-c", "128", "--chunks", "4", "-t", "1", "--n-recent", "16"]
+
+
+@pytest.fixture
+def model(tiny_model: Models, tmp_path: Path) -> Path:
+    return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+
+
+def run(model: Path, *arguments: Any) -> Result:
+    return CliRunner().invoke(convert, [str(model), *SMALL, *map(str, arguments)])
+
+
+def refused(result: Result, sentence: str) -> None:
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith(sentence), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def left(cache_home: Path) -> list[str]:
+    """Endings of the files in the store."""
+    return sorted(re.sub(r"^(.*-)?[0-9a-f]{12}\.([0-9a-f]{8}\.)?", "", path.name) for path in store.folder().iterdir())
+
+
+def test_one_command_prepares(model: Path, cache_home: Path, tmp_path: Path) -> None:
+    result = run(model)
+    assert result.exit_code == 0, result.output
+    choice = choose_cache(model)
+    assert f"wrote {choice.layout}\n" in result.stdout
+    assert f"subkv chat -m {model}" in result.stdout
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+    assert list(tmp_path.iterdir()) == [model], "nothing beside the model"
+    assert choice.layout is not None
+    assert read(choice.layout)["calibration"]["text"].startswith("built-in ")
+    with subkv.Llama(model, n_ctx=256, verbose=False) as llm:
+        assert llm.kv_stats().n_layer_coded == 2
+
+
+def test_another_budget_needs_no_calibration(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(model).exit_code == 0
+    monkeypatch.setattr("converter.prepare.calibrate_file", None)
+    result = run(model, "--kv-bits", 5)
+    assert result.exit_code == 0, result.output
+    assert "by an earlier run" in result.stderr
+    assert read(choose_cache(model).layout or Path())["bits_per_element"] == pytest.approx(5, abs=0.1)
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_other_settings_replace_the_calibration(model: Path, text_file: Path, cache_home: Path) -> None:
+    assert run(model).exit_code == 0
+    result = run(model, "-f", text_file)
+    assert result.exit_code == 0, result.output
+    assert "earlier run" not in result.stderr
+    assert read(choose_cache(model).layout or Path())["calibration"]["text"] == "topics.txt"
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "n_tensors"),
+    [
+        (["--embed"], "m.subkv.gguf", 21),
+        (["-o", "mine.gguf"], "mine.gguf", 21),
+        (["--sidecar"], "m.subkv-sidecar.gguf", 0),
+        (["--sidecar", "-o", "mine.gguf"], "mine.gguf", 0),
+    ],
+)
+def test_files_on_request(
+    flags: list[str], name: str, n_tensors: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert run(model, *flags).exit_code == 0
+    path = model.with_name(name)
+    assert len(GGUFReader(path).tensors) == n_tensors
+    assert not list(store.folder().glob("*.gguf")), "one place, not two"
+    refused(
+        run(model, *flags),
+        f"-o: expected a file that does not exist yet, found {path if '-o' not in flags else name}; -y",
+    )
+    assert run(model, *flags, "-y").exit_code == 0
+
+
+def test_dry_run_keeps_the_calibration(model: Path, cache_home: Path) -> None:
+    result = run(model, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "dry run: nothing was written; what was calibrated is kept" in result.stdout
+    assert left(cache_home) == ["calib.safetensors", "lock"]
+    assert choose_cache(model).name == "f16"
+
+
+#
+# interrupts
+#
+
+
+def test_interrupted_runs_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Session.decode
+    n = 0
+
+    def pressed(self: Session, tokens: Any, first_pos: int) -> None:
+        nonlocal n
+        decode(self, tokens, first_pos)
+        n += 1
+        if n == 2 + 2:  # two measure the speed
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Session, "decode", pressed)
+    result = run(model)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-2:] == [
+        KEPT,
+        "interrupted: no bases were written",
+    ]
+    assert left(cache_home) == ["calib.safetensors.000002-of-000004.part", "lock"]
+    assert choose_cache(model).name == "f16"
+    result = run(model.rename(model.with_name("renamed.gguf")))
+    assert result.exit_code == 0, result.output
+    assert "going on after 256 of 512 tokens" in result.stderr
+    assert n == 4 + 2 + 2 + 2, "two more batches, and the speed, also for sensitivities"
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_killed_runs_leave_nothing_that_is_used(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed leaves a lock file with its number, a checkpoint and perhaps a temporary file."""
+    with Gguf(model) as opened:
+        entry = store.entry(opened)
+    entry.prepare()
+    lock = entry.lock
+    program = "import os, sys, pathlib\nfrom subkv.base.locks import exclusive\n"
+    program += "with exclusive(pathlib.Path(sys.argv[1]), ''): os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", program, str(lock)], check=False).returncode == 9
+    assert lock.read_text().strip().isdigit()
+    entry.sidecar.with_name(f".{entry.sidecar.name}.1.abcd.tmp").write_bytes(b"half")
+    assert choose_cache(model).name == "f16"
+    assert run(model).exit_code == 0
+
+
+def test_two_at_once(model: Path, tmp_path: Path) -> None:
+    with Gguf(model) as opened:
+        entry = store.entry(opened)
+    entry.prepare()
+    linked = tmp_path / "other.gguf"
+    linked.symlink_to(model)
+    with exclusive(entry.lock, "prepare it"):
+        expected = f"{linked}: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
+        refused(run(linked), expected)
+        assert choose_cache(model).name == "f16", "programs run meanwhile, as before"
+    assert run(linked).exit_code == 0
+
+
+#
+# refusals
+#
+
+
+def test_store_that_cannot_be_written(model: Path, cache_home: Path) -> None:
+    cache_home.parent.mkdir(parents=True, exist_ok=True)
+    cache_home.write_text("")
+    refused(run(model), f"XDG_CACHE_HOME: cannot create {store.folder()}: ")
+    with subkv.Llama(model, n_ctx=256, verbose=False) as llm:
+        assert llm.cache_choice.name == "f16"
+
+
+def test_full_store(model: Path, cache_home: Path) -> None:
+    """A file size limit stands for a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        result = run(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("XDG_CACHE_HOME: cannot write ")
+    assert left(cache_home) == ["lock"]
+    assert choose_cache(model).name == "f16"
+
+
+def without_vocabulary(model: Path, path: Path) -> Path:
+    """The model less its tokens."""
+    reader, writer = GGUFReader(model), GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("llama."):
+            add = writer.add_uint32 if field.types[0] == GGUFValueType.UINT32 else writer.add_float32
+            add(name, field.contents())
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_uint32("llama.vocab_size", int(reader.tensors[0].shape[1]))
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_model_without_a_vocabulary(model: Path, tmp_path: Path, text_file: Path) -> None:
+    path = without_vocabulary(model, tmp_path / "silent.gguf")
+    sentence = "expected a model with a vocabulary of text, found "
+    refused(run(path), f"{sentence}")
+    for arguments in (["chat", "-p", "Hi", "-st"], ["perplexity", "-f", str(text_file), "-c", "64"]):
+        refused(CliRunner().invoke(cli.main, [*arguments, "-m", str(path)]), f"-m: {sentence}")
+
+
+def test_texts_that_are_too_short(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    refused(run(model, "-f", tmp_path / "short.txt"), "-f: short.txt: expected at least 64 tokens, found ")
+    assert choose_cache(model).name == "f16"
+
+
+def test_contexts_shorter_than_the_window(model: Path) -> None:
+    assert run(model).exit_code == 0
+    arguments = ["chat", "-m", str(model), "-p", "Hi", "-st", "-n", "1", "-c", "256", "--n-recent", "300"]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert "-c: expected more tokens than the exact window of 336 for a gain, found 256; " in result.stderr
+
+
+def test_memory_is_refused_with_the_sum(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
+    result = run(model)
+    assert result.exit_code == 1
+    assert re.match(
+        rf"{model}: expected a model that fits in the 1 MiB of memory available, found weights", result.stderr
+    )
+    assert re.search(r"weights \d+ MiB \+ .* = \d+ MiB$", result.stderr.strip())
+    monkeypatch.setenv(memory.FIT, "off")
+    assert run(model).exit_code == 0
+
+
+def test_a_converted_model(model: Path, coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("converter.prepare.calibrate_file", None)
+    refused(run(coded_model()), "subkv.version: expected a base model without subkv keys, found them in ")
+
+
+def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
+    assert run(model, "--sidecar", "--embed").exit_code == 2
+    assert run(model, "--bases", calibration, "-f", text_file).exit_code == 2
+    assert run(model, "--bases", calibration, "--minutes", "1").exit_code == 2
+    assert run(model, "--minutes", "0").exit_code == 2
+
+
+def test_locks_end_with_their_block(tmp_path: Path) -> None:
+    for _ in range(2):
+        with exclusive(tmp_path / "lock", "do it"):
+            found = rf"^lock: expected nobody else to do it, found process {os.getpid()}"
+            with pytest.raises(SubkvError, match=found), exclusive(tmp_path / "lock", "do it"):
+                pass
+
+
+def test_an_estimate_comes_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "speed", lambda self: 1.0)
+    result = run(model)
+    assert "calibrating on 512 tokens takes about 9 minutes, at 1 tokens per second" in result.stderr
+    assert resume.EVERY <= 60
+
+
+#
+# sensitivities
+#
+
+SENSED = ["-c", "320", "--chunks", "4", "-t", "1", "--n-recent", "16"]  # of SMALL's chunks none is long enough
+
+
+def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "predicted KLD: " in result.stdout
+    assert read(choose_cache(model).layout or Path())["basis_k"] == "kld-aware"
+    shown = CliRunner().invoke(cli.main, ["inspect", str(model), "-c", "32768"])
+    assert shown.exit_code == 0, shown.output
+    assert "a context of 32768 tokens takes " in shown.stdout
+    assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
+    assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None:
+    result = CliRunner().invoke(convert, [str(tiny_model("gpt2")), "--chunks", "2", "-t", "1"])
+    assert result.exit_code == 0, result.output
+    assert "chunks of 512 tokens, which the model was trained with, instead of 2048" in result.stderr
+
+
+def test_chunks_too_short_for_sensitivities(model: Path) -> None:
+    result = run(model)
+    assert "no sensitivities: expected at least 276 tokens with this exact window, found 128" in result.stderr
+
+
+def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None:
+    for n, why in (
+        (6, "short.txt: expected at least 320 tokens for a chunk, found "),
+        (28, "they need at least 2 chunks "),
+    ):
+        (tmp_path / "short.txt").write_text("Some words of text. " * n)
+        result = CliRunner().invoke(convert, [str(model), *SENSED, "-f", str(tmp_path / "short.txt")])
+        assert result.exit_code == 0, result.output
+        assert f"no sensitivities: {why}" in result.stderr
+
+
+def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, tried = Sensing._try, []
+
+    def pressed(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+        tried.append((c, i, side))
+        if len(tried) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return attempt(self, chunk, c, i, side)
+
+    monkeypatch.setattr(Sensing, "_try", pressed)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 130
+    assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "going on after 4 of 6 sensitivities" in result.stderr  # two of them measure rounding
+    assert sorted(tried) == sorted(set(tried)), "nothing is measured twice"
+    assert len(tried) == 4
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_damaged_sensitivities_are_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("converter.prepare.sensed", lambda *_: None)
+        assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
+    (calibration,) = store.folder().glob("*.calib.safetensors")
+    calibration.with_name(f"{calibration.name}.16.sensing.npz").write_bytes(b"PK no archive")
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "cannot be gone on from" in result.stderr and "predicted KLD" in result.stdout
+
+
+def test_minutes_are_a_budget(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, tried = Sensing._try, []
+
+    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+        tried.append((c, i, side))
+        return attempt(self, chunk, c, i, side)
+
+    monkeypatch.setattr(Sensing, "_try", counted)
+    result = CliRunner().invoke(convert, [str(tiny_model(n_layer=4)), *SENSED, "--minutes", "1e-9"])
+    assert result.exit_code == 0, result.output
+    assert len(tried) == LEAST - 2  # two trials measure rounding
+    assert "predicted KLD: " in result.stdout

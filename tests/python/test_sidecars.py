@@ -1,0 +1,322 @@
+"""Sidecars that are found by themselves: content of models, the store, what `auto` and `subkv` choose, refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+import subkv
+from converter.cli import main as convert
+from runtime import cli
+from subkv.base.errors import CacheError
+from subkv.engine import sidecars
+from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
+from subkv.format import store
+from subkv.native.gguf import CONTENT_KEY, Gguf
+from subkv.plan import datafree
+
+Models = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def made(tiny_model: Models, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sidecar of the tiny llama."""
+    path = tmp_path_factory.mktemp("made") / "sidecar.gguf"
+    arguments = [tiny_model(), "--bases", calibration, "--sidecar", "-o", path, "--kv-bits", 8, "--n-recent", 16]
+    assert CliRunner().invoke(convert, [str(a) for a in arguments]).exit_code == 0
+    return path
+
+
+@pytest.fixture
+def model(tiny_model: Models, tmp_path: Path) -> Path:
+    """A copy of the tiny llama."""
+    return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+
+
+@pytest.fixture
+def stored(model: Path, made: Path) -> Path:
+    """The sidecar where the store has that of `model`."""
+    return put(made, model)
+
+
+@pytest.fixture
+def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Bases made of weights are `made`; which files were written."""
+    written = []
+
+    def sidecar(model: Path, output: Path, options: Any = None) -> None:
+        from subkv.base.files import atomic_file
+
+        with atomic_file(output) as handle:
+            handle.write(made.read_bytes())
+        written.append(output)
+
+    monkeypatch.setattr(datafree, "sidecar", sidecar)
+    return written
+
+
+def entry(model: Path) -> store.Entry:
+    with Gguf(model) as opened:
+        return store.entry(opened)
+
+
+def put(sidecar: Path, model: Path) -> Path:
+    found = entry(model)
+    found.prepare()
+    return Path(shutil.copy(sidecar, found.sidecar))
+
+
+#
+# content
+#
+
+
+def test_copies_have_one_content(model: Path, tiny_model: Models, coded_model: Models, tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(model)
+    renamed = Path(shutil.copy(model, tmp_path / "other name.gguf"))
+    os.utime(renamed, (0, 0))
+    split = tiny_model("llama", split_tensors=6)
+    contents = {entry(path).content for path in (model, tmp_path / "link.gguf", renamed, split, coded_model())}
+    assert len(contents) == 1
+
+
+def test_other_models_have_another(model: Path, tiny_model: Models, tmp_path: Path) -> None:
+    contents = [entry(path).content for path in (model, tiny_model(seed=1), tiny_model(n_layer=3))]
+    with Gguf(model) as opened:
+        keys = opened.metadata_with({"llama.rope.freq_base": ("f32", 5e5)}), opened.data_offset
+    (tmp_path / "rope.gguf").write_bytes(keys[0] + model.read_bytes()[keys[1] :])
+    data = bytearray(model.read_bytes())
+    data[-40] ^= 1
+    (tmp_path / "weight.gguf").write_bytes(data)
+    contents += [entry(tmp_path / name).content for name in ("rope.gguf", "weight.gguf")]
+    assert len(set(contents)) == len(contents)
+
+
+def test_every_tensor_is_sampled(tmp_path: Path) -> None:
+    path = tiny.build(tmp_path / "m.gguf", "llama", n_embd=256, n_ff=512)
+    before = entry(path).content
+    with Gguf(path) as opened:
+        places = list(opened._places())
+    assert max(place.size for place in places) > 100_000
+    whole = path.read_bytes()
+    for place in places:
+        for offset in (0, place.size // 2, place.size - 1):
+            data = bytearray(whole)
+            data[place.offset + offset] ^= 1
+            path.write_bytes(data)
+            assert entry(path).content != before, place.name
+
+
+def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> None:
+    odd = Path(shutil.copy(model, tmp_path / "My model (2)-00001-of-00001.gguf"))
+    path = entry(odd).sidecar
+    assert path.parent == cache_home / "subkv" / "sidecars"
+    assert path.name == f"My_model__2_-{entry(odd).content[:12]}.gguf"
+
+
+#
+# what is chosen
+#
+
+
+def test_auto_takes_the_stored_one(stored: Path, model: Path) -> None:
+    choice = choose_cache(model)
+    assert (choice.name, choice.layout) == ("subkv", stored)
+    assert choice.told.startswith("bases: calibrated on ")
+    assert re.search(
+        r" tokens for this model, 20\d\d-\d\d-\d\d, [78]\.\d\d bits per element at 4096 tokens ", choice.told
+    )
+    renamed = model.rename(model.with_name("renamed.gguf"))
+    assert choose_cache(renamed).layout == stored
+    assert choose_cache(renamed, CacheOptions("subkv")).layout == stored
+    assert parse_cache("subkv", renamed).layout == parse_cache("auto", renamed).layout == stored
+
+
+def test_what_comes_before_it(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
+    assert choose_cache(model, CacheOptions(bases=made)).layout == made
+    assert choose_cache(model, CacheOptions("q8_0")).name == "q8_0"
+    assert choose_cache(coded_model()).layout == coded_model()
+    beside = Path(shutil.copy(made, store.beside(model)))
+    assert choose_cache(model).layout == beside
+
+
+def test_no_sidecar(stored: Path, model: Path, of_weights: list[Path]) -> None:
+    choice = choose_cache(model, CacheOptions(sidecar=False))
+    assert (choice.name, choice.told) == ("f16", "")
+    assert parse_cache("auto", model, CacheOptions(sidecar=False)).name == "f16"
+    coded = choose_cache(model, CacheOptions("subkv", sidecar=False))
+    assert coded.layout is not None
+    assert coded.layout.parent not in (stored.parent, model.parent)
+    assert list(stored.parent.iterdir()) == [stored]
+
+
+def test_nothing_prepared(model: Path, cache_home: Path) -> None:
+    choice = choose_cache(model)
+    assert choice.name == "f16"
+    assert "-ctk subkv" in choice.told
+    assert f"subkv convert {model}" in choice.told
+    assert not cache_home.exists()
+
+
+def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path) -> None:
+    choice = choose_cache(model, CacheOptions("subkv"))
+    assert choice.layout is not None
+    assert choice.layout.parent == cache_home / "subkv" / "sidecars"
+    assert choice.told.startswith("bases: from the weights alone, ")
+    assert f"subkv convert {model}" in choice.told
+    assert choose_cache(model, CacheOptions("subkv")).layout == choice.layout
+    assert choose_cache(model).name == "f16"  # only calibrated ones are used unasked
+    assert len(of_weights) == 1
+    choice.layout.write_bytes(b"GGUF")  # damaged, or of another version: made again
+    choose_cache(model, CacheOptions("subkv"))
+    assert len(of_weights) == 2
+
+
+def test_a_calibrated_one_comes_first(model: Path, made: Path, of_weights: list[Path]) -> None:
+    choose_cache(model, CacheOptions("subkv"))
+    stored = put(made, model)
+    assert choose_cache(model, CacheOptions("subkv")).layout == stored
+
+
+@pytest.mark.parametrize("obstacle", ["file", "read-only", "full"])
+def test_store_that_cannot_be_written(
+    obstacle: str, model: Path, of_weights: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if obstacle == "file":
+        cache_home.parent.mkdir(exist_ok=True)
+        cache_home.write_text("")
+    elif obstacle == "read-only":
+        if os.geteuid() == 0:
+            pytest.skip("read-only folder: root writes everywhere")
+        cache_home.mkdir(parents=True)
+        cache_home.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    else:
+        whole = datafree.sidecar
+
+        def full(model: Path, output: Path, options: Any = None) -> None:
+            if output.is_relative_to(cache_home):
+                raise subkv.SubkvError("output", f"cannot write {output}: No space left on device")
+            whole(model, output)
+
+        monkeypatch.setattr(datafree, "sidecar", full)
+    choice = choose_cache(model, CacheOptions("subkv"))
+    assert choice.layout is not None
+    assert not choice.layout.is_relative_to(cache_home)
+    assert ", not kept (cannot " in choice.told
+    with subkv.Llama(model, kv_cache="subkv", n_ctx=256, verbose=False) as llm:
+        llm.eval([1, 2, 3])
+        assert llm.kv_stats().type_k == "subkv"
+
+
+def test_weights_that_give_no_bases(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sidecar(model: Path, output: Path, options: Any = None) -> None:
+        raise subkv.SubkvError("model", "expected an attention with keys, found none")
+
+    monkeypatch.setattr(datafree, "sidecar", sidecar)
+    with pytest.raises(CacheError, match=r"kv_cache: .* expected an attention with keys, found none; choose f16"):
+        choose_cache(model, CacheOptions("subkv"))
+
+
+#
+# refusals
+#
+
+
+def stamped(sidecar: Path, output: Path, **values: Any) -> None:
+    with Gguf(sidecar) as opened:
+        output.write_bytes(opened.metadata_with(values))
+
+
+@pytest.mark.parametrize("where", ["store", "beside"])
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        ({CONTENT_KEY: ("str", "0" * 64)}, "found that of another one"),
+        ({CONTENT_KEY: ("str", "")}, "found one that does not say which model"),
+        ({"subkv.version": ("u32", 3)}, "expected a sidecar of this version"),
+        (None, "expected a sidecar of this version"),
+    ],
+)
+def test_sidecar_of_something_else(
+    where: str, damage: dict[str, Any] | None, found: str, model: Path, made: Path, of_weights: list[Path]
+) -> None:
+    path = store.beside(model) if where == "beside" else entry(model).sidecar
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if damage is None:
+        path.write_bytes(made.read_bytes()[:1000])
+    else:
+        stamped(made, path, **damage)
+    for kind in ("auto", "subkv"):
+        with pytest.raises(CacheError, match=found) as caught:
+            choose_cache(model, CacheOptions(kind))
+        assert caught.value.key == "bases"
+        assert "--no-sidecar" in str(caught.value)
+    assert choose_cache(model, CacheOptions(sidecar=False)).name == "f16"
+    result = CliRunner().invoke(cli.main, ["chat", "-m", str(model), "-p", "Hi", "-st"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("--bases: expected ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
+    stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: ("str", "")})
+    assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # asked for by name
+
+
+#
+# the programs
+#
+
+
+def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
+    for flags, name, told in (
+        ([], "subkv", "bases: calibrated on "),
+        (["--no-sidecar"], "f16", ""),
+        (["-ctk", "q8_0"], "q8_0", ""),
+    ):
+        arguments = ["chat", "-m", str(model), "-p", "Hi", "-st", "-n", "1", "-c", "256", *flags]
+        result = CliRunner().invoke(cli.main, arguments)
+        assert result.exit_code == 0, result.output
+        assert f"KV cache: {name}, " in result.stderr
+        assert (told in result.stderr) if told else ("bases" not in result.stderr)
+
+
+def test_bench_and_perplexity_find_it(stored: Path, model: Path, text_file: Path) -> None:
+    runner = CliRunner()
+    result = runner.invoke(
+        cli.main, ["bench", "-m", str(model), "-ctk", "f16,subkv", "-p", "0", "-n", "1", "-d", "8", "-r", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("bases: calibrated on") == 1
+    result = runner.invoke(
+        cli.main, ["perplexity", "-m", str(model), "-f", str(text_file), "-c", "128", "--chunks", "2"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("bases: calibrated on") == 1
+
+
+def test_llama_in_another_process_finds_the_same(stored: Path, model: Path) -> None:
+    import pickle
+
+    with subkv.Llama(model, n_ctx=256, verbose=False) as llm:
+        assert llm.cache_choice.layout == stored
+        copy = pickle.loads(pickle.dumps(llm))
+    with copy:
+        assert copy.cache_choice.layout == stored
+    with subkv.Llama(model, n_ctx=256, sidecar=False, verbose=False) as llm:
+        assert llm.cache_choice.name == "f16"
+        with pickle.loads(pickle.dumps(llm)) as other:
+            assert other.cache_choice.name == "f16"
+
+
+def test_command_can_be_copied() -> None:
+    assert sidecars.command(Path("my models/m.gguf")) == "subkv convert 'my models/m.gguf'"

@@ -1,0 +1,178 @@
+"""Sensitivities measured in the engine: matrices by arithmetic, factors by noise in a saved state. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from converter import residual, sensitivity
+from converter.corpus import cut, read_text
+from converter.lockstep import compare
+from converter.sensing import LEAST, SCORED, Found, Sensing, sense, smoothed
+from converter.session import Session
+from subkv.base.errors import SubkvError
+from subkv.engine.cache import CacheOptions
+from subkv.format import metadata
+from subkv.format.calibration import Calibration, LayerShape, read_calibration
+from subkv.format.window import Window
+from subkv.native.gguf import SHA256_KEY, Gguf, write_sidecar
+from subkv.plan.pipeline import Fit, Options
+
+N_RECENT, N_CTX, DRAWS = 16, 320, 50
+SHAPE = LayerShape(il=0, n_head=4, n_head_kv=2, d_k=16, d_v=8, scale=0.3, tokens=1)
+
+
+def some_rows(rng: np.random.Generator, n: int = 48) -> residual.Rows:
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    return residual.Rows(normal(12, 4, 16), np.arange(n - 12, n, dtype=np.float64), normal(n, 2, 16), normal(n, 2, 8))
+
+
+@pytest.mark.parametrize("n_recent", [0, 20])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> None:
+    """tr(M C) against what errors in the cells outside the window do, one KV head at a time.
+
+    A window moves with its query, so each is compared alone.
+    """
+    rng = np.random.default_rng(1)
+    rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
+    d = 16 if side == "k" else 8
+    found = np.zeros(2)
+    for h in range(2):
+        for t in range(len(rows.q)):
+            one = residual.Rows(rows.q[t : t + 1], rows.pos[t : t + 1], rows.k, rows.v)
+            n_coded = int(rows.pos[t]) + 1 - max(n_recent, 0)
+            for _ in range(DRAWS):
+                error = np.zeros((len(rows.k), 2, d), dtype=np.float32)
+                error[2:n_coded, h] = 1e-2 * rng.standard_normal((n_coded - 2, d))
+                found[h] += (
+                    residual.energy(one, SHAPE, output, *((error, None) if side == "k" else (None, error))) / DRAWS
+                )
+    metric = residual.metrics(rows, SHAPE, output, Window(2, n_recent))[side]
+    assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2), rel=0.15)
+    assert np.linalg.eigvalsh(metric).min() > -1e-6 * np.linalg.eigvalsh(metric).max()
+
+
+def test_without_a_window_more_counts() -> None:
+    rng = np.random.default_rng(2)
+    rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
+    found = residual.metrics(rows, SHAPE, output, Window(2, 20))
+    same = residual.metrics(rows, SHAPE, output, Window(2, 0))
+    for side in "kv":
+        assert np.trace(found[side][0]) < np.trace(found[f"{side}0"][0])
+        assert found[f"{side}0"] == pytest.approx(same[f"{side}0"])
+        assert same[side] == pytest.approx(same[f"{side}0"])
+
+
+@pytest.fixture(scope="module")
+def sensed(
+    calibration: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The tiny llama's calibration with the engine's sensitivities, by the command line."""
+    path = tmp_path_factory.mktemp("sensed") / "calib.safetensors"
+    arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
+    result = CliRunner().invoke(
+        sensitivity.main, [*arguments, "-c", str(N_CTX), "--n-recent", str(N_RECENT), "-t", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "sensitivities of 2 layers from 256 tokens" in result.output
+    return path
+
+
+def test_predicts_what_a_layout_costs_in_the_engine(
+    sensed: Path, tiny_model: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    found = read_calibration(sensed)
+    assert found.sensitivity is not None
+    assert found.sensitivity.method == "engine"
+    found = replace(found, sensitivity=replace(found.sensitivity, n_ctx=N_CTX))
+    with Gguf(tiny_model("llama")) as base:
+        fit = Fit(base, found, Options(window=Window(found.n_skip, N_RECENT), bpe_context=1 << 31))
+        plan = fit.plan(4.0)
+        layers, _ = fit.code(plan)
+        predicted = fit.error(layers)
+        values = metadata.keys(layers, found, fit.settings, fit.account(plan))
+        write_sidecar(base, tmp_path / "layout.gguf", {**values, SHA256_KEY: ("str", "0" * 64)})
+    with Session(tiny_model("llama"), N_CTX, 1, found.n_skip) as session:
+        chunk = cut(session, [read_text(text)], N_CTX, 8)[-1]
+        (kld,) = compare(session.model, [CacheOptions("subkv", bases=tmp_path / "layout.gguf")], chunk, 1)
+    assert predicted is not None
+    assert 0.5 < kld / predicted < 2.0
+
+
+def sensing_of(session: Session, base: Gguf, calibration: Calibration, text: Path, found: Found | None) -> Sensing:
+    chunks = cut(session, [read_text(text)], N_CTX, 2)
+    return Sensing(session, base, calibration, chunks, N_RECENT, found)
+
+
+def test_goes_on_where_it_was_stopped(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """After any number of steps: saved, read again and finished it is what it would have been without a stop."""
+    stats = read_calibration(calibration("llama"))
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        whole = sensing_of(session, base, stats, text, None)
+        assert sum(whole.steps()) >= whole.tokens
+        for stop in (1, 3, 7):
+            part = sensing_of(session, base, stats, text, None)
+            for _ in zip(range(stop), part.steps(), strict=False):
+                pass
+            rest = sensing_of(session, base, stats, text, Found.of(part.found.arrays(), stats))
+            for _ in rest.steps():
+                pass
+            assert rest.found.trials == whole.found.trials
+            assert rest.found.queries == whole.found.queries
+            for a, b in zip(rest.found.sums, whole.found.sums, strict=True):
+                assert all(np.array_equal(a[side], b[side]) for side in residual.SIDES)
+        assert not list(sensing_of(session, base, stats, text, whole.found).steps())
+
+
+def test_little_time_gives_fewer_trials(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """What is kept after every step grows, and ends before the plan does; every layer has its matrices all the same."""
+    stats = read_calibration(calibration("llama"))
+    kept: list[int] = []
+
+    def keep(found: Found) -> None:
+        kept.append(len(found.trials))
+
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        chunks = cut(session, [read_text(text)], N_CTX, 3)
+        found = sense(session, base, stats, chunks, N_RECENT, 1, 1e-9, keep=keep)
+    assert kept == sorted(kept)
+    assert kept[-1] == LEAST
+    assert found.sensitivity is not None
+    assert found.sensitivity.tokens == (LEAST - 2) * SCORED
+    assert all(np.trace(layer.sensitivity.k[0]) > 0.0 for layer in found.layers if layer.sensitivity)
+
+
+def test_factors_are_filled_in_between_layers() -> None:
+    found = smoothed({(0, "k"): 100.0, (2, "k"): 1.0, (2, "v"): 1.0, (6, "v"): 0.01}, 8)
+    assert found["k"][0] == pytest.approx(100.0, rel=0.1)
+    assert found["v"][0] == pytest.approx(100.0, rel=0.3)  # as the keys' in the same layer
+    assert 0.01 < found["v"][4] < 1.0
+    assert found["v"][7] == pytest.approx(found["v"][6], rel=0.5)
+
+
+def test_says_that_nothing_can_be_predicted() -> None:
+    with pytest.raises(SubkvError, match="the same with noise in it, as with random weights: nothing can be predicted"):
+        smoothed({}, 2)
+
+
+def test_folders_are_for_the_other_method(calibration: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    arguments = ["-m", str(tmp_path), "--bases", str(calibration("llama")), "-f", str(text), "-c", "256"]
+    result = CliRunner().invoke(sensitivity.main, [*arguments, "-o", str(tmp_path / "o.safetensors")])
+    assert result.exit_code == 1
+    assert "-m: expected a GGUF for method engine, found a folder: --method fisher takes it" in result.output
