@@ -1,8 +1,11 @@
-"""The text that `convert MODEL` calibrates on when it is given none: texts/*.txt, mixed on purpose.
+"""The text that `convert MODEL` calibrates on when it is given none: texts/*.txt, a block each, mixed on purpose.
 
-A calibration fits the kind of text that it saw, and users bring every kind. So every block below is about a chunk of
-2048 tokens of one kind, in an order in which the first few are as different as can be. Kinds do not mix within a
-block but for one: what attention looks for far back is text of the same kind. converter/NOTES.md has the numbers.
+A calibration fits the kind of text that it saw, and users bring every kind, so every block is of another one and the
+first few are as different as can be. A block is about a chunk of 2048 tokens, and the first ones are a single document
+each: what attention looks for far back are the names and habits of the text at hand. converter/NOTES.md has numbers.
+
+Every HELD_OUT-th block is held out by observe.plan_chunks, and gamma and predictions rest on it alone: those are of
+short pieces of every kind.
 
 The texts are our own, under the MIT licence, but for passages in the public domain everywhere: of Shakespeare, Bacon,
 Austen, Melville, Lincoln, Darwin, Kant, Goethe, Eichendorff, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
@@ -19,13 +22,7 @@ from subkv.engine.template import Message, Template, TemplateError
 from subkv.format.calibration import TextSource
 
 FOLDER = Path(__file__).resolve().parent / "texts"
-# A kind that stands here twice has its pieces split in two. Every HELD_OUT-th block is held out by observe.plan_chunks:
-# gamma and predictions rest on it alone, so those are of short pieces of every kind.
-ORDER = (
-    *("prose", "python", "chat", "german", "data", "fiction", "docs", "mixed"),
-    *("languages", "code", "prose", "python", "chat", "german", "data", "mixed"),
-)
-TOKENS = 16384  # the knee: more bought nothing (converter/NOTES.md)
+TOKENS = 16384  # the first eight blocks; fewer leave kinds out
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
 
 
@@ -34,19 +31,13 @@ def read(template: Template | None = None) -> list[Text]:
 
     template: the model's, through which chat turns go; None, or where it refuses a conversation: turns as plain text.
     """
-    parts: dict[str, list[str]] = {}
-    used = dict.fromkeys(ORDER, 0)
     texts = []
-    for kind in ORDER:
-        if kind not in parts:
-            parts[kind] = (FOLDER / f"{kind}.txt").read_text("utf-8").split("\f\n")
-        pieces, i, n = parts[kind], used[kind], ORDER.count(kind)
-        used[kind] += 1
-        own = pieces[len(pieces) * i // n : len(pieces) * (i + 1) // n]
-        chat = any(_TURN.match(piece) for piece in own)
-        data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in own).encode()
-        name = f"built-in {kind}" + (f" {i + 1}" if n > 1 else "")
-        texts.append(Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data, special=chat))
+    for path in sorted(FOLDER.glob("*.txt")):
+        pieces = path.read_text("utf-8").split("\f\n")
+        chat = any(_TURN.match(piece) for piece in pieces)
+        data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()
+        source = TextSource(f"built-in {path.name}", hashlib.sha256(data).hexdigest(), len(data))
+        texts.append(Text(source, data, special=chat))
     return texts
 
 
