@@ -124,6 +124,9 @@ void ChunkedAttention::finish(const AttendArgs & args) {
     for (size_t i = 0; i < n_sums_; ++i) {
         const Sums & state = sums_[i];
         for (int64_t r = 0; r < args.n_tok * args.n_group; ++r) {
+            if (state.m[(size_t) r] == -INFINITY) {
+                continue;
+            }
             v_unit_->adapter.lift(state.slot, state.acc.data() + r * rank, lifted);
             merge_softmax(args.m[r], args.z[r], args.acc + r * args.acc_stride, state.m[(size_t) r],
                           state.z[(size_t) r], lifted, rank);

@@ -149,9 +149,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
         adaptive_->reset(stream);
     }
     for (int32_t s = std::max(0, seq); s < (seq < 0 ? window_.n_seq() : std::min(window_.n_seq(), seq + 1)); ++s) {
-        if (cells.max_pos_outside(s, p0, p1) < 0) {
-            window_.forget(s);
-        }
+        window_.forget(s, p0, p1);
     }
     return true;
 }

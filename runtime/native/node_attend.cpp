@@ -26,7 +26,7 @@ OpenTiles open_tiles(const uint8_t * open, int64_t n_tiles) {
     while (last > first && !open[last - 1]) {
         --last;
     }
-    return { first / tiles * tiles, last };
+    return { first < last ? first / tiles * tiles : last, last };
 }
 
 // Softmax states of the query rows of one block and head.

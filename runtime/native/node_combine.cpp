@@ -33,7 +33,7 @@ void ExactKeys::arrange() {
     int32_t last = -1;
     for (const Key & key : found) {
         const size_t at = (size_t) key.pos % PAGE;
-        // tokens of one position, if there are any, get pages of their own
+        // two keys of one position, should a sequence ever have them, get pages of their own
         if (key.pos / PAGE != last || keys[keys.size() - PAGE + at].row) {
             keys.resize(keys.size() + PAGE, { -1, -1, nullptr });
             last = key.pos / PAGE;
@@ -71,9 +71,18 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
             }
         }
     }
+    // a fresh row may be another sequence's, of the same position
+    const auto sees = [&](int64_t t, int64_t j) {
+        return is_exact(tokens[4 * j], tokens[4 * t], n_sink, n_recent) &&
+               mask_value(dst->src[4], t * s.n_kv + tokens[4 * j + 2]) != -INFINITY;
+    };
     const int64_t stream = t0 / s.n_tps;
     for (int64_t j = stream * s.n_tps; layer.window->n_slots() > 0 && j < (stream + 1) * s.n_tps; ++j) {
-        if (may_see(tokens[4 * j])) {
+        bool seen = false;
+        for (int64_t t = t0; may_see(tokens[4 * j]) && !seen && t < t0 + n_tok; ++t) {
+            seen = sees(t, j);
+        }
+        if (seen) {
             add(tokens[4 * j], tokens[4 * j + 2], fresh, j);
         }
     }

@@ -113,7 +113,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     layer.max_alibi_bias = b.max_alibi_bias;
 
     ggml_context * ctx = b.ctx;
-    // of a GPU's layer: the same node, sources and shape, computed by its backend
+    // of a GPU's layer: the same node, computed by its backend, from the sources that it has there
     const auto run = [&](ggml_custom_op_t & fun, NodeKind kind) -> void * {
         if (!layer.device) {
             return &layer;

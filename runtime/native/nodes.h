@@ -11,8 +11,9 @@
 
 namespace subkv {
 
-// Cells of a segment: attended in one call, in a softmax state of its own; a token's segments are merged in order. What a
-// token gets is the same to the bit, then, however its text was cut into batches and its cells among threads.
+// Cells of a segment: attended in one call, in a softmax state of its own; a token's segments are merged in order. On a CPU
+// with static bases what a token gets is the same to the bit, then, however its text was cut into batches and its cells
+// among threads.
 constexpr int64_t SEGMENT = 4 * STEP;
 
 // Tokens whose masks are worth a node, since all layers share them: of more, the mask's own size is.

@@ -79,15 +79,17 @@ void Window::clear() {
     }
 }
 
-void Window::forget(int32_t seq) {
-    const auto begin = pos_.begin() + first_slot(seq);
-    if (std::all_of(begin, begin + n_slot_, [](int32_t pos) { return pos < 0; })) {
-        return;
-    }
-    std::fill(begin, begin + n_slot_, -1);
-    for (ggml_tensor * t : tensor_) {
-        if (t) {
-            ggml_backend_tensor_memset(t, 0, (size_t) first_slot(seq) * t->nb[1], (size_t) n_slot_ * t->nb[1]);
+void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
+    for (int32_t i = first_slot(seq); i < first_slot(seq) + n_slot_; ++i) {
+        int32_t & pos = pos_[(size_t) i];
+        if (pos < 0 || pos < p0 || pos >= p1) {
+            continue;
+        }
+        pos = -1;
+        for (ggml_tensor * t : tensor_) {
+            if (t) {
+                ggml_backend_tensor_memset(t, 0, (size_t) i * t->nb[1], t->nb[1]);
+            }
         }
     }
 }
@@ -126,15 +128,15 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool rep
     if (src == dst) {
         return true;
     }
+    if (replace) {
+        forget(dst, p0, p1);
+    }
     std::vector<uint8_t> row;
     for (int32_t i = 0; i < n_slot_; ++i) {
         const size_t  from = (size_t) (first_slot(src) + i);
         const size_t  to   = (size_t) (first_slot(dst) + i);
         const int32_t pos  = pos_[from];
-        if (replace && pos_[to] >= p0 && pos_[to] < p1) {
-            pos_[to] = -1;
-        }
-        if (pos < 0 || pos < p0 || pos >= p1) {
+        if (pos < 0 || pos < p0 || pos >= p1 || pos_[to] > pos) { // a ring holds the latest
             continue;
         }
         pos_[to] = pos;

@@ -33,9 +33,10 @@ public:
     ggml_tensor * rows(int32_t il) const;
     size_t        bytes() const { return bytes_; }
 
-    // Rows of a text that was removed must not leave in the next state: both overwrite them with zeros.
+    // Rows of a text that was removed must not leave in the next state, nor be taken for those of another one: both
+    // overwrite them with zeros.
     void clear();
-    void forget(int32_t seq); // a sequence without cells
+    void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
     // replace: dst loses the cells that it had there, else it keeps them.

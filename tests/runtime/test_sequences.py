@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import engine
+import numpy as np
 import pytest
 from engine import C, Refused, agree, distance, last_error, session
 
@@ -106,6 +107,32 @@ def test_a_sequence_takes_over_cells_beside_its_own(
                 assert s.rm(1, -1)
             found.append(s.decode(tokens[100:120], 100))
     assert distance(found[0], found[1]) < 1e-2
+
+
+def test_rows_of_a_removed_tail_are_not_taken_for_copied_ones(
+    model: engine.Model, tokens: list[int], layout: Any
+) -> None:
+    """Sequence 0 held rows of positions that sequence 1, whose window has moved on, cannot give."""
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True) as s:
+        s.decode(tokens[:60])
+        assert s.rm(0, 52)
+        s.decode(tokens[100:200], seq=1)
+        s.cp(1, 0, 52, 60)
+        assert s.try_decode(tokens[60:61], 60) != 0
+        assert "exact row is not held" in last_error()
+
+
+def test_neighbours_in_a_batch_change_no_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    """Two sequences at the same positions in one call, in one cache: each as without the other."""
+    other = [t ^ 1 for t in tokens]
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        together = [
+            s.decode_batch([(text[i], i, seq) for i in range(at, at + 30) for seq, text in enumerate((tokens, other))])
+            for at in range(0, 120, 30)
+        ]
+    for seq, text in enumerate((tokens, other)):
+        with session(model, layout, window=WINDOW) as s:
+            assert agree(np.concatenate(together)[seq::2], s.decode(text[:120], pieces=[30] * 4))
 
 
 def test_tokens_shared_by_two_sequences(model: engine.Model, tokens: list[int], layout: Any) -> None:

@@ -1,5 +1,5 @@
-// device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. The sources
-// of every node are those of the CPU's (nodes.cpp, node_attend.cpp, node_combine.cpp). Nothing here waits for the device
+// device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. Sources of
+// nodes are the first of the CPU's (nodes.cpp): queries are projected in attend here, and masks read there. Nothing here waits for the device
 // but the upload of the tables.
 #include "../../../kernels/cuda/ops.h"
 #include "../nodes.h"
