@@ -138,7 +138,7 @@ def test_stock_library_is_stock() -> None:
     if not stock.is_file():
         pytest.skip("stock library: not built (SUBKV_STOCK=ON)")
     assert b"llama_subkv" in ours.read_bytes()
-    assert b"subkv" not in stock.read_bytes()
+    assert b"llama_subkv" not in stock.read_bytes()  # "subkv" may be a folder that it was built in
 
 
 def test_llama_cpps_converter_is_installed_with_its_licence() -> None:

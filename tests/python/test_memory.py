@@ -93,7 +93,8 @@ def test_large_contexts_are_continued_from_smaller_ones(coded_model: Models, mon
     guess = memory.needed(path, choose_cache(path), params, 16384)
     assert guess["cells"] == exact["cells"]
     assert guess["exact window"] == exact["exact window"]
-    assert guess["compute buffers"] <= exact["compute buffers"] + 16384  # the log has two decimals
+    # the log has two decimals, and the difference of two sizes counts six times
+    assert guess["compute buffers"] <= exact["compute buffers"] + 14 * 0.005 * memory.MIB
 
 
 def test_switched_off_and_unknown(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
