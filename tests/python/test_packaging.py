@@ -22,7 +22,7 @@ LICENSES = ("LICENSE", "THIRD_PARTY.md")
 def test_what_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "subkv.torch.cache", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"SubspaceCache: expected package torch, found none: pip .*\[torch\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"SubspaceCache: expected package torch, .*: pip .*\[torch\]"):
         _ = subkv.SubspaceCache
 
 
