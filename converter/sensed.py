@@ -68,6 +68,7 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
         complete = len(found.trials) >= _n_trials(len(calibration.layers)) and found.chunks >= len(chunks) - 1
         if not complete:
             _write(how.kept, found, how.minutes or 0.0)
+            note(f"there was time for {len(found.trials)} of {_n_trials(len(calibration.layers))} sensitivities")
         return result, complete
 
 

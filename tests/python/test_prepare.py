@@ -32,8 +32,8 @@ from subkv.base.locks import exclusive
 from subkv.engine import memory
 from subkv.engine.cache import choose_cache
 from subkv.format import store
-from subkv.format.metadata import read
 from subkv.format.calibration import TextSource
+from subkv.format.metadata import read
 from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
@@ -387,7 +387,7 @@ def test_minutes_are_a_budget(tiny_model: Models, cache_home: Path, monkeypatch:
 
     monkeypatch.setattr(Sensing, "_try", counted)
     command = [str(tiny_model(n_layer=4)), *SENSED]
-    for note in ("", "an earlier run had time for"):
+    for note in (f"there was time for {LEAST} of 10 sensitivities", "an earlier run had time for"):
         result = CliRunner().invoke(convert, [*command, "--minutes", "1e-9"])
         assert result.exit_code == 0, result.output
         assert len(tried) == LEAST - 2  # two trials measure rounding

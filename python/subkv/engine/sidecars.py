@@ -115,7 +115,7 @@ _held = _Held()
 
 
 def _make(model: Path, path: Path | None, entry: store.Entry, why: str) -> tuple[Path, str]:
-    """Make them; their path, and why they are not in the store if they should be. path: in the store; None: not there."""
+    """Make them; their path, and why they are not in the store if they should be. path: in the store; None: not."""
     from subkv.plan import datafree  # the one place where the engine asks the planner: pyproject.toml says so
 
     try:
