@@ -22,7 +22,8 @@ from subkv.engine.template import Message, Template, TemplateError
 from subkv.format.calibration import TextSource
 
 FOLDER = Path(__file__).resolve().parent / "texts"
-TOKENS = 16384  # the first eight blocks; fewer leave kinds out
+TOKENS = 16384  # the first eight blocks in chunks of 2048
+LEAST = 8  # blocks, whatever a chunk's length: fewer leave kinds out
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
 
 

@@ -65,13 +65,13 @@ plan_options = group(
 @click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
 @corpus_options(
     "UTF-8 text to calibrate on. [default: built-in texts]",
-    "Most chunks, shared among the texts. [default: all, of the built-in texts enough]",
+    "Most chunks, shared among the texts. [default: all, of the built-in texts enough: 8 or more]",
     required=False,
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Time for sensitivities, after the calibration. [default: what they need]",
+    type=click.FloatRange(min=0),
+    help="Time for sensitivities, after the calibration; 0: none. More of it later goes on. [default: what they need]",
 )
 @click.option(
     "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights made of a folder. [default: auto, 16 bits]"

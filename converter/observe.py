@@ -180,6 +180,9 @@ def calibrate(
     planned, remark = plan_chunks(token_chunks, n_sink, held_out)
     batches = plan_batches(planned)
     first, earlier = keeper.load(len(batches))
+    if earlier and earlier.model_sha256 != model_sha256:
+        note("note: what an earlier run has done was of a file with other bytes; it is done again")
+        first, earlier = 0, None
     done = sum(len(chunk.tokens) for chunk in planned[: batches[first][0]]) + batches[first][1]
     foretell(done, sum(len(chunk.tokens) for chunk in planned))
 

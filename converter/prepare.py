@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,15 +18,15 @@ from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text
 from converter.observe import calibrate_file
 from converter.resume import Checkpoints
-from converter.sensed import Measuring, seconds, sensed
+from converter.sensed import Measuring, seconds, sensed, stopped_at
 from subkv.base.errors import SubkvError, concerning
-from subkv.base.files import check_writable
+from subkv.base.files import check_writable, remove, remove_stale
 from subkv.base.locks import exclusive
 from subkv.base.progress import note, overall
 from subkv.format import store
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 from subkv.format.metadata import generator
-from subkv.native.gguf import Gguf
+from subkv.native.gguf import Gguf, sha256
 
 HASHED, PLANNED = 1e9, 4.0  # bytes per second; layers per second: first guesses, which the bar corrects as it goes
 
@@ -35,7 +35,7 @@ HASHED, PLANNED = 1e9, 4.0  # bytes per second; layers per second: first guesses
 class Wish:
     """What to prepare. corpus without files: the built-in text. n_sink: first positions left out.
 
-    n_recent: of the exact window. minutes: time that sensitivities may take; None: what they need.
+    n_recent: of the exact window. minutes: time that sensitivities may take; 0: there are none; None: all they need.
     """
 
     corpus: Corpus
@@ -52,13 +52,14 @@ class Wish:
         """Most chunks of tokens."""
         if self.corpus.files or self.corpus.chunks is not None:
             return self.corpus.chunks
-        return max(builtin.TOKENS // self.corpus.n_ctx, 1)
+        return max(builtin.TOKENS // self.corpus.n_ctx, builtin.LEAST)
 
     def key(self, texts: list[Text] | None) -> str:
         """Changes with whatever changes the statistics, the model and its chat template aside."""
         settings = [generator(), self.corpus.n_ctx, self.chunks, self.n_sink, HELD_OUT]
         digest = hashlib.sha256(repr(settings).encode())
         for text in texts or builtin.read():
+            digest.update(repr((text.source.name, len(text.data), text.special)).encode())
             digest.update(text.data)
         return digest.hexdigest()[:8]
 
@@ -70,8 +71,8 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
     One bar for all that is done in the block, too. Raises SubkvError.
     """
     with Gguf(model) as base:
-        entry = store.entry(base)
-        size = sum(file.stat().st_size for file in base.files)
+        entry, files = store.entry(base), base.files
+        size = sum(file.stat().st_size for file in files)
         arch = base.get("general.architecture")
         layers, trained = (base.get(f"{arch}.{key}") for key in ("block_count", "context_length"))
     if trained and wish.corpus.n_ctx > trained:
@@ -85,23 +86,35 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
     with concerning(lock="model"), exclusive(entry.lock, f"prepare {model.name}"):
         expected = {"loading": size / HASHED, "hashing": size / HASHED, "bases": (layers or 1) / PLANNED}
         with overall(expected):
-            corpus, kept = wish.corpus, path.with_name(f"{path.name}.{wish.n_recent}.sensing.npz")
+            remove_stale(store.folder())
+            corpus, kept = wish.corpus, _kept(path, wish.n_recent)
             how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept)
             then = functools.partial(seconds, how, layers or 1)
-            calibration = _earlier(path) or _measured(model, wish, texts, path, then)
-            _sense(model, how, calibration, path)
-            _remove_others(entry, path)
+            calibration = _earlier(path, files) or _measured(model, wish, texts, path, then)
+            kept = _sense(model, how, calibration, path)
+            _remove_others(entry, {path, kept})
             yield path
 
 
-def _earlier(path: Path) -> Calibration | None:
-    """A calibration that an earlier run has finished; a damaged one is made again."""
+def _kept(path: Path, n_recent: int) -> Path:
+    """Where sensitivities with this exact window are while they are not complete."""
+    return path.with_name(f"{path.name}.{n_recent}.sensing.npz")
+
+
+def _earlier(path: Path, files: Sequence[Path]) -> Calibration | None:
+    """A calibration that an earlier run has finished; a damaged one, or one of other files than these, is made again.
+
+    The model's name in the store is a digest of samples, so its whole bytes are compared here.
+    """
     if not path.exists():
         return None
     try:
         found = read_calibration(path)
     except SubkvError as error:
         note(f"note: {path} is made again: {error}")
+        return None
+    if sha256(files, progress=True) != found.model_sha256:
+        note(f"note: {path} is made again: it is of a file with other bytes than {files[0]}")
         return None
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
     note(f"calibrated on {found.tokens} tokens by an earlier run, {day}")
@@ -112,6 +125,8 @@ def _measured(
     model: Path, wish: Wish, texts: list[Text] | None, path: Path, then: Callable[[float], float]
 ) -> Calibration:
     """Statistics of the model, written to `path`. then: as calibrate_file."""
+    for other in path.parent.glob(f"{path.name}.*.sensing.npz"):  # of other statistics
+        remove(other)
     with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
         found, notes = calibrate_file(
             model, replace(wish.corpus, chunks=wish.chunks), texts, wish.n_sink, keeper=checkpoints, then=then
@@ -124,20 +139,36 @@ def _measured(
     return found
 
 
-def _sense(model: Path, how: Measuring, calibration: Calibration, path: Path) -> None:
-    """Add sensitivities to `path` unless it has them for this window."""
+def _sense(model: Path, how: Measuring, calibration: Calibration, path: Path) -> Path:
+    """Add sensitivities to `path` unless it has them for this window, or there is no time for more of them.
+
+    Where they cannot be measured a note says why. Returns where those that are not complete are kept.
+    """
     known = calibration.sensitivity
     if known is not None and known.n_recent <= how.n_recent:
-        return
+        how = replace(how, n_recent=known.n_recent, kept=_kept(path, known.n_recent))
+        limit = stopped_at(how.kept)
+        if limit is None:
+            return how.kept
+        if how.minutes is not None and how.minutes <= limit:
+            note("sensitivities are those that an earlier run had time for; more --minutes, or none given, goes on")
+            return how.kept
+    if how.minutes == 0:
+        return how.kept
+    try:
+        found, complete = sensed(model, calibration, how)
+    except SubkvError as error:
+        note(f"no {'further ' if known else ''}sensitivities: {error.reason}")
+        return how.kept
     with concerning(output="XDG_CACHE_HOME"):
-        found = sensed(model, calibration, how)
-        if found is not None:
-            write_calibration(path, found)
-            how.kept.unlink(missing_ok=True)
+        write_calibration(path, found)
+    if complete:
+        remove(how.kept)
+    return how.kept
 
 
-def _remove_others(entry: store.Entry, path: Path) -> None:
+def _remove_others(entry: store.Entry, needed: set[Path]) -> None:
     """Calibrations of this model under other settings, whole or not: one is kept."""
     for other in store.folder().glob(entry.work(".*.calib.safetensors*").name):
-        if not other.name.startswith(path.name):
-            other.unlink(missing_ok=True)
+        if other not in needed:
+            remove(other)

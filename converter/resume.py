@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from subkv.base.errors import SubkvError
+from subkv.base.files import remove
 from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
@@ -108,7 +109,7 @@ class Checkpoints:
             write_calibration(self._path(done, self._total), sums())
             for path in self._found():
                 if path != self._path(done, self._total):
-                    path.unlink(missing_ok=True)
+                    remove(path)
             self._written = time.monotonic()
         if stop:
             if self._found():
@@ -118,4 +119,4 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove all files: the whole is written."""
         for path in self._found():
-            path.unlink(missing_ok=True)
+            remove(path)

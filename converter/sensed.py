@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from converter import builtin
 from converter.corpus import Text, cut
 from converter.resume import EVERY, KEPT, Stopping
-from converter.sensing import SCORED, UNPREDICTABLE, Found, sense
+from converter.sensing import SCORED, Found, sense
 from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
@@ -30,7 +29,7 @@ CORRECTED = 2  # chunks' worth of tokens that this takes
 @dataclass(frozen=True)
 class Measuring:
     """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: all
-    that there is to measure. kept: file of what is done while it runs."""
+    that there is to measure. kept: file of what is done until all is."""
 
     texts: Sequence[Text] | None
     n_ctx: int
@@ -39,28 +38,38 @@ class Measuring:
     minutes: float | None
     kept: Path
 
+    @property
+    def chunks(self) -> int:
+        """That are measured at most."""
+        return max(CHUNKS, len(self.texts or ()) - 1)
 
-def sensed(model: Path, calibration: Calibration, how: Measuring) -> Calibration | None:
-    """The calibration with sensitivities; None, and a note that says why, where there can be none.
 
-    Raises SubkvError, and KeyboardInterrupt after what is done was written.
+def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calibration, bool]:
+    """The calibration with sensitivities, and whether there was time for all; what is not complete is kept.
+
+    Raises SubkvError where there can be none, and KeyboardInterrupt after what is done was written.
     """
     n_ctx = min(N_CTX, how.n_ctx)
     with Gguf(model) as base, Session(model, n_ctx, how.n_threads, calibration.n_skip) as session:
-        try:
-            chunks = _chunks(session, how.texts, n_ctx)
-            found = _earlier(how.kept, calibration)
-            _foretell(session, how, len(calibration.layers), found)
-            with Stopping() as stopping:
-                keep = Keeping(how.kept, stopping)
-                return sense(
+        chunks = _chunks(session, how.texts, n_ctx)
+        found = _earlier(how.kept, calibration) or Found.none(calibration)
+        _foretell(session, how, len(calibration.layers), found)
+        with Stopping() as stopping:
+            keep = Keeping(how.kept, stopping)
+            try:
+                result = sense(
                     session, base, calibration, chunks, how.n_recent, how.n_threads, how.minutes, found, keep, True
                 )
-        except SubkvError as error:
-            if error.key not in ("files", "n_ctx") and error.reason != UNPREDICTABLE:
+            except SubkvError:
+                if stopping.pressed:
+                    keep(found)
                 raise
-            note(f"no sensitivities: {error.reason}")
-            return None
+            keep(found)
+        complete = len(found.trials) >= _n_trials(len(calibration.layers)) and found.chunks >= len(chunks) - 1
+        if not complete:
+            _write(how.kept, found, how.minutes or 0.0)
+            note(f"there was time for {len(found.trials)} of {_n_trials(len(calibration.layers))} sensitivities")
+        return result, complete
 
 
 def _chunks(session: Session, texts: Sequence[Text] | None, n_ctx: int) -> list[tuple[int, ...]]:
@@ -82,26 +91,27 @@ def _earlier(kept: Path, calibration: Calibration) -> Found | None:
             return Found.of(arrays, calibration)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # numpy and zipfile raise about a damaged file whatever they stumble over
         note(f"note: {kept} cannot be gone on from ({error}); what it held is measured again")
         return None
 
 
 def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
     """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
-    tokens = (CHUNKS + CORRECTED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
+    tokens = (how.chunks + CORRECTED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
     found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
     expect("sensitivities", found)
     return found
 
 
 def _n_trials(n_layer: int) -> int:
-    return 2 * n_layer + 2
+    """Both sides of every layer, and rounding in the first and the last."""
+    return 2 * n_layer + min(n_layer, 2)
 
 
-def _foretell(session: Session, how: Measuring, n_layer: int, found: Found | None) -> None:
+def _foretell(session: Session, how: Measuring, n_layer: int, found: Found) -> None:
     """Says what the run will take, unless that is a moment."""
-    trials = len(found.trials) if found else 0
+    trials = len(found.trials)
     left = seconds(how, n_layer, session.speed(), trials)
     if trials:
         note(f"going on after {trials} of {_n_trials(n_layer)} sensitivities")
@@ -119,9 +129,31 @@ class Keeping:
     def __call__(self, found: Found) -> None:
         stop = self._stopping.pressed
         if stop or time.monotonic() - self._written > EVERY:
-            with atomic_file(self._path) as handle:
-                np.savez(handle, allow_pickle=False, **found.arrays())
+            try:
+                _write(self._path, found)
+                if stop:
+                    note(KEPT)
+            except SubkvError as error:
+                if not stop:
+                    raise
+                note(f"what has been done is not kept: {error.reason}")
             self._written = time.monotonic()
         if stop:
-            note(KEPT)
             raise KeyboardInterrupt
+
+
+def _write(path: Path, found: Found, minutes: float = 0.0) -> None:
+    """minutes: that there was no more time than; 0: interrupted."""
+    with atomic_file(path) as handle:
+        np.savez(handle, allow_pickle=False, minutes=np.array(minutes), **found.arrays())
+
+
+def stopped_at(kept: Path) -> float | None:
+    """The minutes that were not enough for all sensitivities; 0: of an interrupted run; None: there is nothing left."""
+    try:
+        with np.load(kept, allow_pickle=False) as arrays:
+            return float(arrays["minutes"])
+    except FileNotFoundError:
+        return None
+    except Exception:  # damaged: as in _earlier, which says so
+        return 0.0

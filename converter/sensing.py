@@ -92,7 +92,7 @@ class Found:
 
     @classmethod
     def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
-        """What arrays() was called on, for the same calibration. Raises KeyError or ValueError for anything else."""
+        """What arrays() was called on, for the same calibration. Raises what numpy does for anything else."""
         found = cls.none(calibration)
         found.queries, found.chunks = (int(n) for n in arrays["counts"])
         found.trials = [

@@ -19,6 +19,7 @@ import click
 from runtime import options
 from runtime.chat.completer import MORE, PROMPT, Completer
 from subkv.base import folders
+from subkv.base.errors import SubkvError
 
 
 class Interrupts:
@@ -61,7 +62,11 @@ class Input(Protocol):
 
 def history_file(name: str) -> Path | None:
     """A file in the user's state folder, for the user's eyes only; None, and a warning, where it cannot be written."""
-    path = folders.state_folder() / name
+    try:
+        path = folders.state_folder() / name
+    except SubkvError as error:
+        options.note(f"{error.key}: messages are not remembered: {error.reason}")
+        return None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,18 @@ def test_two_runs_are_one() -> None:
         same(found, expected)
         again = first.kept[0] and len(session.batches) - (total - first.kept[0])
         assert again <= 1, "of what was done, only the start of its chunk is decoded again"
+
+
+def test_sums_of_another_file_are_not_gone_on_from() -> None:
+    whole, expected = run()
+    first = Cut(4)
+    with pytest.raises(KeyboardInterrupt):
+        run(first)
+    done, sums = first.kept
+    assert sums is not None
+    session, found = run(Cut(99, (done, replace(sums, model_sha256="1" * 64))))
+    same(found, expected)
+    assert len(session.batches) == len(whole.batches)
 
 
 def test_interrupts_write_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

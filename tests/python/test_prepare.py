@@ -13,15 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 import subkv
-from converter import resume
+from converter import builtin, resume
 from converter.cli import main as convert
+from converter.corpus import Corpus, Text
+from converter.prepare import Wish
 from converter.resume import KEPT
-from converter.sensing import LEAST, Sensing
+from converter.sensing import LEAST, Found, Sensing
 from converter.session import Session
 from runtime import cli
 from subkv.base.errors import SubkvError
@@ -29,6 +32,7 @@ from subkv.base.locks import exclusive
 from subkv.engine import memory
 from subkv.engine.cache import choose_cache
 from subkv.format import store
+from subkv.format.calibration import TextSource
 from subkv.format.metadata import read
 from subkv.native.gguf import Gguf
 
@@ -195,6 +199,15 @@ def test_store_that_cannot_be_written(model: Path, cache_home: Path) -> None:
         assert llm.cache_choice.name == "f16"
 
 
+def test_no_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    refused(run(model), "XDG_CACHE_HOME: expected an absolute path, as there is no home folder, found nothing")
+
+
 def test_full_store(model: Path, cache_home: Path) -> None:
     """A file size limit stands for a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -269,7 +282,7 @@ def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
     assert run(model, "--sidecar", "--embed").exit_code == 2
     assert run(model, "--bases", calibration, "-f", text_file).exit_code == 2
     assert run(model, "--bases", calibration, "--minutes", "1").exit_code == 2
-    assert run(model, "--minutes", "0").exit_code == 2
+    assert run(model, "--minutes", "-1").exit_code == 2
 
 
 def test_locks_end_with_their_block(tmp_path: Path) -> None:
@@ -350,18 +363,22 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
 
-def test_damaged_sensitivities_are_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("converter.prepare.sensed", lambda *_: None)
-        assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
+@pytest.mark.parametrize("error", [b"PK no archive", IndexError, TypeError])
+def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).exit_code == 0
     (calibration,) = store.folder().glob("*.calib.safetensors")
-    calibration.with_name(f"{calibration.name}.16.sensing.npz").write_bytes(b"PK no archive")
+    kept = calibration.with_name(f"{calibration.name}.16.sensing.npz")
+    if isinstance(error, bytes):
+        kept.write_bytes(error)
+    else:
+        np.savez(open(kept, "wb"), minutes=np.array(0.0))  # noqa: SIM115
+        monkeypatch.setattr(Found, "of", classmethod(lambda *_: (_ for _ in ()).throw(error("damaged"))))
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
     assert "cannot be gone on from" in result.stderr and "predicted KLD" in result.stdout
 
 
-def test_minutes_are_a_budget(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_are_a_budget(tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, tried = Sensing._try, []
 
     def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
@@ -369,7 +386,75 @@ def test_minutes_are_a_budget(tiny_model: Models, monkeypatch: pytest.MonkeyPatc
         return attempt(self, chunk, c, i, side)
 
     monkeypatch.setattr(Sensing, "_try", counted)
-    result = CliRunner().invoke(convert, [str(tiny_model(n_layer=4)), *SENSED, "--minutes", "1e-9"])
+    command = [str(tiny_model(n_layer=4)), *SENSED]
+    for note in (f"there was time for {LEAST} of 10 sensitivities", "an earlier run had time for"):
+        result = CliRunner().invoke(convert, [*command, "--minutes", "1e-9"])
+        assert result.exit_code == 0, result.output
+        assert len(tried) == LEAST - 2  # two trials measure rounding
+        assert "predicted KLD: " in result.stdout
+        assert note in result.stderr
+        assert "calib.safetensors.16.sensing.npz" in left(cache_home)
+    for _ in range(2):
+        result = CliRunner().invoke(convert, command)
+        assert result.exit_code == 0, result.output
+        assert sorted(tried) == sorted(set(tried)) and len(tried) == 2 * 4, "the rest, once"
+        assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_sensitivities_that_fail_are_a_note(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise SubkvError("model", "decoding failed: no reason")
+
+    monkeypatch.setattr(Sensing, "_try", failing)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
-    assert len(tried) == LEAST - 2  # two trials measure rounding
-    assert "predicted KLD: " in result.stdout
+    assert "no sensitivities: decoding failed: no reason\n" in result.stderr
+    assert "sensitivities" not in CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).stderr
+
+
+#
+# what is kept
+#
+
+
+def test_other_bytes_under_one_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's digest sees samples of the weights only."""
+    assert run(model).exit_code == 0
+    monkeypatch.setattr("converter.prepare.sha256", lambda *_, **__: "1" * 64)
+    result = run(model)
+    assert result.exit_code == 0, result.output
+    assert "is made again: it is of a file with other bytes than " in result.stderr
+    assert "earlier run" not in result.stderr
+
+
+def test_leftovers_are_removed(model: Path, cache_home: Path) -> None:
+    assert run(model).exit_code == 0
+    (calibration,) = store.folder().glob("*.calib.safetensors")
+    old = [calibration.with_name(f"{calibration.name}.99.sensing.npz"), store.folder() / ".x.part.7.01234567.tmp"]
+    for path in old:
+        path.write_bytes(b"old")
+        os.utime(path, (0, 0))
+    assert run(model).exit_code == 0
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_long_chunks_take_every_kind_of_text() -> None:
+    for n_ctx, n in ((128, 128), (2048, 8), (8192, 8)):
+        assert Wish(Corpus((), n_ctx, None, 1), 4, 16).chunks == n
+    assert len(builtin.read()) > 8
+
+
+def test_settings_have_keys_of_their_own() -> None:
+    wish = Wish(Corpus((Path("a.txt"),), 128, None, 1), 4, 16)
+
+    def text(name: str, data: bytes, special: bool = False) -> Text:
+        return Text(TextSource(name, "0" * 64, len(data)), data, special)
+
+    given = [
+        [text("a", b"xy")],
+        [text("b", b"xy")],
+        [text("a", b"xy", True)],
+        [text("a", b"x"), text("a", b"y")],
+        [text("a", b""), text("a", b"xy")],
+    ]
+    assert len({wish.key(texts) for texts in given}) == len(given)

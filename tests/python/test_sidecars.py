@@ -167,6 +167,28 @@ def test_nothing_prepared(model: Path, cache_home: Path) -> None:
     assert not cache_home.exists()
 
 
+@pytest.mark.parametrize("obstacle", ["no home", "unreadable"])
+def test_store_that_cannot_be_looked_into(
+    obstacle: str, stored: Path, model: Path, of_weights: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied") if obstacle == "unreadable" else RuntimeError("no home")
+
+    if obstacle == "unreadable":
+        monkeypatch.setattr(store.os, "scandir", refuse)
+        why = f"cannot read {store.folder()}: Permission denied"
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", refuse)
+        why = "XDG_CACHE_HOME: expected an absolute path"
+    choice = choose_cache(model)
+    assert choice.name == "f16"
+    assert why in choice.told
+    coded = choose_cache(model, CacheOptions("subkv"))
+    assert f", not kept ({why}" in coded.told
+    assert coded.layout is not None and coded.layout.parent != stored.parent
+
+
 def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path) -> None:
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None

@@ -87,6 +87,12 @@ def remove_stale(folder: Path, name: str | None = None) -> None:
                         os.unlink(file)
 
 
+def remove(path: Path) -> None:
+    """Remove a file that nobody needs any more; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Binary file that replaces `path` when the block ends well; on any exception nothing stays on disk.

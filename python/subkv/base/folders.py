@@ -6,10 +6,19 @@ import importlib.util
 import os
 from pathlib import Path
 
+from subkv.base.errors import SubkvError
+
 
 def _user_folder(variable: str, default: str) -> Path:
+    """Raises SubkvError about the variable for a user without a home folder."""
     base = os.environ.get(variable, "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / default) / "subkv"
+    if os.path.isabs(base):
+        return Path(base) / "subkv"
+    try:
+        return Path.home() / default / "subkv"
+    except RuntimeError as error:
+        found = repr(base) if base else "nothing"
+        raise SubkvError(variable, f"expected an absolute path, as there is no home folder, found {found}") from error
 
 
 def cache_folder() -> Path:

@@ -6,6 +6,7 @@ of this model's content; one that does not is refused, never skipped: another ca
 
 from __future__ import annotations
 
+import os
 import shlex
 import tempfile
 import threading
@@ -37,8 +38,10 @@ def command(model: Path) -> str:
 
 def nothing_found(model: Path) -> str:
     """What the user of an ordinary cache may want to know."""
+    why = store.unreadable()
+    prepared = f"none can be looked for ({why})" if why else "none were prepared"
     return (
-        "cache: f16, as this model carries no bases and none were prepared; -ctk subkv is several times smaller at "
+        f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is several times smaller at "
         f"once, and `{command(model)}` makes it better"
     )
 
@@ -46,11 +49,12 @@ def nothing_found(model: Path) -> str:
 def calibrated(model: Path) -> Found | None:
     """The sidecar of a model that `convert` has prepared. Raises CacheError about `bases`, ModelFileError."""
     near = store.beside(model)
-    if not near.exists() and not store.folder().is_dir():
+    beside = os.path.exists(near)
+    if not beside and (store.unreadable() or not store.folder().is_dir()):
         return None
     with Gguf(model) as base:
         entry = store.entry(base)
-    path = near if near.exists() else entry.sidecar
+    path = near if beside else entry.sidecar
     if not path.exists():
         return None
     store.check(path, entry.content)
@@ -68,9 +72,10 @@ def of_weights(model: Path, keep: bool) -> Found:
     """
     with Gguf(model) as base:
         entry = store.entry(base)
-    path, kept = entry.named(_ENDING), ""
-    if not (keep and _usable(path, entry.content)):
-        path, kept = _make(model, path, entry, keep)
+    why = store.unreadable() if keep else ""
+    path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
+    if path is None or not _usable(path, entry.content):
+        path, kept = _make(model, path, entry, kept)
     gain = f"calibrating makes it better: `{command(model)}`"
     return Found(path, f"bases: from the weights alone, {_bits(path)}{kept}; {gain}")
 
@@ -109,13 +114,12 @@ class _Held:
 _held = _Held()
 
 
-def _make(model: Path, path: Path, entry: store.Entry, keep: bool) -> tuple[Path, str]:
-    """Make them; their path, and why they are not in the store if they should be."""
+def _make(model: Path, path: Path | None, entry: store.Entry, why: str) -> tuple[Path, str]:
+    """Make them; their path, and why they are not in the store if they should be. path: in the store; None: not."""
     from subkv.plan import datafree  # the one place where the engine asks the planner: pyproject.toml says so
 
-    why = ""
     try:
-        if keep:
+        if path is not None:
             try:
                 entry.prepare()
                 with concerning(output="store"):

@@ -7,6 +7,7 @@ share an entry.
 from __future__ import annotations
 
 import glob
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,19 @@ def beside(model: Path) -> Path:
 def folder() -> Path:
     """The store: sidecars, and calibrations to continue or to plan anew from. It may not exist yet."""
     return cache_folder() / "sidecars"
+
+
+def unreadable() -> str:
+    """Why nothing can be looked up in the store; "" where it can, or where there is none yet."""
+    try:
+        with os.scandir(folder()):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"cannot read {folder()}: {error.strerror or error}"
+    except SubkvError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,9 @@ class Entry:
             folder().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder()}: {error.strerror or error}") from error
+        why = unreadable()
+        if why:
+            raise SubkvError("XDG_CACHE_HOME", why)
 
 
 def entry(model: Gguf) -> Entry:
