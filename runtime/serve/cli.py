@@ -7,6 +7,7 @@ python -m runtime.serve -m model.subkv.gguf -c 32768 -np 4 --api-key SECRET
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import resource
 import signal
 from pathlib import Path
@@ -219,6 +220,7 @@ def main(
                 Server(configuration(app, limits), engine).run(sockets=[sock])
             finally:
                 engine.close()
+                faulthandler.cancel_dump_traceback_later()  # Server's: nothing is left that might not end
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Where grammars live: a child process for each, forked from one that holds the model's vocabulary.
 
 llama.cpp's grammars have no limits: compiling one, and every token that is checked against it, may take exponential
-time and memory. Here both end with the process, and nobody else waits.
+time and memory. Here both end with the process.
 
     python -m runtime.serve.grammar_worker MODEL DESCRIPTOR BYTES
 
 The parent sends over the socket DESCRIPTOR one end of a new socket for each grammar; the child behind it ends when the
-other end is closed, also in the middle of a step. Over that socket, numbers little-endian:
+other end is closed or shut down, also in the middle of a step, or is out of CPU time for it. Over that socket, numbers
+little-endian:
 
-    ask   u32 n, n bytes of JSON [kind, text]; kind: "gbnf", "schema"
+    ask   u32 n, n bytes of JSON [kind, text, seconds]; kind: "gbnf", "schema"; seconds: for each ask
     reply u32 n, n bytes: "+" and the GBNF, or "-" and a sentence
     ask   "t" i32 token: may it follow?  reply "+": yes, and it now has; "-" and a bit for each token of the vocabulary
     ask   "a" i32 token: it has followed, a token that such bits allow. No reply.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import select
@@ -27,6 +29,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +104,8 @@ def compiled(vocab: Any, kind: str, text: str) -> tuple[Rules, str]:
 
 def serve(sock: socket.socket, vocab: Any) -> None:
     """One grammar, from its text to the end of the answer."""
-    kind, text = json.loads(received(sock, LENGTH.unpack(received(sock, LENGTH.size))[0]))
+    kind, text, seconds = json.loads(received(sock, LENGTH.unpack(received(sock, LENGTH.size))[0]))
+    _limit_cpu(seconds)
     try:
         rules, text = compiled(vocab, kind, text)
         reply = b"+" + text.encode()
@@ -112,6 +116,7 @@ def serve(sock: socket.socket, vocab: Any) -> None:
         return
     while True:
         operation, token = STEP.unpack(received(sock, STEP.size))
+        _limit_cpu(seconds)
         if operation == b"a" or (token >= 0 and rules.admits(token)):
             rules.accept(token)
             if operation == b"t":
@@ -129,8 +134,18 @@ def _limit(n_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
 
 
+def _limit_cpu(seconds: float) -> None:
+    """SIGXCPU ends the process 1 to 2 s of computing after the parent has given it up.
+
+    For what _end_with cannot end: code that keeps Python's lock. seconds: how long the parent waits.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
 def _end_with(sock: socket.socket) -> None:
-    """End the process as soon as nobody waits for it, whatever it is doing."""
+    """End the process as soon as nobody waits for it. It needs Python's lock for that."""
     poll = select.poll()
     poll.register(sock, 0)  # hanging up is always reported
     poll.poll()

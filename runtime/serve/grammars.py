@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import select
 import socket
@@ -12,12 +14,14 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.serve import grammar_worker
+from runtime.serve.grammar_limits import N_BYTES, check_grammar
 from runtime.serve.grammar_worker import LENGTH, READY, STEP
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.sampling import SamplingError
@@ -26,7 +30,7 @@ from runtime.serve.sampling import SamplingError
 from llama_cpp import llama_grammar
 
 START_SECONDS = 60.0  # for the process with the vocabulary, once
-N_CACHED = 64  # grammars whose text is remembered
+N_CACHED = 64  # schemas whose GBNF is remembered, if it has at most N_BYTES, and texts that are no grammar
 MIB = 1024 * 1024
 
 Allowed = npt.NDArray[np.bool_]
@@ -39,7 +43,7 @@ class SchemaText(str):
 
 
 class Grammar:
-    """A grammar that follows one answer. Its process ends with close(), which any thread may call.
+    """A grammar that follows one answer. Its process ends with close(), which any thread may call: it never waits.
 
     timeout: seconds for each step. Steps raise SamplingError when it is over, or the process has ended.
     """
@@ -50,15 +54,21 @@ class Grammar:
         self._timeout = timeout
         self._deadline = 0.0
         self._received = bytearray()
-        self._lock = threading.Lock()  # a closed descriptor's number may become another's
+        self._lock = threading.Lock()  # for the two below; nothing waits while it is held
+        self._in_use = self._closed = False
 
     def close(self) -> None:
         with self._lock:
-            self._sock.close()
+            self._closed = True
+            if not self._in_use:
+                self._sock.close()
+            else:  # who uses it wakes up and closes it: a closed descriptor's number may become another's
+                with contextlib.suppress(OSError):  # the process has ended
+                    self._sock.shutdown(socket.SHUT_RDWR)
 
     def compile(self, kind: str, text: str) -> tuple[bool, str]:
         """Whether it became a grammar, and its GBNF or why not. Waits; close() ends that, too."""
-        data = json.dumps([kind, text]).encode()
+        data = json.dumps([kind, text, self._timeout]).encode()
         self._send(LENGTH.pack(len(data)) + data)
         n = LENGTH.unpack(self._wait(LENGTH.size))[0]
         reply = self._wait(n).decode()
@@ -89,15 +99,14 @@ class Grammar:
     def _send(self, data: bytes) -> None:
         self._deadline = time.monotonic() + self._timeout
         try:
-            with self._lock:
-                self._sock.settimeout(self._timeout)
-                self._sock.sendall(data)
+            with self._use() as sock:
+                sock.settimeout(self._timeout)
+                sock.sendall(data)
         except OSError as error:
             raise self._ended() from error
 
     def _wait(self, n: int) -> bytes:
-        while not self._receive(n, 0.1):
-            pass
+        self._receive(n, math.inf)
         data = bytes(self._received[:n])
         del self._received[:n]
         return data
@@ -108,12 +117,12 @@ class Grammar:
         while len(self._received) < n:
             left = min(end, self._deadline) - time.monotonic()
             try:
-                with self._lock:
+                with self._use() as sock:
                     poll = select.poll()
-                    poll.register(self._sock, select.POLLIN)
+                    poll.register(sock, select.POLLIN)
                     ready = poll.poll(1000 * max(left, 0))
-                    data = self._sock.recv(n - len(self._received)) if ready else None
-            except (OSError, ValueError) as error:  # ValueError: of a closed socket
+                    data = sock.recv(n - len(self._received)) if ready else None
+            except OSError as error:
                 raise self._ended() from error
             if data == b"":
                 raise self._ended()
@@ -127,6 +136,21 @@ class Grammar:
                 return False
             self._received += data or b""
         return True
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[socket.socket]:
+        """The socket, open until the end of this block. Raises OSError when it is closed."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the grammar is closed")
+            self._in_use = True
+        try:
+            yield self._sock
+        finally:
+            with self._lock:
+                self._in_use = False
+                if self._closed:
+                    self._sock.close()
 
     @staticmethod
     def _ended() -> SamplingError:
@@ -144,7 +168,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._known: OrderedDict[tuple[str, str], tuple[bool, str | None]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[bool, str]] = OrderedDict()
 
     def begin(self) -> Grammar:
         """A process for a grammar, which compile() gives it. Raises ApiError."""
@@ -158,23 +182,29 @@ class Grammars:
         return Grammar(ours, self._n_vocab, self.timeout)
 
     def compile(self, grammar: Grammar, text: str) -> None:
-        """Make a grammar of GBNF or of a SchemaText. Raises ApiError about its field."""
+        """Make a grammar of GBNF, also a chat handler's, or of a SchemaText. Raises ApiError about its field."""
         kind, param = ("schema", text.param) if isinstance(text, SchemaText) else ("gbnf", "grammar")
-        key = kind, str(text)
+        if kind == "gbnf":
+            check_grammar(text)
+        key = hashlib.sha256(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
-            good, found = self._known.get(key, (True, None))
-        if good:  # perhaps as GBNF already
+            good, found = self._known.get(key, (True, ""))
+        if good:
             try:
-                good, found = grammar.compile(*key) if found is None else grammar.compile("gbnf", found)
+                good, found = grammar.compile("gbnf", found) if found else grammar.compile(kind, text)
             except SamplingError as error:
                 raise bad_field(param, error.reason) from error
-            with self._lock:
-                self._known[key] = good, found
-                self._known.move_to_end(key)
-                while len(self._known) > N_CACHED:
-                    self._known.popitem(last=False)
+            if not good or (kind == "schema" and len(found) <= N_BYTES):
+                self._remember(key, good, found)
         if not good:
-            raise bad_field(param, str(found))
+            raise bad_field(param, found)
+
+    def _remember(self, key: bytes, good: bool, found: str) -> None:
+        with self._lock:
+            self._known[key] = good, found
+            self._known.move_to_end(key)
+            while len(self._known) > N_CACHED:
+                self._known.popitem(last=False)
 
     def close(self) -> None:
         """End the process that holds the vocabulary; those of grammars end with their answers."""

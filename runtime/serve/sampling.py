@@ -16,7 +16,7 @@ from subkv.native.binding import C, internals, llama_cpp
 Processor = Callable[[Any, Logits], Logits]
 
 # Seconds that a step waits for a grammar; most answer in a tenth of a millisecond. Others are asked again after the
-# next step: nobody waits for them.
+# next step, without waiting.
 PATIENCE = 0.02
 
 

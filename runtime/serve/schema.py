@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -31,6 +32,7 @@ N_MESSAGES = 8192
 N_STOPS, N_STOP = 64, 4096  # how many, and the characters of one
 N_LOGPROBS = 100
 N_BIAS, N_BIAS_TEXT = 4096, 256  # how many, and the characters of one
+N_TOOLS, NAME = 128, re.compile(r"[A-Za-z0-9_-]{1,64}")  # and functions; as OpenAI has it
 N_INPUTS = 2048  # texts of an embeddings request, as OpenAI has it
 
 # OpenAI's two names and llama.cpp's
@@ -194,11 +196,16 @@ def _schema_grammar(schema: Any, param: str) -> Any:
 
 
 def check_tools(request: ChatRequest) -> None:
-    """Refuse tools whose schemas are beyond the limits: a chat handler may make grammars of them. Raises ApiError."""
-    for tool in request.tools or []:
-        check_schema(tool["function"].get("parameters"), "tools")
-    for function in request.functions or []:
-        check_schema(function.get("parameters"), "functions")
+    """Refuse tools beyond the limits: a chat handler may make grammars of names and schemas. Raises ApiError."""
+    tools: list[Any] = [tool["function"] for tool in request.tools or []]
+    for functions, param in ((tools, "tools"), (request.functions or [], "functions")):
+        if len(functions) > N_TOOLS:
+            raise bad_field(param, f"expected at most {N_TOOLS}, found {len(functions)}")
+        for function in functions:
+            name = function["name"]
+            if not NAME.fullmatch(name):
+                raise bad_field(param, f"expected names of 1 to 64 characters A-Z a-z 0-9 _ -, found {name!r:.80}")
+            check_schema(function.get("parameters"), param)
 
 
 def chat_grammar(request: ChatRequest) -> Any:

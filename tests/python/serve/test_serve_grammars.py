@@ -1,4 +1,4 @@
-"""Grammars and schemas that would stop a server: refused, or ended with their process, and nobody else waits."""
+"""Grammars and schemas that would stop a server: refused, or ended with their process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 from serving import Served, running
 
 from runtime.serve import grammar_limits
-from runtime.serve.grammar_limits import N_REPEAT, check_grammar, check_schema
+from runtime.serve import grammars as grammars_module
+from runtime.serve.grammar_limits import N_BYTES, N_REPEAT, check_grammar, check_schema
+from runtime.serve.grammar_worker import LENGTH
 from runtime.serve.grammars import MIB, Grammars, SchemaText
 from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import SamplingError
@@ -33,6 +36,7 @@ EXPLODING = {
     "logit_bias": {"a": 1000.0},
     "logit_bias_type": "tokens",
 }
+ENDLESS = SchemaText('{"type": "string", "pattern": "^]$"}')  # llama_cpp's converter stays at the bracket
 OPTIONAL = "root ::= " + "x? " * 400 + '"z"\nx ::= [a-z ]?'
 
 
@@ -197,7 +201,8 @@ def test_schemas_and_refusals_are_remembered(grammars: Grammars) -> None:
         allowed = grammar.answer(10.0)
         assert allowed is not None and allowed is not True and allowed.sum() >= 2  # the beginnings of true and false
         grammar.close()
-    assert grammars._known["schema", str(schema)][1].startswith("root ::=")
+    good, found = next(reversed(grammars._known.values()))
+    assert good and found.startswith("root ::=")
     assert refusal(grammars, "root ::= [") == refusal(grammars, "root ::= [")
 
 
@@ -223,13 +228,81 @@ def test_closing_ends_a_compilation(grammars: Grammars) -> None:
         grammar = patient.begin()
         threading.Timer(0.5, grammar.close).start()
         with pytest.raises(ApiError, match="ended"):
-            patient.compile(grammar, SchemaText('{"type": "string", "pattern": "^]$"}'))
+            patient.compile(grammar, ENDLESS)
     finally:
         patient.close()
 
 
+def test_closing_does_not_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """close() returns while another thread is inside a poll for the reply, however long that one takes."""
+    polling, closed = threading.Event(), threading.Event()
+    returned_first, reasons = [], []
+
+    class Poll:
+        def register(self, *_: Any) -> None:
+            pass
+
+        def poll(self, _: float) -> bool:
+            polling.set()
+            returned_first.append(closed.wait(60))
+            return True
+
+    patient = Grammars(grammars._model, tiny.N_VOCAB, 120.0, 64 * MIB)
+    try:
+        grammar = patient.begin()
+        monkeypatch.setattr(grammars_module, "select", types.SimpleNamespace(poll=Poll, POLLIN=1))
+
+        def compile_endless() -> None:
+            with pytest.raises(ApiError) as raised:
+                patient.compile(grammar, ENDLESS)
+            reasons.append(raised.value.detail)
+
+        thread = threading.Thread(target=compile_endless)
+        thread.start()
+        assert polling.wait(60)
+        grammar.close()
+        closed.set()
+        thread.join(60)
+        assert returned_first == [True]
+        assert "ended" in reasons[0]
+        assert grammar._sock.fileno() == -1  # closed by its reader
+    finally:
+        patient.close()
+
+
+def test_the_cpu_time_of_a_step_is_limited(grammars: Grammars) -> None:
+    """Also where the parent would wait for it for long."""
+    patient = Grammars(grammars._model, tiny.N_VOCAB, 120.0, 64 * MIB)
+    grammar = patient.begin()
+    try:
+        data = json.dumps(["schema", ENDLESS, 0.1]).encode()
+        grammar._send(LENGTH.pack(len(data)) + data)
+        with pytest.raises(SamplingError, match="ended its process"):
+            grammar._wait(LENGTH.size)
+    finally:
+        grammar.close()
+        patient.close()
+
+
+def test_what_a_chat_handler_writes_is_checked(grammars: Grammars) -> None:
+    assert "repetitions" in refusal(grammars, 'root ::= "a"{2000000000}')
+    assert f"{N_BYTES} bytes" in refusal(grammars, 'root ::= "' + "a" * N_BYTES + '"')
+
+
+def test_only_short_texts_are_remembered(grammars: Grammars) -> None:
+    n = len(grammars._known)
+    for text in ('root ::= "' + "a" * 1000 + '"', SchemaText(json.dumps({"type": "string", "maxLength": 3}))):
+        grammar = grammars.begin()
+        grammars.compile(grammar, text)
+        grammar.close()
+    assert len(grammars._known) == n + 1
+    assert all(isinstance(key, bytes) and len(found[1]) <= N_BYTES for key, found in grammars._known.items())
+
+
 def test_another_process_takes_the_place_of_one_that_ended(grammars: Grammars) -> None:
-    grammars.begin().close()
+    grammar = grammars.begin()
+    grammars.compile(grammar, 'root ::= "a"')  # its process holds the control socket no more
+    grammar.close()
     assert grammars._process is not None
     grammars._process.kill()
     grammars._process.wait()
@@ -254,6 +327,10 @@ def test_another_process_takes_the_place_of_one_that_ended(grammars: Grammars) -
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "https://x.invalid/"}}}],
             "tool_choice": "required",
         },
+        {"tools": [{"type": "function", "function": {"name": "x" * 65}}]},
+        {"tools": [{"type": "function", "function": {"name": 'f" | root "'}}]},
+        {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]},
+        {"functions": [{"name": "", "parameters": {}}]},
     ],
 )
 def test_requests_are_refused_with_the_field(served: Served, body: dict[str, Any]) -> None:
@@ -305,8 +382,9 @@ def test_clients_that_leave_end_their_grammars(strict: Served) -> None:
 
 def test_surrogates_are_no_fault_of_the_server(served: Served) -> None:
     content = (
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "tool_choice": "required", "tools": '
-        b'[{"type": "function", "function": {"name": "f\\ud83d", "parameters": {"type": "boolean"}}}]}'
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "tool_choice": "required", '
+        b'"tools": [{"type": "function", "function": {"name": "f", "description": "\\ud83d", '
+        b'"parameters": {"type": "boolean"}}}]}'
     )
     headers = {"Content-Type": "application/json"}
     assert served.client.post(CHAT, content=content, headers=headers).status_code == 200

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import httpx
 from serving import Served, running
@@ -30,6 +31,30 @@ batching.decode_batch = sleep
 from runtime.serve.cli import main
 main(["-m", {model!r}, "--port", "0", "-np", "1", "-c", "256", "-t", "1"])
 """
+ORDERLY = """
+import faulthandler, sys
+sys.path[:0] = {paths!r}
+from runtime.serve import batching
+
+told = []
+faulthandler.dump_traceback_later = lambda *_, **__: told.append("armed")
+faulthandler.cancel_dump_traceback_later = lambda: told.append("cancelled")
+close = batching.Engine.close
+batching.Engine.close = lambda engine: (close(engine), told.append("closed"))
+from runtime.serve.cli import main
+try:
+    main(["-m", {model!r}, "--port", "0", "-np", "1", "-c", "256", "-t", "1"])
+finally:
+    sys.exit(0 if told[0] == "armed" and told[-2:] == ["closed", "cancelled"] else str(told))
+"""
+
+
+def address_of(stderr: IO[str]) -> str:
+    line = ""
+    while "listening on " not in line:
+        line = stderr.readline()
+        assert line, "it did not start"
+    return line.split("listening on ")[1].strip()
 
 
 def health(served: Served, status: int) -> dict[str, str]:
@@ -82,11 +107,7 @@ def test_a_signal_ends_a_process_whose_engine_is_stuck(tiny_model: Callable[...,
     ) as process:
         try:
             assert process.stderr
-            address = ""
-            while "listening on " not in address:
-                address = process.stderr.readline()
-                assert address, "it did not start"
-            url = address.split("listening on ")[1].strip()
+            url = address_of(process.stderr)
 
             def ask() -> None:
                 with contextlib.suppress(httpx.HTTPError):
@@ -100,5 +121,23 @@ def test_a_signal_ends_a_process_whose_engine_is_stuck(tiny_model: Callable[...,
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 1
             thread.join(60)
+        finally:
+            process.kill()
+
+
+def test_an_orderly_end_leaves_no_deadline(tiny_model: Callable[..., Path]) -> None:
+    """The thread that ends a process whose engine is stuck must not end one that goes on after the server."""
+    here = Path(__file__).resolve()
+    script = ORDERLY.format(paths=[str(here.parents[3]), str(here.parent)], model=str(tiny_model("llama")))
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUTF8": "1"}
+    ) as process:
+        try:
+            assert process.stderr
+            url = address_of(process.stderr)
+            assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            said = process.stderr.read()
+            assert process.wait(60) == 0, said
         finally:
             process.kill()
