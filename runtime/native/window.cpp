@@ -80,16 +80,19 @@ void Window::clear() {
 }
 
 void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
-    for (int32_t i = first_slot(seq); i < first_slot(seq) + n_slot_; ++i) {
-        int32_t & pos = pos_[(size_t) i];
-        if (pos < 0 || pos < p0 || pos >= p1) {
-            continue;
-        }
-        pos = -1;
-        for (ggml_tensor * t : tensor_) {
-            if (t) {
-                ggml_backend_tensor_memset(t, 0, (size_t) i * t->nb[1], t->nb[1]);
+    const auto slots = pos_.begin() + first_slot(seq);
+    const auto gone  = [&](int32_t pos) { return pos >= 0 && pos >= p0 && pos < p1; };
+    for (auto from = slots, to = slots; from != slots + n_slot_; from = to) {
+        const bool zero = gone(*from);
+        to              = std::find_if(from, slots + n_slot_, [&](int32_t pos) { return gone(pos) != zero; });
+        for (ggml_tensor * t : tensor_) { // a run of slots at once: on a GPU every call is a transfer
+            if (t && zero) {
+                ggml_backend_tensor_memset(t, 0, (size_t) (from - pos_.begin()) * t->nb[1],
+                                           (size_t) (to - from) * t->nb[1]);
             }
+        }
+        if (zero) {
+            std::fill(from, to, -1);
         }
     }
 }
