@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -57,6 +57,21 @@ def address_of(stderr: IO[str]) -> str:
     return line.split("listening on ")[1].strip()
 
 
+@contextlib.contextmanager
+def started(script: str, model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A script that serves the model, in a process of its own, and its address; killed at the end."""
+    here = Path(__file__).resolve()
+    script = script.format(paths=[str(here.parents[3]), str(here.parent)], model=str(model))
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUTF8": "1"}
+    ) as process:
+        try:
+            assert process.stderr
+            yield process, address_of(process.stderr)
+        finally:
+            process.kill()
+
+
 def health(served: Served, status: int) -> dict[str, str]:
     end = time.monotonic() + 30
     while (answer := served.client.get("/health")).status_code != status:
@@ -98,46 +113,28 @@ def test_an_engine_that_ended_is_no_health(tiny_model: Callable[..., Path]) -> N
         assert "ended" in health(served, 503)["error"]["message"]
 
 
-def test_a_signal_ends_a_process_whose_engine_is_stuck(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    here = Path(__file__).resolve()
-    paths = [str(here.parents[3]), str(here.parent)]
-    script = STUCK.format(paths=paths, model=str(tiny_model("llama")))
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUTF8": "1"}
-    ) as process:
-        try:
-            assert process.stderr
-            url = address_of(process.stderr)
+def test_a_signal_ends_a_process_whose_engine_is_stuck(tiny_model: Callable[..., Path]) -> None:
+    with started(STUCK, tiny_model("llama")) as (process, url):
 
-            def ask() -> None:
-                with contextlib.suppress(httpx.HTTPError):
-                    httpx.post(url + TEXT, json={"prompt": "x"}, timeout=60)
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(url + TEXT, json={"prompt": "x"}, timeout=60)
 
-            thread = threading.Thread(target=ask)
-            thread.start()
-            end = time.monotonic() + 30
-            while not httpx.get(f"{url}/slots").json()[0]["is_processing"]:
-                assert time.monotonic() < end
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 1
-            thread.join(60)
-        finally:
-            process.kill()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        end = time.monotonic() + 30
+        while not httpx.get(f"{url}/slots").json()[0]["is_processing"]:
+            assert time.monotonic() < end
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+        thread.join(60)
 
 
 def test_an_orderly_end_leaves_no_deadline(tiny_model: Callable[..., Path]) -> None:
     """The thread that ends a process whose engine is stuck must not end one that goes on after the server."""
-    here = Path(__file__).resolve()
-    script = ORDERLY.format(paths=[str(here.parents[3]), str(here.parent)], model=str(tiny_model("llama")))
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUTF8": "1"}
-    ) as process:
-        try:
-            assert process.stderr
-            url = address_of(process.stderr)
-            assert httpx.get(f"{url}/health").status_code == 200
-            process.send_signal(signal.SIGTERM)
-            said = process.stderr.read()
-            assert process.wait(60) == 0, said
-        finally:
-            process.kill()
+    with started(ORDERLY, tiny_model("llama")) as (process, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr
+        said = process.stderr.read()
+        assert process.wait(60) == 0, said
