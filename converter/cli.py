@@ -135,9 +135,9 @@ def main(
     with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
         place = target or stored_sidecar(base)
         sidecar = sidecar or target is None
-        result = convert_file(base, calibration, None if dry_run else place, options, sidecar, progress=True)
+        result = convert_file(base, calibration, None if dry_run else place, options, sidecar, True, bases is None)
         with Gguf(base) as opened:
-            weights = sum(file.stat().st_size for file in opened.files)
+            weights = opened.n_bytes
     for line in tables.layout(result, verbose):
         click.echo(line)
     cost = plain.Cost.of_result(result)
@@ -175,15 +175,22 @@ def default_output(model: Path, sidecar: bool = False, quantize: str | None = No
 
 
 def convert_file(
-    model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
+    model: Path,
+    bases: Path,
+    output: Path | None,
+    options: Options,
+    sidecar: bool = False,
+    progress: bool = False,
+    hashed: bool = False,
 ) -> Result:
     """Convert `model` with the calibration `bases`; output None: only plan. progress: bars.
 
-    Raises SubkvError; then no file was written.
+    hashed: the calibration's hash was compared with the model's bytes, which a sidecar then need not do again. Raises
+    SubkvError; then no file was written.
     """
     from subkv.format import metadata  # numpy and the native libraries: not for a --help
     from subkv.format.calibration import read_calibration
-    from subkv.native.gguf import Gguf, write_copy, write_sidecar
+    from subkv.native.gguf import SHA256_KEY, Gguf, write_copy, write_sidecar
     from subkv.plan.pipeline import convert
 
     calibration = read_calibration(bases)
@@ -194,6 +201,8 @@ def convert_file(
         result = convert(base, calibration, options, progress)
         if output is not None:
             values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
+            if hashed:
+                values[SHA256_KEY] = ("str", calibration.model_sha256)
             (write_sidecar if sidecar else write_copy)(base, output, values, progress)
     return result
 

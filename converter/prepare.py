@@ -71,8 +71,7 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
     One bar for all that is done in the block, too. Raises SubkvError.
     """
     with Gguf(model) as base:
-        entry, files = store.entry(base), base.files
-        size = sum(file.stat().st_size for file in files)
+        entry, files, size = store.entry(base), base.files, base.n_bytes
         arch = base.get("general.architecture")
         layers, trained = (base.get(f"{arch}.{key}") for key in ("block_count", "context_length"))
     if trained and wish.corpus.n_ctx > trained:

@@ -13,7 +13,7 @@ import numpy as np
 from converter import builtin
 from converter.corpus import Text, cut
 from converter.resume import EVERY, KEPT, Stopping
-from converter.sensing import SCORED, Found, sense
+from converter.sensing import SCORED, Found, n_trials, sense
 from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
@@ -65,10 +65,10 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
                     keep(found)
                 raise
             keep(found)
-        complete = len(found.trials) >= _n_trials(len(calibration.layers)) and found.chunks >= len(chunks) - 1
+        complete = len(found.trials) >= n_trials(len(calibration.layers)) and found.chunks >= len(chunks) - 1
         if not complete:
             _write(how.kept, found, how.minutes or 0.0)
-            note(f"there was time for {len(found.trials)} of {_n_trials(len(calibration.layers))} sensitivities")
+            note(f"there was time for {len(found.trials)} of {n_trials(len(calibration.layers))} sensitivities")
         return result, complete
 
 
@@ -98,15 +98,10 @@ def _earlier(kept: Path, calibration: Calibration) -> Found | None:
 
 def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
     """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
-    tokens = (how.chunks + CORRECTED) * min(N_CTX, how.n_ctx) + (_n_trials(n_layer) - trials) * SCORED
+    tokens = (how.chunks + CORRECTED) * min(N_CTX, how.n_ctx) + (n_trials(n_layer) - trials) * SCORED
     found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
     expect("sensitivities", found)
     return found
-
-
-def _n_trials(n_layer: int) -> int:
-    """Both sides of every layer, and rounding in the first and the last."""
-    return 2 * n_layer + min(n_layer, 2)
 
 
 def _foretell(session: Session, how: Measuring, n_layer: int, found: Found) -> None:
@@ -114,7 +109,7 @@ def _foretell(session: Session, how: Measuring, n_layer: int, found: Found) -> N
     trials = len(found.trials)
     left = seconds(how, n_layer, session.speed(), trials)
     if trials:
-        note(f"going on after {trials} of {_n_trials(n_layer)} sensitivities")
+        note(f"going on after {trials} of {n_trials(n_layer)} sensitivities")
     if left > 10:
         note(f"measuring sensitivities takes {duration(left)}")
 

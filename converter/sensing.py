@@ -120,6 +120,16 @@ class Found:
         return known
 
 
+def _floors(n_layer: int) -> list[int]:
+    """The layers in which rounding is measured."""
+    return sorted({0, n_layer - 1})
+
+
+def n_trials(n_layer: int) -> int:
+    """How many trials Sensing.plan() has."""
+    return 2 * n_layer + len(_floors(n_layer))
+
+
 def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
     d = layer.shape.d_k if side[0] == "k" else layer.shape.d_v
     return layer.shape.n_head_kv, d, d
@@ -268,7 +278,7 @@ class Sensing:
         shift = {"k": 0, "v": len(self.chunks) // 2}  # a layer's sides in different chunks
         order = list(enumerate(_order(n)))
         trials = [((j + shift[side]) % len(self.chunks), i, side) for j, i in order for side in "kv"]
-        floors = [(0, i, "") for i in sorted({0, n - 1})]
+        floors = [(0, i, "") for i in _floors(n)]
         return floors + sorted(trials, key=lambda trial: trial[0])
 
     @property

@@ -120,7 +120,7 @@ def main(
     for line in (*shortened(rows, verbose or bands), *summary(layout)):
         click.echo(line)
     with Gguf(model) as opened:
-        weights = sum(file.stat().st_size for file in opened.files) if opened.n_tensors else 0
+        weights = opened.n_bytes if opened.n_tensors else 0
     cost, predicted = plain.Cost.of_layout(layout), metadata.read_predicted(path)
     for line in plain.sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
         click.echo(line)

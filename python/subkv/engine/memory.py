@@ -101,7 +101,7 @@ def require_weights(path: Path, choice: CacheChoice, params: Any, more: dict[str
         return
     free = available_memory()
     with Gguf(path) as file:
-        sizes = {"weights": float(sum(part.stat().st_size for part in file.files)), **more}
+        sizes = {"weights": float(file.n_bytes), **more}
     if free is None or sum(sizes.values()) + _bound(_numbers(path), params.n_ctx, params.n_ubatch) <= free:
         return
     sizes |= needed(path, choice, params, params.n_ctx)

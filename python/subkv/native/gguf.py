@@ -234,6 +234,11 @@ class Gguf:
         return sum(self._c.gguf_get_n_tensors(ctx) for ctx in self._opened)
 
     @property
+    def n_bytes(self) -> int:
+        """On the disk, of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
     def data_offset(self) -> int:
         """Where the tensor data of the first file begins."""
         return int(self._c.gguf_get_data_offset(self._ctx))
