@@ -22,7 +22,8 @@ class Table:
     """minutes: an estimate for two quiet cores of a Zen 4. picture: a file beside the page.
 
     group: tables whose numbers are compared, so that one commit measures all of them: of the engine (time, memory and
-    its rounding), of the engine under load and in depth, of the codec in float32, of bases from the weights alone, of
+    its rounding), of the engine under load and in depth, of models of other
+    shapes, of the codec in float32, of bases from the weights alone, of
     other projects' codecs.
     """
 
@@ -42,8 +43,8 @@ FLOAT32 = "in a float32 model of transformers, without engine noise"
 SHAPES = (
     "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per coefficient, "
     "by `runtime.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
-    "measured. Medians ± standard deviation of interleaved repetitions in one process, 2 threads; the better of flash "
-    "attention on and off."
+    "measured. Caches are filled with copies of evaluated cells (`subkv bench`). Medians ± standard deviation of "
+    "interleaved repetitions in one process, 2 threads; the better of flash attention on and off."
 )
 REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
 
@@ -148,19 +149,31 @@ ORDER = (  # what matters most comes first
         "shapes_decode",
         "Generation in models of other shapes",
         SHAPES,
-        90,
+        10,
         shapes.decode,
         shapes.markdown,
         shapes.shape_numbers,
+        group="shapes",
     ),
     Table(
         "shapes_prefill",
         "Prompts of 512 tokens in models of other shapes",
         SHAPES,
-        20,
+        10,
         shapes.prefill,
         shapes.markdown,
         shapes.shape_numbers,
+        group="shapes",
+    ),
+    Table(
+        "shapes_deep",
+        "Generation at 128000 tokens",
+        SHAPES,
+        4,
+        shapes.deep,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes",
     ),
     Table(
         "long_context",
