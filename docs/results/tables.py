@@ -45,7 +45,7 @@ SHAPES = (
     "by `runtime.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
     "measured. Caches are filled with copies of evaluated cells (`subkv bench`). Medians ± standard deviation of "
     "interleaved repetitions in one process, 2 threads; the better of flash attention on and off. q8_0 and q4_0 "
-    "are left out: they are slower than f16 in SmolLM2, too, and would take the most of the time."
+    "are left out: they are slower than f16 in SmolLM2 and would take the most of the time."
 )
 REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
 
