@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 
-from runtime.serve.app import Service, create_app
+from runtime.serve.app import create_app
 from runtime.serve.batching import Engine
 from runtime.serve.grammars import MIB, Grammars
 from runtime.serve.guard import Hosts
 from runtime.serve.server import Server, configuration
+from runtime.serve.service import Service
 from runtime.serve.settings import Limits
 from runtime.serve.slots_llama import SlotsLlama
 
@@ -62,7 +63,7 @@ def running(
         bounds = Limits(**(limits or {}))
         grammars = Grammars(llm.model_path, llm.n_vocab(), bounds.grammar_timeout, bounds.grammar_memory * MIB)
         service = Service(Engine(llm, bounds.stall_timeout, grammars), name, bounds, embeddings, folder)
-        config = configuration(create_app(service, list(keys), Hosts(hosts)), bounds)
+        config = configuration(create_app(service, list(keys), Hosts(hosts), hosts), bounds)
         config.timeout_graceful_shutdown = 2
         server = Server(config, service.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
