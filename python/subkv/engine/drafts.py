@@ -42,13 +42,14 @@ class PromptLookup(LlamaDraftModel):
     """What followed when the last `ngram` tokens stood in the text before, the latest time: llama.cpp's ngram-simple.
 
     A repetition that goes on up to the end of the text is guessed to go on. Takes no memory and next to no time.
+    n_min: a shorter draft is none.
     """
 
-    def __init__(self, ngram: int = N_GRAM, num_pred_tokens: int = M_GRAM) -> None:
+    def __init__(self, ngram: int = N_GRAM, num_pred_tokens: int = M_GRAM, n_min: int = 0) -> None:
         for key, n in (("ngram", ngram), ("num_pred_tokens", num_pred_tokens)):
             if n < 1:
                 raise SubkvError(key, f"expected 1 or more tokens, found {n}")
-        self.ngram, self.num_pred_tokens = ngram, num_pred_tokens
+        self.ngram, self.num_pred_tokens, self.n_min = ngram, num_pred_tokens, n_min
 
     def __call__(self, input_ids: Tokens, /, **_: Any) -> Tokens:
         n, last = self.ngram, len(input_ids) - 1
@@ -65,9 +66,9 @@ class PromptLookup(LlamaDraftModel):
 class DraftModel(LlamaDraftModel):
     """A smaller model of the same vocabulary guesses, greedily.
 
-    num_pred_tokens: most of a draft. p_min: a draft ends before a token that the small model gives less probability.
-    kv_cache: of the small model, as in Llama. It is opened by whoever verifies its drafts, with a context as long; its
-    cells follow the text by what two texts have in common. Raises SubkvError.
+    num_pred_tokens: most of a draft; n_min: a shorter one is none. p_min: a draft ends before a token that the small
+    model gives less probability. kv_cache: of the small model, as in Llama. It is opened by whoever verifies its
+    drafts, with a context as long; its cells follow the text by what two texts have in common. Raises SubkvError.
     """
 
     def __init__(
@@ -77,18 +78,19 @@ class DraftModel(LlamaDraftModel):
         p_min: float = 0.0,
         kv_cache: str = "f16",
         n_gpu_layers: int = 0,
+        n_min: int = 0,
     ) -> None:
         if num_pred_tokens < 1:
             raise SubkvError("num_pred_tokens", f"expected 1 or more tokens, found {num_pred_tokens}")
         if not 0 <= p_min <= 1:
             raise SubkvError("p_min", f"expected a probability, found {p_min}")
         self.model_path, self.num_pred_tokens, self.p_min = Path(model_path), num_pred_tokens, p_min
-        self.kv_cache, self.n_gpu_layers = kv_cache, n_gpu_layers
+        self.kv_cache, self.n_gpu_layers, self.n_min = kv_cache, n_gpu_layers, n_min
         self._model: Model | None = None
         self._context: Context | None = None
 
     def __reduce__(self) -> Any:
-        given = (self.model_path, self.num_pred_tokens, self.p_min, self.kv_cache, self.n_gpu_layers)
+        given = (self.model_path, self.num_pred_tokens, self.p_min, self.kv_cache, self.n_gpu_layers, self.n_min)
         return DraftModel, given
 
     def open(self, target: Model, n_ctx: int, n_threads: int | None, n_seqs: int = 1) -> None:
@@ -201,13 +203,10 @@ class DraftStats:
 
 
 class Drafting(LlamaDraftModel):
-    """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted.
+    """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted."""
 
-    n_min: a shorter draft is none.
-    """
-
-    def __init__(self, model: LlamaDraftModel, n_vocab: int, n_min: int = 0) -> None:
-        self.model, self.n_min = model, n_min
+    def __init__(self, model: LlamaDraftModel, n_vocab: int) -> None:
+        self.model = model
         self.stats = DraftStats()
         self._n_vocab = n_vocab
         self.n_latest = 0  # tokens of the latest draft, until they are evaluated
@@ -222,7 +221,7 @@ class Drafting(LlamaDraftModel):
         found = found[: self.num_pred_tokens or None]
         wrong = np.flatnonzero((found < 0) | (found >= self._n_vocab))  # a padding of its vocabulary
         found = found[: wrong[0]] if wrong.size else found
-        found = found if len(found) >= max(self.n_min, 1) else NOTHING
+        found = found if len(found) >= getattr(self.model, "n_min", 0) else NOTHING
         self.n_latest = len(found)
         return found
 

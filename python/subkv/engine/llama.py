@@ -163,6 +163,7 @@ class Llama(llama_cpp.Llama):
             print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
 
     _drafts: Drafting | None = None
+    _n_texts = 1  # that drafts are asked for
     opened: Model  # this model, as the programs see one: metadata, tokens
     _unpooled = False  # known once there is a context
     _clean = True  # no cell has seen tokens that are gone since, as after discard()
@@ -186,7 +187,7 @@ class Llama(llama_cpp.Llama):
                 "draft_model", "expected cells that can go back, found recurrent state and bases that follow the text"
             )
         if isinstance(given, DraftModel):
-            given.open(self.opened, self._n_ctx, self.n_threads)
+            given.open(self.opened, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
         self._drafts = Drafting(given, self._n_vocab)
 
     def _close_drafts(self) -> None:
