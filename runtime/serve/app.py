@@ -267,6 +267,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task
         now = {"id": slot.id, "n_ctx": engine.n_ctx, "is_processing": task is not None, "n_tokens": len(slot.tokens)}
+        now["speculative"] = llm.draft_model is not None
         if task is not None:
             now |= {"n_prompt_tokens": len(task.prompt), "n_decoded": task.n_sampled}
         return now

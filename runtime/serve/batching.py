@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from runtime.serve.drafting import SlotDrafts
 from runtime.serve.grammars import Grammars
 from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import scored
@@ -59,11 +60,15 @@ class Totals:
 
 @dataclasses.dataclass
 class Piece:
-    """What one slot gives to a step: tokens after those it holds; `start`: where they begin in the batch."""
+    """What one slot gives to a step: tokens after those it holds; `start`: where they begin in the batch.
+
+    n_draft: how many of them, at the end, are guessed.
+    """
 
     slot: Slot
     task: Task
     tokens: list[int]
+    n_draft: int = 0
     start: int = 0
 
     @property
@@ -98,6 +103,7 @@ class Engine:
         self.totals = Totals()
         stats = llm.kv_stats()
         self._n_removable = stats.n_rollback if stats.n_layer_coded and stats.n_recent else None
+        self._drafts = SlotDrafts(llm, self._n_removable)
         self._n_kept, self._n_recent = max(stats.n_sink, N_KEPT), stats.n_recent
         least = self._n_kept + self._n_recent + 2
         if context_shift and self.n_ctx < least:
@@ -279,11 +285,17 @@ class Engine:
             full = slot.task is not None and slot.task.ready and len(slot.tokens) >= self.n_ctx
             if full and not shift(self._memory, slot, self._n_kept, self._n_recent):
                 self._fail(slot, SubkvError("context_shift", (self._coded and last_error()) or CANNOT))
+        pieces: list[Piece] = []
+        for slot in self.slots:
+            if (task := slot.task) is not None and task.ready:
+                try:
+                    pieces.append(Piece(slot, task, *self._drafts.next(slot, task)))
+                except SubkvError as error:  # of what drafts for it
+                    self._fail(slot, error)
         busy = [(slot, slot.task) for slot in self.slots if slot.task is not None]
-        pieces = [Piece(slot, task, task.tokens[-1:]) for slot, task in busy if task.ready]
         params = self.llm.context_params
         room = params.n_ubatch if pieces else params.n_batch
-        room = min(room, params.n_batch - len(pieces))
+        room = min(room, params.n_batch - sum(len(piece.tokens) for piece in pieces))
         reading = [(slot, task) for slot, task in busy if task.reading]
         for slot, task in sorted(reading, key=lambda pair: pair[1].started):
             n_held = len(slot.tokens)
@@ -307,7 +319,8 @@ class Engine:
             tokens += piece.tokens
             pos += range(n_held, n_held + n)
             seqs += [piece.slot.id] * n
-            logits += [every] * (n - 1) + [every or piece.complete]
+            n_last = 1 + piece.n_draft
+            logits += [every] * (n - n_last) + [every or piece.complete] * n_last
         try:
             decode_batch(self.llm.ctx, self.llm._batch.batch, tokens, pos, seqs, logits, self._coded)
         except SubkvError as error:
@@ -324,9 +337,10 @@ class Engine:
         slot, task = piece.slot, piece.task
         complete, reading = piece.complete, task.reading
         n_held = len(slot.tokens)
-        slot.tokens += piece.tokens
+        n_new = len(piece.tokens) - piece.n_draft
+        slot.tokens += piece.tokens[:n_new]
         n, points = len(slot.tokens), slot.checkpoints
-        if points is not None and (points.due(n) or n in points.stops(n_held, len(task.tokens))):
+        if points is not None and not piece.n_draft and (points.due(n) or n in points.stops(n_held, len(task.tokens))):
             points.take(n)
         self.totals.n_tokens_max = max(self.totals.n_tokens_max, len(slot.tokens))
         try:
@@ -339,7 +353,26 @@ class Engine:
         except Exception as error:  # of this request only
             self._end(slot, error)
             return
-        self._choose(slot, self._row(piece.start + len(piece.tokens) - 1))
+        row = piece.start + n_new - 1
+        task.n_missing = 1
+        self._choose(slot, self._row(row))
+        for i, guess in enumerate(piece.tokens[n_new:], 1):
+            if slot.task is not task or task.choosing or task.tokens[-1] != guess:
+                self._take_back(slot, task)
+                return
+            slot.tokens.append(guess)
+            task.n_accepted += 1
+            self._choose(slot, self._row(row + i))
+
+    def _take_back(self, slot: Slot, task: Task) -> None:
+        """Remove the rest of a draft."""
+        try:
+            self._drafts.take_back(self._memory, slot, task)
+        except SubkvError as error:
+            if slot.task is not None:
+                self._fail(slot, error)
+            else:
+                self.empty(slot)
 
     def _choose(self, slot: Slot, row: Logits | None = None) -> None:
         """Sample from a row of logits; None: from the one whose grammar had not answered."""

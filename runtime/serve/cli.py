@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from runtime import options
+from runtime.options import Drafts
 from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, install
@@ -155,6 +156,7 @@ limit_options = group(
 @options.cache_options(options.rollback_option)
 @options.context_options(options.flash_option, options.threads_option, options.batch_options())
 @options.gpu_option
+@options.draft_options
 @options.shift_option("a full slot forgets half of its tokens, instead of ending the answer")
 def main(
     model: str | None,
@@ -164,6 +166,7 @@ def main(
     cache: CacheOptions,
     context: ContextOptions,
     n_gpu_layers: int,
+    drafts: Drafts,
     context_shift: bool,
 ) -> None:
     """Answer OpenAI requests over HTTP: chat, completions, embeddings; /health, /metrics, /slots.
@@ -201,7 +204,8 @@ def main(
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.native.binding import llama_cpp
 
-        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **offer.model_arguments()) as llm:
+        more = offer.model_arguments() | {"draft_model": None if offer.embeddings else drafts.model(n_gpu_layers)}
+        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **more) as llm:
             if not offer.embeddings and not llama_cpp.llama_get_memory(llm.ctx):
                 raise SubkvError(
                     "model", "expected a model that generates text, found one that only encodes; use --embeddings"

@@ -15,7 +15,7 @@ class SlotsLlama(Llama):
     """subkv.Llama whose context has n_slots sequences; n_ctx is divided among them."""
 
     def __init__(self, model_path: str | os.PathLike[str], *, n_slots: int, **kwargs: Any) -> None:
-        self.n_slots = n_slots
+        self.n_slots = self._n_texts = n_slots
         super().__init__(model_path, **kwargs)
 
     @functools.cached_property
