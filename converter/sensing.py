@@ -45,6 +45,7 @@ UNPREDICTABLE = (
 )
 QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
 MOST_CHANGE = 100.0  # of its energy
+NEAR = 1.5  # times the energy that was wanted: texts differ by more, and finding out costs no trial
 REPEATS = 2
 BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
 CLEAR = 0.004  # nats per token
@@ -260,20 +261,30 @@ class Sensing:
         """Returns how many trials it took."""
         shape = self.calibration.layers[i].shape
         noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
+        exact = chunk.view(shape.il, side).astype(np.float32)
+        most = noise.most if side == "k" else np.inf  # attention is linear in its values
+
+        def noisy(wanted: float) -> tuple[F32, float]:
+            """The cells, and what the noise in them adds to the stream."""
+            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
+            error = np.zeros_like(rows.k if side == "k" else rows.v)
+            error[: chunk.start] = cells - exact
+            return cells, energy(rows, shape, output, *((error, None) if side == "k" else (None, error)))
+
         guess, n_tried = self._guess(i, side), 0
         wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
-        most = noise.most if side == "k" else np.inf  # attention is linear in its values
+        cells, moved = noisy(wanted)
+        if guess is not None and moved > 0.0 and not 1.0 / NEAR < moved / wanted < NEAR:
+            wanted *= wanted / moved
+            cells, moved = noisy(wanted)
         while True:
             n_tried += 1
-            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
             kld = chunk.kld({(shape.il, side): cells})
             done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
             wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
-        error = np.zeros_like(rows.k if side == "k" else rows.v)
-        error[: chunk.start] = cells - chunk.view(shape.il, side).astype(np.float32)
-        moved = energy(rows, shape, output, error if side == "k" else None, error if side == "v" else None)
+            cells, moved = noisy(wanted)
         self.found.trials.append(Trial(c, i, side, kld, moved))
         return n_tried
 
@@ -378,7 +389,7 @@ def sense(
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
     if n_ctx < least:
-        raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
+        raise SubkvError("n_ctx", f"expected chunks of at least {least} tokens with this exact window, found {n_ctx}")
     n = n_measured(len(chunks))
     sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found)
     last, spent = sum(map(len, [*chunks[n:], chunks[n]])), 0  # tokens of the correction, and so far

@@ -330,7 +330,7 @@ def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None
 
 def test_chunks_too_short_for_sensitivities(model: Path) -> None:
     result = run(model)
-    assert "no sensitivities: expected at least 276 tokens with this exact window, found 128" in result.stderr
+    assert "no sensitivities: expected chunks of at least 276 tokens with this exact window, found 128" in result.stderr
 
 
 def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None:
