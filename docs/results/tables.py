@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import prefix_tables as prefixes
 import research_tables as research
 import score_tables as scores
 import shape_tables as shapes
@@ -117,6 +118,18 @@ ORDER = (  # what matters most comes first
         speed.server_markdown,
         speed.server_numbers,
         group="load",
+    ),
+    Table(
+        "server_prefixes",
+        "What the server remembers",
+        f"{MODEL}; one slot of 8192 tokens, 2 threads. Seconds until the first token of an answer to 6,000 tokens: "
+        "evaluated; evicted by another conversation and back (median of three); after a restart, with the files out of "
+        "the system's cache. Sizes of that one prefix. Ten conversations of 200 tokens after the same 1,000.",
+        4,
+        prefixes.server_prefixes,
+        prefixes.markdown,
+        prefixes.numbers,
+        group="prefixes",
     ),
     Table(
         "other_texts",

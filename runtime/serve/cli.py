@@ -17,7 +17,7 @@ import click
 
 from runtime import options
 from runtime.options import Drafts
-from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
+from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer, Remembering
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, install
 from subkv.base.files import remove_stale
@@ -94,6 +94,26 @@ offer_options = group(
         help="how embeddings are pooled [default: the model's way]",
     ),
 )
+memory_options = group(
+    "remembering",
+    Remembering,
+    click.option(
+        "-cram",
+        "--cache-ram",
+        type=click.IntRange(min=0),
+        default=Remembering.cache_ram,
+        envvar="LLAMA_ARG_CACHE_RAM",
+        help="MiB of memory for prefixes that slots held, 0: none",
+    ),
+    click.option("--cache-disk", type=options.PATH, metavar="FOLDER", help="where prefixes outlive the server"),
+    click.option(
+        "--cache-disk-size",
+        type=click.IntRange(min=1),
+        default=Remembering.cache_disk_size,
+        help="MiB that the folder may hold",
+    ),
+    click.option("--shared-cache", is_flag=True, help="what was remembered for one API key serves all of them"),
+)
 limit_options = group(
     "limits",
     Limits,
@@ -152,6 +172,7 @@ limit_options = group(
 @options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @listening_options
 @offer_options
+@memory_options
 @limit_options
 @options.cache_options(options.rollback_option)
 @options.context_options(options.flash_option, options.threads_option, options.batch_options())
@@ -162,6 +183,7 @@ def main(
     model: str | None,
     listening: Listening,
     offer: Offer,
+    remembering: Remembering,
     limits: Limits,
     cache: CacheOptions,
     context: ContextOptions,
@@ -184,6 +206,7 @@ def main(
     if context.n_batch < n_slots:
         raise click.UsageError(f"-b: expected at least one token for each of {n_slots} slots, found {context.n_batch}")
     keys, folder = listening.keys(), offer.folder()
+    remembering.check()
     if folder is not None:
         remove_stale(folder)
     if offer.embeddings and cache.type_k is None:
@@ -200,6 +223,7 @@ def main(
         from runtime.serve.batching import Engine
         from runtime.serve.grammars import MIB, Grammars
         from runtime.serve.guard import Hosts
+        from runtime.serve.recall import prefixes_of
         from runtime.serve.server import Server, configuration
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.native.binding import llama_cpp
@@ -212,8 +236,10 @@ def main(
                 )
             options.note_cache(llm.kv_stats(), llm.cache_choice)
             grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
-            engine = Engine(llm, limits.stall_timeout, grammars, context_shift)
-            service = Service(engine, offer.alias or Path(llm.model_path).name, limits, offer.embeddings, folder)
+            prefixes = prefixes_of(llm, remembering) if remembering.wanted and not offer.embeddings else None
+            engine = Engine(llm, limits.stall_timeout, grammars, context_shift, prefixes)
+            name, shared = offer.alias or Path(llm.model_path).name, remembering.shared_cache
+            service = Service(engine, name, limits, offer.embeddings, folder, shared)
             host, port = sock.getsockname()[:2]
             names = listening.names(host)
             app = create_app(service, keys, None if names is None else Hosts(names))
