@@ -28,7 +28,7 @@ from runtime.serve.guard import Guard, Hosts
 from runtime.serve.llama_server import add_llama_server
 from runtime.serve.page_routes import add_page
 from runtime.serve.refusals import ApiError, bad_field
-from runtime.serve.service import Service, sampling
+from runtime.serve.service import Service, sampling, space
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
@@ -85,7 +85,14 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, or
             await asyncio.to_thread(service.pool.shutdown)
 
     limits = service.limits
-    guard = Middleware(Guard, keys=keys, max_body=limits.max_body, timeout=limits.timeout, hosts=hosts)
+    guard = Middleware(
+        Guard,
+        keys=keys,
+        max_body=limits.max_body,
+        timeout=limits.timeout,
+        hosts=hosts,
+        shared=service.shared_cache,
+    )
     names = "|".join(".*" if name == "*" else re.escape(name.lower()) for name in origins)
     # outermost: browsers ask without a key whether a page may ask, and show it a refusal only where it may
     cors = Middleware(
@@ -153,7 +160,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, or
             raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
         texts = [body.input] if isinstance(body.input, str) else body.input
         texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
-        run = service.run(lambda _: engine.call(lambda: embed(llm, texts)).result())
+        run = service.run(request, lambda _: engine.call(lambda: embed(llm, texts)).result())
         coded, n_tokens = await run.event(request.receive)
         if body.encoding_format == "base64":
             coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in coded]
@@ -210,6 +217,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, or
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task
         now = {"id": slot.id, "n_ctx": engine.n_ctx, "is_processing": task is not None, "n_tokens": len(slot.tokens)}
+        now["speculative"] = llm.draft_model is not None
         if task is not None:
             now |= {"n_prompt_tokens": len(task.prompt), "n_decoded": task.n_sampled}
         return now
@@ -219,7 +227,12 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, or
         return [state(slot) for slot in engine.slots]
 
     @app.post("/slots/{id_slot}")
-    async def act(id_slot: int, action: str, body: schema.SlotFile | None = Body(None)) -> Any:  # noqa: B008
+    async def act(
+        request: Request,
+        id_slot: int,
+        action: str,
+        body: schema.SlotFile | None = Body(None),  # noqa: B008
+    ) -> Any:
         if not 0 <= id_slot < len(engine.slots):
             raise ApiError(404, f"expected a slot from 0 to {len(engine.slots) - 1}, found {id_slot}")
         if action not in ("save", "restore", "erase"):
@@ -231,7 +244,8 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, or
             if body is None:
                 raise bad_field("filename", "expected a name, found none")
             path /= body.filename
-        return await asyncio.wrap_future(engine.call(lambda: acted(engine, engine.slots[id_slot], action, path)))
+        slot, whose = engine.slots[id_slot], space(request)
+        return await asyncio.wrap_future(engine.call(lambda: acted(engine, slot, action, path, whose)))
 
     return app
 
@@ -248,8 +262,11 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
     return llm.embed(texts, normalize=True, truncate=False), sum(counts)
 
 
-def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> dict[str, Any]:
-    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file."""
+def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None, whose: str) -> dict[str, Any]:
+    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file.
+
+    whose: the key's; what another key's requests left is not saved for it.
+    """
     if slot.task is not None:
         raise ApiError(409, f"slot {slot.id} is at work; try again when it is idle", retry_after=1)
     n, start = len(slot.tokens), time.perf_counter()
@@ -260,9 +277,11 @@ def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> d
     assert path is not None
     answer["filename"] = path.name
     if action == "save":
+        if slot.tokens and slot.space != whose:
+            raise ApiError(403, f"slot {slot.id} holds a conversation of another key")
         answer |= {"n_saved": n, "n_written": slots.save(engine.llm, slot, path)}
     else:
-        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx)
+        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx, whose)
         engine.touch(slot)
         answer |= {"n_restored": len(slot.tokens), "n_read": n_read}
     return answer | {"timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start)}}

@@ -33,13 +33,17 @@ SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", 
 
 @dataclasses.dataclass
 class Service:
-    """The model behind the routes. save_folder: where slots are saved; None: nowhere."""
+    """The model behind the routes. save_folder: where slots are saved; None: nowhere.
+
+    shared_cache: what is remembered for one key serves all.
+    """
 
     engine: Engine
     name: str
     limits: Limits
     embeddings: bool
     save_folder: Path | None
+    shared_cache: bool = False
 
     def __post_init__(self) -> None:
         self.llm = self.engine.llm
@@ -49,15 +53,16 @@ class Service:
         self.places = Places(n_slots, self.limits.n_queue)
         self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
 
-    def run(self, work: Callable[[RequestLlama], Any]) -> Run:
+    def run(self, request: Request, work: Callable[[RequestLlama], Any]) -> Run:
         """Queue a request. Raises ApiError when the queue is full."""
-        return Run(self.places, self.pool, RequestLlama(self.engine, self.name, self.limits.n_predict), work)
+        llm = RequestLlama(self.engine, self.name, self.limits.n_predict, space(request))
+        return Run(self.places, self.pool, llm, work)
 
     async def begin(self, request: Request, work: Callable[[RequestLlama], Any]) -> tuple[Run, Any]:
         """A completion at work, and its answer, or STARTED where it streams."""
         if self.embeddings:
             raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
-        run = self.run(work)
+        run = self.run(request, work)
         return run, await run.event(request.receive)
 
     async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
@@ -67,6 +72,12 @@ class Service:
             options = body.stream_options
             return EventStream(run, openai_events(run, options is not None and options.include_usage))
         return JSONResponse(answer | {"timings": run.llm.timings()})
+
+
+def space(request: Request) -> str:
+    """Whose request it is, as the guard found."""
+    found: str = request.scope.get("space", "")
+    return found
 
 
 def sampling(llm: Llama, body: Any) -> dict[str, Any]:
