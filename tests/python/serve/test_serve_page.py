@@ -101,11 +101,16 @@ def browser() -> Iterator[Any]:
     made.quit()
 
 
-def wait(browser: Any, script: str, seconds: float = 30.0) -> Any:
+def wait(browser: Any, script: str, seconds: float = 60.0) -> Any:
     """The script's first true value."""
+    from selenium.common.exceptions import TimeoutException
     from selenium.webdriver.support.ui import WebDriverWait
 
-    return WebDriverWait(browser, seconds).until(lambda driver: driver.execute_script(f"return {script}"))
+    try:
+        return WebDriverWait(browser, seconds).until(lambda driver: driver.execute_script(f"return {script}"))
+    except TimeoutException:
+        seen = browser.find_element("tag name", "body").text
+        raise AssertionError(f"expected {script}, found {seen!r}, {browser.get_log('browser')}") from None
 
 
 def loaded(browser: Any, url: str) -> None:
@@ -222,7 +227,7 @@ def test_stop_and_files(browser: Any, served: Served, tmp_path: Any) -> None:
     browser.find_element("id", "words").send_keys("\ue00c")  # Escape
     wait(browser, "document.getElementById('stop').hidden")
     assert browser.find_element("id", "status").text.startswith(("Stopped", "Done"))
-    assert served.idle()
+    assert served.idle(60)
     assert "notes.txt" in browser.find_element("css selector", "#log .user").text
     assert complaints(browser) == []
 
