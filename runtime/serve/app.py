@@ -49,13 +49,17 @@ SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", 
 
 @dataclasses.dataclass
 class Service:
-    """The model behind the routes. save_folder: where slots are saved; None: nowhere."""
+    """The model behind the routes. save_folder: where slots are saved; None: nowhere.
+
+    shared_cache: what is remembered for one key serves all.
+    """
 
     engine: Engine
     name: str
     limits: Limits
     embeddings: bool
     save_folder: Path | None
+    shared_cache: bool = False
 
     def __post_init__(self) -> None:
         self.llm = self.engine.llm
@@ -65,19 +69,26 @@ class Service:
         self.places = Places(n_slots, self.limits.n_queue)
         self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
 
-    def run(self, work: Callable[[RequestLlama], Any]) -> Run:
+    def run(self, request: Request, work: Callable[[RequestLlama], Any]) -> Run:
         """Queue a request. Raises ApiError when the queue is full."""
-        return Run(self.places, self.pool, RequestLlama(self.engine, self.name, self.limits.n_predict), work)
+        llm = RequestLlama(self.engine, self.name, self.limits.n_predict, space(request))
+        return Run(self.places, self.pool, llm, work)
 
     async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
         """Run a completion and answer with it, or with its stream."""
         if self.embeddings:
             raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
-        run = self.run(work)
+        run = self.run(request, work)
         answer = await run.event(request.receive)
         if body.stream:  # type: ignore[attr-defined]
             return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
         return JSONResponse(answer | {"timings": run.llm.timings()})
+
+
+def space(request: Request) -> str:
+    """Whose request it is, as the guard found."""
+    found: str = request.scope.get("space", "")
+    return found
 
 
 def sampling(llm: Llama, body: Any) -> dict[str, Any]:
@@ -150,7 +161,14 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
             await asyncio.to_thread(service.pool.shutdown)
 
     limits = service.limits
-    guard = Middleware(Guard, keys=keys, max_body=limits.max_body, timeout=limits.timeout, hosts=hosts)
+    guard = Middleware(
+        Guard,
+        keys=keys,
+        max_body=limits.max_body,
+        timeout=limits.timeout,
+        hosts=hosts,
+        shared=service.shared_cache,
+    )
     app = FastAPI(title="subkv", lifespan=lifespan, middleware=[guard], exception_handlers=HANDLERS)
 
     #
@@ -210,7 +228,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
             raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
         texts = [body.input] if isinstance(body.input, str) else body.input
         texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
-        run = service.run(lambda _: engine.call(lambda: embed(llm, texts)).result())
+        run = service.run(request, lambda _: engine.call(lambda: embed(llm, texts)).result())
         coded, n_tokens = await run.event(request.receive)
         if body.encoding_format == "base64":
             coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in coded]
@@ -267,6 +285,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task
         now = {"id": slot.id, "n_ctx": engine.n_ctx, "is_processing": task is not None, "n_tokens": len(slot.tokens)}
+        now["speculative"] = llm.draft_model is not None
         if task is not None:
             now |= {"n_prompt_tokens": len(task.prompt), "n_decoded": task.n_sampled}
         return now
@@ -276,7 +295,12 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
         return [state(slot) for slot in engine.slots]
 
     @app.post("/slots/{id_slot}")
-    async def act(id_slot: int, action: str, body: schema.SlotFile | None = Body(None)) -> Any:  # noqa: B008
+    async def act(
+        request: Request,
+        id_slot: int,
+        action: str,
+        body: schema.SlotFile | None = Body(None),  # noqa: B008
+    ) -> Any:
         if not 0 <= id_slot < len(engine.slots):
             raise ApiError(404, f"expected a slot from 0 to {len(engine.slots) - 1}, found {id_slot}")
         if action not in ("save", "restore", "erase"):
@@ -288,7 +312,8 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
             if body is None:
                 raise bad_field("filename", "expected a name, found none")
             path /= body.filename
-        return await asyncio.wrap_future(engine.call(lambda: acted(engine, engine.slots[id_slot], action, path)))
+        slot, whose = engine.slots[id_slot], space(request)
+        return await asyncio.wrap_future(engine.call(lambda: acted(engine, slot, action, path, whose)))
 
     return app
 
@@ -305,8 +330,11 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
     return llm.embed(texts, normalize=True, truncate=False), sum(counts)
 
 
-def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> dict[str, Any]:
-    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file."""
+def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None, whose: str) -> dict[str, Any]:
+    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file.
+
+    whose: the key's; what another key's requests left is not saved for it.
+    """
     if slot.task is not None:
         raise ApiError(409, f"slot {slot.id} is at work; try again when it is idle", retry_after=1)
     n, start = len(slot.tokens), time.perf_counter()
@@ -317,9 +345,11 @@ def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> d
     assert path is not None
     answer["filename"] = path.name
     if action == "save":
+        if slot.tokens and slot.space != whose:
+            raise ApiError(403, f"slot {slot.id} holds a conversation of another key")
         answer |= {"n_saved": n, "n_written": slots.save(engine.llm, slot, path)}
     else:
-        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx)
+        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx, whose)
         engine.touch(slot)
         answer |= {"n_restored": len(slot.tokens), "n_read": n_read}
     return answer | {"timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start)}}

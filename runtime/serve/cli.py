@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 from runtime import options
-from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
+from runtime.options import Drafts
+from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer, Remembering
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, install
 from subkv.base.files import remove_stale
@@ -93,6 +94,26 @@ offer_options = group(
         help="how embeddings are pooled [default: the model's way]",
     ),
 )
+memory_options = group(
+    "remembering",
+    Remembering,
+    click.option(
+        "-cram",
+        "--cache-ram",
+        type=click.IntRange(min=0),
+        default=Remembering.cache_ram,
+        envvar="LLAMA_ARG_CACHE_RAM",
+        help="MiB of memory for prefixes that slots held, 0: none",
+    ),
+    click.option("--cache-disk", type=options.PATH, metavar="FOLDER", help="where prefixes outlive the server"),
+    click.option(
+        "--cache-disk-size",
+        type=click.IntRange(min=1),
+        default=Remembering.cache_disk_size,
+        help="MiB that the folder may hold",
+    ),
+    click.option("--shared-cache", is_flag=True, help="what was remembered for one API key serves all of them"),
+)
 limit_options = group(
     "limits",
     Limits,
@@ -151,19 +172,23 @@ limit_options = group(
 @options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @listening_options
 @offer_options
+@memory_options
 @limit_options
 @options.cache_options(options.rollback_option)
 @options.context_options(options.flash_option, options.threads_option, options.batch_options())
 @options.gpu_option
+@options.draft_options
 @options.shift_option("a full slot forgets half of its tokens, instead of ending the answer")
 def main(
     model: str | None,
     listening: Listening,
     offer: Offer,
+    remembering: Remembering,
     limits: Limits,
     cache: CacheOptions,
     context: ContextOptions,
     n_gpu_layers: int,
+    drafts: Drafts,
     context_shift: bool,
 ) -> None:
     """Answer OpenAI requests over HTTP: chat, completions, embeddings; /health, /metrics, /slots.
@@ -181,6 +206,7 @@ def main(
     if context.n_batch < n_slots:
         raise click.UsageError(f"-b: expected at least one token for each of {n_slots} slots, found {context.n_batch}")
     keys, folder = listening.keys(), offer.folder()
+    remembering.check()
     if folder is not None:
         remove_stale(folder)
     if offer.embeddings and cache.type_k is None:
@@ -197,19 +223,23 @@ def main(
         from runtime.serve.batching import Engine
         from runtime.serve.grammars import MIB, Grammars
         from runtime.serve.guard import Hosts
+        from runtime.serve.recall import prefixes_of
         from runtime.serve.server import Server, configuration
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.native.binding import llama_cpp
 
-        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **offer.model_arguments()) as llm:
+        more = offer.model_arguments() | {"draft_model": None if offer.embeddings else drafts.model(n_gpu_layers)}
+        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **more) as llm:
             if not offer.embeddings and not llama_cpp.llama_get_memory(llm.ctx):
                 raise SubkvError(
                     "model", "expected a model that generates text, found one that only encodes; use --embeddings"
                 )
             options.note_cache(llm.kv_stats(), llm.cache_choice)
             grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
-            engine = Engine(llm, limits.stall_timeout, grammars, context_shift)
-            service = Service(engine, offer.alias or Path(llm.model_path).name, limits, offer.embeddings, folder)
+            prefixes = prefixes_of(llm, remembering) if remembering.wanted and not offer.embeddings else None
+            engine = Engine(llm, limits.stall_timeout, grammars, context_shift, prefixes)
+            name, shared = offer.alias or Path(llm.model_path).name, remembering.shared_cache
+            service = Service(engine, name, limits, offer.embeddings, folder, shared)
             host, port = sock.getsockname()[:2]
             names = listening.names(host)
             app = create_app(service, keys, None if names is None else Hosts(names))

@@ -96,6 +96,26 @@ class Listening:
 
 
 @dataclasses.dataclass(frozen=True)
+class Remembering:
+    """What is kept of conversations beside the slots. Sizes in MiB."""
+
+    cache_ram: int = 1024
+    cache_disk: Path | None = None
+    cache_disk_size: int = 8192
+    shared_cache: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        return self.cache_ram > 0 or self.cache_disk is not None
+
+    def check(self) -> None:
+        """Refuse a folder that is none. What happens to it later costs time only. Raises SubkvError."""
+        folder = self.cache_disk
+        if folder is not None and os.path.lexists(folder) and not folder.is_dir():
+            raise SubkvError("cache_disk", f"expected a folder, found the file {folder}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Offer:
     """What the server answers with. n_ctx in tokens, None: N_CTX_SLOT for each slot."""
 
