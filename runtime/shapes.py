@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SEED = 1234
 BLOCK = 32  # weights of a quantized block
-MOST_GROUP = 64  # query heads that share one KV head, as of kernels/include/subkv/ops.h
+MOST_GROUP = 128  # query heads that share one KV head, as of kernels/include/subkv/ops.h
 TYPES = {"q4_0": 4, "q8_0": 8}  # bits of a code
 NO_CALIBRATION = "none: random bases, for time and memory only"
 

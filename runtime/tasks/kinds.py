@@ -105,11 +105,11 @@ PLAIN = [
     "The old {} stood beside the {}.",
     "Nobody had seen the {} since spring.",
     "She put the {} under the {}.",
-    "A {} is not the same as a {}.",
+    "The {} is not the {}.",
     "They carried the {} past the {} and went home.",
     "He painted the {} twice before noon.",
     "In the evening the {} was quiet.",
-    "We traded a {} for a {}.",
+    "We traded the {} for the {}.",
 ]
 
 
