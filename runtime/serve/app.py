@@ -28,6 +28,7 @@ from runtime.serve.guard import Guard, Hosts
 from runtime.serve.llama_server import add_llama_server
 from runtime.serve.page_routes import add_page
 from runtime.serve.refusals import ApiError, bad_field
+from runtime.serve.requests import RequestLog
 from runtime.serve.service import Service, sampling, space
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
@@ -66,10 +67,17 @@ HANDLERS: dict[Any, Any] = {
 }
 
 
-def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, origins: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    service: Service,
+    keys: list[str],
+    hosts: Hosts | None = None,
+    origins: Sequence[str] = (),
+    log: str = "none",
+) -> FastAPI:
     """The application; its engine starts and ends with it.
 
     hosts: which names it answers to, None: to any. origins: names of other servers whose pages may ask, "*": any.
+    log: of requests.FORMATS.
     """
     engine, llm = service.engine, service.llm
 
@@ -101,7 +109,8 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None, or
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
     )
-    app = FastAPI(title="subkv", lifespan=lifespan, middleware=[cors, guard], exception_handlers=HANDLERS)
+    stack = [Middleware(RequestLog, form=log), cors, guard]
+    app = FastAPI(title="subkv", lifespan=lifespan, middleware=stack, exception_handlers=HANDLERS)
 
     add_page(app)
     add_llama_server(app, service)

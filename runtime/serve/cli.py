@@ -59,6 +59,12 @@ listening_options = group(
         metavar="NAME",
         help="name under which the server, or a page that asks it, may be reached beside localhost, *: any",
     ),
+    click.option(
+        "--log-format",
+        type=click.Choice(["text", "json", "none"]),
+        default="text",
+        help="a line on stderr for every request",
+    ),
 )
 offer_options = group(
     "offer",
@@ -243,7 +249,8 @@ def main(
             service = Service(engine, name, limits, offer.embeddings, folder, shared)
             host, port = sock.getsockname()[:2]
             names = listening.names(host)
-            app = create_app(service, keys, None if names is None else Hosts(names), listening.allow_host)
+            hosts = None if names is None else Hosts(names)
+            app = create_app(service, keys, hosts, listening.allow_host, listening.log_format)
             address = f"[{host}]" if ":" in host else host
             options.note(f"{n_slots} slots of {engine.n_ctx} tokens, listening on http://{address}:{port}")
             # uvicorn ends on these and then raises them once more, for whoever had them before

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.serve.page_routes import PATHS
 from runtime.serve.refusals import ApiError, body
 
-PUBLIC = PATHS | {"/health", "/v1/health"}
+HEALTH = {"/health", "/v1/health"}
+PUBLIC = PATHS | HEALTH
 BEARER = re.compile(rb"bearer +", re.IGNORECASE)
 
 

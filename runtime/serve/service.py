@@ -56,6 +56,7 @@ class Service:
     def run(self, request: Request, work: Callable[[RequestLlama], Any]) -> Run:
         """Queue a request. Raises ApiError when the queue is full."""
         llm = RequestLlama(self.engine, self.name, self.limits.n_predict, space(request))
+        request.scope["llm"] = llm  # for the log
         return Run(self.places, self.pool, llm, work)
 
     async def begin(self, request: Request, work: Callable[[RequestLlama], Any]) -> tuple[Run, Any]:

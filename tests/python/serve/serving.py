@@ -53,6 +53,7 @@ def running(
     embeddings: bool = False,
     limits: dict[str, Any] | None = None,
     hosts: tuple[str, ...] = (),
+    log: str = "none",
     remembering: Remembering | None = None,
     **kwargs: Any,
 ) -> Iterator[Served]:
@@ -68,7 +69,7 @@ def running(
         engine = Engine(llm, bounds.stall_timeout, grammars, prefixes=prefixes)
         shared = remembering is not None and remembering.shared_cache
         service = Service(engine, name, bounds, embeddings, folder, shared)
-        config = configuration(create_app(service, list(keys), Hosts(hosts), hosts), bounds)
+        config = configuration(create_app(service, list(keys), Hosts(hosts), hosts, log), bounds)
         config.timeout_graceful_shutdown = 2
         server = Server(config, service.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

@@ -257,3 +257,22 @@ def test_a_body_that_curl_calls_a_form(served: Served) -> None:
     assert (
         served.client.post("/v1/completions", content=body, headers={"Content-Type": "text/plain"}).status_code == 400
     )
+
+
+def test_a_line_for_every_request(coded_model: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
+    """What was asked, by whom, how it ended; nothing of a path can forge a line, nothing of a text is written."""
+    with running(coded_model(), n_slots=1, n_ctx=256, log="json") as served:
+        served.client.get("/health")
+        served.client.get("/nothing%0A%7B%22forged%22")
+        done = served.client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 2, "temperature": 0})
+        timings = done.json()["timings"]
+        assert served.idle()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    first, second, *others = lines
+    assert (first["path"], first["status"], first["method"]) == ("/nothing%0A%7B%22forged%22", 404, "GET")
+    assert second["path"] == "/v1/completions" and second["client"] == "127.0.0.1" and second["ms"] >= 0
+    assert {key: second[key] for key in ("cache_n", "prompt_n", "predicted_n")} == {
+        key: timings[key] for key in ("cache_n", "prompt_n", "predicted_n")
+    }
+    assert {line["path"] for line in others} == {"/slots"}
+    assert "secret" not in json.dumps(lines)
