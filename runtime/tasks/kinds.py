@@ -24,6 +24,7 @@ COPIED = 8  # answers of a copy
 CHAINS = 4  # of variables
 CALLS = 4  # tool calls asked for in a text
 SPARE = 16  # tokens by which a call may be longer than the right one
+JOINS = 4  # tokens that a text tokenized call by call may have more for each
 SHOWN = 4  # groups of a random string that say where the copy goes on
 
 CITIES = [
@@ -299,7 +300,7 @@ class Task:
 
         def fits(size: int) -> bool:
             sample = made(size)
-            return count(sample.text) + (CALLS * SPARE if sample.schema else 0) <= length
+            return count(sample.text) + (CALLS * (SPARE + JOINS) if sample.schema else 0) <= length
 
         low, high = 0, 8
         while fits(high):
