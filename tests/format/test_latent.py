@@ -21,10 +21,11 @@ from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
 from subkv.format import metadata
-from subkv.format.calibration import Calibration, read_calibration
+from subkv.format.calibration import Calibration, LayerShape, read_calibration
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
-from subkv.plan import datafree, mla, predict
+from subkv.plan import datafree, latent, mla, predict
+from subkv.plan.budget import Overhead, plan_banded
 from subkv.plan.pipeline import Fit, Options
 
 BITS = ("--kv-bits", "5", "--bpe-context", "1000000")
@@ -87,6 +88,20 @@ def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:
     for layer in exact:
         np.testing.assert_allclose(predict.reconstructed(x, layer.heads[0].k), x, atol=0.02)
         np.testing.assert_allclose(predict.reconstructed(x[:, :32], layer.heads[0].v), x[:, :32], atol=0.02)
+
+
+def test_no_row_has_more_bands_than_fit() -> None:
+    """Neighbours are joined where it costs least; coefficients stay, and no band gets wider."""
+    shape = LayerShape(0, 4, 1, 320, 256, 0.1, 1)
+    heads = latent.heads(shape, np.exp(-np.arange(256) / 20.0), np.exp(-np.arange(64) / 6.0)) * 2
+    plan = plan_banded(heads, 4.0, Overhead(1 << 30, WINDOW))
+    assert max(len(a) + len(b) for a, b in zip(plan[::2], plan[1::2], strict=True)) > 8
+    fewer = latent.joined(heads, plan)
+    for a, b in zip(fewer[::2], fewer[1::2], strict=True):
+        assert len(a) + len(b) == 8
+    for before, after in zip(plan, fewer, strict=True):
+        old, new = (np.repeat([bits for _, bits in bands], [n for n, _ in bands]) for bands in (before, after))
+        assert len(old) == len(new) and (new <= old).all() and (np.diff(new) <= 0).all()
 
 
 def test_predictions_price_one_row_twice(base: Gguf, calibration: Calibration) -> None:
