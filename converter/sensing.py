@@ -55,7 +55,7 @@ CORRECTING = 128  # tokens that are scored for a correction
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
-APART, SPREAD = 3, 16  # layers at the start whose factors stand apart; others that are tried
+APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
 
 # Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
 SD_TRIAL, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.3, 4.0, 0.3
