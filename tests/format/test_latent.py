@@ -20,6 +20,7 @@ from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
+from subkv.engine.observer import SAMPLE
 from subkv.format import metadata
 from subkv.format.calibration import Calibration, LayerShape, read_calibration
 from subkv.format.window import Window
@@ -27,6 +28,7 @@ from subkv.native.gguf import Gguf
 from subkv.plan import datafree, latent, mla, predict
 from subkv.plan.budget import Overhead, plan_banded
 from subkv.plan.pipeline import Fit, Options
+from subkv.plan.positions import rotation
 
 BITS = ("--kv-bits", "5", "--bpe-context", "1000000")
 WINDOW = Window(4, 16, 8)
@@ -153,6 +155,24 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
         expected = 0.09 * (np.trace(priced["k0"][0]) + np.trace(priced["v0"][0])) / len(rows.q)
         assert 0.5 < moved / expected < 2.0
         assert chunk.kld({(il, "k"): chunk.view(il, "k").astype(np.float32) + error[: chunk.start]}) > 1e-4
+
+
+def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> None:
+    """A key 100 positions later is the same key, turned as the calibration is spread."""
+    tokens = [int(t) for t in np.random.default_rng(6).integers(40, 130, 8)]
+    turn = rotation(base, 48)
+    assert turn is not None and not turn.omega[:32].any() and turn.omega[32:].all()
+    keys = []
+    with Session(model, 256, 1, 0) as session:
+        for first in (0, 100):
+            session.clear()
+            session.forget()
+            session.mode(SAMPLE, range(first, first + 8))
+            session.decode(tokens, first)
+            keys.append(session.get(session.layers()[0], "ks")[:, 0])
+    phase = np.exp(100j * turn.omega)
+    turned = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
+    np.testing.assert_allclose(turned, keys[1], atol=1e-3)
 
 
 @pytest.mark.parametrize(
