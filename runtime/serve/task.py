@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
+from runtime.serve.prefixes import Found
 from runtime.serve.sampling import Sampler, Scored
 
 # Tokens the engine may sample before the caller has taken them: it goes on while a caller is late by a few, and a
@@ -28,13 +29,16 @@ class Task:
     """A prompt and its tokens as they come: iterate over it in the caller's thread.
 
     prompt: at least one token. limit: most tokens to sample. scores_prompt: log-probabilities of the prompt's tokens,
-    too, in `prompt_scores` (from the second on); then no cells are reused.
+    too, in `prompt_scores` (from the second on); then no cells are reused. space: whose it is. found: what is
+    remembered of the prompt.
     """
 
     prompt: list[int]
     sampler: Sampler
     limit: int
     scores_prompt: bool = False
+    space: str = ""
+    found: Found | None = None
     n_cached: int = 0
     n_sampled: int = 0
     n_taken: int = 0
