@@ -149,6 +149,17 @@ ORDER = (  # what matters most comes first
         speed.parallel_numbers,
         group="load",
     ),
+    Table(
+        "drafts",
+        "Drafts",
+        "A greedy answer of 64 tokens behind 2000 tokens of Python code: `copy` writes them once more, `go on` goes "
+        "on. `lookup N`: N tokens that followed the last 3 when these stood in the text before. "
+        f"{REPEATED}.",
+        4,
+        speed.drafts,
+        speed.drafts_markdown,
+        group="drafts",
+    ),
     Table("speed_deep", "Deep contexts", f"{REPEATED}.", 4, speed.deep, speed.by_depth, speed.numbers, group="load"),
     Table(
         "speed_avx2",
