@@ -11,6 +11,8 @@ rests on it alone: those are of short pieces of every kind.
 
 The texts are our own, under the MIT licence, but for passages in the public domain everywhere: of Shakespeare, Bacon,
 Austen, Melville, Lincoln, Darwin, Kant, Goethe, Eichendorff, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
+
+texts/held-out/ is for evaluating: a text of each of seven kinds, of 1000 to 2800 tokens, that no calibration sees.
 """
 
 from __future__ import annotations
@@ -37,14 +39,19 @@ def read(template: Template | None = None) -> list[Text]:
 
     template: the model's, through which chat turns go; None, or where it refuses a conversation: turns as plain text.
     """
-    texts = []
-    for path in sorted(FOLDER.glob("*.txt")):
-        pieces = path.read_text("utf-8").split("\f\n")
-        chat = any(_TURN.match(piece) for piece in pieces)
-        data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()
-        source = TextSource(f"built-in {path.name}", hashlib.sha256(data).hexdigest(), len(data))
-        texts.append(Text(source, data, special=chat))
-    return texts
+    return [_text(path, f"built-in {path.name}", template) for path in sorted(FOLDER.glob("*.txt"))]
+
+
+def held_out(template: Template | None = None) -> list[Text]:
+    """Texts to evaluate on, named by their kinds. template: as of read()."""
+    return [_text(path, path.stem, template) for path in sorted((FOLDER / "held-out").glob("*.txt"))]
+
+
+def _text(path: Path, name: str, template: Template | None) -> Text:
+    pieces = path.read_text("utf-8").split("\f\n")
+    chat = any(_TURN.match(piece) for piece in pieces)
+    data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()
+    return Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data, special=chat)
 
 
 def spared(texts: Sequence[Text]) -> list[Text]:

@@ -29,6 +29,7 @@ from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
+from subkv.plan import mla
 from subkv.plan.budget import budget_range
 from subkv.plan.costs import output_weights
 from subkv.plan.pipeline import Fit, Options
@@ -54,7 +55,7 @@ CORRECTING = 128  # tokens that are scored for a correction
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
-APART, SPREAD = 3, 16  # layers at the start whose factors stand apart; others that are tried
+APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
 
 # Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
 SD_TRIAL, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.3, 4.0, 0.3
@@ -212,7 +213,7 @@ class Sensing:
         """
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
         self.texts = () if set(texts) & set(calibration.texts) else tuple(texts)
-        self.window = Window(calibration.n_skip, n_recent)
+        self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
         self.found = found or Found.none(calibration)
 
     def plan(self) -> list[tuple[int, int, str]]:
@@ -234,7 +235,7 @@ class Sensing:
             left = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
             if not left and c < self.found.chunks:
                 continue
-            chunk = Decoded(self.session, tokens)
+            chunk = Decoded(self.session, tokens, latent=self.latent)
             if c >= self.found.chunks:
                 self._accumulate(chunk)
             yield len(tokens)
@@ -258,7 +259,12 @@ class Sensing:
     def _noise(self, i: int, side: str) -> Noise:
         second, first = (getattr(self.calibration.layers[i], f"{side}{power}") for power in (2, 1))
         covariance = second - first[:, :, None] * first[:, None, :]
-        return Noise(covariance, self.found.sums[i][f"{side}0"] / self.found.queries)
+        metric = self.found.sums[i][f"{side}0"]
+        if self.latent:  # an error in a value is one in its key, too
+            d = self.calibration.layers[i].shape.d_v
+            metric = metric.copy()
+            metric[:, :d, :d] += self.found.sums[i]["v0" if side == "k" else "k0"][:, :d, :d]
+        return Noise(covariance, metric / self.found.queries)
 
     def _noisy(self, chunk: Decoded, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
         """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d]."""
@@ -283,14 +289,16 @@ class Sensing:
         shape = self.calibration.layers[i].shape
         noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
         exact = chunk.view(shape.il, side).astype(np.float32)
-        most = noise.most if side == "k" else np.inf  # attention is linear in its values
+        most = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
 
         def noisy(wanted: float) -> tuple[F32, float]:
             """The cells, and what the noise in them adds to the stream."""
             cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
-            error = np.zeros_like(rows.k if side == "k" else rows.v)
-            error[: chunk.start] = cells - exact
-            return cells, energy(rows, shape, output, *((error, None) if side == "k" else (None, error)))
+            errors = {one: np.zeros_like(getattr(rows, one)) for one in ("kv" if self.latent else side)}
+            for error in errors.values():  # of latent rows: a value's elements are the first of its key's
+                n = min(error.shape[-1], exact.shape[-1])
+                error[: chunk.start, :, :n] = (cells - exact)[..., :n]
+            return cells, energy(rows, shape, output, errors.get("k"), errors.get("v"))
 
         guess, n_tried = self._guess(i, side), 0
         wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
@@ -373,14 +381,15 @@ class Sensing:
         The exact window stays where it is while they are read; it lies so that it is right in their middle.
         """
         n_scored = min(CORRECTING, len(tokens) - self.window.n_recent - 2 * SCORED)
-        chunk, cells = Decoded(self.session, tokens, n_scored), {}
+        chunk, cells = Decoded(self.session, tokens, n_scored, self.latent), {}
         coded = slice(self.window.n_sink, chunk.start - max(self.window.n_recent - n_scored // 2, 0))
         for layer in layers:
             il = layer.shape.il
-            for side in "kv":
+            for side in "k" if layer.latent else "kv":
                 seen = chunk.view(il, side).astype(np.float32)
                 for h, head in enumerate(layer.heads):
                     stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
+                    gamma = 1.0 if layer.latent else gamma  # which multiplies keys alone
                     seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
                 cells[il, side] = seen
         return chunk.kld(cells) - self._rounding(chunk, len(self.chunks), 0)

@@ -274,7 +274,10 @@ def t5(m: Model) -> None:
 
 
 def deepseek2(m: Model) -> None:
-    """Multi-head latent attention: the cache holds one compressed row per token, no K and V heads."""
+    """Multi-head latent attention: the cache holds one compressed row per token, no K and V heads.
+
+    kv_decay: how fast the latent's elements get smaller.
+    """
     n_rot, n_nope, n_lora = m.head_size // 2, m.head_size - m.head_size // 2, m.n_lora
     m.keys |= {
         "attention.q_lora_rank": n_lora,
@@ -296,6 +299,7 @@ def deepseek2(m: Model) -> None:
         m.matrix(f"{blk}.attn_q_b", n_lora, m.n_head * m.head_size, 1.5)
         m.matrix(f"{blk}.attn_kv_a_mqa", m.n_embd, n_lora + n_rot)
         m.norm(f"{blk}.attn_kv_a_norm", n_lora)
+        m.tensors[f"{blk}.attn_kv_a_norm.weight"] *= np.exp(-m.kv_decay * np.arange(n_lora, dtype=np.float32))
         m.matrix(f"{blk}.attn_k_b", n_nope, n_lora, 1.5, stack=(m.n_head,))
         m.matrix(f"{blk}.attn_v_b", n_lora, m.head_size, stack=(m.n_head,))
         m.matrix(f"{blk}.attn_output", m.n_head * m.head_size, m.n_embd)
@@ -355,7 +359,7 @@ ARCHS: dict[str, Arch] = {
     "gpt-oss": Arch(gpt_oss, EXPERTS | {"n_swa": 16}),
     "grok": Arch(grok, EXPERTS | {"n_head": 2, "n_head_kv": 1, "softcap": 5.0}, square=True),
     "t5": Arch(t5, MHA, square=True),
-    "deepseek2": Arch(deepseek2, {"n_head_kv": 1, "n_lora": 32}),
+    "deepseek2": Arch(deepseek2, {"n_head_kv": 1, "n_lora": 32, "kv_decay": 0.0}),
     "mamba": Arch(mamba, {"n_head": 0, "n_head_kv": 0, "n_ff": 0}),
     "lfm2": Arch(lfm2, {"n_layer": 4, "n_head": 2, "n_head_kv": 1}, square=True),
     "qwen35": Arch(qwen35, {"n_layer": 4, "n_head": 2, "n_head_kv": 1, "n_state": 16}, square=True),

@@ -1,15 +1,13 @@
-"""The routes: OpenAI's, llama_cpp.server's extras and llama-server's."""
+"""The routes: OpenAI's, llama_cpp.server's extras, and what concerns the server itself."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,17 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from runtime.serve import metrics, refusals, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
-from runtime.serve.grammars import guard_thread
-from runtime.serve.guard import Guard, Hosts, Places
+from runtime.serve.guard import Guard, Hosts
+from runtime.serve.llama_server import add_llama_server
+from runtime.serve.page_routes import add_page
 from runtime.serve.refusals import ApiError, bad_field
-from runtime.serve.runs import EventStream, Run
-from runtime.serve.settings import Limits
+from runtime.serve.requests import RequestLog
+from runtime.serve.service import Service, sampling, space
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
@@ -38,85 +38,7 @@ from subkv.native.binding import llama_cpp
 # isort: split
 from llama_cpp.server import types
 
-TOKEN = re.compile(r"[0-9]{1,10}")
 UNION_MEMBER = re.compile(r"[\[A-Z]|^constrained-")  # pydantic puts union members' types between the fields' names
-
-
-# fields of a request that create_completion takes under the same name
-SAMPLING = {"temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presence_penalty", "frequency_penalty"}
-SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"}
-
-
-@dataclasses.dataclass
-class Service:
-    """The model behind the routes. save_folder: where slots are saved; None: nowhere.
-
-    shared_cache: what is remembered for one key serves all.
-    """
-
-    engine: Engine
-    name: str
-    limits: Limits
-    embeddings: bool
-    save_folder: Path | None
-    shared_cache: bool = False
-
-    def __post_init__(self) -> None:
-        self.llm = self.engine.llm
-        self.created = int(time.time())
-        n_slots = len(self.engine.slots)
-        self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request", initializer=guard_thread)
-        self.places = Places(n_slots, self.limits.n_queue)
-        self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
-
-    def run(self, request: Request, work: Callable[[RequestLlama], Any]) -> Run:
-        """Queue a request. Raises ApiError when the queue is full."""
-        llm = RequestLlama(self.engine, self.name, self.limits.n_predict, space(request))
-        return Run(self.places, self.pool, llm, work)
-
-    async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
-        """Run a completion and answer with it, or with its stream."""
-        if self.embeddings:
-            raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
-        run = self.run(request, work)
-        answer = await run.event(request.receive)
-        if body.stream:  # type: ignore[attr-defined]
-            return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
-        return JSONResponse(answer | {"timings": run.llm.timings()})
-
-
-def space(request: Request) -> str:
-    """Whose request it is, as the guard found."""
-    found: str = request.scope.get("space", "")
-    return found
-
-
-def sampling(llm: Llama, body: Any) -> dict[str, Any]:
-    """A request's fields as arguments of create_completion. Raises ApiError. Tokenizes: not for the event loop."""
-    arguments: dict[str, Any] = body.model_dump(include=SAMPLING)
-    if body.logit_bias:
-        arguments["logit_bias"] = biases(llm, body.logit_bias, body.logit_bias_type == "tokens")
-    if body.min_tokens:
-        arguments["logits_processor"] = llama_cpp.LogitsProcessorList(
-            [llama_cpp.MinTokensLogitsProcessor(body.min_tokens, llm.token_eos())]
-        )
-    return arguments
-
-
-def biases(llm: Llama, scores: dict[str, float], texts: bool) -> dict[str, float]:
-    """By token: what is added to its logit. texts: the keys are such, every token of one gets its score."""
-    if any(len(key) > schema.N_BIAS_TEXT for key in scores):
-        raise bad_field("logit_bias", f"expected keys of at most {schema.N_BIAS_TEXT} characters, found a longer one")
-    if texts:
-        return {
-            str(token): score
-            for text, score in scores.items()
-            for token in llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
-        }
-    n_vocab = llm.n_vocab()
-    if not all(TOKEN.fullmatch(key) and int(key) < n_vocab for key in scores):
-        raise bad_field("logit_bias", f"expected tokens from 0 to {n_vocab - 1}, found others")
-    return scores
 
 
 async def refused(_: Request, error: Exception) -> Response:
@@ -145,8 +67,18 @@ HANDLERS: dict[Any, Any] = {
 }
 
 
-def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) -> FastAPI:
-    """The application; its engine starts and ends with it. hosts: which names it answers to, None: to any."""
+def create_app(
+    service: Service,
+    keys: list[str],
+    hosts: Hosts | None = None,
+    origins: Sequence[str] = (),
+    log: str = "none",
+) -> FastAPI:
+    """The application; its engine starts and ends with it.
+
+    hosts: which names it answers to, None: to any. origins: names of other servers whose pages may ask, "*": any.
+    log: of requests.FORMATS.
+    """
     engine, llm = service.engine, service.llm
 
     @contextlib.asynccontextmanager
@@ -169,7 +101,19 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
         hosts=hosts,
         shared=service.shared_cache,
     )
-    app = FastAPI(title="subkv", lifespan=lifespan, middleware=[guard], exception_handlers=HANDLERS)
+    names = "|".join(".*" if name == "*" else re.escape(name.lower()) for name in origins)
+    # outermost: browsers ask without a key whether a page may ask, and show it a refusal only where it may
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origin_regex=rf"[a-z][a-z0-9+.-]*://(?:{names})(?::\d+)?" if names else None,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    stack = [Middleware(RequestLog, form=log), cors, guard]
+    app = FastAPI(title="subkv", lifespan=lifespan, middleware=stack, exception_handlers=HANDLERS)
+
+    add_page(app)
+    add_llama_server(app, service)
 
     #
     # OpenAI
@@ -190,14 +134,11 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
     @app.post("/v1/completions")
     @app.post("/v1/engines/copilot-codex/completions", include_in_schema=False)
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
-        prompt: Any = body.prompt  # OpenAI's lists of one prompt stand for it
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
         arguments = body.model_dump(include={"max_tokens", "logprobs", "echo"})
         arguments["grammar"] = schema.text_grammar(body.grammar)
 
         def work(made: RequestLlama) -> Any:
-            return made.create_completion(prompt, **arguments, **sampling(llm, body))
+            return made.create_completion(body.text, **arguments, **sampling(llm, body))
 
         return await service.complete(request, body, work)
 

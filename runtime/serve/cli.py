@@ -59,6 +59,12 @@ listening_options = group(
         metavar="NAME",
         help="name under which the server, or a page that asks it, may be reached beside localhost, *: any",
     ),
+    click.option(
+        "--log-format",
+        type=click.Choice(["text", "json", "none"]),
+        default="text",
+        help="a line on stderr for every request",
+    ),
 )
 offer_options = group(
     "offer",
@@ -219,12 +225,13 @@ def main(
     with listening.listen(limits.timeout, limits.n_connections) as sock:
         # numpy, the native libraries and the extra `server`: not for a --help, and a port in use costs no time
         from runtime.opening import open_llama
-        from runtime.serve.app import Service, create_app
+        from runtime.serve.app import create_app
         from runtime.serve.batching import Engine
         from runtime.serve.grammars import MIB, Grammars
         from runtime.serve.guard import Hosts
         from runtime.serve.recall import prefixes_of
         from runtime.serve.server import Server, configuration
+        from runtime.serve.service import Service
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.native.binding import llama_cpp
 
@@ -242,7 +249,8 @@ def main(
             service = Service(engine, name, limits, offer.embeddings, folder, shared)
             host, port = sock.getsockname()[:2]
             names = listening.names(host)
-            app = create_app(service, keys, None if names is None else Hosts(names))
+            hosts = None if names is None else Hosts(names)
+            app = create_app(service, keys, hosts, listening.allow_host, listening.log_format)
             address = f"[{host}]" if ":" in host else host
             options.note(f"{n_slots} slots of {engine.n_ctx} tokens, listening on http://{address}:{port}")
             # uvicorn ends on these and then raises them once more, for whoever had them before

@@ -16,9 +16,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.serve.page_routes import PATHS
 from runtime.serve.refusals import ApiError, body
 
-PUBLIC = ("/health", "/v1/health")
+HEALTH = {"/health", "/v1/health"}
+PUBLIC = PATHS | HEALTH
 BEARER = re.compile(rb"bearer +", re.IGNORECASE)
 
 
@@ -55,6 +57,14 @@ def _loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _name_json(scope: Scope, headers: Headers) -> None:
+    """A body that curl calls a form, or calls nothing, is JSON. Not a page's: browsers ask before they send JSON."""
+    kind = headers.get("content-type", "").partition(";")[0]
+    if kind in ("", "application/x-www-form-urlencoded") and "origin" not in headers:
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 def _space(key: str, shared: bool) -> str:
@@ -97,6 +107,7 @@ class Guard:
             scope["space"] = self._check_key(scope["path"], headers)
             length = headers.get("content-length", "")
             self._check_size(int(length) if length.isdecimal() else 0)
+            _name_json(scope, headers)
         except ApiError as error:
             answer = JSONResponse(body(error), error.status_code, {"Connection": "close"})
             await answer(scope, receive, send)

@@ -46,6 +46,7 @@ class Listening:
     api_key: tuple[str, ...]
     api_key_file: Path | None
     allow_host: tuple[str, ...] = ()
+    log_format: str = "text"
 
     def keys(self) -> list[str]:
         """--api-key, several or separated by commas, and the lines of --api-key-file but for comments."""

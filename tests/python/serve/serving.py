@@ -13,12 +13,13 @@ from typing import Any
 
 import httpx
 
-from runtime.serve.app import Service, create_app
+from runtime.serve.app import create_app
 from runtime.serve.batching import Engine
 from runtime.serve.grammars import MIB, Grammars
 from runtime.serve.guard import Hosts
 from runtime.serve.recall import prefixes_of
 from runtime.serve.server import Server, configuration
+from runtime.serve.service import Service
 from runtime.serve.settings import Limits, Remembering
 from runtime.serve.slots_llama import SlotsLlama
 
@@ -52,6 +53,7 @@ def running(
     embeddings: bool = False,
     limits: dict[str, Any] | None = None,
     hosts: tuple[str, ...] = (),
+    log: str = "none",
     remembering: Remembering | None = None,
     **kwargs: Any,
 ) -> Iterator[Served]:
@@ -67,7 +69,7 @@ def running(
         engine = Engine(llm, bounds.stall_timeout, grammars, prefixes=prefixes)
         shared = remembering is not None and remembering.shared_cache
         service = Service(engine, name, bounds, embeddings, folder, shared)
-        config = configuration(create_app(service, list(keys), Hosts(hosts)), bounds)
+        config = configuration(create_app(service, list(keys), Hosts(hosts), hosts, log), bounds)
         config.timeout_graceful_shutdown = 2
         server = Server(config, service.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
