@@ -219,6 +219,10 @@ extern "C" const char * subkv_kernel_name(void) {
     return ops().name;
 }
 
+extern "C" const char * subkv_device_kernel_name(void) {
+    return device_kernels();
+}
+
 extern "C" int32_t subkv_ops_count(void) {
     int32_t n = 0;
     while (ops_available()[n]) {
