@@ -23,9 +23,8 @@ class Table:
     """minutes: an estimate for two quiet cores of a Zen 4. picture: a file beside the page.
 
     group: tables whose numbers are compared, so that one commit measures all of them: of the engine (time, memory and
-    its rounding), of the engine under load and in depth, of models of other
-    shapes, of the codec in float32, of bases from the weights alone, of
-    other projects' codecs.
+    its rounding), of the engine under load and in depth, of models of other shapes, of the codec in float32, of bases
+    from the weights alone, of other projects' codecs, of tasks.
     """
 
     name: str
@@ -221,6 +220,18 @@ ORDER = (  # what matters most comes first
         scores.long_markdown,
         scores.klds_of,
         group="weights",
+    ),
+    Table(
+        "tasks",
+        "Tasks",
+        "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2; texts of 512 tokens made by "
+        "`runtime.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
+        "changed against f16 on the same texts, in points; tools: f16's right calls, the others' share of calls that "
+        "are f16's; −ln p: change per token of the right answers, nats, mean of the tasks.",
+        10,
+        scores.tasks,
+        scores.tasks_markdown,
+        group="tasks",
     ),
     Table(
         "kernels",

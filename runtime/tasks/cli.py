@@ -55,8 +55,10 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def share(r: dict[str, Any], base: bool) -> str:
-    """Right answers in percent, and what has changed against the base."""
+    """Right answers in percent, and what has changed against the base; of tool calls how many are the base's."""
     right = f"{100 * r['right']:.1f}%"
+    if r["task"].startswith("tools") and not base:
+        return f"{100 * r['same']:.1f}% ± {100 * r['same_stderr']:.1f} the same"
     if base:
         return f"{right} ± {100 * r['right_stderr']:.1f}"
     return f"{right} ({100 * r['change']:+.1f} ± {100 * r['change_stderr']:.1f})"

@@ -20,9 +20,11 @@ from typing import Any
 from subkv.base.errors import SubkvError
 
 ASKED = 16  # questions about a text, at most
+COPIED = 8  # answers of a copy
 CHAINS = 4  # of variables
 CALLS = 4  # tool calls asked for in a text
 SPARE = 16  # tokens by which a call may be longer than the right one
+JOINS = 4  # tokens that a text tokenized call by call may have more for each
 SHOWN = 4  # groups of a random string that say where the copy goes on
 
 CITIES = [
@@ -210,12 +212,11 @@ def variables(rng: random.Random, size: int, hard: int) -> Sample:
 
 
 def copy(rng: random.Random, size: int, hard: int) -> Sample:
-    """Numbered lines of `hard` words: some that follow each other are said again, the first of them given."""
-    lines = [(f"Line {i + 1}:", "".join(f" {rng.choice(NOUNS)}" for _ in range(hard))) for i in range(size + ASKED + 1)]
+    """Plain sentences, of which a passage is said again, the first given; `hard` sentences an answer."""
+    said = [" ".join(sentence(rng) for _ in range(hard)) for _ in range(size + COPIED + 1)]
     start = rng.randrange(size + 1)
-    (question, answer), *rest = lines[start : start + ASKED + 1]
-    text = "\n".join(map("".join, lines))
-    return questions(f"{text}\n\nThe same again:\n{question}{answer}\n", rest)
+    first, *rest = said[start : start + COPIED + 1]
+    return questions(f"{' '.join(said)}\n\n{first}", [("", f" {answer}") for answer in rest], end="")
 
 
 def count(rng: random.Random, size: int, hard: int) -> Sample:
@@ -258,7 +259,7 @@ MAKERS: dict[str, tuple[Make, int]] = {
     "needles": (needles, 8),
     "recall": (recall, 3),
     "variables": (variables, 1),
-    "copy": (copy, 4),
+    "copy": (copy, 1),
     "count": (count, 4),
     "induction": (induction, 3),
     "tools": (tools, 5),
@@ -269,7 +270,7 @@ RANGES = {
     "needles": (1, len(CITIES)),
     "recall": (3, 18),
     "variables": (1, 16),
-    "copy": (1, 64),
+    "copy": (1, 16),
     "count": (2, 99),
     "induction": (1, 64),
     "tools": (4, 18),
@@ -299,7 +300,7 @@ class Task:
 
         def fits(size: int) -> bool:
             sample = made(size)
-            return count(sample.text) + (CALLS * SPARE if sample.schema else 0) <= length
+            return count(sample.text) + (CALLS * (SPARE + JOINS) if sample.schema else 0) <= length
 
         low, high = 0, 8
         while fits(high):

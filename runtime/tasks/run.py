@@ -169,7 +169,8 @@ def followed(model: Model, rows: Logits, said: list[int], schema: dict[str, Any]
 def called(model: Model, contexts: Sequence[Context], sample: Sample, schema: dict[str, Any]) -> list[Outcome]:
     """Every JSON of a sample as the first cache writes it, and what the others would write; it stays in the text.
 
-    right: of the first, whether it is what the text asks for; of the others, whether it is the same as the first's.
+    right: whether it is what the text asks for; of the others, whether it is the first's and that is right, since what
+    differs is not written to its end.
     """
     readers, outcomes = [Reader(context) for context in contexts], [Outcome() for _ in contexts]
     for i, (given, answer) in enumerate(zip(sample.pieces[::2], sample.pieces[1::2], strict=True)):
@@ -181,7 +182,7 @@ def called(model: Model, contexts: Sequence[Context], sample: Sample, schema: di
         for reader, outcome in zip(readers[1:], outcomes[1:], strict=True):
             rows = reader.read(np.array([*tokens, *said], np.int32), len(tokens) - 1)
             outcome.said.append(tuple(followed(model, rows, said, schema)))
-            outcome.right.append(outcome.said[-1] == tuple(said))
+            outcome.right.append(outcomes[0].right[-1] and outcome.said[-1] == tuple(said))
     return outcomes
 
 
