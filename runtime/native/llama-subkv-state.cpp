@@ -284,11 +284,16 @@ void llama_subkv::state_write_body(const llama_kv_cache & kv, llama_io_write_i &
     io.write(&sum, sizeof(sum));
 }
 
-bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq) {
+bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
         return false;
     }
-    state_write_body(kv, io, seq, false);
+    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
+        state_write_partial(kv, io, seq);
+    } else {
+        state_write_body(kv, io, seq, false);
+    }
     return true;
 }
 
@@ -311,6 +316,10 @@ bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_se
                              const llama_kv_cache::slot_info_vec_t * sinfos_in) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_reader *>(&io)) {
         return false;
+    }
+    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
+        state_read_partial(kv, io, seq);
+        return true;
     }
     state_reader head(io);
     kv.subkv_hook->state_read_head(head, seq);

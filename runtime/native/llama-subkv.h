@@ -49,9 +49,11 @@ struct llama_subkv {
 
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
 
-    // A whole state of a coded cache (seq -1: of all sequences) in place of llama.cpp's; false: not coded, or already
-    // inside. Reading throws when it cannot be this cache's; what it would replace is then unchanged, or empty.
-    static bool state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq);
+    // A state of a coded cache (seq -1: of all sequences) in place of llama.cpp's, whole or with its flag partial; false:
+    // not coded, or already inside. Reading throws when it cannot be this cache's; what it would replace is then
+    // unchanged, or empty.
+    static bool state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
     static bool state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                            llama_kv_cache::slot_info_vec_t *       sinfos_out,
                            const llama_kv_cache::slot_info_vec_t * sinfos_in);
