@@ -235,7 +235,7 @@ ORDER = (  # what matters most comes first
     Table(
         "tasks",
         "Tasks",
-        "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2; texts of 512 tokens made by "
+        "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2; texts of 1024 tokens made by "
         "`runtime.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
         "changed against f16 on the same texts, in points; tools: f16's right calls, the others' share of calls that "
         "are f16's; −ln p: change per token of the right answers, nats, mean of the tasks.",
