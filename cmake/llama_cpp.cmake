@@ -53,6 +53,10 @@ if(SUBKV_SANITIZE)
     target_link_options(llama PRIVATE -fsanitize=address,undefined)
 endif()
 
+if(TARGET ggml-vulkan)
+    subkv_prepare_ggml_vulkan(ggml-vulkan)
+endif()
+
 # Plain file names (libllama.so, no version links): what llama-cpp-python opens is what is loaded.
 get_property(SUBKV_LLAMA_TARGETS DIRECTORY ${SUBKV_LLAMA_CPP_TREE}/ggml/src PROPERTY BUILDSYSTEM_TARGETS)
 foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from subkv.format.arrays import F64
+from subkv.plan import latent
 from subkv.plan.pipeline import Fit
 
 
@@ -25,6 +26,9 @@ def spectrum(fit: Fit) -> F64:
     """What every coefficient of the model costs if it is not coded at all, nats of KLD per token."""
     parts = []
     for stats, layer in zip(fit.calibration.layers, fit.layers, strict=True):
+        if isinstance(layer, latent.Fitted):
+            parts += [_spectrum(m[None], cost[None]) for m, cost in zip(layer.moments, layer.costs, strict=True)]
+            continue
         for moment, mean, cost in ((stats.k2, stats.k1, layer.cost.k), (stats.v2, stats.v1, layer.cost.v)):
             parts.append(_spectrum(moment - mean[:, :, None] * mean[:, None, :], cost))
     return np.concatenate(parts)

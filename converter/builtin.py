@@ -3,19 +3,23 @@
 A calibration fits the kind of text that it saw, and users bring every kind, so every block is of another one and the
 first few are as different as can be: many kinds count for more than many tokens. A block has 2000 tokens or more, and
 the first ones are a single document each: what attention looks for far back are the names and habits of the text at
-hand. converter/NOTES.md has numbers.
+hand. Sensitivities are measured on such documents, and the statistics are of all blocks: their own need few tokens, as
+the cells of the measured ones are there anyway. converter/NOTES.md has numbers.
 
-Every HELD_OUT-th block is held out by observe.plan_chunks, and gamma and predictions rest on it alone: those are of
-short pieces of every kind.
+Every HELD_OUT-th of all blocks, and of those that are not measured on, is held out by observe.plan_chunks, and gamma
+rests on it alone: those are of short pieces of every kind.
 
 The texts are our own, under the MIT licence, but for passages in the public domain everywhere: of Shakespeare, Bacon,
 Austen, Melville, Lincoln, Darwin, Kant, Goethe, Eichendorff, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
+
+texts/held-out/ is for evaluating: a text of each of seven kinds, of 1000 to 2800 tokens, that no calibration sees.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from converter.corpus import Text
@@ -23,8 +27,10 @@ from subkv.engine.template import Message, Template, TemplateError
 from subkv.format.calibration import TextSource
 
 FOLDER = Path(__file__).resolve().parent / "texts"
-TOKENS = 3072  # that statistics are made of, of the first BLOCKS blocks alike
-BLOCKS = 8  # fewer leave kinds out
+MEASURED = (0, 1, 2, 3, 4, 6, 11, 14)  # indices of blocks for sensitivities; their cells enter the statistics, too
+CORRECTING = (6, 5)  # on whose first tokens, more of them, predictions are corrected
+TOKENS = 2048  # that other statistics are made of, of the other BLOCKS blocks alike
+BLOCKS = 8
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
 
 
@@ -33,14 +39,24 @@ def read(template: Template | None = None) -> list[Text]:
 
     template: the model's, through which chat turns go; None, or where it refuses a conversation: turns as plain text.
     """
-    texts = []
-    for path in sorted(FOLDER.glob("*.txt")):
-        pieces = path.read_text("utf-8").split("\f\n")
-        chat = any(_TURN.match(piece) for piece in pieces)
-        data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()
-        source = TextSource(f"built-in {path.name}", hashlib.sha256(data).hexdigest(), len(data))
-        texts.append(Text(source, data, special=chat))
-    return texts
+    return [_text(path, f"built-in {path.name}", template) for path in sorted(FOLDER.glob("*.txt"))]
+
+
+def held_out(template: Template | None = None) -> list[Text]:
+    """Texts to evaluate on, named by their kinds. template: as of read()."""
+    return [_text(path, path.stem, template) for path in sorted((FOLDER / "held-out").glob("*.txt"))]
+
+
+def _text(path: Path, name: str, template: Template | None) -> Text:
+    pieces = path.read_text("utf-8").split("\f\n")
+    chat = any(_TURN.match(piece) for piece in pieces)
+    data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()
+    return Text(TextSource(name, hashlib.sha256(data).hexdigest(), len(data)), data, special=chat)
+
+
+def spared(texts: Sequence[Text]) -> list[Text]:
+    """Of read(): what is not MEASURED."""
+    return [text for i, text in enumerate(texts) if i not in MEASURED]
 
 
 def render(template: Template | None, piece: str) -> str:

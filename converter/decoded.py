@@ -11,7 +11,7 @@ from converter.observe import spread
 from converter.residual import Rows
 from converter.session import Session
 from subkv.base.errors import SubkvError
-from subkv.engine.observer import PAUSE, SAMPLE, UBATCH
+from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.arrays import F16, F32
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
@@ -25,8 +25,9 @@ class Unpredictable(SubkvError):
 class Decoded:
     """One chunk decoded: its cells, rows of every layer and the exact distributions of the scored tokens."""
 
-    def __init__(self, session: Session, tokens: Sequence[int], n_scored: int = SCORED) -> None:
-        self.session = session
+    def __init__(self, session: Session, tokens: Sequence[int], n_scored: int = SCORED, latent: bool = False) -> None:
+        """latent: values are the first elements of keys, and have no rows."""
+        self.session, self.latent = session, latent
         self.scored, self.start = list(tokens[-n_scored:]), len(tokens) - n_scored
         sampled = spread(self.start // 2, self.start, QUERIES)
         after = range(self.start, len(tokens))
@@ -46,7 +47,7 @@ class Decoded:
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""
         found, start = {}, 0
-        for side in "kv":
+        for side in "k" if self.latent else "kv":
             for layer in self.layers:
                 rows = self.session.get(layer, f"{side}s").astype(np.float32)
                 first, last = (rows[i].astype(np.float16).tobytes() for i in (0, 1))
@@ -61,20 +62,26 @@ class Decoded:
                 start = begin + distance
         return found
 
+    def _layer(self, il: int) -> ObservedLayer:
+        return next(layer for layer in self.layers if layer.il == il)
+
     def view(self, il: int, side: str) -> F16:
         """The cells' keys or values inside the state, [start, n_head_kv, d], writable."""
+        if self.latent and side == "v":
+            return self.view(il, "k")[..., : self._layer(il).d_v]
         begin, rows = self.at[il, side]
         shape = (self.start, *rows.shape[1:])
         return np.frombuffer(self.saved, np.float16, int(np.prod(shape)), begin).reshape(shape)
 
     def rows(self, il: int, scored: bool) -> Rows:
         """Of a layer: the cells before the scored tokens and the queries sampled there, or all cells and the scored."""
-        layer = next(layer for layer in self.layers if layer.il == il)
+        layer = self._layer(il)
         q = self.session.get(layer, "qs").astype(np.float32)
         k, v = (self.view(il, side).astype(np.float32) for side in "kv")
         if not scored:
             return Rows(q[: self.n_sampled], self.pos[: self.n_sampled], k, v)
-        k, v = (np.concatenate([cells, self.at[il, side][1]]) for cells, side in ((k, "k"), (v, "v")))
+        own = [self.at[il, "k"][1], self.at[il, "k"][1][..., : layer.d_v] if self.latent else self.at[il, "v"][1]]
+        k, v = (np.concatenate(pair) for pair in zip((k, v), own, strict=True))
         return Rows(q[self.n_sampled :], self.pos[self.n_sampled :], k, v)
 
     def kld(self, cells: Mapping[tuple[int, str], F32]) -> float:

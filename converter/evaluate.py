@@ -1,6 +1,7 @@
 """Quality of layouts without engine noise: the codec of the engine inside a float32 model of transformers.
 
     python -m converter.evaluate -m M.gguf --bases calib.safetensors -f TEXT --kv-bits 3.5,4.25,5,7 [-o json]
+    python -m converter.evaluate -m M.gguf --bases calib.safetensors --held-out
 
 Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact
 keys and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are,
@@ -77,7 +78,12 @@ def _evictions(context: click.Context, parameter: click.Parameter, text: str) ->
 @command("evaluate", interrupted=INTERRUPTED)
 @model_option()
 @bases_option()
-@corpus_options("UTF-8 text.", "Chunks of every text.", 2)
+@corpus_options("UTF-8 text.", "Chunks of every text.", 2, required=False)
+@click.option(
+    "--held-out",
+    is_flag=True,
+    help="Built-in texts of seven kinds that no calibration sees, a chunk of each; with their mean and their worst.",
+)
 @click.option("--kv-bits", default="3.5,4.25,5,7", callback=_numbers, help="Budgets, as of convert.")
 @click.option("--uncalibrated", default="", callback=_numbers, help="Budgets of bases from the weights alone.")
 @click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none.")
@@ -108,6 +114,7 @@ def main(
     model: Path,
     bases: Path,
     corpus: Corpus,
+    held_out: bool,
     kv_bits: list[float],
     uncalibrated: list[float],
     stock: list[str],
@@ -120,7 +127,11 @@ def main(
     output: str,
 ) -> None:
     """KLD of layouts and of llama.cpp's cache types in float32."""
-    from converter.caches import (  # not for a --help: all below
+    if not corpus.files and not held_out:
+        raise click.UsageError("-f: expected a text or --held-out, found neither")
+
+    from converter import builtin  # not for a --help: all below
+    from converter.caches import (
         adaptive_cache,
         coded_cache,
         evicting_caches,
@@ -140,7 +151,9 @@ def main(
 
     if plot is not None:
         figure.check(plot)
-    calibration, texts = read_calibration(bases), corpus.read()
+    calibration = read_calibration(bases)
+    # (text, whether it must fill its chunks)
+    texts = [(text, True) for text in corpus.read()] + [(text, False) for text in builtin.held_out() if held_out]
     reference = Reference(model, corpus.n_threads)
     check_shapes(reference, calibration)
     check_length(reference, corpus.n_ctx)
@@ -164,15 +177,17 @@ def main(
             caches += rival_caches(codecs, fit, base, SIDES[sides]) if codecs else []
             caches += evicting_caches(evictions, fit, corpus.n_ctx)
         results: list[dict[str, Any]] = []
-        for text in texts:
-            pieces = cut(reference, [text], corpus.n_ctx, corpus.chunks)
+        for text, whole in texts:
+            pieces = cut(reference, [text], corpus.n_ctx, corpus.chunks if whole else 1, whole)
             if not results:
                 reference.match(calibration, pieces[0])
             for cache in caches:
                 cache.clear()
             run(reference, caches, pieces, corpus.n_threads, progress=True)
-            results += [result(cache, text.source.name, corpus.n_ctx, len(pieces)) for cache in caches]
+            results += [result(cache, text.source.name, max(map(len, pieces)), len(pieces)) for cache in caches]
     click.echo(json.dumps(results, indent=2) if output == "json" else tables.scores(results))
+    if output == "md" and len(texts) > 1:
+        click.echo(f"\n{tables.over_texts(results)}")
     if plot is not None:
         frontier.frontier(results, plot)
 

@@ -232,17 +232,20 @@ def calibrate_file(
     earlier: Calibration | None = None,
     keeper: Keeper | None = None,
     then: Callable[[float], float] = lambda speed: 0.0,
+    spared: bool = False,
 ) -> tuple[Calibration, list[str]]:
     """calibrate() of a GGUF on `texts`, at most corpus.chunks, with progress bars; says how long it will take.
 
-    texts None: those of builtin.py, a chunk of each. earlier: a calibration of the same model, which the texts add to.
+    texts None: those of builtin.py, a chunk of each; spared: of those that sensitivities are not measured on.
+    earlier: a calibration of the same model, which the texts add to.
     then: told the tokens per second, says how many seconds the work will take that comes after this.
     """
     with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
         digest = sha256(base.files, progress=True)
     with Session(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
         if texts is None:
-            texts = builtin.read(session.template)[: corpus.chunks]
+            blocks = builtin.read(session.template)
+            texts = (builtin.spared(blocks) if spared else blocks)[: corpus.chunks]
         if earlier:
             with concerning(calibration="earlier"):
                 check_mergeable(earlier, session.arch, session.name, session.block_count, n_sink)

@@ -54,11 +54,16 @@ class Wish:
         return self.corpus.read() or None
 
     @property
+    def spared(self) -> bool:
+        """Whether statistics leave out what sensitivities are measured on, as its cells enter them there."""
+        return self.short and not self.corpus.files and self.corpus.chunks is None
+
+    @property
     def observed(self) -> Corpus:
-        """What the statistics are of: as asked for, or the built-in text's first blocks, builtin.TOKENS if `short`."""
+        """What the statistics are of: as asked for, or blocks of the built-in text, builtin.TOKENS if `spared`."""
         if self.corpus.files or self.corpus.chunks is not None:
             return self.corpus
-        if not self.short:
+        if not self.spared:
             return replace(self.corpus, chunks=max(builtin.TOKENS // self.corpus.n_ctx, builtin.BLOCKS))
         # one block of all is held out, and every one gives its first n_sink positions away
         least = TOKENS_PER_RANK * self.head_size // (builtin.BLOCKS - 1) + self.n_sink + 1
@@ -140,7 +145,9 @@ def _measured(
     for other in path.parent.glob(f"{path.name}.*.sensing.npz"):  # of other statistics
         remove(other)
     with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
-        found, notes = calibrate_file(model, wish.observed, texts, wish.n_sink, keeper=checkpoints, then=then)
+        found, notes = calibrate_file(
+            model, wish.observed, texts, wish.n_sink, keeper=checkpoints, then=then, spared=wish.spared
+        )
     for line in notes:
         note(line)
     with concerning(output="XDG_CACHE_HOME"):

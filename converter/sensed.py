@@ -19,11 +19,10 @@ from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import duration, expect, note
-from subkv.format.calibration import Calibration
+from subkv.format.calibration import Calibration, TextSource
 from subkv.native.gguf import Gguf
 
-BLOCKS, SHORT = 7, 512  # of the built-in text, and tokens of each, that are measured: many kinds, rather than long ones
-CORRECTING = (6, 5)  # blocks of which predictions are corrected on LONG tokens: their starts are measured on, too
+SHORT = 512  # tokens of each of builtin.MEASURED: many kinds, rather than long ones
 CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them are measured
 
 
@@ -47,7 +46,7 @@ class Measuring:
         short, long = (min(max(n, least), self.n_ctx) for n in (SHORT if self.short else LONG, LONG))
         if self.texts is not None:
             return [long] * max(CHUNKS, len(self.texts))
-        return [short] * BLOCKS + [long] * len(CORRECTING)
+        return [short] * len(builtin.MEASURED) + [long] * len(builtin.CORRECTING)
 
 
 def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calibration, bool]:
@@ -56,14 +55,24 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
     Raises SubkvError where there can be none, and KeyboardInterrupt after what is done was written.
     """
     with Gguf(model) as base, Session(model, max(how.lengths), how.n_threads, calibration.n_skip) as session:
-        chunks = _chunks(session, how)
+        chunks, texts = _chunks(session, how)
         found = _earlier(how.kept, calibration) or Found.none(calibration)
         _foretell(session, how, len(calibration.layers), found)
         with Stopping() as stopping:
             keep = Keeping(how.kept, stopping)
             try:
                 result = sense(
-                    session, base, calibration, chunks, how.n_recent, how.n_threads, how.minutes, found, keep, True
+                    session,
+                    base,
+                    calibration,
+                    chunks,
+                    how.n_recent,
+                    how.n_threads,
+                    how.minutes,
+                    found,
+                    keep,
+                    True,
+                    texts,
                 )
             except SubkvError as error:
                 if stopping.pressed:
@@ -79,17 +88,21 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
         return result, complete
 
 
-def _chunks(session: Session, how: Measuring) -> list[tuple[int, ...]]:
-    """Those to measure on, then those of other text. Raises SubkvError about `files`."""
+def _chunks(session: Session, how: Measuring) -> tuple[list[tuple[int, ...]], list[TextSource]]:
+    """Those to measure on, then those of other text; and the texts of those whose cells the statistics have not seen.
+
+    Raises SubkvError about `files`.
+    """
     short, *_, long = how.lengths
     if how.texts is not None:
         found = cut(session, how.texts, long, len(how.lengths))
         if len(found) < 2:
             raise SubkvError("files", f"they need at least 2 chunks of {long} tokens, found 1")
-        return found
+        return found, []
     blocks = builtin.read(session.template)
-    others = [blocks[i] for i in CORRECTING]
-    return [*cut(session, blocks[:BLOCKS], short, BLOCKS), *cut(session, others, long, len(others))]
+    measured, others = ([blocks[i] for i in which] for which in (builtin.MEASURED, builtin.CORRECTING))
+    chunks = [*cut(session, measured, short, len(measured)), *cut(session, others, long, len(others))]
+    return chunks, [block.source for block in measured] if how.short else []
 
 
 def _earlier(kept: Path, calibration: Calibration) -> Found | None:

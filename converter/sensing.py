@@ -26,9 +26,10 @@ from subkv.base.progress import progress_bar
 from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedLayer
-from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity
+from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
+from subkv.plan import mla
 from subkv.plan.budget import budget_range
 from subkv.plan.costs import output_weights
 from subkv.plan.pipeline import Fit, Options
@@ -43,8 +44,10 @@ UNPREDICTABLE = (
     "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
     "random weights: nothing can be predicted"
 )
+MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the cells that were measured on add
 QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
 MOST_CHANGE = 100.0  # of its energy
+NEAR = 1.5  # times the energy that was wanted: texts differ by more, and finding out costs no trial
 REPEATS = 2
 BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
 CLEAR = 0.004  # nats per token
@@ -72,35 +75,45 @@ class Trial:
 
 @dataclass
 class Found:
-    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of `chunks` chunks."""
+    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of `chunks` chunks.
+
+    moments: per layer sums over the chunks' `cells` cells, as the members of LayerStats of these names.
+    """
 
     sums: list[dict[str, F64]]
+    moments: list[dict[str, F64]]
     queries: int = 0
     chunks: int = 0
+    cells: int = 0
     trials: list[Trial] = field(default_factory=list)
 
     @classmethod
     def none(cls, calibration: Calibration) -> Found:
-        return cls([{side: np.zeros(_size(layer, side)) for side in SIDES} for layer in calibration.layers])
+        sums = [{side: np.zeros(_size(layer, side)) for side in SIDES} for layer in calibration.layers]
+        moments = [{name: np.zeros_like(getattr(layer, name)) for name in MOMENTS} for layer in calibration.layers]
+        return cls(sums, moments)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All of it, to be saved."""
         numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
-        counts = {"counts": np.array([self.queries, self.chunks]), "trials": np.array(numbers).reshape(-1, 5)}
-        return counts | {f"{i}.{side}": part for i, own in enumerate(self.sums) for side, part in own.items()}
+        counts = np.array([self.queries, self.chunks, self.cells])
+        own = [sums | moments for sums, moments in zip(self.sums, self.moments, strict=True)]
+        parts = {f"{i}.{name}": part for i, layer in enumerate(own) for name, part in layer.items()}
+        return {"counts": counts, "trials": np.array(numbers).reshape(-1, 5)} | parts
 
     @classmethod
     def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
         """What arrays() was called on, for the same calibration. Raises what numpy does for anything else."""
         found = cls.none(calibration)
-        found.queries, found.chunks = (int(n) for n in arrays["counts"])
+        found.queries, found.chunks, found.cells = (int(n) for n in arrays["counts"])
         found.trials = [
             Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(moved))
             for c, i, side, kld, moved in arrays["trials"]
         ]
-        for i, own in enumerate(found.sums):
-            for side in SIDES:
-                own[side] += arrays[f"{i}.{side}"]
+        for layers in (found.sums, found.moments):
+            for i, own in enumerate(layers):
+                for name in own:
+                    own[name] += arrays[f"{i}.{name}"]
         return found
 
     @property
@@ -193,10 +206,14 @@ class Sensing:
         chunks: Sequence[Sequence[int]],
         n_recent: int,
         found: Found | None = None,
+        texts: Sequence[TextSource] = (),
     ) -> None:
-        """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had."""
+        """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
+        chunks, one each, if these are to enter the moments; in a calibration that names one of them they are already.
+        """
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
-        self.window = Window(calibration.n_skip, n_recent)
+        self.texts = () if set(texts) & set(calibration.texts) else tuple(texts)
+        self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
         self.found = found or Found.none(calibration)
 
     def plan(self) -> list[tuple[int, int, str]]:
@@ -218,7 +235,7 @@ class Sensing:
             left = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
             if not left and c < self.found.chunks:
                 continue
-            chunk = Decoded(self.session, tokens)
+            chunk = Decoded(self.session, tokens, latent=self.latent)
             if c >= self.found.chunks:
                 self._accumulate(chunk)
             yield len(tokens)
@@ -230,13 +247,24 @@ class Sensing:
             output = output_weights(self.base, stats.shape)
             for side, part in metrics(chunk.rows(stats.shape.il, False), stats.shape, output, self.window).items():
                 sums[side] += part
+        for stats, moments in zip(self.calibration.layers, self.found.moments, strict=True):
+            for side in "kv":
+                cells = chunk.view(stats.shape.il, side)[self.window.n_sink :].astype(np.float64).transpose(1, 0, 2)
+                moments[f"{side}2"] += cells.transpose(0, 2, 1) @ cells
+                moments[f"{side}1"] += cells.sum(axis=1)
         self.found.queries += chunk.n_sampled
         self.found.chunks += 1
+        self.found.cells += chunk.start - self.window.n_sink
 
     def _noise(self, i: int, side: str) -> Noise:
         second, first = (getattr(self.calibration.layers[i], f"{side}{power}") for power in (2, 1))
         covariance = second - first[:, :, None] * first[:, None, :]
-        return Noise(covariance, self.found.sums[i][f"{side}0"] / self.found.queries)
+        metric = self.found.sums[i][f"{side}0"]
+        if self.latent:  # an error in a value is one in its key, too
+            d = self.calibration.layers[i].shape.d_v
+            metric = metric.copy()
+            metric[:, :d, :d] += self.found.sums[i]["v0" if side == "k" else "k0"][:, :d, :d]
+        return Noise(covariance, metric / self.found.queries)
 
     def _noisy(self, chunk: Decoded, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
         """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d]."""
@@ -260,20 +288,32 @@ class Sensing:
         """Returns how many trials it took."""
         shape = self.calibration.layers[i].shape
         noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
+        exact = chunk.view(shape.il, side).astype(np.float32)
+        most = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
+
+        def noisy(wanted: float) -> tuple[F32, float]:
+            """The cells, and what the noise in them adds to the stream."""
+            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
+            errors = {one: np.zeros_like(getattr(rows, one)) for one in ("kv" if self.latent else side)}
+            for error in errors.values():  # of latent rows: a value's elements are the first of its key's
+                n = min(error.shape[-1], exact.shape[-1])
+                error[: chunk.start, :, :n] = (cells - exact)[..., :n]
+            return cells, energy(rows, shape, output, errors.get("k"), errors.get("v"))
+
         guess, n_tried = self._guess(i, side), 0
         wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
-        most = noise.most if side == "k" else np.inf  # attention is linear in its values
+        cells, moved = noisy(wanted)
+        if guess is not None and moved > 0.0 and not 1.0 / NEAR < moved / wanted < NEAR:
+            wanted *= wanted / moved
+            cells, moved = noisy(wanted)
         while True:
             n_tried += 1
-            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
             kld = chunk.kld({(shape.il, side): cells})
             done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
             wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
-        error = np.zeros_like(rows.k if side == "k" else rows.v)
-        error[: chunk.start] = cells - chunk.view(shape.il, side).astype(np.float32)
-        moved = energy(rows, shape, output, error if side == "k" else None, error if side == "v" else None)
+            cells, moved = noisy(wanted)
         self.found.trials.append(Trial(c, i, side, kld, moved))
         return n_tried
 
@@ -292,14 +332,27 @@ class Sensing:
         lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
         if lost < SILENT:
             raise Unpredictable("model", UNPREDICTABLE)
-        layers = []
-        for i, (stats, sums) in enumerate(zip(self.calibration.layers, self.found.sums, strict=True)):
+        layers, moments = [], self._moments()
+        for i, (stats, sums) in enumerate(zip(moments.layers, self.found.sums, strict=True)):
             scaled = {side: factors[side[0]][i] * sums[side] / self.found.queries for side in SIDES}
             layers.append(replace(stats, sensitivity=LayerSensitivity(**scaled)))
         tokens = SCORED * sum(trial.side != "" for trial in self.found.trials)
         n_ctx = max(len(chunk) for chunk in self.chunks)
         measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
-        return replace(self.calibration, layers=tuple(layers), sensitivity=measured, sha256="")
+        return replace(moments, layers=tuple(layers), sensitivity=measured, sha256="")
+
+    def _moments(self) -> Calibration:
+        """The calibration with the cells that were measured on in its moments, too: more kinds of text for nothing."""
+        n, layers = self.found.cells, []
+        if not self.texts or not n:
+            return self.calibration
+        for stats, sums in zip(self.calibration.layers, self.found.moments, strict=True):
+            tokens = stats.shape.tokens
+            mixed = {name: (tokens * getattr(stats, name) + sums[name]) / (tokens + n) for name in MOMENTS}
+            layers.append(replace(stats, shape=replace(stats.shape, tokens=tokens + n), **mixed))
+        texts = (*self.calibration.texts, *self.texts[: self.found.chunks])
+        tokens = self.calibration.tokens + n
+        return replace(self.calibration, layers=tuple(layers), texts=texts, tokens=tokens)
 
     def corrected(self, held_out: Sequence[Sequence[int]], n_threads: int) -> Calibration:
         """result() with its predictions corrected by what a layout and a stock type cost on other chunks.
@@ -328,14 +381,15 @@ class Sensing:
         The exact window stays where it is while they are read; it lies so that it is right in their middle.
         """
         n_scored = min(CORRECTING, len(tokens) - self.window.n_recent - 2 * SCORED)
-        chunk, cells = Decoded(self.session, tokens, n_scored), {}
+        chunk, cells = Decoded(self.session, tokens, n_scored, self.latent), {}
         coded = slice(self.window.n_sink, chunk.start - max(self.window.n_recent - n_scored // 2, 0))
         for layer in layers:
             il = layer.shape.il
-            for side in "kv":
+            for side in "k" if layer.latent else "kv":
                 seen = chunk.view(il, side).astype(np.float32)
                 for h, head in enumerate(layer.heads):
                     stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
+                    gamma = 1.0 if layer.latent else gamma  # which multiplies keys alone
                     seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
                 cells[il, side] = seen
         return chunk.kld(cells) - self._rounding(chunk, len(self.chunks), 0)
@@ -368,19 +422,21 @@ def sense(
     found: Found | None = None,
     keep: Callable[[Found], None] = lambda found: None,
     progress: bool = False,
+    texts: Sequence[TextSource] = (),
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on n_measured() `chunks`, and corrected on the others.
 
     session: with room for a chunk. minutes: time for all of it; after LEAST trials, what there
     is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called after every
-    step. Raises SubkvError: about `n_ctx` for chunks too short, Unpredictable where nothing can be predicted.
+    step. texts: as Sensing. Raises SubkvError: about `n_ctx` for chunks too short, Unpredictable where nothing can be
+    predicted.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
     if n_ctx < least:
-        raise SubkvError("n_ctx", f"expected at least {least} tokens with this exact window, found {n_ctx}")
+        raise SubkvError("n_ctx", f"expected chunks of at least {least} tokens with this exact window, found {n_ctx}")
     n = n_measured(len(chunks))
-    sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found)
+    sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n])
     last, spent = sum(map(len, [*chunks[n:], chunks[n]])), 0  # tokens of the correction, and so far
     with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
         for step in sensing.steps():

@@ -79,6 +79,22 @@ def scores(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def over_texts(results: Sequence[dict[str, Any]]) -> str:
+    """A line per cache: mean KLD over the texts, each counted once, and the text on which it is worst."""
+    lines = [
+        "| cache | bpe | mean KLD of all texts | worst KLD | on | worst same top-1 |",
+        "|---|---:|---:|---:|---|---:|",
+    ]
+    for name in dict.fromkeys(r["name"] for r in results):
+        rows = [r for r in results if r["name"] == name]
+        mean, worst = sum(r["mean_kld"] for r in rows) / len(rows), max(rows, key=lambda r: r["mean_kld"])
+        lines.append(
+            f"| {name} | {rows[0]['bpe']:.2f} | {mean:.3g} | {worst['mean_kld']:.3g} ± {worst['mean_kld_stderr']:.1g} "
+            f"| {worst['text']} | {100 * min(r['same_top'] for r in rows):.2f}% |"
+        )
+    return "\n".join(lines)
+
+
 def _above(r: dict[str, Any]) -> str:
     return " |" if r.get("bound_bpe") is None else f" {r['bpe'] - r['bound_bpe']:+.2f} |"
 

@@ -4,8 +4,10 @@
 
 All caches live in one process and take turns within every repetition, so that a busy machine slows all of them alike.
 Each context is filled to a depth once; after a repetition its tail is removed again. Filling evaluates batches
-that do not see each other and joins them to one sequence: the cells hold other numbers than those of a real text, which
-no time depends on, and a cache whose prefill is slow at depth can be measured there too.
+that do not see each other, joins them to one sequence, and appends copies of its cells until the depth is reached (each
+batch is evaluated where cells cannot be copied: adaptive bases, sliding windows, recurrent layers): the cells hold
+other numbers than those of a real text, which no time depends on, and a cache whose prefill is slow at depth, or a
+model that is slow itself, can be measured there too.
 """
 
 from __future__ import annotations
@@ -135,18 +137,27 @@ def generate(context: Context, tokens: Tokens, pos: int, n: int, n_parallel: int
 def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) -> None:
     """Extend sequences 0, 1, … to `depth` cells, each batch decoded as one more sequence and then handed over.
 
+    Once there are two batches, what follows the first of them, which has the sinks, is copied where it can be. The last
+    cell is decoded, before which keys of copies are turned to their positions.
     With adaptive bases in the sequence itself: sequences then have cells of their own, and every token is attended to
     by the bases that follow it.
     """
-    adaptive = config.context.choice.adaptive
+    context = config.context
+    adaptive = context.choice.adaptive
+    first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
-        n = min(config.context.n_batch, depth - config.depth)
+        missing = depth - config.depth
+        copies = min(config.depth - first, missing - 1)
+        repeated = context.can_repeat and copies > 0 and copies >= min(context.n_batch, missing - 1)
+        n = copies if repeated else min(context.n_batch, missing)
         for seq in range(n_parallel):
-            into = seq if adaptive else n_parallel
-            config.context.decode(tokens.take(n), config.depth, n - 1, seq=into)
-            config.context.synchronize()
-            if not adaptive:
-                config.context.adopt(n_parallel, seq)
+            if repeated:
+                context.repeat(n, config.depth, seq, spare=n_parallel)
+            else:
+                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if adaptive else n_parallel)
+                if not adaptive:
+                    context.adopt(n_parallel, seq)
+            context.synchronize()
             bar.update(n)
         config.depth += n
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": ("runtime.bench", "measure speed under different KV caches"),
     "serve": ("runtime.serve.cli", "answer OpenAI requests over HTTP"),
     "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
+    "tasks": ("runtime.tasks.cli", "retrieval, recall and tool calls under several caches, scored exactly"),
     "errors": ("runtime.experiments.tracker", "measure attention's errors against their bounds as a text is read"),
     "experiments": ("runtime.experiments.cli", "run the papers' experiments, answer their falsifiers"),
     "warmstart": ("runtime.warmstart.cli", "first tokens from similar prompts' caches (experimental)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from subkv.base.command import group, stack
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
+    from llama_cpp.llama_speculative import LlamaDraftModel
+
     from subkv.engine.cache import CacheChoice, CacheOptions
     from subkv.engine.context import ContextOptions
     from subkv.engine.stats import KVStats
@@ -85,6 +88,99 @@ def shift_option(text: str) -> Callable[[Any], Any]:
     )
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What guesses tokens that are then verified together, under llama.cpp's names."""
+
+    spec_type: str | None
+    draft_model: Path | None
+    n_draft: int
+    n_draft_min: int
+    p_min: float
+    draft_cache: str
+    ngram: int
+    mgram: int
+
+    def model(self, n_gpu_layers: int) -> LlamaDraftModel | None:
+        """For Llama's draft_model. Raises click.UsageError for flags that do not go together."""
+        kind = self.spec_type or ("none" if self.draft_model is None else "draft-simple")
+        if (kind == "draft-simple") != (self.draft_model is not None):
+            found = "none" if self.draft_model is None else f"--spec-type {kind}"
+            raise click.UsageError(f"-md: expected a model with --spec-type draft-simple and no other, found {found}")
+        # numpy and the native libraries: not for a --help
+        from subkv.engine.drafts import DraftModel, PromptLookup
+
+        if self.draft_model is not None:
+            return DraftModel(
+                self.draft_model, self.n_draft, self.p_min, self.draft_cache, n_gpu_layers, self.n_draft_min
+            )
+        return PromptLookup(self.ngram, self.mgram, self.n_draft_min) if kind == "ngram-simple" else None
+
+
+draft_options = group(
+    "drafts",
+    Drafts,
+    click.option(
+        "--spec-type",
+        type=click.Choice(["none", "ngram-simple", "draft-simple"]),
+        envvar="LLAMA_ARG_SPEC_TYPE",
+        help="guess tokens and verify them together: from repetitions in the text, or by the model of -md",
+    ),
+    click.option(
+        "-md",
+        "--spec-draft-model",
+        "--model-draft",
+        "draft_model",
+        type=PATH,
+        envvar="LLAMA_ARG_SPEC_DRAFT_MODEL",
+        metavar="FILE",
+        help="a smaller model of the same vocabulary, which guesses",
+    ),
+    click.option(
+        "--spec-draft-n-max",
+        "--draft-max",
+        "n_draft",
+        type=click.IntRange(min=1),
+        default=3,
+        envvar="LLAMA_ARG_SPEC_DRAFT_N_MAX",
+        help="most tokens that -md guesses at once",
+    ),
+    click.option(
+        "--spec-draft-n-min",
+        "--draft-min",
+        "n_draft_min",
+        type=click.IntRange(min=0),
+        default=0,
+        envvar="LLAMA_ARG_SPEC_DRAFT_N_MIN",
+        help="a shorter guess is not tried",
+    ),
+    click.option(
+        "--spec-draft-p-min",
+        "--draft-p-min",
+        "p_min",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        envvar="LLAMA_ARG_SPEC_DRAFT_P_MIN",
+        help="least probability that -md gives a token it guesses",
+    ),
+    click.option(
+        "-ctkd", "--spec-draft-type-k", "draft_cache", default="f16", metavar="TYPE", help="KV cache of -md, K and V"
+    ),
+    click.option(
+        "--spec-ngram-simple-size-n",
+        "ngram",
+        type=click.IntRange(min=1),
+        default=12,
+        help="ngram-simple: tokens that must repeat",
+    ),
+    click.option(
+        "--spec-ngram-simple-size-m",
+        "mgram",
+        type=click.IntRange(min=1),
+        default=48,
+        help="ngram-simple: tokens that are then guessed",
+    ),
+)
 flash_option = click.option(
     "-fa",
     "--flash-attn",

@@ -11,6 +11,7 @@ of the kind that `subkv convert` plans at 4.25 bits per coefficient.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,17 @@ if TYPE_CHECKING:
 
 SEED = 1234
 BLOCK = 32  # weights of a quantized block
-MOST_GROUP = 64  # query heads that share one KV head, as of kernels/include/subkv/ops.h
+MOST_GROUP = 128  # query heads that share one KV head, as of kernels/include/subkv/ops.h
 TYPES = {"q4_0": 4, "q8_0": 8}  # bits of a code
 NO_CALIBRATION = "none: random bases, for time and memory only"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with."""
+    """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with.
+
+    latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
+    """
 
     arch: str
     layers: int
@@ -49,6 +53,8 @@ class Shape:
     tied: bool
     rope_base: float
     context: int
+    latent: int = 0
+    turned: int = 0
 
     def check(self) -> None:
         """Raises SubkvError about a dimension that does not fit the others."""
@@ -58,31 +64,44 @@ class Shape:
             raise SubkvError("heads", f"expected at most {MOST_GROUP} for each KV head, found {self.heads}")
         if self.head_size not in (64, 128, 192, 256):  # eighths of it are bands
             raise SubkvError("head_size", f"expected 64, 128, 192 or 256, found {self.head_size}")
+        if self.latent and self.kv_heads != 1:
+            raise SubkvError("kv_heads", f"expected 1 with latent attention (MLA), found {self.kv_heads}")
         for key, n in (("embd", self.embd), ("ff", self.ff)):
             if n % BLOCK:
                 raise SubkvError(key, f"expected a multiple of {BLOCK}, found {n}")
 
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """[rows, columns] of all matrices, by name, in the order of the file."""
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """[rows, columns] of all matrices, or one more for each head, by name, in the order of the file."""
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         layer = {
-            "attn_q": (q, self.embd),
-            "attn_k": (kv, self.embd),
-            "attn_v": (kv, self.embd),
+            "attn_q": (q + self.heads * self.turned, self.embd),
+            **self._rows(kv),
             "attn_output": (self.embd, q),
             "ffn_gate": (self.ff, self.embd),
             "ffn_up": (self.ff, self.embd),
             "ffn_down": (self.embd, self.ff),
         }
         ends = ["token_embd"] if self.tied else ["token_embd", "output"]
-        found = dict.fromkeys(ends, (self.vocab, self.embd))
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(ends, (self.vocab, self.embd))
         return found | {f"blk.{il}.{name}": size for il in range(self.layers) for name, size in layer.items()}
+
+    def _rows(self, kv: int) -> dict[str, tuple[int, ...]]:
+        """Matrices of a layer that make its K/V rows and read them; kv: elements of K."""
+        if not self.latent:
+            return {"attn_k": (kv, self.embd), "attn_v": (kv, self.embd)}
+        return {
+            "attn_kv_a_mqa": (self.latent + self.turned, self.embd),
+            "attn_k_b": (self.heads, self.latent, self.head_size),
+            "attn_v_b": (self.heads, self.head_size, self.latent),
+        }
 
     def norms(self) -> dict[str, int]:
         """Sizes of all normalizations, by name."""
         layer = {"attn_norm": self.embd, "ffn_norm": self.embd}
         if self.arch == "qwen3":
             layer |= {"attn_q_norm": self.head_size, "attn_k_norm": self.head_size}
+        if self.latent:
+            layer["attn_kv_a_norm"] = self.latent
         found = {f"blk.{il}.{name}": n for il in range(self.layers) for name, n in layer.items()}
         return found | {"output_norm": self.embd}
 
@@ -91,6 +110,7 @@ SHAPES = {
     "llama-3.2-1b": Shape("llama", 16, 32, 8, 64, 2048, 8192, 128256, True, 5e5, 131072),
     "qwen3-0.6b": Shape("qwen3", 28, 16, 8, 128, 1024, 3072, 151936, True, 1e6, 40960),
     "llama-3.1-8b": Shape("llama", 4, 32, 8, 128, 4096, 14336, 32000, False, 5e5, 131072),  # --help tells what it lacks
+    "deepseek-v2-lite": Shape("deepseek2", 4, 16, 1, 128, 2048, 10944, 32000, False, 1e4, 163840, 512, 64),
 }
 SMALLEST_VOCABULARY = 258  # of vocabulary()
 
@@ -121,17 +141,17 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
             _write_keys(writer, shape)
             for name, n in norms.items():
                 writer.add_tensor_info(f"{name}.weight", (n,), np.dtype(np.float32), 4 * n)
-            for name, (rows, columns) in matrices.items():
-                size = rows, block_bytes(columns, kind)
-                writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), size[0] * size[1], raw)
+            for name, (*rows, columns) in matrices.items():
+                size = *rows, block_bytes(columns, kind)
+                writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), math.prod(size), raw)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for n in norms.values():
                 writer.write_tensor_data(np.ones(n, np.float32))
             random = np.random.default_rng(SEED)
-            for rows, columns in tracked(f"writing {path.name}", list(matrices.values()), "matrix"):
-                writer.write_tensor_data(random_blocks(random, rows, columns, kind))
+            for *rows, columns in tracked(f"writing {path.name}", list(matrices.values()), "matrix"):
+                writer.write_tensor_data(random_blocks(random, math.prod(rows), columns, kind))
         finally:
             writer.close()
 
@@ -146,9 +166,17 @@ def _write_keys(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_feed_forward_length(shape.ff)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_size)
-    writer.add_value_length(shape.head_size)
-    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_key_length(shape.latent + shape.turned or shape.head_size)
+    writer.add_value_length(shape.latent or shape.head_size)
+    writer.add_rope_dimension_count(shape.turned or shape.head_size)
+    if shape.latent:
+        writer.add_q_lora_rank(0)
+        writer.add_kv_lora_rank(shape.latent)
+        writer.add_key_length_mla(shape.head_size + shape.turned)
+        writer.add_value_length_mla(shape.head_size)
+        writer.add_leading_dense_block_count(shape.layers)  # as many weights as a token's experts have
+        writer.add_expert_feed_forward_length(shape.ff)
+        writer.add_expert_shared_count(1)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(1e-5)
     tokens, merges = vocabulary(shape.vocab)
@@ -197,14 +225,18 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
     from subkv.format.calibration import Calibration, LayerShape, TextSource
     from subkv.format.window import DEFAULT
     from subkv.native.gguf import Gguf, write_sidecar
-    from subkv.plan import budget
+    from subkv.plan import budget, latent
     from subkv.plan.pipeline import default_context
 
     d, n = shape.head_size, shape.kv_heads
     random = np.random.default_rng(SEED)
     rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
-    layers = []
+    layers, joint = [], _random_latent(random, shape) if shape.latent else None
     for il in range(shape.layers):
+        if joint:
+            sizes = shape.latent + shape.turned, shape.latent
+            layers.append(CodedLayer(LayerShape(il, shape.heads, 1, *sizes, 1.0, 0), (joint,), latent=True))
+            continue
         layer = LayerShape(il, shape.heads, n, d, d, d**-0.5, 0)
         layers.append(CodedLayer(layer, tuple(_random_head(random, rotation) for _ in range(n))))
     text = TextSource(NO_CALIBRATION, "0" * 64, 0)
@@ -224,6 +256,9 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
     with Gguf(model) as base:
         heads = [budget.Head(d, np.ones(d), centred=key) for _ in range(shape.layers * n) for key in (True, False)]
         plan = [side for _ in range(shape.layers * n) for side in bands(d)]
+        if joint:
+            one = latent.heads(layers[0].shape, np.ones(shape.latent), np.ones(shape.turned))
+            heads, plan = one * shape.layers, [bands(shape.latent)[0], bands(shape.turned)[1]] * shape.layers
         counted = budget.account(heads, plan, budget.Overhead(default_context(base), DEFAULT))
         settings = metadata.Settings("banded", "pca", "pca", "one", DEFAULT)
         write_sidecar(base, path, metadata.keys(layers, nothing, settings, counted))
@@ -247,6 +282,21 @@ def _random_head(random: np.random.Generator, rotation: NDArray[np.float64]) -> 
     return CodedHead(basis(of_k, mean), basis(of_v, np.zeros(d, np.float16)), 1.0)
 
 
+def _random_latent(random: np.random.Generator, shape: Shape) -> CodedHead:
+    """The basis of a row of latent attention, the same for all layers."""
+    import numpy as np
+
+    from subkv.format.bases import CodedHead, first_values
+    from subkv.plan.basis import FullBasis
+    from subkv.plan.latent import stored
+
+    turns = [np.linalg.qr(random.standard_normal((d, d)))[0] for d in (shape.latent, shape.turned)]
+    parts = [FullBasis(turn, turn, np.ones(len(turn)), np.ones(len(turn))) for turn in turns]
+    planned = [bands(shape.latent)[0], bands(shape.turned)[1]]
+    keys = stored(parts, [np.eye(len(turn)) for turn in turns], planned)
+    return CodedHead(keys, first_values(keys, shape.latent), 1.0)
+
+
 def _size(name: str, least: int, most: int, text: str) -> options.Option:
     return click.option(f"--{name}", type=click.IntRange(least, most), help=text)
 
@@ -267,6 +317,7 @@ def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int |
     """Write a model of SHAPE with random weights, and bases for it, to measure time and memory.
 
     llama-3.1-8b has 4 of its 32 layers and 32000 of its 128256 tokens; --layers 32 --vocab 128256 is all of it.
+    deepseek-v2-lite has 4 of its 27 layers and 32000 of its 102400 tokens, and no experts.
     """
     from converter.cli import default_output  # numpy: not for a --help
     from subkv.base.files import check_writable

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from tiny_hybrids import lfm2, mamba, qwen35
 from tiny_shared import gemma3n, gemma4
 
 Array = npt.NDArray[np.float32]
@@ -273,7 +274,10 @@ def t5(m: Model) -> None:
 
 
 def deepseek2(m: Model) -> None:
-    """Multi-head latent attention: the cache holds one compressed row per token, no K and V heads."""
+    """Multi-head latent attention: the cache holds one compressed row per token, no K and V heads.
+
+    kv_decay: how fast the latent's elements get smaller.
+    """
     n_rot, n_nope, n_lora = m.head_size // 2, m.head_size - m.head_size // 2, m.n_lora
     m.keys |= {
         "attention.q_lora_rank": n_lora,
@@ -295,86 +299,11 @@ def deepseek2(m: Model) -> None:
         m.matrix(f"{blk}.attn_q_b", n_lora, m.n_head * m.head_size, 1.5)
         m.matrix(f"{blk}.attn_kv_a_mqa", m.n_embd, n_lora + n_rot)
         m.norm(f"{blk}.attn_kv_a_norm", n_lora)
+        m.tensors[f"{blk}.attn_kv_a_norm.weight"] *= np.exp(-m.kv_decay * np.arange(n_lora, dtype=np.float32))
         m.matrix(f"{blk}.attn_k_b", n_nope, n_lora, 1.5, stack=(m.n_head,))
         m.matrix(f"{blk}.attn_v_b", n_lora, m.head_size, stack=(m.n_head,))
         m.matrix(f"{blk}.attn_output", m.n_head * m.head_size, m.n_embd)
         m.norm(f"{blk}.ffn_norm", m.n_embd)
-        m.ffn(blk)
-
-
-def mamba(m: Model) -> None:
-    """Recurrent: no K/V cache at all."""
-    n, inner, state, rank = m.n_embd, 2 * m.n_embd, 8, 8
-    m.keys |= {
-        "ssm.conv_kernel": 4,
-        "ssm.inner_size": inner,
-        "ssm.state_size": state,
-        "ssm.time_step_rank": rank,
-    }
-    m.embedding()
-    for blk in m.layers():
-        m.norm(f"{blk}.attn_norm", n)
-        m.matrix(f"{blk}.ssm_in", n, 2 * inner)
-        m.matrix(f"{blk}.ssm_conv1d", 4, inner)
-        m.bias(f"{blk}.ssm_conv1d", inner)
-        m.matrix(f"{blk}.ssm_x", inner, rank + 2 * state, 2.0)
-        m.matrix(f"{blk}.ssm_dt", rank, inner, 0.5)
-        m.normal(f"{blk}.ssm_dt.bias", (inner,), 0.5, -4.0)  # small steps: a long memory
-        m.tensors[f"{blk}.ssm_a"] = -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1))
-        m.normal(f"{blk}.ssm_d", (inner,), 0.1, 1.0)
-        m.matrix(f"{blk}.ssm_out", inner, n)
-
-
-def lfm2(m: Model) -> None:
-    """Hybrid: even layers are short convolutions with a recurrent state (no KV heads), odd layers attend."""
-    m.keys |= {"shortconv.l_cache": 3, "attention.head_count_kv": [il % 2 * m.n_head_kv for il in range(m.n_layer)]}
-    m.embedding(output=False)
-    m.tensors["token_embd_norm.weight"] = 0.25 * m.tensors.pop("output_norm.weight")  # the final norm; tied output
-    for il, blk in enumerate(m.layers()):
-        m.norm(f"{blk}.attn_norm", m.n_embd)
-        if il % 2:
-            m.norm(f"{blk}.attn_q_norm", m.head_size)
-            m.norm(f"{blk}.attn_k_norm", m.head_size)
-            m.attention(blk)
-        else:
-            m.matrix(f"{blk}.shortconv.conv", 3, m.n_embd)
-            m.matrix(f"{blk}.shortconv.in_proj", m.n_embd, 3 * m.n_embd)
-            m.matrix(f"{blk}.shortconv.out_proj", m.n_embd, m.n_embd)
-        m.norm(f"{blk}.ffn_norm", m.n_embd)
-        m.ffn(blk)
-
-
-def qwen35(m: Model) -> None:
-    """Hybrid with M-RoPE: even layers are linear attention (a gated delta rule), odd layers attend, with a gate."""
-    n, d, n_group = m.n_embd, m.n_state, m.n_head
-    m.keys |= {
-        "rope.dimension_sections": [m.head_size // 2 - 2 * (m.head_size // 6), *[m.head_size // 6] * 2, 0],
-        "full_attention_interval": 2,
-        "ssm.conv_kernel": 4,
-        "ssm.inner_size": n_group * d,
-        "ssm.state_size": d,
-        "ssm.time_step_rank": n_group,
-        "ssm.group_count": n_group,
-    }
-    m.embedding()
-    for il, blk in enumerate(m.layers()):
-        m.norm(f"{blk}.attn_norm", n)
-        if il % 2:
-            m.attention(blk)
-            m.matrix(f"{blk}.attn_q", n, 2 * m.n_head * m.head_size, 1.5)
-            m.norm(f"{blk}.attn_q_norm", m.head_size)
-            m.norm(f"{blk}.attn_k_norm", m.head_size)
-        else:
-            m.matrix(f"{blk}.attn_qkv", n, 3 * n_group * d)
-            m.matrix(f"{blk}.attn_gate", n, n_group * d)
-            m.matrix(f"{blk}.ssm_conv1d", 4, 3 * n_group * d)
-            m.normal(f"{blk}.ssm_dt.bias", (n_group,), 0.5, -4.0)  # small steps: a long memory
-            m.tensors[f"{blk}.ssm_a"] = -np.arange(1, n_group + 1, dtype=np.float32)
-            m.matrix(f"{blk}.ssm_beta", n, n_group)
-            m.matrix(f"{blk}.ssm_alpha", n, n_group, 0.5)
-            m.norm(f"{blk}.ssm_norm", d)
-            m.matrix(f"{blk}.ssm_out", n_group * d, n)
-        m.norm(f"{blk}.post_attention_norm", n)
         m.ffn(blk)
 
 
@@ -430,7 +359,7 @@ ARCHS: dict[str, Arch] = {
     "gpt-oss": Arch(gpt_oss, EXPERTS | {"n_swa": 16}),
     "grok": Arch(grok, EXPERTS | {"n_head": 2, "n_head_kv": 1, "softcap": 5.0}, square=True),
     "t5": Arch(t5, MHA, square=True),
-    "deepseek2": Arch(deepseek2, {"n_head_kv": 1, "n_lora": 32}),
+    "deepseek2": Arch(deepseek2, {"n_head_kv": 1, "n_lora": 32, "kv_decay": 0.0}),
     "mamba": Arch(mamba, {"n_head": 0, "n_head_kv": 0, "n_ff": 0}),
     "lfm2": Arch(lfm2, {"n_layer": 4, "n_head": 2, "n_head_kv": 1}, square=True),
     "qwen35": Arch(qwen35, {"n_layer": 4, "n_head": 2, "n_head_kv": 1, "n_state": 16}, square=True),

@@ -163,3 +163,47 @@ def engine_markdown(rows: Rows) -> str:
         *((title, scored(cell)) for title, cell in QUALITY),
     ]
     return grid(rows, columns)
+
+
+TASKS = "needles,recall,variables,copy,induction,tools"
+
+
+def tasks(lab: Any) -> Rows:
+    caches = ["f16", *lab.pick(("q8_0", "q4_0"), ("q4_0",))]
+    caches += [f"subkv:{lab.sidecar(bits)}" for bits in lab.pick(("2.5", "3", "4.25"), ("4.25",))]
+    kinds, samples = lab.pick((TASKS, "6"), ("recall", "1"))
+    chosen = ("--compare", ",".join(caches), "--tasks", kinds, "-c", "512", "--samples", samples, "-t", "2")
+    rows: Rows = lab.json("subkv", "tasks", "-m", "M.gguf", *chosen, "-o", "json")
+    return rows
+
+
+def tasks_markdown(rows: Rows) -> str:
+    """A line per cache, a column per task; of tools the share of calls that are f16's."""
+    kinds = list(dict.fromkeys(row["task"] for row in rows))
+    found = {(row["name"], row["task"]): row for row in rows}
+
+    def right(row: Row, kind: str) -> str:
+        row = found[row["name"], kind]
+        if row["name"] == rows[0]["name"]:
+            return f"{100 * row['right']:.0f}% ± {100 * row['right_stderr']:.0f}"
+        if kind.startswith("tools"):
+            return f"{100 * row['same']:.0f}% ± {100 * row['same_stderr']:.0f} as f16"
+        return f"{100 * row['change']:+.0f} ± {100 * row['change_stderr']:.0f}"
+
+    def worst(row: Row) -> str:
+        if row["name"] == rows[0]["name"]:
+            return ""
+        least = min((found[row["name"], kind] for kind in kinds if kind[:5] != "tools"), key=lambda r: r["change"])
+        return f"{100 * least['change']:+.0f} ({least['task'].split(':')[0]})"
+
+    def nll(row: Row) -> str:
+        changes = [r["nll_change"] for r in (found[row["name"], kind] for kind in kinds) if "nll_change" in r]
+        return "" if row["name"] == rows[0]["name"] else f"{sum(changes) / len(changes):+.3f}"
+
+    columns: list[Column] = [
+        ("cache", lambda row: label(row["name"])),
+        *((kind, lambda row, kind=kind: right(row, kind)) for kind in kinds),
+        ("worst", worst),
+        ("−ln p of answers", nll),
+    ]
+    return grid([found[name, kinds[0]] for name in dict.fromkeys(row["name"] for row in rows)], columns)

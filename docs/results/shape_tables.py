@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from render import RANDOM, Numbers, Rows, wrapped
@@ -25,10 +26,13 @@ SHAPES = {  # name of runtime.shapes → name in numbers, what tables say of it
 SMALL = ("--layers", "1", "--embd", "256", "--ff", "256", "--vocab", "512")  # to try the programs
 
 
-def _measure(lab: Any, *words: str) -> Rows:
-    """Rows of all shapes, each with the name of its shape."""
+DEEP = "llama-3.2-1b"  # trained with 131072 tokens
+
+
+def _measure(lab: Any, *words: str, shapes: Iterable[str] = SHAPES) -> Rows:
+    """Rows of some shapes, each with the name of its shape."""
     rows = []
-    for name in SHAPES:
+    for name in shapes:
         model = lab.shape(name, *lab.pick((), SMALL))
         for row in bench(lab, *words, "-fa", "on,off", model=model):
             cache = RANDOM if row["cache"] == "subkv" else row["cache"]
@@ -37,17 +41,24 @@ def _measure(lab: Any, *words: str) -> Rows:
 
 
 def decode(lab: Any) -> Rows:
-    size = lab.pick(("-n", "16", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
-    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size)
+    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size)
 
 
 def prefill(lab: Any) -> Rows:
     size = lab.pick(("-p", "512", "-d", "8000", "-r", "2"), ("-p", "32", "-d", "256", "-r", "2"))
-    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-n", "0", *size)
+    return _measure(lab, "-ctk", "f16,subkv", "-n", "0", *size)
+
+
+def deep(lab: Any) -> Rows:
+    size = lab.pick(("-n", "8", "-d", "32000,128000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,subkv", "-p", "0", *size, shapes=[DEEP])
 
 
 def _by_shape(rows: Rows) -> dict[str, Rows]:
-    return {name: [row for row in rows if row["shape"] == name] for name in SHAPES}
+    """Rows of the shapes that were measured."""
+    measured = {row["shape"] for row in rows}
+    return {name: [row for row in rows if row["shape"] == name] for name in SHAPES if name in measured}
 
 
 def markdown(rows: Rows) -> str:

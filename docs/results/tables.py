@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import prefix_tables as prefixes
 import research_tables as research
 import score_tables as scores
 import shape_tables as shapes
@@ -22,8 +23,8 @@ class Table:
     """minutes: an estimate for two quiet cores of a Zen 4. picture: a file beside the page.
 
     group: tables whose numbers are compared, so that one commit measures all of them: of the engine (time, memory and
-    its rounding), of the engine under load and in depth, of the codec in float32, of bases from the weights alone, of
-    other projects' codecs.
+    its rounding), of the engine under load and in depth, of models of other shapes, of the codec in float32, of bases
+    from the weights alone, of other projects' codecs, of tasks.
     """
 
     name: str
@@ -42,8 +43,9 @@ FLOAT32 = "in a float32 model of transformers, without engine noise"
 SHAPES = (
     "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per coefficient, "
     "by `runtime.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
-    "measured. Medians ± standard deviation of interleaved repetitions in one process, 2 threads; the better of flash "
-    "attention on and off."
+    "measured. Caches are filled with copies of evaluated cells (`subkv bench`). Medians ± standard deviation of "
+    "interleaved repetitions in one process, 2 threads; the better of flash attention on and off. q4_0, and q8_0 of "
+    "prompts, are left out: they are the slowest in SmolLM2, too, and would take the most of the time."
 )
 REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
 
@@ -117,6 +119,18 @@ ORDER = (  # what matters most comes first
         group="load",
     ),
     Table(
+        "server_prefixes",
+        "What the server remembers",
+        f"{MODEL}; one slot of 8192 tokens, 2 threads. Seconds until the first token of an answer to 6,000 tokens: "
+        "evaluated; evicted by another conversation and back (median of three); after a restart, with the files out of "
+        "the system's cache. Sizes of that one prefix. Ten conversations of 200 tokens after the same 1,000.",
+        4,
+        prefixes.server_prefixes,
+        prefixes.markdown,
+        prefixes.numbers,
+        group="prefixes",
+    ),
+    Table(
         "other_texts",
         "Texts far from the calibration",
         f"{MODEL}; a novel, and argparse.py of the Python that runs; the codec {FLOAT32}, one chunk each.",
@@ -148,19 +162,31 @@ ORDER = (  # what matters most comes first
         "shapes_decode",
         "Generation in models of other shapes",
         SHAPES,
-        90,
+        10,
         shapes.decode,
         shapes.markdown,
         shapes.shape_numbers,
+        group="shapes",
     ),
     Table(
         "shapes_prefill",
         "Prompts of 512 tokens in models of other shapes",
         SHAPES,
-        20,
+        6,
         shapes.prefill,
         shapes.markdown,
         shapes.shape_numbers,
+        group="shapes",
+    ),
+    Table(
+        "shapes_deep",
+        "Generation at 128000 tokens",
+        SHAPES,
+        4,
+        shapes.deep,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes",
     ),
     Table(
         "long_context",
@@ -194,6 +220,18 @@ ORDER = (  # what matters most comes first
         scores.long_markdown,
         scores.klds_of,
         group="weights",
+    ),
+    Table(
+        "tasks",
+        "Tasks",
+        "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2; texts of 512 tokens made by "
+        "`runtime.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
+        "changed against f16 on the same texts, in points; tools: f16's right calls, the others' share of calls that "
+        "are f16's; −ln p: change per token of the right answers, nats, mean of the tasks.",
+        10,
+        scores.tasks,
+        scores.tasks_markdown,
+        group="tasks",
     ),
     Table(
         "kernels",

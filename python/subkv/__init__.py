@@ -12,15 +12,18 @@ from subkv.base.errors import SubkvError, install
 from subkv.base.version import __version__
 
 if TYPE_CHECKING:
+    from subkv.engine.drafts import DraftModel, PromptLookup
     from subkv.engine.llama import Llama
     from subkv.engine.prompt_cache import PromptCache
     from subkv.torch.cache import SubspaceCache
 
-__all__ = ["Llama", "PromptCache", "SubkvError", "SubspaceCache", "__version__"]
+__all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "SubspaceCache", "__version__"]
 
 _LAZY = {
+    "DraftModel": "subkv.engine.drafts",
     "Llama": "subkv.engine.llama",
     "PromptCache": "subkv.engine.prompt_cache",
+    "PromptLookup": "subkv.engine.drafts",
     "SubspaceCache": "subkv.torch.cache",
 }
 

@@ -58,7 +58,8 @@ class Opening(Protocol):
 class Turn:
     """What one answer took. Times in seconds. stopped: "end", "length", "full" or "interrupt".
 
-    opening: what was asked for first tokens; n_opened: how many it gave.
+    opening: what was asked for first tokens; n_opened: how many it gave. n_drafted: tokens that were guessed and
+    evaluated; n_accepted: those of them that the answer has.
     """
 
     n_prompt: int = 0
@@ -68,6 +69,8 @@ class Turn:
     stopped: str = "end"
     opening: Opening | None = None
     n_opened: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     @property
     def prompt_speed(self) -> float:
@@ -303,10 +306,18 @@ class Conversation:
                     return
                 llm.eval(self.tokens[llm.n_tokens :][: min(llm.n_batch, n_left - 1)])
             llm.eval(self.tokens[llm.n_tokens :])
+        row, drafted = -1, list[int]()
         while True:
-            token = int(sampler.sample(llm._ctx, -1))
+            token = int(sampler.sample(llm._ctx, row))
             yield token
-            llm.eval([token])
+            if drafted and drafted.pop(0) == token:
+                turn.n_accepted += 1
+                row, llm.n_tokens = row + 1, llm.n_tokens + 1
+                continue
+            drafted = llm.draft(self.tokens)
+            turn.n_drafted += len(drafted)
+            llm.eval([token, *drafted])
+            row, llm.n_tokens = -1 - len(drafted), llm.n_tokens - len(drafted)  # none counts until it is chosen
 
     #
     # files

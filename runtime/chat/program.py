@@ -20,6 +20,7 @@ import click
 from runtime import options
 from runtime.chat.completer import Completer
 from runtime.chat.terminal import Interrupts, open_input
+from runtime.options import Drafts
 from runtime.warmstart.flags import WarmOptions, warm_options
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
@@ -138,6 +139,8 @@ class Chat:
         for other in others:
             options.note(other)
         mark = f" | {mark}" if mark else ""
+        if turn.n_drafted:
+            mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} right{mark}"
         stats = conversation.llm.kv_stats()
         options.note(
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
@@ -307,6 +310,7 @@ sampling_options = group(
     options.context_option(4096), options.flash_option, options.threads_option, options.batch_options()
 )
 @options.gpu_option
+@options.draft_options
 @options.shift_option("a full context forgets half of what follows the system message, instead of ending the answer")
 @warm_options
 def main(
@@ -317,6 +321,7 @@ def main(
     sampling: Sampling,
     context: ContextOptions,
     n_gpu_layers: int,
+    drafts: Drafts,
     context_shift: bool,
     warm: WarmOptions,
 ) -> None:
@@ -330,7 +335,8 @@ def main(
     from runtime.opening import open_llama
     from subkv.engine.llama import Llama
 
-    with warm.opened(lambda: open_llama(model, n_gpu_layers, cache, context, Llama)) as (llm, opening):
+    more = {"draft_model": drafts.model(n_gpu_layers)}
+    with warm.opened(lambda: open_llama(model, n_gpu_layers, cache, context, Llama, **more)) as (llm, opening):
         options.note_cache(llm.kv_stats(), llm.cache_choice)
         chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift), n_predict)
         if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:

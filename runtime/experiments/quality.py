@@ -31,10 +31,9 @@ def energy_ranks(fit: Fit, energy: float) -> tuple[list[int], list[int]]:
     """Coefficients that hold a share of the second moment: exactly, and in whole groups. Order of fit.heads: K, V, …"""
     exact = []
     for layer in fit.layers:
-        for k, v in zip(layer.k, layer.v, strict=True):
-            for basis in (k, v):
-                held = np.cumsum(basis.variance)
-                exact.append(1 + int(np.searchsorted(held, energy * held[-1] * (1.0 - 1e-12))))
+        for basis in layer.bases:
+            held = np.cumsum(basis.variance)
+            exact.append(1 + int(np.searchsorted(held, energy * held[-1] * (1.0 - 1e-12))))
     return exact, [min(head.d, -(-r // GROUP) * GROUP) for r, head in zip(exact, fit.heads, strict=True)]
 
 

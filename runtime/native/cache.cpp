@@ -137,8 +137,19 @@ void Cache::check(const CacheDesc & desc) const {
         }
         if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
             fail("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
-                 "build (-DGGML_CUDA=ON has NVIDIA's); keep it on the CPU (-ngl 0, or offload_kqv off)",
+                 "build (-DGGML_CUDA=ON has NVIDIA's, -DGGML_VULKAN=ON others'); keep it on the CPU (-ngl 0, or "
+                 "offload_kqv off)",
                  layer.il, ggml_backend_buft_name(layer.buft));
+        }
+        if (has_device_kernels(layer.buft)) {
+            const uint64_t row   = std::max(codec->k_row_bytes, codec->v_row_bytes);
+            const uint64_t bytes = row * desc.n_cells * desc.n_stream;
+            const uint64_t most  = device_max_range(layer.buft);
+            if (bytes > most) {
+                fail("n_ctx: at most %llu bytes of K or V per layer expected on %s, which binds no more at once, %llu "
+                     "found; take a smaller context, or keep the cache on the CPU (-ngl 0, or offload_kqv off)",
+                     (unsigned long long) most, ggml_backend_buft_name(layer.buft), (unsigned long long) bytes);
+            }
         }
     }
     if (n_coded == 0) {

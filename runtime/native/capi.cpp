@@ -41,12 +41,10 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
             const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
             throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + desc.unsupported);
         }
-        const bool latent = std::any_of(desc.layers.begin(), desc.layers.end(), [](auto & l) { return l.latent; });
-        if (latent && (request.observer || planter)) {
-            const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
-            throw std::runtime_error(
-                "model " + desc.arch + ": cannot " + cannot +
-                " because its attention is multi-head latent (MLA): its values are part of its keys");
+        if (planter && std::any_of(desc.layers.begin(), desc.layers.end(), [](auto & l) { return l.latent; })) {
+            throw std::runtime_error("model " + desc.arch +
+                                     ": cannot have K/V rows planted because its attention is multi-head latent (MLA): "
+                                     "its values are part of its keys");
         }
         return std::make_shared<Cache>(desc, request.layout, request.params, request.adapt, request.observer, planter);
     } catch (const std::exception & e) {
@@ -219,6 +217,10 @@ extern "C" const char * subkv_kernel_name(void) {
         return nullptr;
     }
     return ops().name;
+}
+
+extern "C" const char * subkv_device_kernel_name(void) {
+    return device_kernels();
 }
 
 extern "C" int32_t subkv_ops_count(void) {

@@ -1,9 +1,11 @@
-// device.h: coded layers whose cache lives on a GPU: runtime/native/cuda with -DGGML_CUDA=ON, else device_none.cpp.
+// device.h: coded layers whose cache lives on a GPU: runtime/native/cuda with -DGGML_CUDA=ON, runtime/native/vulkan with
+// -DGGML_VULKAN=ON, else device_none.cpp.
 #pragma once
 
 #include "hook.h"
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 
 namespace subkv {
@@ -25,13 +27,31 @@ public:
     virtual void     wait() const                  = 0; // until the device has done all that it was given
 };
 
-// Whether this build has kernels for caches in that type of buffer.
+// Kernels that this build has for GPUs: "cuda", "vulkan", or nullptr.
+const char * device_kernels();
+
+// Whether they are for caches in that type of buffer.
 bool has_device_kernels(ggml_backend_buffer_type_t buft);
+
+// Bytes that kernels can reach of one tensor there.
+size_t device_max_range(ggml_backend_buffer_type_t buft);
 
 // Throws std::runtime_error when device memory is short.
 std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
 // The function of a device layer's nodes, by which its backend knows them.
 void device_op(ggml_tensor * dst, int ith, int nth, void * userdata);
+
+// DeviceLayer::userdata of a node; nullptr: another custom node.
+inline void * device_userdata(const ggml_tensor * t) {
+    struct { // ggml_custom_op_params, which ggml keeps to itself
+        ggml_custom_op_t fun;
+        int              n_tasks;
+        void *           userdata;
+    } params;
+    static_assert(sizeof(params) <= sizeof(t->op_params));
+    std::memcpy(&params, t->op_params, sizeof(params));
+    return t->op == GGML_OP_CUSTOM && params.fun == device_op ? params.userdata : nullptr;
+}
 
 } // namespace subkv

@@ -283,7 +283,22 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
     io.write(&sum, sizeof(sum));
 }
 
-void llama_subkv::state_write_body(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq, bool partial) {
+static void check_partial(const subkv::CacheHook & hook) {
+    if (!hook.goes_back()) {
+        hook.report("state: cells whose bases followed the text cannot go back to a partial state; save a whole one");
+        throw std::runtime_error("partial state of a cache with adaptive bases");
+    }
+}
+
+bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
+        return false;
+    }
+    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    if (partial) {
+        check_partial(*kv.subkv_hook);
+    }
     state_writer w(io);
     kv.subkv_hook->state_write_head(w, seq);
     write_checked(io, [&](llama_io_write_i & to) {
@@ -295,21 +310,7 @@ void llama_subkv::state_write_body(const llama_kv_cache & kv, llama_io_write_i &
         kv.subkv_hook->state_write_window(window, seq);
         return rows.sum;
     });
-}
-
-bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
-        return false;
-    }
-    state_write_body(kv, io, seq, false);
     return true;
-}
-
-static void check_partial(const subkv::CacheHook & hook) {
-    if (!hook.goes_back()) {
-        hook.report("state: cells whose bases followed the text cannot go back to a partial state; save a whole one");
-        throw std::runtime_error("partial state of a cache with adaptive bases");
-    }
 }
 
 bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
@@ -318,11 +319,17 @@ bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_se
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_reader *>(&io)) {
         return false;
     }
+    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    if (partial) {
+        check_partial(*kv.subkv_hook);
+    }
     state_reader head(io);
-    const auto   moves = kv.subkv_hook->state_read_head(head, seq, false);
+    const auto   moves = kv.subkv_hook->state_read_head(head, seq, partial);
     row_reader   body(kv, io);
-    body.check(seq);
-    state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
+    if (!partial) {
+        body.check(seq);
+        state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
+    }
     state_read_rest(kv, body, seq, moves);
     return true;
 }
@@ -358,12 +365,7 @@ bool llama_subkv::halves_write(const llama_kv_cache & base, const Half & other, 
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
-    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
-        check_partial(*base.subkv_hook);
-        state_write_body(base, io, seq, true);
-    } else {
-        base.state_write(io, seq, flags);
-    }
+    base.state_write(io, seq, flags);
     write_checked(io, [&](llama_io_write_i & to) {
         row_writer rows(base, to);
         other.state_write(rows, seq, flags);

@@ -121,9 +121,11 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
         if (!hparams.has_kv(il)) {
             continue;
         }
+        // not every file with latent attention tells the size of its values, which are the latent
+        const uint32_t d_v = hparams.is_mla() ? hparams.n_lora_kv : hparams.n_embd_head_v(il);
         desc.layers.push_back(
             { (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
-              (int32_t) hparams.n_embd_head_k(il), (int32_t) hparams.n_embd_head_v(il), hparams.is_mla(),
+              (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(),
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
     kv.subkv_hook = cache_new(desc);

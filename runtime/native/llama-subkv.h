@@ -50,9 +50,11 @@ struct llama_subkv {
 
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
 
-    // A whole state of a coded cache (seq -1: of all sequences) in place of llama.cpp's; false: not coded, or already
-    // inside. Reading throws when it cannot be this cache's; what it would replace is then unchanged, or empty.
-    static bool state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq);
+    // A state of a coded cache (seq -1: of all sequences) in place of llama.cpp's, whole or with its flag partial; false:
+    // not coded, or already inside. Reading throws when it cannot be this cache's; what it would replace is then
+    // unchanged, or empty.
+    static bool state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
     static bool state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                            llama_kv_cache::slot_info_vec_t *       sinfos_out,
                            const llama_kv_cache::slot_info_vec_t * sinfos_in);
@@ -102,7 +104,6 @@ struct llama_subkv {
     class row_reader;
     class graph_input;
     class shift_input;
-    static void state_write_body(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq, bool partial);
     static void state_read_cells(llama_kv_cache & kv, row_reader & body, llama_seq_id seq, llama_state_seq_flags flags,
                                  llama_kv_cache::slot_info_vec_t *       sinfos_out,
                                  const llama_kv_cache::slot_info_vec_t * sinfos_in);

@@ -24,6 +24,8 @@ typedef struct subkv_observer subkv_observer; // accumulates calibration statist
 SUBKV_API const char * subkv_last_error(void);
 // CPU kernels in use, e.g. "avx2"; NULL + last_error if none can be used
 SUBKV_API const char * subkv_kernel_name(void);
+// kernels for GPUs in this build, "cuda" or "vulkan"; NULL: none
+SUBKV_API const char * subkv_device_kernel_name(void);
 
 //
 // format (converter/FORMAT.md)

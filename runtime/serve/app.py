@@ -1,15 +1,13 @@
-"""The routes: OpenAI's, llama_cpp.server's extras and llama-server's."""
+"""The routes: OpenAI's, llama_cpp.server's extras, and what concerns the server itself."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,17 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from runtime.serve import metrics, refusals, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
-from runtime.serve.grammars import guard_thread
-from runtime.serve.guard import Guard, Hosts, Places
+from runtime.serve.guard import Guard, Hosts
+from runtime.serve.llama_server import add_llama_server
+from runtime.serve.page_routes import add_page
 from runtime.serve.refusals import ApiError, bad_field
-from runtime.serve.runs import EventStream, Run
-from runtime.serve.settings import Limits
+from runtime.serve.requests import RequestLog
+from runtime.serve.service import Service, sampling, space
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
@@ -38,74 +38,7 @@ from subkv.native.binding import llama_cpp
 # isort: split
 from llama_cpp.server import types
 
-TOKEN = re.compile(r"[0-9]{1,10}")
 UNION_MEMBER = re.compile(r"[\[A-Z]|^constrained-")  # pydantic puts union members' types between the fields' names
-
-
-# fields of a request that create_completion takes under the same name
-SAMPLING = {"temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presence_penalty", "frequency_penalty"}
-SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"}
-
-
-@dataclasses.dataclass
-class Service:
-    """The model behind the routes. save_folder: where slots are saved; None: nowhere."""
-
-    engine: Engine
-    name: str
-    limits: Limits
-    embeddings: bool
-    save_folder: Path | None
-
-    def __post_init__(self) -> None:
-        self.llm = self.engine.llm
-        self.created = int(time.time())
-        n_slots = len(self.engine.slots)
-        self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request", initializer=guard_thread)
-        self.places = Places(n_slots, self.limits.n_queue)
-        self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
-
-    def run(self, work: Callable[[RequestLlama], Any]) -> Run:
-        """Queue a request. Raises ApiError when the queue is full."""
-        return Run(self.places, self.pool, RequestLlama(self.engine, self.name, self.limits.n_predict), work)
-
-    async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
-        """Run a completion and answer with it, or with its stream."""
-        if self.embeddings:
-            raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
-        run = self.run(work)
-        answer = await run.event(request.receive)
-        if body.stream:  # type: ignore[attr-defined]
-            return EventStream(run, body.stream_options is not None and body.stream_options.include_usage)
-        return JSONResponse(answer | {"timings": run.llm.timings()})
-
-
-def sampling(llm: Llama, body: Any) -> dict[str, Any]:
-    """A request's fields as arguments of create_completion. Raises ApiError. Tokenizes: not for the event loop."""
-    arguments: dict[str, Any] = body.model_dump(include=SAMPLING)
-    if body.logit_bias:
-        arguments["logit_bias"] = biases(llm, body.logit_bias, body.logit_bias_type == "tokens")
-    if body.min_tokens:
-        arguments["logits_processor"] = llama_cpp.LogitsProcessorList(
-            [llama_cpp.MinTokensLogitsProcessor(body.min_tokens, llm.token_eos())]
-        )
-    return arguments
-
-
-def biases(llm: Llama, scores: dict[str, float], texts: bool) -> dict[str, float]:
-    """By token: what is added to its logit. texts: the keys are such, every token of one gets its score."""
-    if any(len(key) > schema.N_BIAS_TEXT for key in scores):
-        raise bad_field("logit_bias", f"expected keys of at most {schema.N_BIAS_TEXT} characters, found a longer one")
-    if texts:
-        return {
-            str(token): score
-            for text, score in scores.items()
-            for token in llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
-        }
-    n_vocab = llm.n_vocab()
-    if not all(TOKEN.fullmatch(key) and int(key) < n_vocab for key in scores):
-        raise bad_field("logit_bias", f"expected tokens from 0 to {n_vocab - 1}, found others")
-    return scores
 
 
 async def refused(_: Request, error: Exception) -> Response:
@@ -134,8 +67,18 @@ HANDLERS: dict[Any, Any] = {
 }
 
 
-def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) -> FastAPI:
-    """The application; its engine starts and ends with it. hosts: which names it answers to, None: to any."""
+def create_app(
+    service: Service,
+    keys: list[str],
+    hosts: Hosts | None = None,
+    origins: Sequence[str] = (),
+    log: str = "none",
+) -> FastAPI:
+    """The application; its engine starts and ends with it.
+
+    hosts: which names it answers to, None: to any. origins: names of other servers whose pages may ask, "*": any.
+    log: of requests.FORMATS.
+    """
     engine, llm = service.engine, service.llm
 
     @contextlib.asynccontextmanager
@@ -150,8 +93,27 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
             await asyncio.to_thread(service.pool.shutdown)
 
     limits = service.limits
-    guard = Middleware(Guard, keys=keys, max_body=limits.max_body, timeout=limits.timeout, hosts=hosts)
-    app = FastAPI(title="subkv", lifespan=lifespan, middleware=[guard], exception_handlers=HANDLERS)
+    guard = Middleware(
+        Guard,
+        keys=keys,
+        max_body=limits.max_body,
+        timeout=limits.timeout,
+        hosts=hosts,
+        shared=service.shared_cache,
+    )
+    names = "|".join(".*" if name == "*" else re.escape(name.lower()) for name in origins)
+    # outermost: browsers ask without a key whether a page may ask, and show it a refusal only where it may
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origin_regex=rf"[a-z][a-z0-9+.-]*://(?:{names})(?::\d+)?" if names else None,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    stack = [Middleware(RequestLog, form=log), cors, guard]
+    app = FastAPI(title="subkv", lifespan=lifespan, middleware=stack, exception_handlers=HANDLERS)
+
+    add_page(app)
+    add_llama_server(app, service)
 
     #
     # OpenAI
@@ -172,14 +134,11 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
     @app.post("/v1/completions")
     @app.post("/v1/engines/copilot-codex/completions", include_in_schema=False)
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
-        prompt: Any = body.prompt  # OpenAI's lists of one prompt stand for it
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
         arguments = body.model_dump(include={"max_tokens", "logprobs", "echo"})
         arguments["grammar"] = schema.text_grammar(body.grammar)
 
         def work(made: RequestLlama) -> Any:
-            return made.create_completion(prompt, **arguments, **sampling(llm, body))
+            return made.create_completion(body.text, **arguments, **sampling(llm, body))
 
         return await service.complete(request, body, work)
 
@@ -210,7 +169,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
             raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
         texts = [body.input] if isinstance(body.input, str) else body.input
         texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
-        run = service.run(lambda _: engine.call(lambda: embed(llm, texts)).result())
+        run = service.run(request, lambda _: engine.call(lambda: embed(llm, texts)).result())
         coded, n_tokens = await run.event(request.receive)
         if body.encoding_format == "base64":
             coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in coded]
@@ -267,6 +226,7 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
     def state(slot: slots.Slot) -> dict[str, Any]:
         task = slot.task
         now = {"id": slot.id, "n_ctx": engine.n_ctx, "is_processing": task is not None, "n_tokens": len(slot.tokens)}
+        now["speculative"] = llm.draft_model is not None
         if task is not None:
             now |= {"n_prompt_tokens": len(task.prompt), "n_decoded": task.n_sampled}
         return now
@@ -276,7 +236,12 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
         return [state(slot) for slot in engine.slots]
 
     @app.post("/slots/{id_slot}")
-    async def act(id_slot: int, action: str, body: schema.SlotFile | None = Body(None)) -> Any:  # noqa: B008
+    async def act(
+        request: Request,
+        id_slot: int,
+        action: str,
+        body: schema.SlotFile | None = Body(None),  # noqa: B008
+    ) -> Any:
         if not 0 <= id_slot < len(engine.slots):
             raise ApiError(404, f"expected a slot from 0 to {len(engine.slots) - 1}, found {id_slot}")
         if action not in ("save", "restore", "erase"):
@@ -288,7 +253,8 @@ def create_app(service: Service, keys: list[str], hosts: Hosts | None = None) ->
             if body is None:
                 raise bad_field("filename", "expected a name, found none")
             path /= body.filename
-        return await asyncio.wrap_future(engine.call(lambda: acted(engine, engine.slots[id_slot], action, path)))
+        slot, whose = engine.slots[id_slot], space(request)
+        return await asyncio.wrap_future(engine.call(lambda: acted(engine, slot, action, path, whose)))
 
     return app
 
@@ -305,8 +271,11 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
     return llm.embed(texts, normalize=True, truncate=False), sum(counts)
 
 
-def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> dict[str, Any]:
-    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file."""
+def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None, whose: str) -> dict[str, Any]:
+    """On the engine's thread: erase an idle slot, save it or restore it; llama-server's answer. path: a slot's file.
+
+    whose: the key's; what another key's requests left is not saved for it.
+    """
     if slot.task is not None:
         raise ApiError(409, f"slot {slot.id} is at work; try again when it is idle", retry_after=1)
     n, start = len(slot.tokens), time.perf_counter()
@@ -317,9 +286,11 @@ def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None) -> d
     assert path is not None
     answer["filename"] = path.name
     if action == "save":
+        if slot.tokens and slot.space != whose:
+            raise ApiError(403, f"slot {slot.id} holds a conversation of another key")
         answer |= {"n_saved": n, "n_written": slots.save(engine.llm, slot, path)}
     else:
-        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx)
+        n_read = slots.restore(engine.llm, slot, path, engine.n_ctx, whose)
         engine.touch(slot)
         answer |= {"n_restored": len(slot.tokens), "n_read": n_read}
     return answer | {"timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start)}}

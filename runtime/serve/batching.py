@@ -20,7 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from runtime.serve.drafting import SlotDrafts
 from runtime.serve.grammars import Grammars
+from runtime.serve.prefixes import Prefixes
+from runtime.serve.recall import Recall
 from runtime.serve.refusals import ApiError
 from runtime.serve.sampling import scored
 from runtime.serve.slots import Slot, choose, shift, truncate
@@ -36,6 +39,7 @@ CANNOT = "expected a cache that can shift, found one that refused"
 T = TypeVar("T")
 
 STALL_SECONDS = 600.0
+N_TELLING = 16  # tokens of a step that tell what one of a prompt costs
 POLL_SECONDS = 0.002  # between two looks at slots that wait for nothing but their grammars
 
 
@@ -59,11 +63,15 @@ class Totals:
 
 @dataclasses.dataclass
 class Piece:
-    """What one slot gives to a step: tokens after those it holds; `start`: where they begin in the batch."""
+    """What one slot gives to a step: tokens after those it holds; `start`: where they begin in the batch.
+
+    n_draft: how many of them, at the end, are guessed.
+    """
 
     slot: Slot
     task: Task
     tokens: list[int]
+    n_draft: int = 0
     start: int = 0
 
     @property
@@ -78,6 +86,7 @@ class Engine:
 
     stall: seconds that a step may take before callers are told. grammars: where those of requests are compiled.
     context_shift: a full slot forgets half of its tokens and goes on. Raises SubkvError where the cache cannot.
+    prefixes: what slots held is kept there; the engine closes it.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class Engine:
         stall: float = STALL_SECONDS,
         grammars: Grammars | None = None,
         context_shift: bool = False,
+        prefixes: Prefixes | None = None,
     ) -> None:
         if context_shift:
             llm.require_shift("context_shift")
@@ -94,10 +104,11 @@ class Engine:
         self.grammars = grammars or Grammars(llm.model_path, llm.n_vocab())
         self.watchdog = Watchdog(stall, self._stalled)
         self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
-        self.slots = [Slot(i, checkpoints=llm.checkpoints(i)) for i in range(llm.n_slots)]
+        self.slots = [Slot(i, checkpoints=llm.checkpoints(i, prefixes is not None)) for i in range(llm.n_slots)]
         self.totals = Totals()
         stats = llm.kv_stats()
-        self._n_removable = stats.n_rollback if stats.n_layer_coded and stats.n_recent else None
+        self._n_removable = llm.n_removable
+        self._drafts = SlotDrafts(llm, stats.n_rollback if stats.n_layer_coded and stats.n_recent else None)
         self._n_kept, self._n_recent = max(stats.n_sink, N_KEPT), stats.n_recent
         least = self._n_kept + self._n_recent + 2
         if context_shift and self.n_ctx < least:
@@ -114,6 +125,9 @@ class Engine:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.recall = None if prefixes is None else Recall(llm, self.slots, prefixes)
+        if prefixes is not None:
+            prefixes.notify = self._wake.set
 
     def start(self) -> None:
         self._thread.start()
@@ -132,6 +146,8 @@ class Engine:
             self._thread.join()
         self.watchdog.close()
         self.grammars.close()
+        if self.recall is not None:
+            self.recall.prefixes.close()
 
     #
     # from other threads
@@ -198,18 +214,22 @@ class Engine:
         slot.used = self._n_used
 
     def _run(self) -> None:
+        if self.recall is not None:
+            self.recall.measure()
         while not self._stopping:
             self._wake.wait()
             self._wake.clear()
             try:
                 while not self._stopping:
                     with self.watchdog.step():
-                        if not self._step():
+                        if not self._step() and not (self.recall is not None and self.recall.save_one()):
                             break
             except Exception as error:  # a fault of ours must not leave callers waiting for ever
                 traceback.print_exc(file=sys.stderr)
                 self._fail_all(error)
         self._fail_all(stopping())
+        while self.recall is not None and self.recall.save_one():
+            pass
 
     def _fail_all(self, error: Exception) -> None:
         for slot in self.slots:
@@ -260,10 +280,17 @@ class Engine:
             self._job = None
 
     def _admit(self, task: Task) -> None:
-        slot = choose(self.slots, task.prompt, self._n_removable)
+        slot = choose(self.slots, task.prompt, self._n_removable, task.space)
+        if self.recall is not None:
+            self.recall.prepare(slot, task)
+        if slot.space != task.space:
+            self.empty(slot)
+        slot.space, slot.unsaved = task.space, True
         common = SlotsLlama.longest_token_prefix(slot.tokens, task.prompt)
         # the last token is evaluated again if need be: its logits are wanted
         truncate(self._memory, slot, 0 if task.scores_prompt else min(common, len(task.prompt) - 1))
+        if self.recall is not None:
+            self.recall.part(slot, task)
         if slot.checkpoints is not None:
             slot.checkpoints.take(len(slot.tokens))  # where a turn begins
         slot.task = task
@@ -279,11 +306,17 @@ class Engine:
             full = slot.task is not None and slot.task.ready and len(slot.tokens) >= self.n_ctx
             if full and not shift(self._memory, slot, self._n_kept, self._n_recent):
                 self._fail(slot, SubkvError("context_shift", (self._coded and last_error()) or CANNOT))
+        pieces: list[Piece] = []
+        for slot in self.slots:
+            if (task := slot.task) is not None and task.ready:
+                try:
+                    pieces.append(Piece(slot, task, *self._drafts.next(slot, task)))
+                except SubkvError as error:  # of what drafts for it
+                    self._fail(slot, error)
         busy = [(slot, slot.task) for slot in self.slots if slot.task is not None]
-        pieces = [Piece(slot, task, task.tokens[-1:]) for slot, task in busy if task.ready]
         params = self.llm.context_params
         room = params.n_ubatch if pieces else params.n_batch
-        room = min(room, params.n_batch - len(pieces))
+        room = min(room, params.n_batch - sum(len(piece.tokens) for piece in pieces))
         reading = [(slot, task) for slot, task in busy if task.reading]
         for slot, task in sorted(reading, key=lambda pair: pair[1].started):
             n_held = len(slot.tokens)
@@ -307,7 +340,9 @@ class Engine:
             tokens += piece.tokens
             pos += range(n_held, n_held + n)
             seqs += [piece.slot.id] * n
-            logits += [every] * (n - 1) + [every or piece.complete]
+            n_last = 1 + piece.n_draft
+            logits += [every] * (n - n_last) + [every or piece.complete] * n_last
+        start = time.perf_counter()
         try:
             decode_batch(self.llm.ctx, self.llm._batch.batch, tokens, pos, seqs, logits, self._coded)
         except SubkvError as error:
@@ -318,15 +353,18 @@ class Engine:
         self.totals.n_busy += self.n_busy
         for piece in pieces:
             self._advance(piece)
+        if self.recall is not None and len(tokens) >= N_TELLING:
+            self.recall.prefixes.evaluating.took(time.perf_counter() - start, len(tokens))
 
     def _advance(self, piece: Piece) -> None:
         """Take in what a step gave one slot; sample when its prompt is read."""
         slot, task = piece.slot, piece.task
         complete, reading = piece.complete, task.reading
         n_held = len(slot.tokens)
-        slot.tokens += piece.tokens
+        n_new = len(piece.tokens) - piece.n_draft
+        slot.tokens += piece.tokens[:n_new]
         n, points = len(slot.tokens), slot.checkpoints
-        if points is not None and (points.due(n) or n in points.stops(n_held, len(task.tokens))):
+        if points is not None and not piece.n_draft and (points.due(n) or n in points.stops(n_held, len(task.tokens))):
             points.take(n)
         self.totals.n_tokens_max = max(self.totals.n_tokens_max, len(slot.tokens))
         try:
@@ -339,7 +377,26 @@ class Engine:
         except Exception as error:  # of this request only
             self._end(slot, error)
             return
-        self._choose(slot, self._row(piece.start + len(piece.tokens) - 1))
+        row = piece.start + n_new - 1
+        task.n_missing = 1
+        self._choose(slot, self._row(row))
+        for i, guess in enumerate(piece.tokens[n_new:], 1):
+            if slot.task is not task or task.choosing or task.tokens[-1] != guess:
+                self._take_back(slot, task)
+                return
+            slot.tokens.append(guess)
+            task.n_accepted += 1
+            self._choose(slot, self._row(row + i))
+
+    def _take_back(self, slot: Slot, task: Task) -> None:
+        """Remove the rest of a draft."""
+        try:
+            self._drafts.take_back(self._memory, slot, task)
+        except SubkvError as error:
+            if slot.task is not None:
+                self._fail(slot, error)
+            else:
+                self.empty(slot)
 
     def _choose(self, slot: Slot, row: Logits | None = None) -> None:
         """Sample from a row of logits; None: from the one whose grammar had not answered."""
@@ -370,6 +427,7 @@ class Engine:
         assert task is not None
         slot.task = None
         if slot.shifted:
+            slot.unsaved = False
             truncate(self._memory, slot, min(self._n_kept, len(slot.tokens)))
             slot.shifted = False
         self.touch(slot)

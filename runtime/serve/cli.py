@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 from runtime import options
-from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer
+from runtime.options import Drafts
+from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer, Remembering
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, install
 from subkv.base.files import remove_stale
@@ -58,6 +59,12 @@ listening_options = group(
         metavar="NAME",
         help="name under which the server, or a page that asks it, may be reached beside localhost, *: any",
     ),
+    click.option(
+        "--log-format",
+        type=click.Choice(["text", "json", "none"]),
+        default="text",
+        help="a line on stderr for every request",
+    ),
 )
 offer_options = group(
     "offer",
@@ -92,6 +99,26 @@ offer_options = group(
         envvar="LLAMA_ARG_POOLING",
         help="how embeddings are pooled [default: the model's way]",
     ),
+)
+memory_options = group(
+    "remembering",
+    Remembering,
+    click.option(
+        "-cram",
+        "--cache-ram",
+        type=click.IntRange(min=0),
+        default=Remembering.cache_ram,
+        envvar="LLAMA_ARG_CACHE_RAM",
+        help="MiB of memory for prefixes that slots held, 0: none",
+    ),
+    click.option("--cache-disk", type=options.PATH, metavar="FOLDER", help="where prefixes outlive the server"),
+    click.option(
+        "--cache-disk-size",
+        type=click.IntRange(min=1),
+        default=Remembering.cache_disk_size,
+        help="MiB that the folder may hold",
+    ),
+    click.option("--shared-cache", is_flag=True, help="what was remembered for one API key serves all of them"),
 )
 limit_options = group(
     "limits",
@@ -151,19 +178,23 @@ limit_options = group(
 @options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @listening_options
 @offer_options
+@memory_options
 @limit_options
 @options.cache_options(options.rollback_option)
 @options.context_options(options.flash_option, options.threads_option, options.batch_options())
 @options.gpu_option
+@options.draft_options
 @options.shift_option("a full slot forgets half of its tokens, instead of ending the answer")
 def main(
     model: str | None,
     listening: Listening,
     offer: Offer,
+    remembering: Remembering,
     limits: Limits,
     cache: CacheOptions,
     context: ContextOptions,
     n_gpu_layers: int,
+    drafts: Drafts,
     context_shift: bool,
 ) -> None:
     """Answer OpenAI requests over HTTP: chat, completions, embeddings; /health, /metrics, /slots.
@@ -181,6 +212,7 @@ def main(
     if context.n_batch < n_slots:
         raise click.UsageError(f"-b: expected at least one token for each of {n_slots} slots, found {context.n_batch}")
     keys, folder = listening.keys(), offer.folder()
+    remembering.check()
     if folder is not None:
         remove_stale(folder)
     if offer.embeddings and cache.type_k is None:
@@ -193,26 +225,32 @@ def main(
     with listening.listen(limits.timeout, limits.n_connections) as sock:
         # numpy, the native libraries and the extra `server`: not for a --help, and a port in use costs no time
         from runtime.opening import open_llama
-        from runtime.serve.app import Service, create_app
+        from runtime.serve.app import create_app
         from runtime.serve.batching import Engine
         from runtime.serve.grammars import MIB, Grammars
         from runtime.serve.guard import Hosts
+        from runtime.serve.recall import prefixes_of
         from runtime.serve.server import Server, configuration
+        from runtime.serve.service import Service
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.native.binding import llama_cpp
 
-        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **offer.model_arguments()) as llm:
+        more = offer.model_arguments() | {"draft_model": None if offer.embeddings else drafts.model(n_gpu_layers)}
+        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **more) as llm:
             if not offer.embeddings and not llama_cpp.llama_get_memory(llm.ctx):
                 raise SubkvError(
                     "model", "expected a model that generates text, found one that only encodes; use --embeddings"
                 )
             options.note_cache(llm.kv_stats(), llm.cache_choice)
             grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
-            engine = Engine(llm, limits.stall_timeout, grammars, context_shift)
-            service = Service(engine, offer.alias or Path(llm.model_path).name, limits, offer.embeddings, folder)
+            prefixes = prefixes_of(llm, remembering) if remembering.wanted and not offer.embeddings else None
+            engine = Engine(llm, limits.stall_timeout, grammars, context_shift, prefixes)
+            name, shared = offer.alias or Path(llm.model_path).name, remembering.shared_cache
+            service = Service(engine, name, limits, offer.embeddings, folder, shared)
             host, port = sock.getsockname()[:2]
             names = listening.names(host)
-            app = create_app(service, keys, None if names is None else Hosts(names))
+            hosts = None if names is None else Hosts(names)
+            app = create_app(service, keys, hosts, listening.allow_host, listening.log_format)
             address = f"[{host}]" if ":" in host else host
             options.note(f"{n_slots} slots of {engine.n_ctx} tokens, listening on http://{address}:{port}")
             # uvicorn ends on these and then raises them once more, for whoever had them before

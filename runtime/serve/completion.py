@@ -72,18 +72,20 @@ class RequestLlama:
     """What llama_cpp's chat handlers take for a Llama: everything is the model's, completions run on the engine.
 
     n_predict: most tokens of an answer, negative: what the slot's context holds. name: the model's name in answers.
+    space: whose request it is.
     """
 
     _init_sampler = llama_cpp.Llama._init_sampler
 
-    def __init__(self, engine: Engine, name: str, n_predict: int) -> None:
+    def __init__(self, engine: Engine, name: str, n_predict: int, space: str = "") -> None:
         self.llm = engine.llm
         self.engine = engine
         self.name = name
         self.n_predict = n_predict
+        self.space = space
         self.tasks: list[Task] = []
         self._grammars: list[Grammar] = []
-        self.usage: dict[str, int] = {}
+        self.usage: dict[str, Any] = {}
         self.cancelled = False
         self._seed = 0
 
@@ -141,7 +143,10 @@ class RequestLlama:
         bias = {int(token): score for token, score in (logit_bias or {}).items()}
         chain = self._init_sampler(temp=temperature, **sampling)
         sampler = Sampler(chain, rules, bias, logits_processor or (), logprobs)
-        task = Task(tokens, sampler, max(limit, 1), scores_prompt=echo and logprobs is not None)
+        task = Task(tokens, sampler, max(limit, 1), scores_prompt=echo and logprobs is not None, space=self.space)
+        recall = self.engine.recall
+        if recall is not None and not task.scores_prompt:
+            task.found = recall.prefixes.find(tokens, self.space, recall.held(tokens, self.space))
         self.tasks.append(task)
         if self.cancelled:  # between the check here and the engine's there is nobody to cancel it
             task.cancel()
@@ -245,6 +250,7 @@ class RequestLlama:
             if rest := text.end():
                 yield chunk(rest)
             self.usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+            self.usage["prompt_tokens_details"] = {"cached_tokens": task.n_cached}
             yield chunk("", reason)
         finally:
             task.cancel()

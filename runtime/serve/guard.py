@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import ipaddress
 import re
@@ -15,9 +16,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.serve.page_routes import PATHS
 from runtime.serve.refusals import ApiError, body
 
-PUBLIC = ("/health", "/v1/health")
+HEALTH = {"/health", "/v1/health"}
+PUBLIC = PATHS | HEALTH
 BEARER = re.compile(rb"bearer +", re.IGNORECASE)
 
 
@@ -56,20 +59,40 @@ def _loopback(name: str) -> bool:
         return False
 
 
+def _name_json(scope: Scope, headers: Headers) -> None:
+    """A body that curl calls a form, or calls nothing, is JSON. Not a page's: browsers ask before they send JSON."""
+    kind = headers.get("content-type", "").partition(";")[0]
+    if kind in ("", "application/x-www-form-urlencoded") and "origin" not in headers:
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
+
+
+def _space(key: str, shared: bool) -> str:
+    """What stands for a key where things are remembered: it is written to files, and takes long to guess from."""
+    return "" if shared else hashlib.pbkdf2_hmac("sha256", key.encode(), b"subkv prefixes", 100_000).hex()
+
+
 class Guard:
     """ASGI middleware: refuses strangers and oversized bodies, ends clients that neither send nor read.
 
     max_body in bytes; timeout in seconds, for the whole of a request's body and for each piece of an answer. hosts
-    None: requests for any name are answered.
+    None: requests for any name are answered. shared: what is remembered for one key serves them all.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], max_body: int, timeout: float, hosts: Hosts | None = None
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        max_body: int,
+        timeout: float,
+        hosts: Hosts | None = None,
+        shared: bool = False,
     ) -> None:
         self.app = app
         self.hosts = hosts
         # clients send what is not ASCII as either
         self.keys = [key.encode(code, "replace") for key in keys for code in ("utf-8", "latin-1")]
+        self._spaces = [space for key in keys for space in [_space(key, shared)] * 2]
         self.max_body = max_body
         self.timeout = timeout
 
@@ -81,9 +104,10 @@ class Guard:
         try:
             if self.hosts is not None:
                 self.hosts.check(headers)
-            self._check_key(scope["path"], headers)
+            scope["space"] = self._check_key(scope["path"], headers)
             length = headers.get("content-length", "")
             self._check_size(int(length) if length.isdecimal() else 0)
+            _name_json(scope, headers)
         except ApiError as error:
             answer = JSONResponse(body(error), error.status_code, {"Connection": "close"})
             await answer(scope, receive, send)
@@ -111,15 +135,17 @@ class Guard:
 
         await self.app(scope, limited_receive, limited_send)
 
-    def _check_key(self, path: str, headers: Headers) -> None:
+    def _check_key(self, path: str, headers: Headers) -> str:
+        """Whose request it is. Raises ApiError."""
         if not self.keys or path in PUBLIC:
-            return
+            return ""
         raw = dict(headers.raw)
         given = raw.get(b"authorization") or raw.get(b"x-api-key") or b""
         given = BEARER.sub(b"", given, count=1) if BEARER.match(given) else given
         equal = [hmac.compare_digest(given, key) for key in self.keys]  # all of them: time tells nothing
         if not any(equal):
             raise ApiError(401, "expected an API key of this server (Authorization: Bearer KEY), found none or another")
+        return self._spaces[equal.index(True)]
 
     def _check_size(self, n: int) -> None:
         if n > self.max_body:

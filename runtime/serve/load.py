@@ -22,6 +22,7 @@ import numpy as np
 
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
+from subkv.base.progress import progress_bar
 
 RECEIVE = 65536
 TIMEOUT_SECONDS = 3600
@@ -67,12 +68,15 @@ async def post(host: str, port: int, path: str, body: dict[str, Any]) -> Reply:
 async def load(host: str, port: int, path: str, bodies: list[dict[str, Any]], n_parallel: int) -> list[Reply]:
     """All requests, at most n_parallel at a time; replies in the order of `bodies`."""
     places = asyncio.Semaphore(n_parallel)
+    with progress_bar("requests", len(bodies), "req") as bar:
 
-    async def one(body: dict[str, Any]) -> Reply:
-        async with places:
-            return await asyncio.wait_for(post(host, port, path, body), TIMEOUT_SECONDS)
+        async def one(body: dict[str, Any]) -> Reply:
+            async with places:
+                reply = await asyncio.wait_for(post(host, port, path, body), TIMEOUT_SECONDS)
+            bar.update(1)
+            return reply
 
-    return await asyncio.gather(*(one(body) for body in bodies))
+        return await asyncio.gather(*(one(body) for body in bodies))
 
 
 def resident_mib(pid: int) -> float:

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from runtime.serve.batching import Engine
+from runtime.serve.prefixes import Prefixes
 from runtime.serve.task import per
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
@@ -45,5 +46,26 @@ class EngineMetrics(Collector):
             "subkv:kv_tokens": ("Tokens that the slots hold", sum(len(slot.tokens) for slot in engine.slots)),
             "subkv:kv_chunks": ("Adaptive bases alive, all heads", stats.n_chunks),
         }
+        if engine.recall is not None:
+            yield from self._remembered(engine.recall.prefixes)
         yield from (CounterMetricFamily(f"llamacpp:{name}", text, value) for name, (text, value) in counters.items())
         yield from (GaugeMetricFamily(name, text, value) for name, (text, value) in gauges.items())
+
+    @staticmethod
+    def _remembered(prefixes: Prefixes) -> Iterable[Metric]:
+        counts, tiers = prefixes.counts, {"ram": prefixes.ram, "disk": prefixes.disk}
+        hits = CounterMetricFamily("subkv:prefix_hits", "Prompts that began with a restored prefix", labels=["from"])
+        for where, n in counts.hits.items():
+            hits.add_metric([where], n)
+        held = GaugeMetricFamily("subkv:prefix_bytes", "Bytes of prefixes that are kept", labels=["in"])
+        for where, tier in tiers.items():
+            held.add_metric([where], 0 if tier is None else tier.n_bytes)
+        yield from (hits, held)
+        for name, text, value in (
+            ("tokens_restored", "Prompt tokens restored in place of evaluating them", counts.n_restored),
+            ("kept", "Prefixes taken in", counts.n_kept),
+            ("dropped", "Prefixes that came too fast or did not fit", counts.n_dropped),
+            ("damaged", "Prefixes that were refused when they were read", counts.n_damaged),
+            ("disk_failures", "Reads and writes of the folder that failed or came too late", counts.n_failures),
+        ):
+            yield CounterMetricFamily(f"subkv:prefix_{name}", text, value)

@@ -110,13 +110,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A run's chunks as server-sent events; the run ends with the connection.
+    """Server-sent events: objects as JSON, texts as they are, None as a sign of life; the run ends with it."""
 
-    include_usage: a last chunk without choices that counts the tokens, as OpenAI's stream_options ask for it.
-    """
-
-    def __init__(self, run: Run, include_usage: bool) -> None:
-        super().__init__(self._lines(run, include_usage), media_type="text/event-stream")
+    def __init__(self, run: Run, events: AsyncIterator[dict[str, Any] | str | None]) -> None:
+        super().__init__(self._lines(events), media_type="text/event-stream")
         self.headers["Cache-Control"] = "no-cache"
         self.run = run
 
@@ -128,22 +125,12 @@ class EventStream(StreamingResponse):
             self.run.cancel()
 
     @staticmethod
-    async def _lines(run: Run, include_usage: bool) -> AsyncIterator[str]:
-        def line(value: Any) -> str:
-            return f"data: {json.dumps(value)}\n\n"
-
-        chunk: dict[str, Any] | None = None
+    async def _lines(events: AsyncIterator[dict[str, Any] | str | None]) -> AsyncIterator[str]:
         try:
-            async for found in run.chunks():
-                if found is None:
+            async for event in events:
+                if event is None:
                     yield ": still at work\n\n"
-                    continue
-                chunk = found
-                if chunk["choices"][0]["finish_reason"] is not None:
-                    chunk |= {"timings": run.llm.timings()}
-                yield line(chunk)
-            if include_usage and chunk is not None:
-                yield line(chunk | {"choices": [], "usage": run.llm.usage})
-            yield "data: [DONE]\n\n"
+                else:
+                    yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
         except Exception as error:  # the status is sent already
-            yield line(refusals.body(refusals.refusal(error)))
+            yield f"data: {json.dumps(refusals.body(refusals.refusal(error)))}\n\n"

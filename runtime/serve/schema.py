@@ -104,6 +104,19 @@ class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[
     suffix: None = Field(None, description="Not supported.")
     best_of: Count | None = 1
 
+    @property
+    def text(self) -> Any:
+        """A text or its tokens: OpenAI's lists of one prompt stand for it."""
+        one = isinstance(self.prompt, list) and len(self.prompt) == 1 and not isinstance(self.prompt[0], int)
+        return self.prompt[0] if one else self.prompt
+
+
+class NativeRequest(CompletionRequest):
+    """POST /completion, as llama-server has it: no limit of tokens unless one is given, a schema beside the prompt."""
+
+    max_tokens: int | None = Field(-1, ge=-1, validation_alias=MAX_TOKENS)
+    json_schema: Any = None
+
 
 class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[misc]
     """POST /v1/chat/completions."""
@@ -156,6 +169,19 @@ class EmbeddingRequest(types.CreateEmbeddingRequest):  # type: ignore[misc]
     encoding_format: Literal["float", "base64"] = "float"
 
 
+class TemplateRequest(BaseModel):
+    """POST /apply-template."""
+
+    messages: Annotated[list[Any], Field(max_length=N_MESSAGES)]
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def plain(cls, messages: list[Any]) -> list[Any]:
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("expected objects with role and content")
+        return [_plain(message) for message in whole_characters(messages)]
+
+
 class TokenizeRequest(BaseModel):
     """POST /tokenize."""
 
@@ -193,6 +219,15 @@ def _schema_grammar(schema: Any, param: str) -> Any:
     text = SchemaText(check_schema(schema, param))
     text.param = param
     return LlamaGrammar.from_string(text, verbose=False)
+
+
+def native_grammar(request: NativeRequest) -> Any:
+    """The grammar of /completion, None: any text. Raises ApiError."""
+    if request.json_schema is None:
+        return text_grammar(request.grammar)
+    if request.grammar:
+        raise bad_field("grammar", "expected none beside json_schema, found one")
+    return _schema_grammar(request.json_schema, "json_schema")
 
 
 def check_tools(request: ChatRequest) -> None:

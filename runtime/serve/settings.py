@@ -46,6 +46,7 @@ class Listening:
     api_key: tuple[str, ...]
     api_key_file: Path | None
     allow_host: tuple[str, ...] = ()
+    log_format: str = "text"
 
     def keys(self) -> list[str]:
         """--api-key, several or separated by commas, and the lines of --api-key-file but for comments."""
@@ -93,6 +94,26 @@ class Listening:
                 raise SubkvError("port", f"expected a free port, found {port} in use on {host}") from error
             raise SubkvError("host", f"cannot listen on {host} port {port}: {error.strerror}") from error
         return sock
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembering:
+    """What is kept of conversations beside the slots. Sizes in MiB."""
+
+    cache_ram: int = 1024
+    cache_disk: Path | None = None
+    cache_disk_size: int = 8192
+    shared_cache: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        return self.cache_ram > 0 or self.cache_disk is not None
+
+    def check(self) -> None:
+        """Refuse a folder that is none. What happens to it later costs time only. Raises SubkvError."""
+        folder = self.cache_disk
+        if folder is not None and os.path.lexists(folder) and not folder.is_dir():
+            raise SubkvError("cache_disk", f"expected a folder, found the file {folder}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.serve.blocks import Prefix, reach
 from runtime.serve.task import Task
 from subkv.base import container
 from subkv.base.errors import StateError, concerning
@@ -28,21 +29,31 @@ class Slot:
     used: int = 0
     checkpoints: Checkpoints | None = None  # of recurrent state, where the model has some
     shifted: bool = False  # later cells have seen tokens that are gone: of use to nobody else
+    space: str = ""  # whose tokens they are: of use to nobody else
+    unsaved: bool = False  # what it holds is kept nowhere else
 
 
-def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None) -> Slot:
+def held(slot: Slot, prompt: Sequence[int], n_removable: int | None, space: str) -> int:
+    """How many of a prompt's tokens a slot holds and would keep: n_removable: of blocks.reach."""
+    if slot.space != space or slot.shifted:
+        return 0
+    n_common = llama_cpp.Llama.longest_token_prefix(slot.tokens, prompt)
+    if slot.checkpoints is None:
+        return reach(len(slot.tokens), n_common, (), n_removable)
+    points = (point.n_tokens for point in slot.checkpoints.held)
+    return reach(len(slot.tokens), n_common, points, n_removable if n_common >= slot.checkpoints.floor else 0)
+
+
+def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None, space: str = "") -> Slot:
     """The idle slot that serves a prompt best: it keeps most of its cells, or is empty, or was not used for longest.
 
-    n_removable: the longest tail that the cache can remove, None: any. A slot that would lose more cells than the
-    prompt finds there is left to the conversation it belongs to.
+    n_removable: the longest tail that the cache can remove without a checkpoint, None: any. A slot that would lose more
+    cells than the prompt finds there is left to the conversation it belongs to.
     """
 
     def kept(slot: Slot) -> int:
         n_common = llama_cpp.Llama.longest_token_prefix(slot.tokens, prompt)
-        n_lost = len(slot.tokens) - n_common
-        if slot.checkpoints is not None and n_lost:
-            return 0 if n_lost > n_common else slot.checkpoints.reach(n_common)
-        return 0 if n_lost > n_common or (n_removable is not None and n_lost > n_removable) else n_common
+        return 0 if len(slot.tokens) - n_common > n_common else held(slot, prompt, n_removable, space)
 
     idle = (slot for slot in slots if slot.task is None)
     return max(idle, key=lambda slot: (kept(slot), not slot.tokens, -slot.used))
@@ -51,6 +62,8 @@ def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None
 #
 # cells
 #
+
+N_POINTS = 6  # checkpoints in a copy of a slot: each is as large as the exact window, or recurrent state
 
 
 def truncate(memory: Any, slot: Slot, n_keep: int) -> None:
@@ -78,6 +91,8 @@ def shift(memory: Any, slot: Slot, n_keep: int, n_recent: int) -> bool:
         return False
     del slot.tokens[n_keep : n_keep + n_discard]
     slot.shifted = True
+    if slot.checkpoints is not None:
+        slot.checkpoints.forget()
     return True
 
 
@@ -97,6 +112,33 @@ def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> No
         raise StateError("slot", last_log_error(log) or last_error() or f"read {n} of {len(data)} bytes")
 
 
+def copied(llm: Llama, slot: Slot) -> Prefix:
+    """A copy of what a slot holds, at work or idle. Raises StateError."""
+    points = [] if slot.checkpoints is None else list(slot.checkpoints.held)
+    while len(points) > N_POINTS:  # the one whose loss costs least; the last two are where texts mostly go on
+        at = [0, *(point.n_tokens for point in points)]
+        del points[min(range(len(points) - 2), key=lambda i: at[i + 1] - at[i])]
+    return Prefix(np.array(slot.tokens, np.int32), memoryview(_cells(llm, slot)), tuple(points))
+
+
+def replace(llm: Llama, slot: Slot, prefix: Prefix) -> None:
+    """Put a copy in place of what a slot holds. Raises StateError; then the slot is empty."""
+    memory = C.llama_get_memory(llm.ctx)
+    truncate(memory, slot, 0)
+    state = (ctypes.c_uint8 * len(prefix.state)).from_buffer(prefix.state)
+    try:
+        _set_cells(llm, slot, state)
+        n_cells = C.llama_memory_seq_pos_max(memory, slot.id) + 1
+        if n_cells != len(prefix.tokens):
+            raise StateError("slot", f"expected cells of {len(prefix.tokens)} tokens, found {n_cells}")
+    except StateError:
+        C.llama_memory_seq_rm(memory, slot.id, -1, -1)
+        raise
+    slot.tokens = prefix.tokens.tolist()
+    if slot.checkpoints is not None:
+        slot.checkpoints.adopt(prefix.points, len(slot.tokens))
+
+
 #
 # files
 #
@@ -104,12 +146,12 @@ def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> No
 CELL_BYTES, HEAD_BYTES = 64, 16 << 20  # more than llama.cpp writes of a cell, and of everything once
 
 
-def _identity(llm: Llama) -> dict[str, Any]:
-    """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it."""
-    return {"program": "subkv slot", "version": 2} | llm.identity()
+def _identity(llm: Llama, space: str) -> dict[str, Any]:
+    """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it, and whose it is."""
+    return {"program": "subkv slot", "version": 2} | llm.identity() | ({"space": space} if space else {})
 
 
-def _most_bytes(llm: Llama, n_ctx: int) -> int:
+def most_bytes(llm: Llama, n_ctx: int) -> int:
     """What no state of one slot exceeds: twice the whole cache (adaptive bases come and go), and what describes it."""
     stats = llm.kv_stats()
     return 2 * max(stats.bytes_kv, stats.bytes_f16) + CELL_BYTES * n_ctx + HEAD_BYTES
@@ -117,19 +159,19 @@ def _most_bytes(llm: Llama, n_ctx: int) -> int:
 
 def save(llm: Llama, slot: Slot, path: Path) -> int:
     """Write a slot's tokens and cells, completely or not at all; returns the size in bytes. Raises StateError."""
-    saved = container.Container(_identity(llm), np.array(slot.tokens, np.int32), bytes(_cells(llm, slot)))
+    saved = container.Container(_identity(llm, slot.space), np.array(slot.tokens, np.int32), bytes(_cells(llm, slot)))
     with concerning(path="filename"):
         return container.write(path, saved)
 
 
-def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
-    """Replace what a slot holds by a file's; returns the file's size in bytes.
+def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int, space: str = "") -> int:
+    """Replace what a slot holds by a file's, if it was saved for the same `space`; returns the file's size in bytes.
 
     Raises StateError; then the slot is as it was.
     """
     with concerning(path="filename"):
-        saved = container.read(path, "action=save", _most_bytes(llm, n_ctx))
-        container.check(saved, _identity(llm), path)
+        saved = container.read(path, "action=save", most_bytes(llm, n_ctx))
+        container.check(saved, _identity(llm, space), path)
     tokens = saved.tokens.tolist()
     if not np.all((saved.tokens >= 0) & (saved.tokens < llm.n_vocab())):
         raise StateError("filename", f"expected tokens of this model, found others in {path}")
@@ -146,5 +188,7 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int) -> int:
     except StateError as error:
         _set_cells(llm, slot, before)
         raise StateError("filename", f"{error.reason} ({path})") from error
-    slot.tokens = tokens
+    slot.tokens, slot.space, slot.unsaved = tokens, space, False
+    if slot.checkpoints is not None:
+        slot.checkpoints.adopt((), len(tokens))
     return path.stat().st_size

@@ -15,7 +15,7 @@ class SlotsLlama(Llama):
     """subkv.Llama whose context has n_slots sequences; n_ctx is divided among them."""
 
     def __init__(self, model_path: str | os.PathLike[str], *, n_slots: int, **kwargs: Any) -> None:
-        self.n_slots = n_slots
+        self.n_slots = self._n_texts = n_slots
         super().__init__(model_path, **kwargs)
 
     @functools.cached_property
@@ -25,9 +25,32 @@ class SlotsLlama(Llama):
             return None
         return max(len(self.opened.piece(token, special=True)) for token in range(self.n_vocab()))
 
-    def checkpoints(self, slot: int) -> Checkpoints | None:
-        """Those of a slot, where the model has recurrent state; each slot has its share of the bytes."""
-        return Checkpoints(self.ctx, slot, BYTES // self.n_slots) if self._ctx.checkpoints is not None else None
+    @functools.cached_property
+    def sliding(self) -> bool:
+        """Whether some layers have a window: the state of a sequence leaves out what has left it."""
+        return bool(C.llama_model_n_swa(self._model.model) > 0)
+
+    def checkpoints(self, slot: int, remembering: bool = False) -> Checkpoints | None:
+        """Those of a slot, where the model has recurrent state or windows; each slot has its share of the bytes.
+
+        remembering: and where only a short tail of a coded cache can be removed.
+        """
+        adaptive = self.cache_choice.adaptive
+        wanted = self._ctx.checkpoints is not None or (
+            not adaptive and (self.sliding or (remembering and self.n_removable is not None))
+        )
+        return Checkpoints(self.ctx, slot, BYTES // self.n_slots, self.sliding) if wanted else None
+
+    @property
+    def n_removable(self) -> int | None:
+        """How many cells at the end of a slot can always be removed; None: any number."""
+        stats = self.kv_stats()
+        return super().n_removable if stats.n_recent or not stats.n_layer_coded else None
+
+    @property
+    def n_removable_restored(self) -> int | None:
+        """The same of a slot that was restored."""
+        return 0 if self.sliding else self.n_removable
 
     def text(self, tokens: list[int], special: bool = False) -> str:
         """The text of tokens; what is no UTF-8 is replaced. The parent's detokenize() loses tokens of over 32 bytes."""

@@ -7,10 +7,11 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
+from runtime.serve.prefixes import Found
 from runtime.serve.sampling import Sampler, Scored
 
 # Tokens the engine may sample before the caller has taken them: it goes on while a caller is late by a few, and a
-# caller that ends at a stop string has cost no more than these.
+# caller that ends at a stop string has cost no more than these, and a draft.
 N_AHEAD = 4
 
 
@@ -28,16 +29,22 @@ class Task:
     """A prompt and its tokens as they come: iterate over it in the caller's thread.
 
     prompt: at least one token. limit: most tokens to sample. scores_prompt: log-probabilities of the prompt's tokens,
-    too, in `prompt_scores` (from the second on); then no cells are reused.
+    too, in `prompt_scores` (from the second on); then no cells are reused. space: whose it is. found: what is
+    remembered of the prompt.
     """
 
     prompt: list[int]
     sampler: Sampler
     limit: int
     scores_prompt: bool = False
+    space: str = ""
+    found: Found | None = None
     n_cached: int = 0
     n_sampled: int = 0
     n_taken: int = 0
+    n_missing: int = 1  # tokens at the end that its slot does not hold, once it generates
+    n_drafted: int = 0
+    n_accepted: int = 0  # of them
     choosing: bool = False  # its grammar has not said yet what may follow
     cancelled: bool = False
 
@@ -71,7 +78,8 @@ class Task:
         """llama-server's fields; milliseconds."""
         n_prompt = len(self.prompt) - self.n_cached
         prompt_ms, predicted_ms = 1e3 * self.prompt_seconds, 1e3 * self.predicted_seconds
-        return {
+        drafts = {"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {}
+        return drafts | {
             "cache_n": self.n_cached,
             "prompt_n": n_prompt,
             "prompt_ms": prompt_ms,

@@ -74,6 +74,7 @@ MLA: dict[str, Any] = {
     "rope.dimension_count": 16,
     "rope.dimension_sections": [3, 3, 2, 0],
 }
+NO_VALUE_LENGTH: dict[str, Any] = {"attention.value_length": 24}  # files of these have none, or another's
 INDEXER: dict[str, Any] = {
     "attention.indexer.head_count": 2,
     "attention.indexer.key_length": 64,
@@ -156,8 +157,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek32": EXPERTS | MLA | INDEXER,
     "glm-dsa": EXPERTS | MLA | INDEXER,
     "mistral4": EXPERTS | MLA,
-    "bailingmoe3": EXPERTS | MLA | {"attention.head_count_kv": [0, 1]},
-    "kimi-linear": EXPERTS | MLA | {"attention.head_count_kv": [0, 1]},
+    "bailingmoe3": EXPERTS | MLA | NO_VALUE_LENGTH | {"attention.head_count_kv": [0, 1]},
+    "kimi-linear": EXPERTS | MLA | NO_VALUE_LENGTH | {"attention.head_count_kv": [0, 1]},
     "kimi-k3": EXPERTS
     | MLA
     | {

@@ -149,9 +149,9 @@ class Trial:
 def _layout(model: virtual.Model, folder: Path, bits: int) -> Any:
     """Bases of full rank for every layer that an observer sees; of any shape where it sees none.
 
-    An observer sees no latent layers, which all of a model's are.
+    Of latent attention, for which a model's layers are all alike, they have two blocks.
     """
-    d_k, d_v = (int(model.keys.get(f"attention.{name}_length", 0)) for name in ("key", "value"))
+    d_k, d_v = (int(model.keys.get(f"attention.{name}", 0)) for name in ("key_length", "kv_lora_rank"))
     if "attention.key_length_mla" in model.keys and d_k > d_v:
         n = model.keys["block_count"]
         layers = engine.latent_layers([(d_v, bits), (d_k - d_v, bits)], d_k, d_v, n)

@@ -35,6 +35,10 @@ page is written by `python tests/architectures/report.py`; a test compares it wi
 *as f16*: an f16 cache of the pinned llama.cpp refuses that, or fails at it, too. *coded* are the
 layers that hold coefficients; sliding-window and recurrent layers stay ordinary.
 
+Some models go by another name: DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and GLM-4.7-Flash are
+`deepseek2`, Ling 3.0 is `bailingmoe3`. These, `mistral4`, `kimi-linear` and `kimi-k3` have latent
+attention (MLA): bases are made of their weights, and `convert` calibrates them.
+
 """
 
 

@@ -10,11 +10,17 @@ import pytest
 import report
 import virtual
 from click.testing import CliRunner
-from families import FAMILIES, NOT_BUILT
+from families import FAMILIES, NEXTN, NOT_BUILT
 from promises import examine
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
+from converter.lockstep import compare
+from subkv.engine.cache import CacheOptions
+from subkv.engine.model import Model
+from subkv.format import metadata
+from subkv.plan import datafree, mla
+from subkv.plan.pipeline import Options
 
 ARCHITECTURES = report.architectures()
 ROWS = [line for line in report.PAGE.read_text("utf-8").splitlines() if line.startswith("| ")][1:]
@@ -43,10 +49,33 @@ def test_page_is_up_to_date() -> None:
 
 def test_layers_that_only_predict_further_tokens_are_counted(tmp_path: Path) -> None:
     """They stand in the file's number of layers and not in llama.cpp's; a calibration is of the file."""
-    model = virtual.write(tmp_path / "model.gguf", "mimo2", context_length=8192)
+    prepare(virtual.write(tmp_path / "model.gguf", "mimo2", context_length=8192), tmp_path)
+
+
+@pytest.mark.parametrize("arch", mla.KNOWN)
+def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
+    """Calibrated and converted, and from the weights alone; DeepSeek's as in GLM-4.7-Flash, with a drafting layer."""
+    drafting = NEXTN if arch == "deepseek2" else {}
+    model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **drafting)
+    found = [metadata.read(prepare(model, tmp_path))]
+    datafree.sidecar(model, tmp_path / "weights.gguf", Options(kv_bits=6.0))
+    found.append(metadata.read(tmp_path / "weights.gguf"))
+    for described in found:
+        n = 2 if arch in ("deepseek2", "mistral4") else 1
+        assert [(layer["d_k"], layer["d_v"], layer["v"]) for layer in described["layers"]] == [(80, 64, [])] * n
+    caches = [CacheOptions("subkv", bases=tmp_path / bases) for bases in ("bases.gguf", "weights.gguf")]
+    tokens = random.Random(5).choices(range(40, 130), k=320)
+    with Model(model) as opened:
+        assert all(0.0 <= kld < 0.5 for kld in compare(opened, caches, tokens, 1))
+
+
+def prepare(model: Path, tmp_path: Path) -> Path:
+    """Calibrates and converts; the sidecar."""
     text, bases = tmp_path / "text.txt", tmp_path / "calib.safetensors"
     text.write_text(" ".join(random.Random(3).choices(["the", "of", "and", "in", "to", "was", "that", "them"], k=2000)))
     found = CliRunner().invoke(calibrate, ["-m", str(model), "-f", str(text), "-o", str(bases), "-c", "256", "-t", "1"])
     assert found.exit_code == 0, found.output
-    found = CliRunner().invoke(convert, ["--bases", str(bases), "--sidecar", str(model)])
+    out = tmp_path / "bases.gguf"
+    found = CliRunner().invoke(convert, ["--bases", str(bases), "--sidecar", str(model), "-o", str(out)])
     assert found.exit_code == 0, found.output
+    return out

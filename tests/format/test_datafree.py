@@ -18,7 +18,7 @@ from subkv.format.bases import CodedLayer
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
-from subkv.plan import datafree, predict, weights
+from subkv.plan import datafree, mla, predict, weights
 from subkv.plan.pipeline import Options
 from subkv.plan.positions import partners
 from subkv.plan.weights import Energies, Weights
@@ -47,8 +47,8 @@ class Changed:
     def tensor(self, name: str, why: str) -> Any:
         return self.matrix(name, why).rows(slice(None))
 
-    def matrix(self, name: str, why: str) -> Any:
-        return Rows(self.tensors[name]) if name in self.tensors else self.base.matrix(name, why)
+    def matrix(self, name: str, why: str, stacked: bool = False) -> Any:
+        return Rows(self.tensors[name]) if name in self.tensors else self.base.matrix(name, why, stacked)
 
 
 class Rows:
@@ -350,11 +350,31 @@ def test_latent_attention(tiny_model: Models, tmp_path: Path) -> None:
         assert np.allclose(product, np.diag(np.diag(product)), atol=2e-3)
 
 
+@pytest.mark.parametrize("arch", mla.KNOWN)
+def test_latent_attention_of_every_form(tiny_model: Models, arch: str) -> None:
+    """Linear layers have no rows, drafting ones are not coded, and not every file tells the size of values."""
+    with Gguf(tiny_model("deepseek2", n_layer=3)) as base:
+        known = {key.rpartition(".")[2]: base.get(key) for key in base.keys() if key.startswith("deepseek2.")}  # noqa: SIM118
+        other = Changed(base, **known | {"architecture": arch, "head_count_kv": [0, 1, 1], "value_length": 40})
+        other.values["nextn_predict_layers"] = 1
+        (layer,) = datafree.plan(other, options(6.0)).layers
+        assert (layer.shape.il, layer.shape.d_k, layer.shape.d_v, layer.latent) == (1, 48, 32, True)
+
+
+def test_latent_rows_as_large_as_real_ones(tiny_model: Models) -> None:
+    """The default budget has room for the bases of rows of 512 + 64 elements."""
+    with Gguf(tiny_model("deepseek2", n_lora=512, head_size=128)) as base:
+        result = datafree.plan(base, Options())
+    assert result.counted.context == 32768 and result.counted.total <= datafree.KV_BITS
+    bits = [width for layer in result.layers for _, width in layer.heads[0].k.bands]
+    assert {3, 4} <= set(bits) and min(bits) >= 3
+
+
 def test_latent_attention_that_is_not_hooked(tiny_model: Models) -> None:
     with Gguf(tiny_model("deepseek2")) as base:
-        other = Changed(base, architecture="kimi-linear", block_count=2)
+        other = Changed(base, architecture="deepseek32", block_count=2)
         other.values |= {"head_count": 4, "head_count_kv": 1, "key_length_mla": 32}
-        with pytest.raises(CacheError, match=r"multi-head latent \(MLA\) and bases are made of deepseek2's form alone"):
+        with pytest.raises(CacheError, match=r"multi-head latent \(MLA\) of another form than that of deepseek2, "):
             datafree.plan(other, options())
 
 

@@ -85,7 +85,7 @@ def test_plan_is_close_to_the_best_of_all_plans(kv_bits: float) -> None:
     costs, errors = [], []
     for head in heads:
         sums = head.importance.reshape(-1, GROUP).sum(axis=1)
-        costs.append([sum(GROUP * (bits + (overhead.basis_bits(24) if bits else 0)) for bits in o) for o in options])
+        costs.append([sum(GROUP * (bits + (overhead.basis_bits(head) if bits else 0)) for bits in o) for o in options])
         errors.append([sum(s * loss(bits) for s, bits in zip(sums, o, strict=True)) for o in options])
     budget = (kv_bits - overhead.window_bits) * 48 - 16  # two scale bytes
     best = min(

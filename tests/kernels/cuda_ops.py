@@ -96,6 +96,8 @@ class DeviceMemory:
 class Library:
     """kernels/cuda, built for `memory`'s kind."""
 
+    rounds = True  # queries, weights and coefficients, as kernels/cuda/ops.h says
+
     def __init__(self, path: Path, memory: Callable[[], Memory]) -> None:
         self.lib = ct.CDLL(str(path))
         self.memory = memory

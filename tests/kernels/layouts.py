@@ -25,7 +25,7 @@ LAYOUTS = SINGLE + MIXED
 def head_size(layout: Layout) -> int:
     """A head size that is at least the rank, and larger for some."""
     rank = sum(n for n, _ in layout)
-    return min(256, rank + (rank % 24))
+    return max(rank, min(256, rank + (rank % 24)))
 
 
 def name(layout: Layout) -> str:

@@ -76,7 +76,7 @@ def test_any_call(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_number_of_query_rows(table: o.Ops, layout: o.Layout, n: int, rows: tuple[int, int], seed: int) -> None:
-    """Up to 70 at once, in groups of up to 64."""
+    """Up to 128 at once, in groups of up to 128."""
     k, v = pair(layout, MIXED[1])
     case, k_rows, v_rows = make_case(k, v, n, rows, seed)
     state = o.State.start(len(case.q), v.rank)

@@ -14,11 +14,11 @@ MODULE = Path(__file__).resolve().parents[2] / "cmake" / "cuda.cmake"
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="no cmake on the PATH")
 
 
-def script(tmp_path: Path, code: str, *options: str) -> tuple[int, str]:
+def script(tmp_path: Path, code: str, *options: str, module: Path = MODULE) -> tuple[int, str]:
     """Runs CMake code after the module -> exit status, and what it said with single spaces."""
     assert CMAKE is not None
     path = tmp_path / "script.cmake"
-    path.write_text(f"cmake_minimum_required(VERSION 3.21)\ninclude({MODULE.as_posix()})\n{code}\n")
+    path.write_text(f"cmake_minimum_required(VERSION 3.21)\ninclude({module.as_posix()})\n{code}\n")
     done = subprocess.run([CMAKE, *options, "-P", str(path)], capture_output=True, text=True, check=False)
     return done.returncode, " ".join(done.stderr.split())
 

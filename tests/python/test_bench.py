@@ -10,10 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from tqdm import tqdm
 
 from runtime import bench
+from subkv.base.errors import CacheError
+from subkv.engine.cache import parse_cache
+from subkv.engine.context import ContextOptions
+from subkv.engine.model import Model
+from subkv.native.binding import C
 
 Models = Callable[..., Path]
 LLAMA_BENCH = {
@@ -118,6 +125,35 @@ def test_caches_take_turns(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) 
     result = run("-m", tiny_model("llama"), "-p", "0", "-n", "1", "-ctk", "f16,q8_0", "-r", 2, "-t", 1)
     assert result.exit_code == 0, result.output
     assert order == ["f16", "q8_0"] + ["f16", "q8_0", "q8_0", "f16"]  # the warm-up, then rounds with changing starts
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+@pytest.mark.parametrize("cache", ["f16", "q8_0", "subkv"])
+def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash_attn: str) -> None:
+    """As many cells at the same positions, in states of the same size; every copy lies in a cell of its own."""
+    if (cache, flash_attn) == ("q8_0", "off"):
+        pytest.skip("llama.cpp has no such cache")
+    asked = ContextOptions(2 * (504 + 8), n_batch=32, n_ubatch=32, n_threads=1, flash_attn=flash_attn, n_seq_max=3)
+    bar = tqdm(disable=True)
+    with Model(coded_model()) as model:
+        tokens, choice = bench.Tokens(model), parse_cache(cache, model.path).with_rollback(8)
+        with model.context(choice, asked) as evaluated, model.context(choice, asked) as copied:
+            evaluated.can_repeat = False
+            assert copied.can_repeat
+            for context in (evaluated, copied):
+                config = bench.Config(cache, context, flash_attn)
+                for depth in (10, 100, 504):
+                    bench.fill(config, tokens, depth, 2, bar)
+            for seq in (0, 1):
+                states = {C.llama_state_seq_get_size(context.handle, seq) for context in (evaluated, copied)}
+                assert len(states) == 1
+                assert C.llama_memory_seq_pos_min(copied.memory, seq) == 0
+                assert C.llama_memory_seq_pos_max(copied.memory, seq) == 503
+            assert C.llama_memory_seq_pos_max(copied.memory, 2) == -1
+            bench.generate(copied, tokens, 504, 8, 2)
+            assert np.isfinite(copied.logits(2)).all()
+            with pytest.raises(CacheError, match="cannot evaluate 1 tokens"):  # no cell is shared
+                copied.decode(tokens.take(1), 0, 0, seq=2)
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None
 
 def test_chunks_too_short_for_sensitivities(model: Path) -> None:
     result = run(model)
-    assert "no sensitivities: expected at least 276 tokens with this exact window, found 128" in result.stderr
+    assert "no sensitivities: expected chunks of at least 276 tokens with this exact window, found 128" in result.stderr
 
 
 def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_leftovers_are_removed(model: Path, cache_home: Path) -> None:
 
 
 def test_every_kind_of_text_is_taken() -> None:
-    for n_ctx, n, of in ((128, 24, 128), (2048, 8, 384), (8192, 8, 384)):
+    for n_ctx, n, of in ((128, 16, 128), (2048, 8, 256), (8192, 8, 256)):
         observed = Wish(Corpus((), n_ctx, None, 1), 4, 16).observed
         assert (observed.chunks, observed.n_ctx) == (n, of)
     assert 7 * (Wish(Corpus((), 2048, None, 1), 4, 16, head_size=256).observed.n_ctx - 4) >= 16 * 256
@@ -474,8 +474,8 @@ def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
     def lengths(n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True) -> list[int]:
         return Measuring(texts, n_ctx, 1, n_recent, None, Path(), short).lengths
 
-    assert lengths(128) == [512] * 7 + [1088] * 2
-    assert lengths(400) == [1056] * 7 + [1088] * 2
+    assert lengths(128) == [512] * 8 + [1088] * 2
+    assert lengths(400) == [1056] * 8 + [1088] * 2
     assert set(lengths(128, short=False)) == {1088} and set(lengths(128, 320)) == {320}
     assert lengths(128, texts=[Text(TextSource("a", "0" * 64, 0), b"")]) == [1088] * 5
 

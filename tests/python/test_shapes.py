@@ -54,6 +54,27 @@ def test_loads_and_generates(tmp_path: Path, name: str, options: tuple[Any, ...]
         llm.close()
 
 
+def test_latent_attention(tmp_path: Path) -> None:
+    model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"
+    small = [*SMALL, "--kv-heads", 1, "--head-size", 64]
+    assert run("deepseek-v2-lite", *small, "-o", model).exit_code == 0
+    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
+    scores = []
+    for kind in ("f16", "subkv"):
+        llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
+        llm.eval(tokens)
+        scores.append(np.array(llm.scores[: len(tokens)]))
+        assert np.isfinite(scores[-1]).all() and 0.1 < scores[-1].std() < 10
+        row = 2 * (512 + 64) if kind == "f16" else 1 + 512 * 17 // 32 + 64 // 2
+        assert llm.kv_stats().bytes_per_token == 2 * row
+        llm.close()
+    assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
+    described = metadata.read(bases)
+    assert described["bytes_per_token"] == 2 * (1 + 272 + 32) and described["version"] == 3
+    refused = run("deepseek-v2-lite", *SMALL, "-o", tmp_path / "other.gguf")
+    assert refused.stderr.startswith("--kv-heads: expected 1 with latent attention")
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_bands_are_as_documented(tmp_path: Path, d: int) -> None:
     eighth = d // 8

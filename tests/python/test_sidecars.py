@@ -281,6 +281,7 @@ def test_sidecar_of_something_else(
         with pytest.raises(CacheError, match=found) as caught:
             choose_cache(model, CacheOptions(kind))
         assert caught.value.key == "bases"
+        assert str(caught.value).count("convert the ") == 1
         assert "--no-sidecar" in str(caught.value)
     assert choose_cache(model, CacheOptions(sidecar=False)).name == "f16"
     result = CliRunner().invoke(cli.main, ["chat", "-m", str(model), "-p", "Hi", "-st"])

@@ -15,12 +15,13 @@ from converter import residual, sensitivity
 from converter.corpus import cut, read_text
 from converter.decoded import SCORED
 from converter.lockstep import compare
-from converter.sensing import LEAST, Found, Sensing, sense, smoothed
+from converter.observe import Chunk, collect, observe
+from converter.sensing import LEAST, MOMENTS, Found, Sensing, sense, smoothed
 from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions
 from subkv.format import metadata
-from subkv.format.calibration import Calibration, LayerShape, read_calibration
+from subkv.format.calibration import Calibration, LayerShape, TextSource, read_calibration
 from subkv.format.window import Window
 from subkv.native.gguf import SHA256_KEY, Gguf, write_sidecar
 from subkv.plan.pipeline import Fit, Options
@@ -133,10 +134,38 @@ def test_goes_on_where_it_was_stopped(
             for _ in rest.steps():
                 pass
             assert rest.found.trials == whole.found.trials
-            assert rest.found.queries == whole.found.queries
-            for a, b in zip(rest.found.sums, whole.found.sums, strict=True):
-                assert all(np.array_equal(a[side], b[side]) for side in residual.SIDES)
+            assert (rest.found.queries, rest.found.cells) == (whole.found.queries, whole.found.cells)
+            for a, b in zip(rest.found.sums + rest.found.moments, whole.found.sums + whole.found.moments, strict=True):
+                assert all(np.array_equal(a[name], b[name]) for name in b)
         assert not list(sensing_of(session, base, stats, text, whole.found).steps())
+
+
+def test_measured_cells_enter_the_moments_once(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """As if the observer had seen them; a calibration that names their text has them already."""
+    stats = read_calibration(calibration("llama"))
+    source = TextSource("other", "1" * 64, 1)
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        chunk = cut(session, [read_text(text)], N_CTX, 2)[1]
+        sensing = Sensing(session, base, stats, [chunk], N_RECENT, texts=[source])
+        for _ in sensing.steps():
+            pass
+        found = sensing.result()
+        again = Sensing(session, base, found, [chunk], N_RECENT, sensing.found, [source]).result()
+    with Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        observe(session, [Chunk(chunk[:-SCORED])], progress=False)
+        seen = collect(session)
+    assert found.texts == (*stats.texts, source)
+    assert found.tokens == stats.tokens + seen[0].shape.tokens
+    for before, own, after, same in zip(stats.layers, seen, found.layers, again.layers, strict=True):
+        share = before.shape.tokens / after.shape.tokens
+        assert after.shape.tokens == before.shape.tokens + own.shape.tokens == same.shape.tokens
+        for name in MOMENTS:
+            expected = share * getattr(before, name) + (1.0 - share) * getattr(own, name)
+            assert getattr(after, name) == pytest.approx(expected, rel=1e-2, abs=1e-3 * np.abs(expected).max())
+            assert np.array_equal(getattr(same, name), getattr(after, name))
+        assert np.array_equal(after.q2, before.q2)
 
 
 def test_little_time_gives_fewer_trials(

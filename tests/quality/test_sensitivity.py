@@ -210,22 +210,17 @@ def test_kld_aware_needs_sensitivities(
     assert not (tmp_path / "o.gguf").exists()
 
 
+def evaluating(tiny_model: Callable[..., Path], bases: Path, text: Path, n_ctx: int, chunks: int = 1) -> list[str]:
+    """Arguments of `subkv evaluate` that all its tests share."""
+    files = ["-m", str(tiny_model("llama")), "--bases", str(bases), "-f", str(text)]
+    return [*files, "-c", str(n_ctx), "--chunks", str(chunks)]
+
+
 def test_evaluate_command(
     measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
 ) -> None:
     reference("llama")
-    arguments = [
-        "-m",
-        str(tiny_model("llama")),
-        "--bases",
-        str(measured),
-        "-f",
-        str(text),
-        "-c",
-        "256",
-        "--chunks",
-        "1",
-    ]
+    arguments = evaluating(tiny_model, measured, text, 256)
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--stock", "q8_0,q4_0", "-t", "1"]
     result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
     assert result.exit_code == 0, result.output
@@ -244,18 +239,7 @@ def test_evaluate_codecs(
 ) -> None:
     """Other projects' codecs stand beside ours, with two windows; llama.cpp's type under another name is the same."""
     reference("llama")
-    arguments = [
-        "-m",
-        str(tiny_model("llama")),
-        "--bases",
-        str(measured),
-        "-f",
-        str(text),
-        "-c",
-        "256",
-        "--chunks",
-        "1",
-    ]
+    arguments = evaluating(tiny_model, measured, text, 256)
     arguments += ["--n-recent", "32", "--kv-bits", "", "--stock", "q4_0", "-t", "1", "--bpe-context", "1024"]
     arguments += ["--codecs", "rotated-q4_0,exl3:4,exl3:2/3,kivi:4"]
     result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
@@ -277,18 +261,7 @@ def test_evaluate_evictions(
 ) -> None:
     """Who keeps everything is exact, or as good as our cells; who keeps half stores half."""
     reference("llama")
-    arguments = [
-        "-m",
-        str(tiny_model("llama")),
-        "--bases",
-        str(measured),
-        "-f",
-        str(text),
-        "-c",
-        "512",
-        "--chunks",
-        "1",
-    ]
+    arguments = evaluating(tiny_model, measured, text, 512)
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "", "-t", "1", "--bpe-context", "512"]
     policies = ["streaming", "h2o", "snapkv", "quest"]
     names = [f"{name}:{share}" for name in policies for share in ("100", "50", "100@4")]
@@ -313,8 +286,7 @@ def test_evaluate_adaptive_bases(
 ) -> None:
     """A coder that never adapts is the static one; one that does costs the bytes of its bases and sketches."""
     reference("llama")
-    model = str(tiny_model("llama"))
-    arguments = ["-m", model, "--bases", str(measured), "-f", str(text), "-c", "256", "--chunks", "2", "-t", "1"]
+    arguments = [*evaluating(tiny_model, measured, text, 256, chunks=2), "-t", "1"]
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]
     arguments += [
         "--adapt",

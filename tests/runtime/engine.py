@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,31 @@ def session(model: Model, layout: Any = None, **options: Any) -> Iterator[Sessio
         yield s
     finally:
         s.close()
+
+
+def two_states(s: Session, tokens: Sequence[int]) -> tuple[bytes, bytes]:
+    """States of sequence 0 with two texts; it goes on with the second."""
+    s.decode(tokens[:60])
+    first = s.state(0)
+    s.clear()
+    s.decode(tokens[100:150])
+    return first, s.state(0)
+
+
+def check_sequences_apart(opened: Callable[..., Any], tokens: Sequence[int], unified: bool) -> None:
+    """Three texts evaluated together get the logits that each gets alone. opened(**options): a session."""
+    texts = [tokens[:90], tokens[90:150], tokens[20:95]]
+    alone = []
+    for text in texts:
+        with opened() as s:
+            alone.append(s.decode(text))
+    with opened(n_seq_max=3, unified=unified, n_ctx=768) as s:
+        for seq, text in enumerate(texts):
+            s.decode(text[:-20], 0, seq)
+        for i in range(20, 0, -1):  # one token of each sequence per call
+            found = s.decode_batch([(text[-i], len(text) - i, seq) for seq, text in enumerate(texts)])
+            for seq in range(3):
+                assert agree(alone[seq][-i][None], found[seq][None])
 
 
 def signed_permutations(

@@ -9,7 +9,7 @@ from typing import Any
 
 import engine
 import pytest
-from engine import C, agree, last_error, session
+from engine import C, agree, last_error, session, two_states
 from test_variants import exact_layout
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
@@ -102,11 +102,7 @@ def test_an_aborted_decode_leaves_no_half_written_cells(model: engine.Model, tok
 
 def test_a_state_cut_in_the_window_leaves_what_was_there(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW) as s:
-        s.decode(tokens[:60])
-        state = s.state(0)
-        s.clear()
-        s.decode(tokens[100:160])
-        other = s.state(0)
+        state, other = two_states(s, tokens)
         assert s.set_state(state[:-1], 0) == 0
         assert s.state(0) == other
 

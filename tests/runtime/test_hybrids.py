@@ -13,7 +13,7 @@ from typing import Any
 
 import engine
 import pytest
-from engine import C, agree, distance, last_error, session
+from engine import C, agree, check_sequences_apart, distance, last_error, session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -135,18 +135,7 @@ def test_positions_cannot_be_shifted_in_one_half(hybrid: Coded) -> None:
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_sequences_do_not_see_each_other(hybrid: Coded, unified: bool) -> None:
-    texts = [hybrid.tokens[:90], hybrid.tokens[90:150], hybrid.tokens[20:95]]
-    alone = []
-    for text in texts:
-        with hybrid.session() as s:
-            alone.append(s.decode(text))
-    with hybrid.session(n_seq_max=3, unified=unified, n_ctx=768) as s:
-        for seq, text in enumerate(texts):
-            s.decode(text[:-20], 0, seq)
-        for i in range(20, 0, -1):  # one token of each sequence per call
-            found = s.decode_batch([(text[-i], len(text) - i, seq) for seq, text in enumerate(texts)])
-            for seq in range(3):
-                assert agree(alone[seq][-i][None], found[seq][None])
+    check_sequences_apart(hybrid.session, hybrid.tokens, unified)
 
 
 @pytest.mark.parametrize("unified", [False, True])

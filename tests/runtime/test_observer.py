@@ -73,10 +73,28 @@ def test_observing_changes_nothing(model: engine.Model, tokens: list[int]) -> No
     SUBKV.subkv_observer_free(obs)
 
 
-def test_a_model_that_cannot_be_calibrated(tiny_model) -> None:  # type: ignore[no-untyped-def]
+def test_latent_rows(tiny_model) -> None:  # type: ignore[no-untyped-def]
+    """Values are the first elements of keys; queries are those that read the latent."""
     model = engine.Model(tiny_model("deepseek2"))
+    obs = SUBKV.subkv_observer_new(4)
+    SUBKV.subkv_observer_mode(obs, 1, None, 0, None, 0)
+    with session(model, observer=obs) as s:
+        s.decode(list(range(10, 70)))
+        shape = observed(obs, 0)
+        keys = cached_keys(s, 60, 1, 48)[4:]
+    assert (shape.n_head, shape.n_head_kv, shape.d_k, shape.d_v, shape.n_tokens) == (4, 1, 48, 32, 56)
+    k2, v2, q2 = (observe_values(obs, 0, what, (1, d, d)) for what, d in (("k2", 48), ("v2", 32), ("q2", 48)))
+    np.testing.assert_allclose(v2, k2[:, :32, :32], rtol=1e-6)
+    np.testing.assert_allclose(k2[0], keys[:, 0].T @ keys[:, 0] / 56, atol=2e-3 * np.abs(keys).max() ** 2)
+    assert np.linalg.eigvalsh(q2[0])[-1] > 0
+    SUBKV.subkv_observer_free(obs)
+    model.free()
+
+
+def test_a_model_that_cannot_be_calibrated(tiny_model) -> None:  # type: ignore[no-untyped-def]
+    model = engine.Model(tiny_model("t5"))
     obs = SUBKV.subkv_observer_new(0)
-    with pytest.raises(Refused, match="MLA"), session(model, observer=obs):
+    with pytest.raises(Refused, match="relative position"), session(model, observer=obs):
         pass
     SUBKV.subkv_observer_free(obs)
     model.free()

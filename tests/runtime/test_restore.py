@@ -11,7 +11,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
-from engine import C, agree, last_error, session
+from engine import C, agree, last_error, session, two_states
 from forge import HEAD, forged, window_at
 from test_variants import exact_layout
 
@@ -127,11 +127,7 @@ def test_two_tokens_of_a_sequence_are_never_at_one_position(
 def test_no_byte_of_a_state_may_change(model: engine.Model, tokens: list[int], layout: Any) -> None:
     rng = random.Random(3)
     with session(model, layout, window=WINDOW) as s:
-        s.decode(tokens[:60])
-        state = s.state(0)
-        s.clear()
-        s.decode(tokens[100:150])
-        other = s.state(0)
+        state, other = two_states(s, tokens)
         for _ in range(100):
             damaged = bytearray(state)
             damaged[rng.randrange(8, len(state))] ^= 1 << rng.randrange(8)
@@ -156,11 +152,7 @@ def test_forged_cells_are_refused_before_anything_is_touched(
     model: engine.Model, tokens: list[int], layout: Any, at: int, value: int
 ) -> None:
     with session(model, layout, window=WINDOW) as s:
-        s.decode(tokens[:60])
-        state = s.state(0)
-        s.clear()
-        s.decode(tokens[100:150])
-        other = s.state(0)
+        state, other = two_states(s, tokens)
         del engine.LOG[:]
         assert s.set_state(forged(state, {at: value}), 0) == 0
         assert "expected" in engine.LOG[-1] and "found" in engine.LOG[-1]

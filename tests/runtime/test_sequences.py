@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import engine
 import numpy as np
 import pytest
-from engine import C, Refused, agree, distance, last_error, session
+from engine import C, Refused, agree, check_sequences_apart, distance, last_error, session
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
@@ -64,18 +65,7 @@ def test_clear_forgets_everything(model: engine.Model, tokens: list[int], layout
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_sequences_do_not_see_each_other(model: engine.Model, tokens: list[int], layout: Any, unified: bool) -> None:
-    texts = [tokens[:90], tokens[90:150], tokens[20:95]]
-    alone = []
-    for text in texts:
-        with session(model, layout, window=WINDOW) as s:
-            alone.append(s.decode(text))
-    with session(model, layout, window=WINDOW, n_seq_max=3, unified=unified, n_ctx=768) as s:
-        for seq, text in enumerate(texts):
-            s.decode(text[:-20], 0, seq)
-        for i in range(20, 0, -1):  # one token of each sequence per call
-            found = s.decode_batch([(text[-i], len(text) - i, seq) for seq, text in enumerate(texts)])
-            for seq in range(3):
-                assert agree(alone[seq][-i][None], found[seq][None])
+    check_sequences_apart(partial(session, model, layout, window=WINDOW), tokens, unified)
 
 
 @pytest.mark.parametrize("unified", [False, True])

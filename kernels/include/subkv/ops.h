@@ -24,7 +24,7 @@
 
 namespace subkv {
 
-constexpr int MAX_GROUP = 64; // query heads that share one KV head
+constexpr int MAX_GROUP = 128; // query heads that share one KV head
 
 // What a query row sees is attended in steps: cells 0 .. STEP - 1 of a call, the next STEP, and so on; exact keys in pages.
 // Within a step sums run in the order of cells, and what a row does not see adds nothing, to the bit. A row's result

@@ -68,6 +68,14 @@ def open_regular(path: Path) -> BinaryIO:
     return handle
 
 
+def is_regular(path: Path) -> bool:
+    """Whether there is a file of that name, and no link to one. Raises OSError where nobody may look."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 

@@ -1,14 +1,16 @@
-"""Checkpoints of recurrent state: how a hybrid model's context goes back to an earlier position.
+"""Checkpoints: how a context whose tail cannot simply be removed goes back to an earlier position.
 
-Cells of a tail can be removed; the recurrent state after it has taken the tail in and cannot give it up. So copies of
-it are kept from where a text is likely to go on otherwise: the end of a turn, of a prompt, every so many tokens, and
-where a text parted from an earlier one. A copy is what llama.cpp calls a partial state: everything but the cells, which
-stay where they are, and of a coded cache the exact window. It costs the same wherever it is taken.
+Cells of a tail can be removed. Recurrent state has taken the tail in and cannot give it up, and of a coded cache's
+exact rows those before the tail are gone. So copies of both are kept from where a text is likely to go on otherwise:
+the end of a turn, of a prompt, every so many tokens, and where a text parted from an earlier one. A copy is what
+llama.cpp calls a partial state: everything but the cells, which stay where they are, and of a coded cache the exact
+window. It costs the same wherever it is taken.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +32,10 @@ class Checkpoint:
 class Checkpoints:
     """Those of one sequence of a context, at most n_bytes of them, in order."""
 
-    def __init__(self, context: Any, seq: int = 0, n_bytes: int = BYTES) -> None:
-        """context: a llama_context pointer."""
-        self._context, self._seq, self._n_bytes = context, seq, n_bytes
+    def __init__(self, context: Any, seq: int = 0, n_bytes: int = BYTES, sliding: bool = False) -> None:
+        """context: a llama_context pointer. sliding: some layers have a window; states leave out what has left it."""
+        self._context, self._seq, self._n_bytes, self._sliding = context, seq, n_bytes, sliding
+        self.floor = 0  # with fewer tokens some of what their successor attends to would be missing
         self._held: list[Checkpoint] = []
         self._parted = 0  # where a text went on otherwise and no checkpoint was
         self._torn = False  # a restored state has cells behind it that may not be its own
@@ -40,7 +43,22 @@ class Checkpoints:
     def forget(self) -> None:
         """The sequence was emptied or replaced."""
         self._held.clear()
-        self._torn = False
+        self._torn, self.floor = False, 0
+
+    @property
+    def held(self) -> tuple[Checkpoint, ...]:
+        """In order."""
+        return tuple(self._held)
+
+    def adopt(self, points: Iterable[Checkpoint], n: int) -> None:
+        """The sequence was replaced by a state of n tokens that has these."""
+        self.forget()
+        self._held += points
+        self._trim()
+        self._restored(n)
+
+    def _restored(self, n: int) -> None:
+        self.floor = n if self._sliding else 0
 
     def reach(self, n: int) -> int:
         """How many of the first n tokens, fewer than are held, cut(n) would leave."""
@@ -53,7 +71,7 @@ class Checkpoints:
         if n_held <= n and not self._torn:
             return n_held
         self._held = [point for point in self._held if point.n_tokens <= n]
-        if n > 0 and not self._torn and C.llama_memory_seq_rm(memory, self._seq, n, -1):
+        if n > 0 and n >= self.floor and not self._torn and C.llama_memory_seq_rm(memory, self._seq, n, -1):
             return n
         self._parted = n
         while self._held:
@@ -62,11 +80,16 @@ class Checkpoints:
             done = C.llama_state_seq_set_data_ext(self._context, point.state, len(point.state), self._seq, PARTIAL)
             if done == len(point.state) and C.llama_memory_seq_rm(memory, self._seq, point.n_tokens, -1):
                 self._torn = False
+                self._restored(point.n_tokens)
                 return point.n_tokens
             self._held.pop()
         C.llama_memory_seq_rm(memory, self._seq, -1, -1)
-        self._torn = False
+        self.forget()
         return 0
+
+    def part(self, n: int) -> None:
+        """Another text is known to go on otherwise after the first n tokens: a place for a checkpoint."""
+        self._parted = n
 
     def stops(self, first: int, end: int) -> list[int]:
         """Where to pause, to take() a checkpoint, while tokens [first, end) of a text are evaluated."""
@@ -90,8 +113,11 @@ class Checkpoints:
         if C.llama_state_seq_get_data_ext(self._context, state, size, self._seq, PARTIAL) != size:
             return
         self._held.append(Checkpoint(n, state))
+        self._trim()
+
+    def _trim(self) -> None:
         while sum(len(point.state) for point in self._held) > self._n_bytes:
-            self._held.remove(min(self._held[:-1], key=self._worth))
+            self._held.remove(min(self._held[:-1] or self._held, key=self._worth))
 
     def _worth(self, point: Checkpoint) -> int:
         """Tokens that would have to be evaluated again without it."""

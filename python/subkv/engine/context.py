@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ class Context:
         self.stats = context_stats(model, self.handle, choice, log)
         self.choice, self.n_vocab, self.n_batch = choice, n_vocab, int(params.n_batch)
         self.memory = C.llama_get_memory(self.handle)
+        plain = not (C.llama_model_n_swa(model) or C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model))
+        self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int, seq: int = 0) -> int:
@@ -113,6 +116,28 @@ class Context:
         """Give the cells of a sequence to another one."""
         C.llama_memory_seq_cp(self.memory, seq, to, -1, -1)
         C.llama_memory_seq_rm(self.memory, seq, -1, -1)
+
+    def repeat(self, n: int, pos: int, seq: int, spare: int) -> None:
+        """Append copies of the n cells before position `pos` to a sequence that ends there; where can_repeat says so.
+
+        spare: a sequence without cells, as afterwards. The copies are cells of their own at positions that follow;
+        coded keys are turned to them before the next decode, others stay as they were. Raises CacheError; the sequence
+        has then not grown.
+        """
+        C.llama_memory_seq_cp(self.memory, seq, spare, pos - n, pos)
+        state = np.empty(C.llama_state_seq_get_size(self.handle, spare), np.uint8)
+        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        with captured_log(forward=False):
+            size = C.llama_state_seq_get_data(self.handle, data, len(state), spare)
+            if not self.choice.coded:  # llama.cpp cannot turn quantized keys of every head size
+                head = 16  # magic, sequence, streams, cells; then of each its position, one sequence and its number
+                state[head : head + 12 * n].view(np.int32)[::3] += n
+            if size and C.llama_state_seq_set_data(self.handle, data, size, spare) and self.choice.coded:
+                C.llama_memory_seq_add(self.memory, spare, -1, -1, n)
+        self.adopt(spare, seq)
+        if C.llama_memory_seq_pos_max(self.memory, seq) != pos + n - 1:
+            reason = (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
+            raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""

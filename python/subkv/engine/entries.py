@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv.base.container import Container, ContainerError, Tokens, load, read_head
-from subkv.base.files import STALE_SECONDS, open_regular, replacing
+from subkv.base.files import STALE_SECONDS, is_regular, open_regular, replacing
 
 SUFFIX = ".prompt"
 TEMPORARY = ".tmp"
@@ -70,7 +70,7 @@ class Folder:
         A damaged head removes its file.
         """
         begin = prefix(identity)
-        known = {}
+        known: dict[str, Head] = {}
         for name in os.listdir(self.path):
             if not name.startswith(begin) or not name.endswith(SUFFIX) or name in self._damaged:
                 continue
@@ -79,11 +79,11 @@ class Folder:
                 head = self._read_head(name, identity)
             if head is not None:
                 known[name] = head
-        self._known = known
-        return dict(known)
+        self._known = {name: head for name, head in self._known.items() if not name.startswith(begin)} | known
+        return known
 
     def _read_head(self, name: str, identity: bytes) -> Head | None:
-        if not (self.path / name).is_file():  # somebody else's pipe, or removed meanwhile
+        if not is_regular(self.path / name):  # somebody else's pipe or link, or removed meanwhile
             return None
         try:
             with open_regular(self.path / name) as handle:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import sys
 import warnings
@@ -33,6 +34,7 @@ from subkv.engine.cache import (
     creation_error,
     flash_attention,
 )
+from subkv.engine.drafts import Drafting, DraftModel, DraftStats, drafting, seen
 from subkv.engine.guarded import GuardedContext
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
@@ -61,6 +63,8 @@ class Llama(llama_cpp.Llama):
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
         so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
         draft_model predicts.
+    draft_model: guesses tokens that are verified together (subkv.engine.drafts): the path of a smaller model of the
+        same vocabulary, a DraftModel, a PromptLookup, or any LlamaDraftModel.
     adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
     flash_attn: "auto", "on"/True, "off"/False.
     progress: a bar on stderr, if that is a terminal, while the model is loaded.
@@ -101,7 +105,8 @@ class Llama(llama_cpp.Llama):
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
-        n_draft = getattr(arguments["draft_model"], "num_pred_tokens", 0)
+        draft = drafting(kwargs.pop("draft_model", None))
+        n_draft = getattr(draft, "num_pred_tokens", 0)
         if n_draft >= arguments["n_batch"]:
             raise SubkvError(
                 "draft_model", f"expected drafts shorter than n_batch, {arguments['n_batch']} tokens, found {n_draft}"
@@ -142,7 +147,6 @@ class Llama(llama_cpp.Llama):
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         GuardedContext.adopt(self._ctx, recurrent=self._is_recurrent or self._is_hybrid)
         self.opened = Model(path, arguments["n_gpu_layers"], self._model.model)
-        self._logits_all = bool(arguments["logits_all"])  # a draft model made it True in the parent
         self._kv_log = log
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
@@ -153,16 +157,61 @@ class Llama(llama_cpp.Llama):
         self.set_cache(prompt_cache)
         if arguments["vocab_only"]:  # there are no cells
             return
+        self.draft_model = draft
         stats = self.kv_stats()
         if verbose:
             print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
 
+    _drafts: Drafting | None = None
+    _n_texts = 1  # that drafts are asked for
     opened: Model  # this model, as the programs see one: metadata, tokens
     _unpooled = False  # known once there is a context
     _clean = True  # no cell has seen tokens that are gone since, as after discard()
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     input_ids: Any  # of the parent: [n_ctx] i32
     n_tokens: int  # of the parent: how many of them are evaluated and held by the context
+
+    @property
+    def draft_model(self) -> Any:
+        """What guesses tokens, None: nothing does. The parent's loop calls it."""
+        return self._drafts
+
+    @draft_model.setter
+    def draft_model(self, given: Any) -> None:
+        self._close_drafts()
+        given = drafting(given)
+        if given is None:
+            return
+        if self._ctx.checkpoints is not None and self._choice.adaptive:
+            raise CacheError(
+                "draft_model", "expected cells that can go back, found recurrent state and bases that follow the text"
+            )
+        if isinstance(given, DraftModel):
+            given.open(self.opened, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
+        self._drafts = Drafting(given, self._n_vocab)
+
+    def _close_drafts(self) -> None:
+        drafts, self._drafts = self._drafts, None
+        if drafts is not None and isinstance(drafts.model, DraftModel):
+            drafts.model.close()
+
+    def draft_stats(self) -> DraftStats:
+        """What became of the drafts so far."""
+        return DraftStats() if self._drafts is None else self._drafts.stats
+
+    def draft(self, tokens: Sequence[int]) -> list[int]:
+        """A guess of what follows `tokens`, as many as fit the context; to be evaluated behind the last of them."""
+        if self._drafts is None:
+            return []
+        guess: list[int] = self._drafts(seen(tokens)).tolist()
+        room = max(self._n_ctx - 1 - len(tokens), 0)  # and of one more: a full context is the caller's matter
+        self._drafts.cut(room)
+        return guess[:room]
+
+    def judge(self, right: bool) -> None:
+        """The sampler has, or has not, chosen a drafted token."""
+        if self._drafts is not None:
+            self._drafts.judged(right)
 
     @property
     def model_params(self) -> Any:
@@ -254,9 +303,11 @@ class Llama(llama_cpp.Llama):
         is the same either way.
         """
         with self._ctx.alone():
-            self._eval(list(tokens))
+            drafted = 0 if self._drafts is None else self._drafts.evaluated()
+            self._eval(list(tokens), max(min(drafted, len(tokens) - 1), 0))
 
-    def _eval(self, tokens: list[int]) -> None:
+    def _eval(self, tokens: list[int], n_draft: int) -> None:
+        """As eval; the last n_draft tokens are drafted, so their logits and those before them are wanted."""
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
@@ -269,14 +320,14 @@ class Llama(llama_cpp.Llama):
                 self._ctx.kv_cache_clear()
             self.n_tokens = n_left
             tokens = held[n_left:] + tokens
-        if isinstance(self.cache, PromptCache):
+        if isinstance(self.cache, PromptCache) and not n_draft:
             everything = [*self._input_ids.tolist(), *tokens]
             for end in self.cache.checkpoints(self.n_tokens, everything):
                 self._evaluate(everything[self.n_tokens : end])
                 if self._clean:
                     self.cache[everything[:end]] = self.save_state()
             tokens = everything[self.n_tokens :]
-        self._evaluate(tokens)
+        self._evaluate(tokens, n_draft)
 
     def require_shift(self, key: str) -> None:
         """Raises SubkvError about `key` where discard() cannot work with this model and cache."""
@@ -312,10 +363,19 @@ class Llama(llama_cpp.Llama):
             self.n_tokens = left
             self._clean = False
 
-    def sample(self, *args: Any, **kwargs: Any) -> int:
-        """As the parent's: a token from the logits of the last eval."""
+    def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:
+        """As the parent's: a token from the logits of the last eval. idx: of which token, of those with logits."""
         with self._ctx.alone():
-            token: int = super().sample(*args, **kwargs)
+            end = self.n_tokens
+            if idx is None or idx + 1 == end or self._sampler is None:
+                token: int = super().sample(*args, idx=idx, **kwargs)
+                return token
+            self.n_tokens = idx + 1  # processors see the text up to there, not the draft behind it
+            try:
+                token = self._sampler.sample(self._ctx, idx - end)
+            finally:
+                self.n_tokens = end
+            self.judge(token == self.input_ids[idx + 1])
             return token
 
     def reach(self, n: int) -> int:
@@ -344,29 +404,30 @@ class Llama(llama_cpp.Llama):
         done = last + 1 >= self.n_tokens and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         return self.n_tokens if done else 0
 
-    def _evaluate(self, tokens: Sequence[int]) -> None:
+    def _evaluate(self, tokens: Sequence[int], n_draft: int = 0) -> None:
         """Evaluate tokens at the end of what is held, with pauses where a checkpoint of recurrent state is due."""
         points = self._ctx.checkpoints
         if points is None:
-            self._evaluate_on(tokens)
+            self._evaluate_on(tokens, 1 + n_draft)
             return
-        # a draft's logits are wanted together
-        n_draft = getattr(self.draft_model, "num_pred_tokens", 0)
-        first, end = self.n_tokens, self.n_tokens + len(tokens) - n_draft
-        if end - first > 1 or points.due(first):
+        first, end = self.n_tokens, self.n_tokens + len(tokens) - n_draft  # a draft's logits are wanted together
+        if n_draft or end - first > 1 or points.due(first):
             points.take(first)
         for stop in points.stops(first, end):
             self._evaluate_on(tokens[self.n_tokens - first : stop - first])
             points.take(stop)
-        self._evaluate_on(tokens[self.n_tokens - first :])
+        self._evaluate_on(tokens[self.n_tokens - first :], 1 + n_draft)
 
-    def _evaluate_on(self, tokens: Sequence[int]) -> None:
-        """The parent's eval, but logits that only sampling needs (a draft's) are not copied."""
-        logits_all = self._logits_all or self.draft_model is not None
-        for i in range(0, len(tokens), self.n_batch):
-            batch = tokens[i : i + self.n_batch]
+    def _evaluate_on(self, tokens: Sequence[int], n_rows: int = 1) -> None:
+        """The parent's eval; the last n_rows of the tokens have logits, in one batch, that only sampling needs."""
+        starts = [*range(0, len(tokens), self.n_batch), len(tokens)]
+        starts[-2:-1] = [max(min(n, len(tokens) - n_rows), 0) for n in starts[-2:-1]]
+        for start, stop in itertools.pairwise(starts):
+            batch = tokens[start:stop]
             begin, end = self.n_tokens, self.n_tokens + len(batch)
-            self._batch.set_batch(batch=batch, n_past=begin, logits_all=logits_all)
+            self._batch.set_batch(batch=batch, n_past=begin, logits_all=self._logits_all)
+            if stop == len(tokens):
+                np.ctypeslib.as_array(self._batch.batch.logits, (len(batch),))[-n_rows:] = True
             self._ctx.decode(self._batch)
             self.input_ids[begin:end] = batch
             if self._logits_all:
@@ -410,6 +471,7 @@ class Llama(llama_cpp.Llama):
             context.alone() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
             contextlib.nullcontext() if loud else captured_log(forward=False),
         ):
+            self._close_drafts()
             super().close()
 
     def __enter__(self) -> Llama:
@@ -420,6 +482,7 @@ class Llama(llama_cpp.Llama):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__() | self._given
+        state["draft_model"] = drafting(self._drafts)
         if self._choice.coded:
             del state["type_k"], state["type_v"]
         return state

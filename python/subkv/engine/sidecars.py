@@ -76,9 +76,7 @@ def of_weights(model: Path, keep: bool) -> Found:
     path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
     if path is None or not _usable(path, entry.content):
         path, kept = _make(model, path, entry, kept)
-    with Layout(path) as layout:
-        latent = any(not layer["v"] for layer in layout.description["layers"])
-    gain = "" if latent else f"; calibrating makes it better: `{command(model)}`"  # that kind cannot be calibrated yet
+    gain = f"; calibrating makes it better: `{command(model)}`"
     return Found(path, f"bases: from the weights alone, {_bits(path)}{kept}{gain}")
 
 

@@ -92,7 +92,7 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     fingerprint = native().subkv_context_fingerprint(ctx)
     name = native().subkv_kernel_name()
     kernels = [name.decode() if name else "none"] if raw.n_layer_device < raw.n_layer_coded else []
-    kernels += ["cuda"] if raw.n_layer_device else []
+    kernels += [native().subkv_device_kernel_name().decode()] if raw.n_layer_device else []
     same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
     return KVStats(
         type_k=choice.name_k,

@@ -104,7 +104,8 @@ def check(path: Path, content: str) -> None:
         with Layout(path), Gguf(path, split=False) as file:
             found = file.get(CONTENT_KEY)
     except SubkvError as error:
-        reason = f"expected a sidecar of this version in {path}, found none: {error.reason}; {remedy}"
+        why = error.reason.split("; convert ")[0]  # the remedy for a file that is not a sidecar
+        reason = f"expected a sidecar of this version in {path}, found none: {why}; {remedy}"
         raise CacheError("bases", reason) from error
     if found != content:
         what = "that of another one" if found else "one that does not say which model it is for"

@@ -123,7 +123,7 @@ class Base(Protocol):
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]: ...
 
-    def matrix(self, name: str, why: str) -> Rows: ...
+    def matrix(self, name: str, why: str, stacked: bool = False) -> Rows: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,17 +284,20 @@ class Gguf:
         """
         return self.matrix(name, why).rows(slice(None))
 
-    def matrix(self, name: str, why: str) -> Matrix:
-        """A two-dimensional tensor that is read where it is asked for; as tensor()."""
+    def matrix(self, name: str, why: str, stacked: bool = False) -> Matrix:
+        """A two-dimensional tensor that is read where it is asked for; as tensor(). stacked: of three dimensions, too,
+        the rows of all its matrices in turn.
+        """
         found = self._find(name)
         if found is None:
             raise SubkvError(name, f"expected this tensor in {self.path}, found none; {why}")
         ctx, path, index = found
         ne = [self._c.gguf_get_tensor_ne(ctx, index)[i] for i in range(4)]
-        if ne[2] != 1 or ne[3] != 1:
+        if (ne[2] != 1 and not stacked) or ne[3] != 1:
             raise SubkvError(name, f"expected a matrix, found shape {ne}; {why}")
         offset = self._c.gguf_get_data_offset(ctx) + self._c.gguf_get_tensor_offset(ctx, index)
-        shape = ne[1], self._c.gguf_get_tensor_size(ctx, index) // ne[1]
+        n_rows = ne[1] * ne[2]
+        shape = n_rows, self._c.gguf_get_tensor_size(ctx, index) // n_rows
         raw = np.memmap(path, np.uint8, "r", offset, shape)
         return Matrix(name, raw, self._c.gguf_get_tensor_type(ctx, index), ne[0], why)
 

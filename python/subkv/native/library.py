@@ -95,6 +95,7 @@ Signatures = Mapping[str, tuple[Any, list[Any]]]  # function -> (result type, ar
 SIGNATURES: Signatures = {
     "subkv_last_error": (_str, []),
     "subkv_kernel_name": (_str, []),
+    "subkv_device_kernel_name": (_str, []),
     "subkv_constants": (_str, []),
     "subkv_encode_rows": (_i64, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
     "subkv_decode_rows": (ctypes.c_bool, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),

@@ -43,12 +43,15 @@ WIDE_FROM = 6.0
 class Head:
     """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep.
 
-    centred: coded less a mean, which the bases then hold too.
+    centred: coded less a mean, which the bases then hold too. held: f16 numbers in memory of every coefficient's bases,
+    0: those of E and D, 2 d. joined: its codes go on the row of the head before it, under that one's scale.
     """
 
     d: int
     importance: F64
     centred: bool = False
+    held: int = 0
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class Overhead:
         """Exact-window bits per K/V element at `context`: f16 rows of sinks, recent tokens and rollback."""
         return 16.0 * self.window.n_exact / self.context
 
-    def basis_bits(self, d: int, centred: bool = False) -> float:
-        """Bits per token that one kept coefficient costs in libsubkv's memory: E and D in f16, an offset in f32."""
-        return (2.0 * 16.0 * d + (32.0 if centred else 0.0)) / self.context
+    def basis_bits(self, head: Head) -> float:
+        """Bits per token that one kept coefficient costs in libsubkv's memory: bases in f16, an offset in f32."""
+        return (16.0 * (head.held or 2 * head.d) + (32.0 if head.centred else 0.0)) / self.context
 
     def mean_bits(self, head: Head) -> float:
         """Bits per token of a head's mean, f16."""
@@ -75,10 +78,9 @@ class Overhead:
 def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -> Account:
     """Count a layout. heads and bands are parallel."""
     elements = sum(head.d for head in heads)
-    n_bytes = sum(row_bytes(b) for b in bands)
+    n_bytes = sum(row_bytes(b) - head.joined for head, b in zip(heads, bands, strict=True))
     bases = sum(
-        overhead.mean_bits(head) + overhead.basis_bits(head.d, head.centred) * rank(b)
-        for head, b in zip(heads, bands, strict=True)
+        overhead.mean_bits(head) + overhead.basis_bits(head) * rank(b) for head, b in zip(heads, bands, strict=True)
     )
     return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
 
@@ -169,7 +171,7 @@ def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int,
     spare: bits per token beyond the lowest layout of budget_range.
     """
     spare *= 1.0 + 1e-12
-    basis_bits = [overhead.basis_bits(head.d, head.centred) for head in heads]
+    basis_bits = [overhead.basis_bits(head) for head in heads]
     weight = [_pooled(head.importance) for head in heads]
     # without `least` the first group was started at the least width by decree
     widths = [[least or WIDTHS[0], *[least] * (len(groups) - 1)] for groups in weight]

@@ -16,6 +16,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerShape, LayerStats
 from subkv.native.gguf import Base
+from subkv.plan import mla
 from subkv.plan.basis import FullBasis, fit_metric, fit_pca, repriced
 from subkv.plan.shared import readers
 
@@ -70,8 +71,10 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
 def output_weights(base: Base, shape: LayerShape) -> F32:
     """W_o, blk.N.attn_output.weight [n_embd, n_head·d_v]: query head h reads columns h·d_v … (h+1)·d_v.
 
-    Raises SubkvError when the model has no such tensor.
+    Of latent attention: mla.output_weights(). Raises SubkvError when the model has no such tensor.
     """
+    if mla.is_latent(base):
+        return mla.output_weights(base, shape)
     name = f"blk.{shape.il}.attn_output.weight"
     weights = base.tensor(name, "bases that know the output need it, --basis-v pca does not")
     columns = shape.n_head * shape.d_v

@@ -25,9 +25,9 @@ from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
-from subkv.plan import budget, latent
+from subkv.plan import budget, latent, mla
 from subkv.plan.basis import FullBasis, band_steps, gains, half, mixing_matrix, slices, store, stored_mean
-from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context
+from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context, largest_context
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
@@ -53,8 +53,9 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
     def rows(name: str) -> int:
         return base.matrix(name, "its shape is a head's").shape[0] if base.has_tensor(name) else 0
 
-    found = []
-    for il in range(int(base.get(f"{arch}.block_count") or 0)):
+    found, joint = [], mla.is_latent(base)
+    further = int(base.get(f"{arch}.nextn_predict_layers") or 0) if joint else 0  # layers that draft tokens, unused
+    for il in range(int(base.get(f"{arch}.block_count") or 0) - further):
         n_head = of_layer("head_count", il)
         n_head_kv = of_layer("head_count_kv", il) if base.get(f"{arch}.attention.head_count_kv") else n_head
         if not n_head or not n_head_kv or n_head % n_head_kv or owner(base, il) != il:
@@ -67,11 +68,12 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             rows(f"blk.{il}.attn_{side}.weight") // n_head_kv or of_layer(f"{name}_length", il) or width
             for side, name in (("k", "key"), ("v", "value"))
         )
+        d_k, d_v = mla.sizes(base) if joint else (d_k, d_v)
         if all(8 <= d <= MAX_HEAD_SIZE and d % 8 == 0 for d in (d_k, d_v)):
             found.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
-    unhooked = base.get(f"{arch}.attention.key_length_mla") is not None and not latent.is_latent(base)
+    unhooked = base.get(f"{arch}.attention.key_length_mla") is not None and not joint
     if unhooked or not found:
-        reason = "its attention is multi-head latent (MLA) and bases are made of deepseek2's form alone"
+        reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.KNOWN)}"
         if not unhooked:
             reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
         raise CacheError(
@@ -82,7 +84,7 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
 
 
 def plan(base: Base, options: Options) -> Result:
-    """Layout and bases from the weights. options: those of PLANNED; no kv_bits: KV_BITS at CALIBRATED_CONTEXT tokens.
+    """Layout and bases from the weights. options: those of PLANNED; no kv_bits: KV_BITS at largest_context() tokens.
 
     Raises SubkvError about an option that needs a calibration, a budget that cannot be met, or a model that is refused.
     """
@@ -92,10 +94,11 @@ def plan(base: Base, options: Options) -> Result:
     options.window.check()
     window = options.window.filled()
     layers = shapes(base)
-    context = options.bpe_context or (CALIBRATED_CONTEXT if options.kv_bits is None else default_context(base))
+    usual = largest_context(base) if options.kv_bits is None else default_context(base)
+    context = options.bpe_context or usual
     overhead = budget.Overhead(context, window)
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
-    if latent.is_latent(base):
+    if mla.is_latent(base):
         if options.adapt is not None:
             raise SubkvError("adapt", "expected none with latent attention (MLA), found some")
         coded, counted = latent.coded(base, layers, kv_bits, overhead)

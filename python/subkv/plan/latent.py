@@ -1,55 +1,68 @@
-"""Latent attention (MLA): bases of rows whose first elements are the values, too, from the weights alone.
+"""Latent attention (MLA): bases of rows whose first elements are the values, too.
 
 The first d_v elements of a row, the latent, and the others, which positions turn, are coded apart, so that values can
-be read from the first bands. Nothing is known of what matters in a latent, so its coefficients are mixed evenly.
+be read from the first bands. An error in the latent costs what it does as a key and what it does as a value, so that
+its metric is the sum of both. Without a calibration nothing is known of what matters in a latent, and its coefficients
+are mixed evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from subkv.format.arrays import F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis, first_values
-from subkv.format.calibration import LayerShape
+from subkv.format.calibration import LayerShape, LayerStats
+from subkv.format.codec import rank
 from subkv.format.metadata import Account
 from subkv.native.gguf import Base
 from subkv.plan import budget
-from subkv.plan.basis import FullBasis, band_steps, mixing_matrix, store
+from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, mixing_matrix, store
+from subkv.plan.costs import LayerCost
+from subkv.plan.gamma import gamma_of
 
-KNOWN = ("deepseek2",)  # architectures; the engine computes more
-LEAST = 3  # bits of any coefficient
+LEAST = 3  # bits of any coefficient without a calibration
 SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all layers
 WHY = "bases from the weights alone read it"
 
 
-def is_latent(base: Base) -> bool:
-    """Whether bases are made here of the model's latent attention."""
-    arch = base.get("general.architecture")
-    return arch in KNOWN and base.get(f"{arch}.attention.key_length_mla") is not None
+def heads(shape: LayerShape, latent: F64, turned: F64) -> list[budget.Head]:
+    """What the planner sees of a layer, of the importance of its coefficients: the latent, then the others.
+
+    Bases hold rows of d_k elements, and once more what values need of D.
+    """
+    return [
+        budget.Head(shape.d_v, latent, held=2 * shape.d_k + shape.d_v),
+        budget.Head(shape.d_k - shape.d_v, turned, held=2 * shape.d_k, joined=True),
+    ]
 
 
 def coded(
     base: Base, layers: Sequence[LayerShape], kv_bits: float, overhead: budget.Overhead
 ) -> tuple[tuple[CodedLayer, ...], Account]:
-    """Bands and bases of all layers within a budget, all layers alike. Raises SubkvError as plan_banded() does."""
-    heads = [
-        budget.Head(d, np.asarray(1.0 - SLOPE * (np.arange(d) // budget.GROUP), dtype=np.float64))
-        for shape in layers
-        for d in (shape.d_v, shape.d_k - shape.d_v)
-    ]
-    planned = budget.plan_banded(heads, kv_bits, overhead, LEAST)
+    """Bands and bases of all layers within a budget, from the weights alone, all layers alike.
+
+    Raises SubkvError as plan_banded() does.
+    """
+
+    def even(d: int) -> F64:
+        return np.asarray(1.0 - SLOPE * (np.arange(d) // budget.GROUP), dtype=np.float64)
+
+    every = [head for shape in layers for head in heads(shape, even(shape.d_v), even(shape.d_k - shape.d_v))]
+    planned = budget.plan_banded(every, kv_bits, overhead, LEAST)
     out = []
     for i, shape in enumerate(layers):
-        sizes, bands = (shape.d_v, shape.d_k - shape.d_v), (planned[2 * i], planned[2 * i + 1])
-        keys = stored(sizes, variances(base, shape), bands)
+        parts = [
+            FullBasis(mixing_matrix(d), mixing_matrix(d), np.full(d, variance), np.ones(d))
+            for d, variance in zip((shape.d_v, shape.d_k - shape.d_v), variances(base, shape), strict=True)
+        ]
+        keys = stored(parts, [np.eye(len(part.encode)) for part in parts], planned[2 * i : 2 * i + 2])
         out.append(CodedLayer(shape, (CodedHead(keys, first_values(keys, shape.d_v), 1.0),), latent=True))
-    counted = budget.account(heads, planned, overhead)
-    n_bytes = counted.bytes_per_token - len(layers)  # both parts of a row share its scale
-    return tuple(out), replace(counted, bytes_per_token=n_bytes, rows=counted.rows * n_bytes / counted.bytes_per_token)
+    return tuple(out), budget.account(every, planned, overhead)
 
 
 def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
@@ -69,19 +82,49 @@ def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
     return found if all(0.0 < x < np.inf for x in found) else (1.0, 1.0)
 
 
-def stored(sizes: tuple[int, int], variance: tuple[float, float], bands: tuple[Bands, Bands]) -> StoredBasis:
-    """A row's bases of two blocks: sizes, mean squares and bands of the latent and of the others."""
-    parts = [
-        store(FullBasis(mixing_matrix(d), mixing_matrix(d), np.ones(d), np.ones(d)), np.eye(d), of)
-        for d, of in zip(sizes, bands, strict=True)
-    ]
-    every: F64 = np.repeat(np.array(variance), sizes)
-    ratio = band_steps(bands[0] + bands[1], every)[0].astype(np.float32)
-    encode, decode = (_blocks([getattr(part, name) for part in parts]) for name in ("encode", "decode"))
-    return StoredBasis(bands[0] + bands[1], encode, decode, ratio, np.zeros(sum(sizes), dtype=np.float16))
+@dataclass(frozen=True)
+class Fitted:
+    """One layer's full bases of the latent and of the others, their second moments and what errors in them cost.
+
+    moments, costs: [d, d] each. cost: the same of keys and of values, as of other layers.
+    """
+
+    bases: list[FullBasis]
+    moments: list[F64]
+    costs: list[F64]
+    cost: LayerCost
+
+    @classmethod
+    def of(cls, stats: LayerStats, cost: LayerCost, kind: str) -> Fitted:
+        """kind: pca, or whatever fits the costs."""
+        d = stats.shape.d_v
+        both = [cost.k[0, :d, :d] + cost.v[0], cost.k[0, d:, d:]]
+        moments = [stats.k2[0, :d, :d], stats.k2[0, d:, d:]]
+        fit = fit_pca if kind == "pca" else fit_metric
+        return cls([fit(*pair) for pair in zip(moments, both, strict=True)], moments, both, cost)
+
+    def heads(self, shape: LayerShape) -> list[budget.Head]:
+        """What the planner sees of it."""
+        return heads(shape, *(part.importance for part in self.bases))
+
+    def code(self, stats: LayerStats, planned: Sequence[Bands], method: str) -> tuple[CodedHead, str]:
+        """The rounded basis and gamma for the bands of both parts, and where gamma came from."""
+        keys = stored(self.bases, self.moments, planned)
+        gamma, source = gamma_of(method, stats, 0, keys, stats.k2[0])
+        return CodedHead(keys, first_values(keys, stats.shape.d_v), gamma), source
 
 
-def _blocks(parts: list[npt.NDArray[np.float16]]) -> npt.NDArray[np.float16]:
+def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence[Bands]) -> StoredBasis:
+    """A row's basis of two blocks. planned: bands of the latent and of the others."""
+    blocks = [store(*part) for part in zip(parts, moments, planned, strict=True)]
+    bands = planned[0] + planned[1]
+    kept = np.concatenate([part.variance[: rank(of)] for part, of in zip(parts, planned, strict=True)])
+    ratio = band_steps(bands, kept)[0].astype(np.float32)
+    encode, decode = (_diagonal([getattr(block, name) for block in blocks]) for name in ("encode", "decode"))
+    return StoredBasis(bands, encode, decode, ratio, np.zeros(encode.shape[1], dtype=np.float16))
+
+
+def _diagonal(parts: list[npt.NDArray[np.float16]]) -> npt.NDArray[np.float16]:
     first, last = parts
     out = np.zeros((len(first) + len(last), first.shape[1] + last.shape[1]), dtype=np.float16)
     out[: len(first), : first.shape[1]] = first

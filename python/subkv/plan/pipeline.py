@@ -18,7 +18,7 @@ from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
 from subkv.format.metadata import Account, Settings
 from subkv.format.window import DEFAULT, Window
 from subkv.native.gguf import Base
-from subkv.plan import budget, predict
+from subkv.plan import budget, latent, mla, predict
 from subkv.plan.basis import FullBasis, centred_moment, store, stored_mean
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
@@ -26,6 +26,7 @@ from subkv.plan.gamma import gamma_of
 from subkv.plan.positions import spread
 
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
+LATENT_CONTEXT = 32768  # the same of latent attention, whose rows are few and small beside their bases
 TARGET = "q8_0"  # the stock type whose quality the default budget matches
 FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
 TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
@@ -93,6 +94,11 @@ class _Fitted:
     mean: F16
     k2: F64
 
+    @property
+    def bases(self) -> list[FullBasis]:
+        """In the order of the planner's heads."""
+        return [basis for pair in zip(self.k, self.v, strict=True) for basis in pair]
+
 
 def check_plain(base: Base) -> None:
     """Refuse a model that is already converted."""
@@ -125,11 +131,12 @@ def _check_shape(base: Base, arch: str, shape: LayerShape) -> None:
     default_size = embedding // n_head if embedding and n_head else None
     # sliding-window layers may have their own sizes, and the *_swa keys are not in every architecture
     sizes_vary = base.get(f"{arch}.attention.key_length_swa") is not None
+    latent_k, latent_v = mla.sizes(base) if mla.is_latent(base) else (None, None)
     expected = {
         "n_head": n_head,
         "n_head_kv": per_layer("attention.head_count_kv") or n_head,
-        "d_k": None if sizes_vary else base.get(f"{arch}.attention.key_length") or default_size,
-        "d_v": None if sizes_vary else base.get(f"{arch}.attention.value_length") or default_size,
+        "d_k": None if sizes_vary else latent_k or base.get(f"{arch}.attention.key_length") or default_size,
+        "d_v": None if sizes_vary else latent_v or base.get(f"{arch}.attention.value_length") or default_size,
     }
     for key, value in expected.items():
         if value is not None and value != getattr(shape, key):
@@ -139,10 +146,28 @@ def _check_shape(base: Base, arch: str, shape: LayerShape) -> None:
             )
 
 
+def largest_context(base: Base) -> int:
+    """The most that default_context() is."""
+    return LATENT_CONTEXT if mla.is_latent(base) else CALIBRATED_CONTEXT
+
+
+def _check_latent(options: Options) -> None:
+    """Refuse what rows that are keys and values at once cannot have."""
+    for key in ("rank_k", "rank_v", "adapt"):
+        if getattr(options, key) is not None:
+            raise SubkvError(key, "expected none with latent attention (MLA), found one")
+    if options.basis_k != options.basis_v and "pca" in (options.basis_k, options.basis_v):
+        raise SubkvError(
+            "basis_v",
+            f"expected one kind for both with latent attention (MLA), whose keys and values are one row, found "
+            f"{options.basis_k or 'the best'} for keys and {options.basis_v or 'the best'} for values",
+        )
+
+
 def default_context(base: Base) -> int:
     """Context at which bits per element are stated unless --bpe-context says otherwise."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
-    return min(int(trained), CALIBRATED_CONTEXT) if trained else CALIBRATED_CONTEXT
+    return min(int(trained), largest_context(base)) if trained else largest_context(base)
 
 
 class Fit:
@@ -153,15 +178,17 @@ class Fit:
 
     def __init__(self, base: Base, calibration: Calibration, options: Options, progress: bool = False) -> None:
         check_model(base, calibration)
-        self.progress = progress
+        self.progress, self.latent = progress, mla.is_latent(base)
+        if self.latent:
+            _check_latent(options)
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         check_window(options.window, calibration)
         window = options.window.filled()
         self.settings = Settings(options.codec, basis_k, basis_v, options.gamma, window, options.adapt)
         self.notes: list[SubkvError] = []
         # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
-        center_k = options.center_k and window.n_sink > 0
-        if options.center_k and not center_k:
+        center_k = options.center_k and window.n_sink > 0 and not self.latent  # values are not centred
+        if options.center_k and not self.latent and not center_k:
             reason = "off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
             self.notes.append(SubkvError("center_k", reason))
         self.calibration, note = spread(base, calibration)
@@ -176,7 +203,7 @@ class Fit:
                 f"{window.n_recent}: those without a recent window are used"
             )
             self.notes.append(SubkvError("n_recent", reason))
-        self.layers: list[_Fitted] = []
+        self.layers: list[_Fitted | latent.Fitted] = []
         self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
         self._lost = 0.0  # cost of reading the means for all keys and values, without a window
         self.heads: list[Head] = []  # K, V of every head of every layer
@@ -189,6 +216,12 @@ class Fit:
             cost = layer_cost(stats, output, self.windowed)
             self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
             self._lost += _cost_of_means(stats, self._stock_costs[-1])
+            if self.latent:
+                with _of_head(stats.shape.il, 0):
+                    joint = latent.Fitted.of(stats, cost, basis_k)
+                self.layers.append(joint)
+                self.heads += joint.heads(stats.shape)
+                continue
             mean, k2 = _centre(stats, center_k)
             k = fit_heads(basis_k, k2, cost.k, cost.query)
             v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
@@ -213,6 +246,12 @@ class Fit:
         layers = []
         for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
             coded = []
+            if isinstance(fit, latent.Fitted):
+                with _of_head(stats.shape.il, 0):
+                    head, source = fit.code(stats, (next(bands), next(bands)), self.settings.gamma)
+                sources[source] += 1
+                layers.append(CodedLayer(stats.shape, (head,), latent=True))
+                continue
             for h in range(stats.shape.n_head_kv):
                 head, source = _code_head(stats, fit, h, next(bands), next(bands), self.settings.gamma)
                 sources[source] += 1
@@ -227,7 +266,8 @@ class Fit:
 
     def stock_error(self, kind: str) -> float | None:
         """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
-        return self._corrected(predict.stock_error(self.calibration, self._stock_costs, kind), False)
+        error = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
+        return self._corrected(error, False)
 
     def _corrected(self, error: float | None, windowed: bool) -> float | None:
         measured = self.calibration.sensitivity
@@ -237,7 +277,7 @@ class Fit:
 
     def tells(self, kind: str) -> bool:
         """Whether a stock type's error says anything about quality: MEANINGLESS. False also where it cannot be told."""
-        error = predict.stock_error(self.calibration, self._stock_costs, kind)
+        error = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
         return error is not None and 0.0 < error <= MEANINGLESS * self._lost
 
     def budget_like(self, kind: str) -> float | None:

@@ -46,14 +46,20 @@ def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: S
 
     def seen(i: int, h: int, side: str, x: F32) -> F32:
         head = layers[i].heads[h]
+        if layers[i].latent:  # one row for both
+            row = calibration.layers[i].ks[:, h].astype(np.float32)
+            return reconstructed(row, head.k, head.gamma if side == "k" else 1.0)[:, : x.shape[1]]
         return reconstructed(x, head.k, head.gamma) if side == "k" else reconstructed(x, head.v)
 
     return _sum(calibration, costs, seen)
 
 
-def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str) -> float | None:
-    """The same for one of llama.cpp's types; None also where llama.cpp cannot quantize a layer's head size."""
+def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str, latent: bool = False) -> float | None:
+    """The same for one of llama.cpp's types; None also where llama.cpp cannot quantize a layer's head size.
+
+    latent: of a model whose values are the first elements of its keys.
+    """
     shapes = [layer.shape for layer in calibration.layers]
     if not all(stock.fits(shape.d_k) and stock.fits(shape.d_v) for shape in shapes):
         return None
-    return _sum(calibration, costs, lambda _i, _h, side, x: stock.round_trip(kind, x, keys=side == "k"))
+    return _sum(calibration, costs, lambda _i, _h, side, x: stock.round_trip(kind, x, side == "k", latent))

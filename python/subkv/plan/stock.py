@@ -29,14 +29,16 @@ def rotation_size(d: int, keys: bool) -> int:
     return d & -d if keys else 64  # the former is the largest power of two that divides d
 
 
-def round_trip(kind: str, x: F32, keys: bool) -> F32:
-    """x [..., d] as attention sees it, stored as `kind`, one of BITS. Raises SubkvError for a d it cannot take."""
+def round_trip(kind: str, x: F32, keys: bool, latent: bool = False) -> F32:
+    """x [..., d] as attention sees it, stored as `kind`, one of BITS. latent: rows of latent attention, which are not
+    rotated. Raises SubkvError for a d it cannot take.
+    """
     d = x.shape[-1]
     if kind == "f16":
         return x.astype(np.float16).astype(np.float32)
     if not fits(d):
         raise SubkvError(kind, f"expected a head size in multiples of {_BLOCK}, found {d}")
-    size = rotation_size(d, keys)
+    size = 1 if latent else rotation_size(d, keys)
     matrix = mixing_matrix(size).astype(np.float32)
     rotated = np.ascontiguousarray((x.reshape(-1, size) @ matrix).reshape(-1, d))
     dtype = GGMLQuantizationType[kind.upper()]

@@ -217,7 +217,7 @@ class ModelFacts:
     def has_tensor(self, name: str) -> bool:
         return self._find(name) is not None  # no rope_freqs.weight: a rope_type other than default says so here
 
-    def matrix(self, name: str, why: str) -> _Rows:
+    def matrix(self, name: str, why: str, stacked: bool = False) -> _Rows:
         """A weight of a layer's attention. Raises SubkvError where the model has none or names it otherwise."""
         found = self._find(name)
         if found is None:

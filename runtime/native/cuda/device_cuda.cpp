@@ -6,6 +6,7 @@
 #include "../nodes.h"
 #include "backend.h"
 
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -305,35 +306,28 @@ const char * CudaLayer::compute(NodeKind kind, ggml_tensor * dst, void * stream)
     return "unknown node";
 }
 
-// ggml_custom_op_params, which ggml keeps to itself.
-struct CustomParams {
-    ggml_custom_op_t fun;
-    int              n_tasks;
-    void *           userdata;
-};
-
-// nullptr: another custom node.
-const Node * node_of(const ggml_tensor * t) {
-    CustomParams params;
-    static_assert(sizeof(params) <= sizeof(t->op_params));
-    std::memcpy(&params, t->op_params, sizeof(params));
-    return t->op == GGML_OP_CUSTOM && params.fun == device_op ? (const Node *) params.userdata : nullptr;
-}
-
 } // namespace
 
 bool cuda_supports(const ggml_tensor * node, int device) {
-    const Node * n = node_of(node);
+    const auto * n = (const Node *) device_userdata(node);
     return n && n->layer->device() == device;
 }
 
 const char * cuda_compute(ggml_tensor * node, void * stream) {
-    const Node * n = node_of(node);
+    const auto * n = (const Node *) device_userdata(node);
     return n ? n->layer->compute(n->kind, node, stream) : "a custom node that is not subkv's";
+}
+
+const char * device_kernels() {
+    return "cuda";
 }
 
 bool has_device_kernels(ggml_backend_buffer_type_t buft) {
     return cuda_device(buft) >= 0;
+}
+
+size_t device_max_range(ggml_backend_buffer_type_t) {
+    return SIZE_MAX;
 }
 
 std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) {

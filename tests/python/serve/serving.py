@@ -13,12 +13,14 @@ from typing import Any
 
 import httpx
 
-from runtime.serve.app import Service, create_app
+from runtime.serve.app import create_app
 from runtime.serve.batching import Engine
 from runtime.serve.grammars import MIB, Grammars
 from runtime.serve.guard import Hosts
+from runtime.serve.recall import prefixes_of
 from runtime.serve.server import Server, configuration
-from runtime.serve.settings import Limits
+from runtime.serve.service import Service
+from runtime.serve.settings import Limits, Remembering
 from runtime.serve.slots_llama import SlotsLlama
 
 
@@ -51,6 +53,8 @@ def running(
     embeddings: bool = False,
     limits: dict[str, Any] | None = None,
     hosts: tuple[str, ...] = (),
+    log: str = "none",
+    remembering: Remembering | None = None,
     **kwargs: Any,
 ) -> Iterator[Served]:
     kwargs = {"n_batch": 256, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False} | kwargs
@@ -61,8 +65,11 @@ def running(
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         bounds = Limits(**(limits or {}))
         grammars = Grammars(llm.model_path, llm.n_vocab(), bounds.grammar_timeout, bounds.grammar_memory * MIB)
-        service = Service(Engine(llm, bounds.stall_timeout, grammars), name, bounds, embeddings, folder)
-        config = configuration(create_app(service, list(keys), Hosts(hosts)), bounds)
+        prefixes = None if remembering is None else prefixes_of(llm, remembering)
+        engine = Engine(llm, bounds.stall_timeout, grammars, prefixes=prefixes)
+        shared = remembering is not None and remembering.shared_cache
+        service = Service(engine, name, bounds, embeddings, folder, shared)
+        config = configuration(create_app(service, list(keys), Hosts(hosts), hosts, log), bounds)
         config.timeout_graceful_shutdown = 2
         server = Server(config, service.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

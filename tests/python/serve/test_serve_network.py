@@ -224,3 +224,55 @@ def test_a_request_at_work_outlives_the_deadline_for_headers(tiny_model: Callabl
                 time.sleep(0.002)
         assert lines[-2] == "data: [DONE]"
         assert json.loads(lines[0].removeprefix("data: "))["object"] == "text_completion"
+
+
+def test_pages_of_other_servers(coded_model: Callable[..., Path]) -> None:
+    """Those of --allow-host may ask and read, with a key, too; others get no header that would let them."""
+    with running(coded_model(), n_slots=1, n_ctx=256, keys=("secret",), hosts=("mine.example",)) as served:
+        wanted = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        with httpx.Client(base_url=served.url) as page:
+            path = "/v1/completions"
+            for origin, allowed in (("https://mine.example:3000", True), ("https://evil.example", False)):
+                asked = page.options(path, headers={"Origin": origin} | wanted)
+                assert (asked.status_code == 200) == allowed
+                assert asked.headers.get("access-control-allow-origin") == (origin if allowed else None)
+                refused = page.post(path, json={}, headers={"Origin": origin})
+                assert refused.status_code == (401 if allowed else 403)
+                assert refused.headers.get("access-control-allow-origin") == (origin if allowed else None)
+            asked = page.options(path, headers={"Origin": "https://mine.example.evil.example"} | wanted)
+            assert "access-control-allow-origin" not in asked.headers
+
+
+def test_a_body_that_curl_calls_a_form(served: Served) -> None:
+    """`curl -d` names a form, and is asked for none; a page, which might be anybody's, must name JSON."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    for headers in (form, {}):
+        assert served.client.post("/v1/completions", content=body, headers=headers).status_code == 200
+    own = {"Origin": served.url}
+    assert served.client.post("/v1/completions", content=body, headers=form | own).status_code == 400
+    assert (
+        served.client.post("/v1/completions", content=body, headers={"Content-Type": "text/plain"}).status_code == 400
+    )
+
+
+def test_a_line_for_every_request(coded_model: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
+    """What was asked, by whom, how it ended; nothing of a path can forge a line, nothing of a text is written."""
+    with running(coded_model(), n_slots=1, n_ctx=256, log="json") as served:
+        served.client.get("/health")
+        served.client.get("/nothing%0A%7B%22forged%22")
+        done = served.client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 2, "temperature": 0})
+        timings = done.json()["timings"]
+        assert served.idle()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    first, second, *others = lines
+    assert (first["path"], first["status"], first["method"]) == ("/nothing%0A%7B%22forged%22", 404, "GET")
+    assert second["path"] == "/v1/completions" and second["client"] == "127.0.0.1" and second["ms"] >= 0
+    assert {key: second[key] for key in ("cache_n", "prompt_n", "predicted_n")} == {
+        key: timings[key] for key in ("cache_n", "prompt_n", "predicted_n")
+    }
+    assert {line["path"] for line in others} == {"/slots"}
+    assert "secret" not in json.dumps(lines)

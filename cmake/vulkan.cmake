@@ -1,0 +1,37 @@
+# What llama.cpp's Vulkan backend and our shaders need, checked before llama.cpp's own CMake files fail with less to go by.
+
+# SPIR-V of all .comp files of a folder as C initializers; out: the names of these files.
+function(subkv_compile_shaders folder to out)
+    file(MAKE_DIRECTORY ${to})
+    file(GLOB shaders CONFIGURE_DEPENDS ${folder}/*.comp)
+    file(GLOB included CONFIGURE_DEPENDS ${folder}/*.glsl)
+    foreach(shader IN LISTS shaders)
+        get_filename_component(name ${shader} NAME_WE)
+        add_custom_command(OUTPUT ${to}/${name}.inc
+            COMMAND ${Vulkan_GLSLC_EXECUTABLE} -O --target-env=vulkan1.1 -Werror -mfmt=c -o ${to}/${name}.inc ${shader}
+            DEPENDS ${shader} ${included}
+            VERBATIM)
+        list(APPEND made ${to}/${name}.inc)
+    endforeach()
+    set(${out} ${made} PARENT_SCOPE)
+endfunction()
+
+# The patched file includes a header of ours; and older Vulkan headers lack a name that it uses.
+function(subkv_prepare_ggml_vulkan target)
+    target_include_directories(${target} PRIVATE ${CMAKE_SOURCE_DIR}/kernels/include)
+    target_include_directories(${target} BEFORE PRIVATE ${CMAKE_SOURCE_DIR}/cmake/vulkan)
+endfunction()
+
+if(NOT GGML_VULKAN)
+    return()
+endif()
+
+if(GGML_CUDA OR SUBKV_EMULATE_CUDA)
+    message(FATAL_ERROR "GGML_VULKAN: expected a build for one kind of GPU, found GGML_CUDA or SUBKV_EMULATE_CUDA, too")
+endif()
+find_package(Vulkan COMPONENTS glslc QUIET)
+find_package(SPIRV-Headers CONFIG QUIET)
+if(NOT Vulkan_FOUND OR NOT Vulkan_GLSLC_EXECUTABLE OR NOT SPIRV-Headers_FOUND)
+    message(FATAL_ERROR "GGML_VULKAN: expected Vulkan's headers and loader, glslc and the SPIR-V headers (Debian: "
+        "libvulkan-dev glslc spirv-headers), found not all of them")
+endif()

@@ -1,0 +1,142 @@
+"""What the server remembers: how soon a prefix is back, what it takes, and what conversations share."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from render import Column, Numbers, Rows, grid, text
+
+N_PREFIX, N_SYSTEM, N_OWN, N_TALKS = 6000, 1000, 200, 10
+CACHES = {"coefficients, 4.5 bits": (), "f16": ("-ctk", "f16"), "q8_0": ("-ctk", "q8_0", "-ctv", "q8_0")}
+MIB = 1 << 20
+
+
+class Client:
+    """Requests to a server of the lab."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def _ask(self, method: str, path: str, body: Any = None) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse().read()
+
+    def tokens(self, said: str) -> list[int]:
+        found: list[int] = json.loads(self._ask("POST", "/tokenize", {"content": said}))["tokens"]
+        return found
+
+    def seconds(self, tokens: Sequence[int]) -> tuple[float, int]:
+        """Until the first token of an answer, and how many tokens of the prompt were not evaluated."""
+        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0}
+        start = time.perf_counter()
+        answer = json.loads(self._ask("POST", "/v1/completions", body))
+        return time.perf_counter() - start, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def metric(self, name: str) -> float:
+        lines = self._ask("GET", "/metrics").decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"subkv:prefix_{name}"))
+
+    def kept(self, n: int) -> None:
+        """Wait until n prefixes are, on the disk, too."""
+        while self.metric("kept_total") < n:
+            time.sleep(0.05)
+        before = -1.0
+        while (now := self.metric('bytes{in="disk"}')) != before:
+            before = now
+            time.sleep(1)
+
+
+def _cold(folder: Path) -> None:
+    """What is in a folder is read from the disk again."""
+    for path in folder.iterdir():
+        with open(path, "rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def server_prefixes(lab: Any) -> Rows:
+    n_prefix, n_system, n_talks = lab.pick((N_PREFIX, N_SYSTEM, N_TALKS), (1200, 600, 3))
+    bases = ("--bases", lab.sidecar("4.5"))
+    lab.text("argparse.py")
+    said = lab.read("argparse.py")
+    rows = []
+    for i, (name, cache) in enumerate(CACHES.items()):
+        kept = f"prefixes{i}"
+        limits = ("-c", "8192", "-np", "1", "-t", "2", "--cache-disk", kept)
+        serve = ("subkv", "serve", "-m", "M.gguf", *(cache or bases), *limits)
+        with lab.server(*serve) as server:
+            client = Client(server.port)
+            tokens = client.tokens(said)
+            prompt, other = tokens[:n_prefix], tokens[n_prefix : n_prefix + 300]
+            evaluated, _ = client.seconds(prompt)
+            client.kept(1)
+            held = [client.metric(f'bytes{{in="{tier}"}}') for tier in ("ram", "disk")]
+            evicted = []
+            for turn in range(3):
+                client.seconds(other[turn:])
+                seconds, n = client.seconds(prompt)
+                assert n >= n_prefix - 1
+                evicted.append(seconds)
+        _cold(lab.folder / kept)
+        with lab.server(*serve) as server:
+            restarted, n = Client(server.port).seconds(prompt)
+            assert n >= n_prefix - 1
+        with lab.server(*serve[:-2], "--cache-ram", "4096") as server:
+            client = Client(server.port)
+            sizes = []
+            for talk in range(n_talks):
+                own = tokens[2000 + N_OWN * talk : 2000 + N_OWN * (talk + 1)]
+                client.seconds([*tokens[:n_system], *own])
+                while client.metric("kept_total") <= talk:
+                    time.sleep(0.05)
+                sizes.append(client.metric('bytes{in="ram"}'))
+        rows.append(
+            {
+                "cache": name,
+                "tokens": n_prefix,
+                "evaluated s": evaluated,
+                "evicted s": median(evicted),
+                "restarted s": restarted,
+                "ram MiB": held[0] / MIB,
+                "disk MiB": held[1] / MIB,
+                "conversations": n_talks,
+                "apart MiB": n_talks * sizes[0] / MIB,
+                "together MiB": sizes[-1] / MIB,
+            }
+        )
+    return rows
+
+
+def _share(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:.2f} ({100 * row[key] / row['evaluated s']:.1f}%)"
+
+
+def markdown(rows: Rows) -> str:
+    columns: list[Column] = [
+        ("cache", text("cache")),
+        ("tokens", text("tokens")),
+        ("evaluated s", lambda row: f"{row['evaluated s']:.2f}"),
+        ("evicted, back s", lambda row: _share(row, "evicted s")),
+        ("after a restart s", lambda row: _share(row, "restarted s")),
+        ("RAM MiB", lambda row: f"{row['ram MiB']:.1f}"),
+        ("disk MiB", lambda row: f"{row['disk MiB']:.1f}"),
+        ("10 conversations MiB", lambda row: f"{row['together MiB']:.1f} instead of {row['apart MiB']:.1f}"),
+    ]
+    return grid(rows, columns)
+
+
+def numbers(rows: Rows) -> Numbers:
+    worst = {key: max(row[key] / row["evaluated s"] for row in rows) for key in ("evicted s", "restarted s")}
+    return {
+        "evicted": f"{100 * worst['evicted s']:.1f}",
+        "restarted": f"{100 * worst['restarted s']:.1f}",
+    }

@@ -1,0 +1,160 @@
+#version 450
+// combine.comp: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
+// ubatch) and attention sinks, normalise. One workgroup per query head and token.
+#extension GL_GOOGLE_include_directive : require
+#include "tables.glsl"
+
+layout(local_size_x = 128) in;
+
+layout(std430, binding = 1) readonly buffer Partial { float partial[]; };
+layout(std430, binding = 2) readonly buffer Q { float q[]; };
+layout(std430, binding = 3) readonly buffer Fresh { uint fresh[]; };
+layout(std430, binding = 4) readonly buffer Window { uint window[]; };
+layout(std430, binding = 5) readonly buffer Mask { uint mask[]; };
+layout(std430, binding = 6) readonly buffer Tokens { int tokens[]; };
+layout(std430, binding = 7) readonly buffer Slots { int slots[]; };
+layout(std430, binding = 8) readonly buffer Sinks { float sinks[]; };
+layout(std430, binding = 9) writeonly buffer Out { float result[]; };
+
+layout(push_constant) uniform Push {
+    uint  m_at, z_at, acc_at, width_v, n_split; // of `partial`
+    uint  q_at, q_head, q_token, fresh_at, window_at, mask_at, mask_half, tokens_at;
+    uint  slots_at, slot_stride, slots_of_seq;
+    uint  sinks_at, has_sinks, out_at, out_stride;
+    uint  n_kv, n_tps, n_tokens;
+    float scale, softcap;
+} p;
+
+#include "mask.glsl"
+
+const uint THREADS = 128, PER_THREAD = (MAX_HEAD_SIZE + THREADS - 1) / THREADS;
+
+shared float coef[MAX_HEAD_SIZE];
+shared float query[MAX_HEAD_SIZE];
+shared float logits[THREADS]; // of as many exact keys at a time
+shared uint  rows[THREADS];   // where the key's row begins
+shared float room[THREADS];
+
+// Word i of a row that begins at `row`: of the window, or, with the highest bit set, of the fresh rows.
+uint row_word(uint row, uint i) {
+    return (row & 0x80000000u) != 0 ? fresh[(row & 0x7fffffffu) + i] : window[row + i];
+}
+
+void main() {
+    const uint hq = gl_WorkGroupID.x, token = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
+    const uint group = tables[N_GROUP], n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
+    const uint h      = hq / group;
+    const uint row    = (h * p.n_tokens + token) * group + hq % group; // of split 0
+    const uint stride = n_head * p.n_tokens * group;                  // from one split to the next
+    const uint width  = n_head * (d_k + d_v) / 2;                     // words of an exact row
+    const Head head   = head_of(1, h);
+
+    float m = -INFINITY, z = 0.0;
+    for (uint i = 0; i < p.n_split; ++i) {
+        m = max(m, partial[p.m_at + row + i * stride]);
+    }
+    for (uint i = 0; m != -INFINITY && i < p.n_split; ++i) {
+        z += exp(partial[p.m_at + row + i * stride] - m) * partial[p.z_at + row + i * stride];
+    }
+    for (uint c = me; c < head.rank; c += THREADS) {
+        float sum = 0.0;
+        for (uint i = 0; m != -INFINITY && i < p.n_split; ++i) {
+            const uint part = row + i * stride;
+            sum += exp(partial[p.m_at + part] - m) * partial[p.acc_at + part * p.width_v + c];
+        }
+        coef[c] = sum;
+    }
+    for (uint j = me; j < d_k; j += THREADS) {
+        query[j] = p.scale * q[p.q_at + hq * p.q_head + token * p.q_token + j];
+    }
+    barrier();
+    float o[PER_THREAD];
+    for (uint x = 0; x < PER_THREAD; ++x) {
+        const uint j = me + x * THREADS;
+        o[x]         = 0.0;
+        for (uint i = 0; j < d_v && i < head.rank; ++i) {
+            o[x] = fma(coef[i], table_half(head.decode, i * d_v + j), o[x]);
+        }
+    }
+
+    const uint n_keys = p.slots_of_seq > 0 ? p.slots_of_seq + p.n_tps : 0;
+    for (uint first = 0; first < n_keys; first += THREADS) {
+        const uint n     = min(THREADS, n_keys - first);
+        float      logit = -INFINITY;
+        if (me < n) {
+            const int own = tokens[p.tokens_at + 4 * token];
+            uint      i   = first + me;
+            int       pos, cell;
+            if (i < p.slots_of_seq) {
+                i += uint(tokens[p.tokens_at + 4 * token + 3]);
+                pos      = slots[p.slots_at + i];
+                cell     = slots[p.slots_at + p.slot_stride + i];
+                rows[me] = p.window_at + i * width;
+            } else {
+                i += token / p.n_tps * p.n_tps - p.slots_of_seq;
+                pos      = tokens[p.tokens_at + 4 * i];
+                cell     = tokens[p.tokens_at + 4 * i + 2];
+                rows[me] = (p.fresh_at + i * width) | 0x80000000u;
+            }
+            if (pos >= 0 && cell >= 0 && is_exact(pos, own)) {
+                const float bias = mask_value(p.mask_at + token * p.n_kv + uint(cell), p.mask_half);
+                if (bias != -INFINITY) {
+                    float dot = 0.0;
+                    for (uint j = 0; j < d_k / 2; ++j) {
+                        const vec2 pair = unpackHalf2x16(row_word(rows[me], h * d_k / 2 + j));
+                        dot             = fma(query[2 * j + 1], pair.y, fma(query[2 * j], pair.x, dot));
+                    }
+                    logit = capped(dot, p.softcap) + slope_of(hq) * bias;
+                }
+            }
+        }
+        logits[me] = logit;
+        room[me]   = logit;
+        for (uint step = THREADS / 2; step > 0; step /= 2) {
+            barrier();
+            if (me < step) {
+                room[me] = max(room[me], room[me + step]);
+            }
+        }
+        barrier();
+        const float top = max(m, room[0]);
+        if (room[0] != -INFINITY) {
+            const float keep = m == -INFINITY ? 0.0 : exp(m - top);
+            m                = top;
+            z *= keep;
+            for (uint x = 0; x < PER_THREAD; ++x) {
+                o[x] *= keep;
+            }
+            for (uint i = 0; i < n; ++i) {
+                if (logits[i] == -INFINITY) {
+                    continue;
+                }
+                const float weight = exp(logits[i] - m);
+                z += weight;
+                for (uint x = 0; x < PER_THREAD; ++x) {
+                    const uint j = me + x * THREADS;
+                    if (j < d_v) {
+                        const vec2 pair = unpackHalf2x16(row_word(rows[i], (n_head * d_k + h * d_v + j) / 2));
+                        o[x]            = fma(weight, j % 2 == 0 ? pair.x : pair.y, o[x]);
+                    }
+                }
+            }
+        }
+        barrier();
+    }
+
+    float w = 1.0;
+    if (p.has_sinks != 0) { // a logit without a value
+        const float sink = sinks[p.sinks_at + hq];
+        const float top  = max(m, sink);
+        w                = m == -INFINITY ? 0.0 : exp(m - top);
+        z                = z * w + exp(sink - top);
+    }
+    w = z > 0.0 ? w / z : 0.0; // a token that may see nothing gets zeros
+    for (uint x = 0; x < PER_THREAD; ++x) {
+        const uint j = me + x * THREADS;
+        if (j < d_v) {
+            result[p.out_at + token * p.out_stride + hq * d_v + j] = w * o[x];
+        }
+    }
+}

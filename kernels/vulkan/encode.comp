@@ -1,0 +1,238 @@
+#version 450
+// encode.comp: c = E x - offset, quantized as kernels/ref/encode.cpp defines, and the rows in half precision. One
+// workgroup per token, KV head and side (K or V).
+//
+// A word of a tile holds codes of several cells, which other workgroups may write at the same time; no two cells share
+// a bit. So bits are cleared and set atomically.
+#extension GL_GOOGLE_include_directive : require
+#define TABLES_ACCESS
+#include "tables.glsl"
+
+layout(local_size_x = 128) in;
+
+layout(std430, binding = 1) readonly buffer K { float k[]; };
+layout(std430, binding = 2) readonly buffer V { float v[]; };
+layout(std430, binding = 3) buffer KTiles { uint k_tiles[]; };
+layout(std430, binding = 4) buffer VTiles { uint v_tiles[]; };
+layout(std430, binding = 5) readonly buffer Cells { uvec2 cells[]; };
+layout(std430, binding = 6) writeonly buffer Fresh { uint fresh[]; };
+
+layout(push_constant) uniform Push {
+    uint k_at, k_head, k_token, v_at, v_head, v_token;
+    uint k_tiles_at, k_stride, v_tiles_at, v_stride;
+    uint cells_at; // in cells
+    uint fresh_at;
+} p;
+
+const uint  THREADS = 128, LANES = 8, CANDIDATES = 11;
+const float HALF_MAX = 65504.0;
+const uint  X_BAD = 1, C_BAD = 2, C_LIVE = 4; // of flags
+
+shared float xs[MAX_HEAD_SIZE];
+shared float c[MAX_HEAD_SIZE];
+shared uint  codes[MAX_HEAD_SIZE];
+shared float room[THREADS];
+shared uint  flags;
+
+void put(bool value, uint at, uint bits, uint mask) {
+    if (value) {
+        atomicAnd(v_tiles[at], ~mask);
+        atomicOr(v_tiles[at], bits);
+    } else {
+        atomicAnd(k_tiles[at], ~mask);
+        atomicOr(k_tiles[at], bits);
+    }
+}
+
+float quantize(float x, float inverse, float zero) {
+    return min(max(roundEven(fma(x, inverse, zero)), 0.0), 2.0 * zero);
+}
+
+// Lane `lane` of the squared error with scale s: coefficients j with j % 8 == lane, in ascending order.
+float lane_error(Head head, float s, uint lane) {
+    precise float error = 0.0;
+    for (uint i = 0; i < head.n_bands; ++i) {
+        const Band band = band_of(head, i);
+        if (band.bits == 16) {
+            continue;
+        }
+        precise float step    = s * band.ratio;
+        precise float inverse = 1.0 / step;
+        const float   zero    = half_range(band.bits);
+        for (uint j = lane; j < band.n; j += LANES) {
+            const float   x = c[band.first + j];
+            precise float e = fma(-step, quantize(x, inverse, zero) - zero, x);
+            error           = fma(e, e, error);
+        }
+    }
+    return error;
+}
+
+// The scale code of c, the same in all threads.
+uint choose_scale(Head head) {
+    const uint me        = gl_LocalInvocationID.x;
+    float      reach     = 0.0;
+    bool       quantized = false;
+    for (uint i = 0; i < head.n_bands; ++i) {
+        const Band band = band_of(head, i);
+        if (band.bits == 16) {
+            continue;
+        }
+        quantized          = true;
+        precise float full = band.ratio * half_range(band.bits);
+        for (uint j = me; j < band.n; j += THREADS) {
+            precise float r = abs(c[band.first + j]) / full;
+            reach           = max(reach, r);
+        }
+    }
+    if (!quantized) {
+        return SCALE_ONE;
+    }
+    room[me] = reach;
+    for (uint step = THREADS / 2; step > 0; step /= 2) {
+        barrier();
+        if (me < step) {
+            room[me] = max(room[me], room[me + step]);
+        }
+    }
+    barrier();
+    reach   = room[0];
+    uint k0 = 1;
+    while (k0 < 255 && row_scale(k0) < reach) {
+        ++k0;
+    }
+    barrier();
+    const uint candidate = me / LANES;
+    if (candidate < CANDIDATES && k0 > candidate) {
+        room[me] = lane_error(head, row_scale(k0 - candidate), me % LANES);
+    }
+    barrier();
+    uint  best       = k0;
+    float best_error = 0.0;
+    for (uint i = 0; i < CANDIDATES && k0 > i; ++i) { // ties to the larger scale
+        const uint    l = i * LANES;
+        precise float e = ((room[l] + room[l + 4]) + (room[l + 2] + room[l + 6])) +
+                          ((room[l + 1] + room[l + 5]) + (room[l + 3] + room[l + 7]));
+        if (i == 0 || e < best_error) {
+            best       = k0 - i;
+            best_error = e;
+        }
+    }
+    return best;
+}
+
+// Writes the codes of cell `cell` of the tile that begins at word `tile`.
+void store_codes(Head head, bool value, uint tile, uint cell) {
+    // a word holds four coefficients of a key, but one of a value
+    const uint each = value ? 1 : 4, words = 8 / each;
+    const uint ones = value ? 1u << 8 * (cell % 4) : 0x01010101u;
+    for (uint b = 0; b < head.n_bands; ++b) {
+        const Band band = band_of(head, b);
+        if (band.bits == 16) {
+            continue;
+        }
+        for (uint i = gl_LocalInvocationID.x; i < band.n / each; i += THREADS) {
+            const uint j    = i % words; // of the octet
+            const uint rho  = value ? cell / 8 : 4 * j + cell / 16;
+            const uint at   = tile + band.at + i / words * band.bits * LINE_WORDS +
+                              (value ? 2 * j + cell % 8 / 4 : cell % 16);
+            uint       word = 0;
+            for (uint x = 0; x < each; ++x) {
+                word |= codes[band.first + i * each + x] << 8 * (value ? cell % 4 : x);
+            }
+            for (uint x = 0; x < n_fields(band.bits, rho); ++x) {
+                const Field f    = field_of(band.bits, rho, x);
+                const uint  mask = ones * ((1u << f.width) - 1u);
+                put(value, at + f.line * LINE_WORDS, (word >> f.from & mask) << f.shift, mask << f.shift);
+            }
+        }
+    }
+}
+
+void main() {
+    const uint token = gl_WorkGroupID.x, h = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
+    const bool value = gl_WorkGroupID.z == 1;
+    const Head head  = head_of(gl_WorkGroupID.z, h);
+    const uint x_at  = value ? p.v_at + h * p.v_head + token * p.v_token : p.k_at + h * p.k_head + token * p.k_token;
+    const uint cell  = cells[p.cells_at + token].x; // of 64 bits
+    const uint within = cell % TILE;
+    const uint tile  = head.tile + (value ? p.v_tiles_at + cell / TILE * p.v_stride :
+                                            p.k_tiles_at + cell / TILE * p.k_stride);
+
+    if (me == 0) {
+        flags = 0;
+    }
+    barrier();
+    for (uint j = me; j < head.d; j += THREADS) {
+        xs[j] = value ? v[x_at + j] : k[x_at + j];
+        if (!finite(xs[j])) {
+            atomicOr(flags, X_BAD);
+        }
+    }
+    barrier();
+    for (uint first = 0; first < head.rank; first += THREADS / LANES) {
+        const uint i     = first + me / LANES;
+        float      total = 0.0;
+        if (i < head.rank) {
+            for (uint j = me % LANES; j < head.d / 2; j += LANES) {
+                const vec2 e = unpackHalf2x16(tables[head.encode + i * (head.d / 2) + j]);
+                total        = fma(e.y, xs[2 * j + 1], fma(e.x, xs[2 * j], total));
+            }
+        }
+        room[me] = total;
+        barrier();
+        if (me % LANES == 0 && i < head.rank) {
+            for (uint x = 1; x < LANES; ++x) {
+                total += room[me + x];
+            }
+            if (head.offset != 0) {
+                precise float less = total - uintBitsToFloat(tables[head.offset + i]);
+                total              = less;
+            }
+            c[i] = total;
+            atomicOr(flags, (finite(total) ? 0u : C_BAD) | (total != 0.0 ? C_LIVE : 0u));
+        }
+        barrier();
+    }
+    const bool x_finite = (flags & X_BAD) == 0;
+    const bool live     = (flags & (C_BAD | C_LIVE)) == C_LIVE;
+    if (me == 0 && (flags & C_BAD) != 0) {
+        atomicAdd(tables[N_BAD], 1);
+    }
+    uint code = 0;
+    if (live) {
+        code = choose_scale(head);
+    }
+    const float s = row_scale(code);
+    if (me == 0) {
+        put(value, tile + within / 4, code << 8 * (within % 4), 255u << 8 * (within % 4));
+    }
+    for (uint b = 0; b < head.n_bands; ++b) {
+        const Band    band    = band_of(head, b);
+        precise float step    = s * band.ratio;
+        precise float inverse = 1.0 / (live ? step : 1.0);
+        for (uint j = me; j < band.n; j += THREADS) {
+            const float x = live ? c[band.first + j] : 0.0;
+            if (band.bits == 16) {
+                const uint shift = within % 2 * 16;
+                put(value, tile + band.at + (j * TILE + within) / 2, to_half(clamp(x, -HALF_MAX, HALF_MAX)) << shift,
+                    0xffffu << shift);
+            } else {
+                codes[band.first + j] = live ? uint(quantize(x, inverse, half_range(band.bits))) : 0;
+            }
+        }
+    }
+    barrier();
+    store_codes(head, value, tile, within);
+
+    const uint n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
+    const uint at     = p.fresh_at + (token * n_head * (d_k + d_v) + (value ? n_head * d_k + h * d_v : h * d_k)) / 2;
+    for (uint j = me; j < head.d / 2; j += THREADS) {
+        uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // what a row that is not finite becomes
+        if (x_finite) {
+            pair = to_half(clamp(xs[2 * j], -HALF_MAX, HALF_MAX)) |
+                   to_half(clamp(xs[2 * j + 1], -HALF_MAX, HALF_MAX)) << 16;
+        }
+        fresh[at + j] = pair;
+    }
+}

@@ -1,0 +1,247 @@
+// ops.cpp: a layer's tables, and the dispatches of its ops.
+#include "ops.h"
+
+#include "shaders.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace subkv::vulkan {
+
+namespace {
+
+constexpr uint32_t MAX_ROWS         = 8;     // of attend's workgroup
+constexpr uint32_t MAX_ACCUMULATORS = 40;    // of attend's thread: rows times coefficients, which are registers
+constexpr int64_t  MAX_GROUPS       = 65535; // of a dimension: what every device has
+
+uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+// The words of LayerTables; tables.glsl has the order of the first ones.
+class Words {
+public:
+    explicit Words(size_t n) : words_(n) {}
+
+    uint32_t size() const { return (uint32_t) words_.size(); }
+
+    void set(size_t at, uint32_t word) { words_[at] = word; }
+
+    void add(uint32_t word) { words_.push_back(word); }
+
+    void add(float x) { add(bits_of(x)); }
+
+    // Halves or floats, nullptr: none. Where they begin.
+    template <typename T> uint32_t add(const T * data, size_t n) {
+        if (!data) {
+            return 0;
+        }
+        const uint32_t at = size();
+        words_.resize(at + (n * sizeof(T) + 3) / 4);
+        std::memcpy(words_.data() + at, data, n * sizeof(T));
+        return at;
+    }
+
+    std::vector<uint32_t> take() { return std::move(words_); }
+
+private:
+    std::vector<uint32_t> words_;
+};
+
+enum Header { N_BAD, N_HEAD_KV, N_GROUP, D_K, D_V, WIDTH_K, N_SINK, N_RECENT, SLOPES, FIELDS, ROOTS, HEADS, N_HEADER };
+
+constexpr uint32_t HEAD_WORDS = 9 + 5 * MAX_BANDS;
+
+int32_t largest_rank(const std::vector<HeadCodec> & heads) {
+    int32_t rank = 0;
+    for (const HeadCodec & head : heads) {
+        rank = std::max(rank, head.rank);
+    }
+    return rank;
+}
+
+void add_fields(Words & words) {
+    for (int32_t bits = 0; bits <= 8; ++bits) {
+        for (int32_t rho = 0; rho < 8; ++rho) {
+            const TileFields fields = tile_fields(bits, rho);
+            words.add((uint32_t) fields.n);
+            for (const TileField & f : fields.field) {
+                words.add((uint32_t) (f.line | f.shift << 8 | f.width << 16 | f.from << 24));
+            }
+        }
+    }
+}
+
+} // namespace
+
+Tables make_tables(const LayerTables & layer) {
+    Words        words(N_HEADER);
+    const size_t n_head = layer.k.size();
+    words.set(N_HEAD_KV, (uint32_t) n_head);
+    words.set(N_GROUP, (uint32_t) (layer.slope.size() / n_head));
+    words.set(D_K, (uint32_t) layer.k[0].d);
+    words.set(D_V, (uint32_t) layer.v[0].d);
+    words.set(WIDTH_K, (uint32_t) largest_rank(layer.k));
+    words.set(N_SINK, (uint32_t) layer.n_sink);
+    words.set(N_RECENT, (uint32_t) layer.n_recent);
+    const uint32_t slopes_at = words.add(layer.slope.data(), layer.slope.size());
+    words.set(SLOPES, slopes_at);
+    words.set(FIELDS, words.size());
+    add_fields(words);
+    words.set(ROOTS, words.add(EIGHTHS, 8));
+
+    struct Arrays {
+        uint32_t encode, decode, offset, mean;
+    };
+    std::vector<Arrays> arrays;
+    for (int side = 0; side < 2; ++side) {
+        for (size_t h = 0; h < n_head; ++h) {
+            const HeadCodec & head   = (side == 0 ? layer.k : layer.v)[h];
+            const size_t      n      = (size_t) head.rank * (size_t) head.d;
+            const uint32_t    encode = words.add(head.encode, n), decode = words.add(head.decode, n);
+            const uint32_t    offset = words.add(head.offset, (size_t) head.rank);
+            arrays.push_back(
+                { encode, decode, offset, words.add(side == 0 ? layer.mean[h] : nullptr, (size_t) head.d) });
+        }
+    }
+    words.set(HEADS, words.size());
+    for (int side = 0; side < 2; ++side) {
+        for (size_t h = 0; h < n_head; ++h) {
+            const HeadCodec & head = (side == 0 ? layer.k : layer.v)[h];
+            const Arrays &    a    = arrays[(size_t) side * n_head + h];
+            const int64_t     tile = (side == 0 ? layer.k_offset : layer.v_offset)[h];
+            for (const uint32_t word : { (uint32_t) head.d, (uint32_t) head.rank, (uint32_t) head.n_bands, a.encode,
+                                         a.decode, a.offset, a.mean, (uint32_t) (tile / 4) }) {
+                words.add(word);
+            }
+            words.add(layer.gamma[h]);
+            for (const Band & band : head.bands) {
+                words.add((uint32_t) band.n);
+                words.add((uint32_t) band.bits);
+                words.add((uint32_t) band.first);
+                words.add((uint32_t) (TILE * band.offset / 4));
+                words.add(band.ratio);
+            }
+        }
+    }
+    return { words.take(), slopes_at };
+}
+
+namespace {
+
+class Builder {
+public:
+    explicit Builder(const Shader & shader) {
+        d_.name        = shader.name;
+        d_.spirv       = shader.spirv;
+        d_.spirv_bytes = shader.bytes;
+    }
+
+    Builder & constant(uint32_t x) {
+        d_.constants[d_.n_constants++] = x;
+        return *this;
+    }
+
+    // The next binding.
+    Builder & bind(const Place & place) {
+        d_.buffers[d_.n_buffers++] = place.buffer;
+        return *this;
+    }
+
+    // Where in its buffer, in elements of so many bytes.
+    Builder & at(const Place & place, uint64_t unit = 4) {
+        return push((int64_t) (place.at / unit), place.at % unit == 0);
+    }
+
+    Builder & stride(int64_t bytes) { return push(bytes / 4, bytes % 4 == 0); }
+
+    Builder & push(int64_t x, bool fine = true) {
+        fits_                = fits_ && fine && x >= 0 && x <= UINT32_MAX;
+        d_.push[d_.n_push++] = (uint32_t) x;
+        return *this;
+    }
+
+    Builder & number(float x) {
+        d_.push[d_.n_push++] = bits_of(x);
+        return *this;
+    }
+
+    const char * run(int64_t x, int64_t y, int64_t z, Run run, void * recorder) {
+        if (!fits_) {
+            return "a place or a stride is no multiple of its unit, or does not fit 32 bits";
+        }
+        if (std::max({ x, y, z }) > MAX_GROUPS) {
+            return "more workgroups than 65535 in a dimension: smaller batches expected";
+        }
+        d_.groups[0] = (uint32_t) x;
+        d_.groups[1] = (uint32_t) y;
+        d_.groups[2] = (uint32_t) z;
+        return x * y * z == 0 ? nullptr : run(recorder, d_);
+    }
+
+private:
+    Dispatch d_    = {};
+    bool     fits_ = true;
+};
+
+} // namespace
+
+const char * encode(const Encode & e, Run run, void * recorder) {
+    Builder d(ENCODE);
+    d.bind(e.layer.tables).bind(e.k).bind(e.v).bind(e.k_tiles).bind(e.v_tiles).bind(e.cells).bind(e.fresh);
+    d.at(e.k).push(e.k_head).push(e.k_token).at(e.v).push(e.v_head).push(e.v_token);
+    d.at(e.k_tiles).stride(e.k_stride).at(e.v_tiles).stride(e.v_stride).at(e.cells, 8).at(e.fresh);
+    return d.run(e.n_tok, e.layer.n_head_kv, 2, run, recorder);
+}
+
+const char * project_queries(const Attend & a, Run run, void * recorder) {
+    const int64_t n_tokens = a.n_stream * a.n_tps;
+    Builder       d(PROJECT);
+    d.bind(a.layer.tables).bind(a.q).bind(a.qt);
+    d.at(a.q).push(a.q_head).push(a.q_token).at(a.qt).at(a.shift).push(n_tokens).number(a.layer.scale);
+    return d.run(n_tokens, a.layer.n_head_kv, (a.layer.width_k + 1 + 15) / 16, run, recorder);
+}
+
+const char * attend(const Attend & a, Run run, void * recorder) {
+    if (const char * error = project_queries(a, run, recorder)) {
+        return error;
+    }
+    const auto coefficients = (uint32_t) ((a.layer.width_v + TILE - 1) / TILE);
+    const auto n_rows       = a.n_tps * a.layer.n_group; // of a stream
+    const auto most         = std::min<int64_t>(MAX_ROWS, std::max<uint32_t>(1, MAX_ACCUMULATORS / coefficients));
+    const auto rows         = (uint32_t) std::min<int64_t>(most, std::max<int64_t>(1, n_rows));
+    Builder    d(ATTEND);
+    d.constant(rows).constant(coefficients);
+    d.bind(a.layer.tables).bind(a.m).bind(a.k_tiles).bind(a.v_tiles).bind(a.mask).bind(a.cell_pos).bind(a.tokens);
+    d.at(a.qt).at(a.shift).at(a.m).at(a.z).at(a.acc).push(a.layer.width_v);
+    d.at(a.k_tiles).stride(a.k_stride).stride(a.k_stream).at(a.v_tiles).stride(a.v_stride).stride(a.v_stream);
+    d.at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half).at(a.cell_pos).at(a.tokens);
+    d.push(a.n_kv).push(a.n_tps).push(a.n_stream * a.n_tps).push(a.split).number(a.layer.softcap);
+    return d.run(a.layer.n_head_kv, (n_rows + rows - 1) / rows * a.n_split, a.n_stream, run, recorder);
+}
+
+const char * combine(const Combine & b, Run run, void * recorder) {
+    const Attend & a     = b.a;
+    const Layer &  l     = a.layer;
+    const bool     sinks = b.sinks.buffer != nullptr;
+    Builder        d(COMBINE);
+    d.bind(l.tables).bind(a.m).bind(a.q).bind(b.fresh).bind(b.window).bind(a.mask).bind(a.tokens).bind(b.slots);
+    d.bind(sinks ? b.sinks : a.q).bind(b.out);
+    d.at(a.m).at(a.z).at(a.acc).push(l.width_v).push(a.n_split);
+    d.at(a.q).push(a.q_head).push(a.q_token).at(b.fresh).at(b.window).at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half);
+    d.at(a.tokens).at(b.slots).push(b.slot_stride).push(b.slots_of_seq);
+    d.at(b.sinks).push(sinks).at(b.out).push(b.out_stride);
+    d.push(a.n_kv).push(a.n_tps).push(a.n_stream * a.n_tps).number(l.scale).number(l.softcap);
+    return d.run((int64_t) l.n_head_kv * l.n_group, a.n_stream * a.n_tps, 1, run, recorder);
+}
+
+const char * store_window(const Store & s, Run run, void * recorder) {
+    Builder d(STORE_WINDOW);
+    d.bind(s.window).bind(s.fresh).bind(s.token);
+    d.at(s.window).at(s.fresh).at(s.token).push(s.n_slots).push(s.width / 2, s.width % 2 == 0);
+    return d.run(std::min<int64_t>(s.n_slots, 16384), 1, 1, run, recorder);
+}
+
+} // namespace subkv::vulkan

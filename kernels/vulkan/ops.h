@@ -1,0 +1,119 @@
+// ops.h: the ops of a coded layer on a Vulkan device. Host side: no Vulkan header is needed to call them.
+//
+// An op becomes one dispatch or two (subkv/vulkan_dispatch.h). Shaders read words: every place and stride below is a
+// multiple of 4 bytes, but the mask's where it holds halves.
+//
+// Cells lie in tiles (subkv/tiles.h), those of a layer's heads after each other.
+//
+// Numbers: codes are those of kernels/ref for the same coefficients, bit for bit where the device divides and fuses as
+// IEEE has it. Everything else is f32, and nothing is rounded beyond it.
+#pragma once
+
+#include "subkv/ops.h"
+#include "subkv/vulkan_dispatch.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace subkv::vulkan {
+
+// A place in a buffer.
+struct Place {
+    const void * buffer = nullptr; // of Dispatch
+    uint64_t     at     = 0;       // bytes
+};
+
+// What a layer's shaders read besides tensors. Words; the first one counts rows with coefficients that are not finite.
+struct LayerTables {
+    std::vector<HeadCodec>        k, v;               // [n_head_kv]
+    std::vector<int64_t>          k_offset, v_offset; // byte where the head's tile starts in that of all heads
+    std::vector<float>            gamma;              // [n_head_kv]
+    std::vector<const uint16_t *> mean;               // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
+    std::vector<float>            slope;              // [n_head] of the mask; ones without ALiBi
+    int32_t                       n_sink, n_recent;
+};
+
+struct Tables {
+    std::vector<uint32_t> words;
+    size_t                slopes_at; // words
+};
+
+Tables make_tables(const LayerTables & layer);
+
+struct Layer {
+    Place   tables; // Tables::words, at the beginning of a buffer
+    int32_t n_head_kv, n_group, d_k, d_v;
+    int32_t width_k, width_v; // largest ranks
+    float   scale, softcap;   // softcap 0: none
+};
+
+// k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
+// [n_tok][n_head_kv * (d_k + d_v)], K first; a row that is not finite becomes the mean or zero there.
+struct Encode {
+    Layer   layer;
+    Place   k, v;
+    int64_t k_head, k_token, v_head, v_token; // strides, in floats
+    Place   k_tiles, v_tiles;
+    int64_t k_stride, v_stride; // bytes from one tile to the next
+    Place   cells;              // [n_tok] int64
+    Place   fresh;
+    int64_t n_tok;
+};
+
+// Query row (t, g) of KV head h and split i: ((i * n_head_kv + h) * n_tokens + t) * n_group + g, as in runtime/native's
+// AttendShape. Tokens of stream s: [s * n_tps, (s + 1) * n_tps). A cell's bias is the mask's value, -INFINITY where its
+// position is exact (first n_sink, last n_recent) for the token.
+struct Attend {
+    Layer   layer;
+    Place   q;
+    int64_t q_head, q_token; // strides, in floats
+    Place   k_tiles, v_tiles;
+    int64_t k_stride, v_stride; // bytes from one tile to the next
+    int64_t k_stream, v_stream; // bytes from one stream to the next
+    Place   mask;               // [n_tokens][n_kv]
+    bool    mask_half;
+    Place   cell_pos; // [n_stream][n_kv]
+    Place   tokens;   // [n_tokens][4]: position, stream, cell, first window slot
+    int64_t n_kv;     // of a stream; the last tile is there in full
+    int64_t n_stream, n_tps;
+    int64_t split, n_split; // cells per split, whole tiles; splits
+    // all in one buffer
+    Place m; // [n_split * n_head_kv * n_tokens * n_group]
+    Place z;
+    Place acc;   // the same rows of width_v floats
+    Place qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
+    Place shift; // scratch [n_head_kv][n_tokens * n_group]
+};
+
+// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh ones), sinks, normalises.
+struct Combine {
+    Attend  a; // m, z, acc as attend left them
+    Place   fresh;
+    Place   window; // [n_slots] rows like fresh's; without an exact window any
+    Place   slots;  // [3][slot_stride]: position, cell, token to store
+    int64_t slot_stride;
+    int32_t slots_of_seq; // of one sequence, 0: no exact window
+    Place   sinks;        // [n_head]; no buffer: none
+    Place   out;          // [n_tokens][out_stride], query head h at h * d_v
+    int64_t out_stride;
+};
+
+// fresh rows -> the window's slots that name a token of this ubatch
+struct Store {
+    Place   window;
+    Place   fresh;
+    Place   token; // [n_slots], -1: none
+    int64_t n_slots;
+    int64_t width; // halves of a row
+};
+
+// nullptr, or what went wrong
+const char * encode(const Encode & args, Run run, void * recorder);
+const char * attend(const Attend & args, Run run, void * recorder);
+const char * combine(const Combine & args, Run run, void * recorder);
+const char * store_window(const Store & args, Run run, void * recorder);
+
+// attend's first half: projected queries, for tests and measurements
+const char * project_queries(const Attend & args, Run run, void * recorder);
+
+} // namespace subkv::vulkan

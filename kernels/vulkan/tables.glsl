@@ -1,0 +1,101 @@
+// tables.glsl: what every shader needs: a layer's tables as make_tables() lays them out (ops.cpp), halves, scales,
+// tiles.
+//
+// Buffers are arrays of words, whatever lies in them: no feature beyond Vulkan 1.1's own is asked of a device, and no
+// size of subgroups is assumed. Offsets and strides are words, too, unless they say otherwise.
+#extension GL_GOOGLE_include_directive : require
+
+#ifndef TABLES_ACCESS
+#    define TABLES_ACCESS readonly
+#endif
+layout(std430, binding = 0) TABLES_ACCESS buffer Tables {
+    uint tables[];
+};
+
+const uint N_BAD = 0, N_HEAD_KV = 1, N_GROUP = 2, D_K = 3, D_V = 4, WIDTH_K = 5, N_SINK = 6, N_RECENT = 7;
+const uint SLOPES = 8, FIELDS = 9, EIGHTHS = 10, HEADS = 11; // where they begin
+
+const uint HEAD_WORDS = 49, BAND_WORDS = 5;
+const uint MAX_HEAD_SIZE = 576, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
+
+const uint ALL_EXPONENT = 0x7f800000u;
+#define INFINITY uintBitsToFloat(ALL_EXPONENT)
+
+struct Head {
+    uint  d, rank, n_bands;
+    uint  encode, decode, offset, mean; // where they begin, 0: none
+    uint  tile;                         // where the head's tile begins in that of all heads
+    float gamma;
+    uint  bands; // where they begin
+};
+
+struct Band {
+    uint  n, bits, first;
+    uint  at; // word of the tile where its lines begin
+    float ratio;
+};
+
+// side: 0 K, 1 V
+Head head_of(uint side, uint h) {
+    const uint at = tables[HEADS] + (side * tables[N_HEAD_KV] + h) * HEAD_WORDS;
+    return Head(tables[at], tables[at + 1], tables[at + 2], tables[at + 3], tables[at + 4], tables[at + 5],
+                tables[at + 6], tables[at + 7], uintBitsToFloat(tables[at + 8]), at + 9);
+}
+
+Band band_of(Head head, uint i) {
+    const uint at = head.bands + i * BAND_WORDS;
+    return Band(tables[at], tables[at + 1], tables[at + 2], tables[at + 3], uintBitsToFloat(tables[at + 4]));
+}
+
+float slope_of(uint query_head) {
+    return uintBitsToFloat(tables[tables[SLOPES] + query_head]);
+}
+
+// Half number i of those that begin at word `at` of the tables.
+float table_half(uint at, uint i) {
+    const vec2 pair = unpackHalf2x16(tables[at + i / 2]);
+    return i % 2 == 0 ? pair.x : pair.y;
+}
+
+// The code that would stand for 0.
+float half_range(uint bits) {
+    return 0.5 * float((1u << bits) - 1u);
+}
+
+// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0.
+float row_scale(uint code) {
+    const float eighth = uintBitsToFloat(tables[tables[EIGHTHS] + code % 8]);
+    return code == 0 ? 0.0 : uintBitsToFloat((code / 8 + 127 - SCALE_ONE / 8) << 23) * eighth;
+}
+
+// Of register rho of codes with `bits` (kernels/include/subkv/tiles.h): how many lines it lies in, and these.
+struct Field {
+    uint line, shift, width, from;
+};
+
+uint n_fields(uint bits, uint rho) {
+    return tables[tables[FIELDS] + (bits * 8 + rho) * 4];
+}
+
+Field field_of(uint bits, uint rho, uint i) {
+    const uint f = tables[tables[FIELDS] + (bits * 8 + rho) * 4 + 1 + i];
+    return Field(f & 255u, f >> 8 & 255u, f >> 16 & 255u, f >> 24);
+}
+
+bool finite(float x) {
+    return (floatBitsToUint(x) & ALL_EXPONENT) != ALL_EXPONENT;
+}
+
+// Rounded to nearest even, as kernels/ref/half.h does; of finite numbers up to half's largest. packHalf2x16 may round
+// otherwise.
+uint to_half(float x) {
+    const uint bits = floatBitsToUint(x), sign = bits >> 16 & 0x8000u, mag = bits & 0x7fffffffu;
+    if (mag < 0x33000000u) {
+        return sign;
+    }
+    const uint e = mag >> 23, mantissa = (mag & 0x7fffffu) | 0x800000u, drop = e >= 113 ? 13 : 126 - e;
+    const uint kept = mantissa >> drop, rest = mantissa & ((1u << drop) - 1u), middle = 1u << (drop - 1);
+    const uint up   = rest > middle || (rest == middle && (kept & 1u) != 0) ? 1 : 0;
+    const uint base = e >= 113 ? (e - 113) << 10 : 0;
+    return sign | (base + kept + up);
+}

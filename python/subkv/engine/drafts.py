@@ -1,0 +1,255 @@
+"""Speculation: tokens that are cheap to guess (a draft) are evaluated in one batch, and those that the model's own
+sampler does not choose are taken back. Where a draft comes from changes the speed and nothing else.
+
+    llm = subkv.Llama("model.gguf", draft_model="small.gguf")
+    llm = subkv.Llama("model.gguf", draft_model=subkv.DraftModel("small.gguf", num_pred_tokens=8))
+    llm = subkv.Llama("model.gguf", draft_model=subkv.PromptLookup())
+
+Whatever implements llama_cpp's LlamaDraftModel works, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subkv.base.errors import SubkvError, concerning
+from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.checkpoints import BYTES, Checkpoints
+from subkv.engine.context import Context, ContextOptions
+from subkv.engine.model import Model
+from subkv.format.window import N_ROLLBACK
+from subkv.native.binding import C
+
+# isort: split
+from llama_cpp.llama_speculative import LlamaDraftModel
+
+Tokens = npt.NDArray[np.intc]
+
+N_DRAFT = 3  # tokens of a draft model's drafts, llama.cpp's default
+N_GRAM, M_GRAM = 12, 48  # tokens that must repeat, tokens that then are guessed: llama.cpp's defaults
+PADDING = 128  # unused tokens by which two vocabularies of one kind may differ in size
+NOTHING: Tokens = np.empty(0, np.intc)
+
+
+class PromptLookup(LlamaDraftModel):
+    """What followed when the last `ngram` tokens stood in the text before, the latest time: llama.cpp's ngram-simple.
+
+    A repetition that goes on up to the end of the text is guessed to go on. Takes no memory and next to no time.
+    n_min: a shorter draft is none.
+    """
+
+    def __init__(self, ngram: int = N_GRAM, num_pred_tokens: int = M_GRAM, n_min: int = 0) -> None:
+        for key, n in (("ngram", ngram), ("num_pred_tokens", num_pred_tokens)):
+            if n < 1:
+                raise SubkvError(key, f"expected 1 or more tokens, found {n}")
+        self.ngram, self.num_pred_tokens, self.n_min = ngram, num_pred_tokens, n_min
+
+    def __call__(self, input_ids: Tokens, /, **_: Any) -> Tokens:
+        n, last = self.ngram, len(input_ids) - 1
+        if last < n:
+            return NOTHING
+        starts = np.flatnonzero(input_ids[n - 1 : last] == input_ids[last])
+        for i in range(1, n):
+            starts = starts[input_ids[starts + n - 1 - i] == input_ids[last - i]]
+        if not starts.size:
+            return NOTHING
+        return np.resize(input_ids[starts[-1] + n :], self.num_pred_tokens)
+
+
+class DraftModel(LlamaDraftModel):
+    """A smaller model of the same vocabulary guesses, greedily.
+
+    num_pred_tokens: most of a draft; n_min: a shorter one is none. p_min: a draft ends before a token that the small
+    model gives less probability. kv_cache: of the small model, as in Llama. It is opened by whoever verifies its
+    drafts, with a context as long; its cells follow the text by what two texts have in common. Raises SubkvError.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        num_pred_tokens: int = N_DRAFT,
+        p_min: float = 0.0,
+        kv_cache: str = "f16",
+        n_gpu_layers: int = 0,
+        n_min: int = 0,
+    ) -> None:
+        if num_pred_tokens < 1:
+            raise SubkvError("num_pred_tokens", f"expected 1 or more tokens, found {num_pred_tokens}")
+        if not 0 <= p_min <= 1:
+            raise SubkvError("p_min", f"expected a probability, found {p_min}")
+        self.model_path, self.num_pred_tokens, self.p_min = Path(model_path), num_pred_tokens, p_min
+        self.kv_cache, self.n_gpu_layers, self.n_min = kv_cache, n_gpu_layers, n_min
+        self._model: Model | None = None
+        self._context: Context | None = None
+
+    def __reduce__(self) -> Any:
+        given = (self.model_path, self.num_pred_tokens, self.p_min, self.kv_cache, self.n_gpu_layers, self.n_min)
+        return DraftModel, given
+
+    def open(self, target: Model, n_ctx: int, n_threads: int | None, n_seqs: int = 1) -> None:
+        """Load it for sequences of n_ctx tokens of `target`. Raises SubkvError about draft_model."""
+        if self._model is not None:
+            raise SubkvError("draft_model", "expected one that nobody uses, found one of another Llama")
+        with concerning(model="draft_model", type_k="draft_model", kv_cache="draft_model"):
+            self._model = Model(self.model_path, self.n_gpu_layers)
+            try:
+                require_same_vocabulary(self._model, target)
+                choice = choose_cache(self.model_path, CacheOptions(self.kv_cache))
+                choice = choice.with_rollback(max(self.num_pred_tokens, N_ROLLBACK))
+                options = ContextOptions(n_ctx * n_seqs, n_threads=n_threads, n_seq_max=n_seqs)
+                self._context = self._model.context(choice, options)
+            except BaseException:
+                self.close()
+                raise
+        model, context = self._model.handle, self._context
+        recurrent = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
+        seqs = range(n_seqs)
+        self._points = [Checkpoints(context.handle, seq, BYTES // n_seqs) if recurrent else None for seq in seqs]
+        self._held = np.empty((n_seqs, n_ctx), np.intc)  # tokens whose cells there are
+        self._n_held = [0] * n_seqs
+
+    def close(self) -> None:
+        """Free it; then it can be opened again."""
+        if self._context is not None:
+            self._context.close()
+        if self._model is not None:
+            self._model.close()
+        self._context = self._model = None
+
+    def __call__(self, input_ids: Tokens, /, seq: int = 0, **_: Any) -> Tokens:
+        """A draft of what follows. seq: which of the texts, as opened, this one continues."""
+        model, context = self._model, self._context
+        if model is None or context is None:
+            raise SubkvError("draft_model", "expected one that a Llama has opened, found one that is closed")
+        n = len(input_ids)
+        n_max = min(self.num_pred_tokens, self._held.shape[1] - n)
+        if n < 1 or n_max < 1 or input_ids.max() >= model.n_vocab:  # nothing to say about a padding of the other's
+            return NOTHING
+        try:
+            self._rewind(context, seq, input_ids)
+            while (held := self._n_held[seq]) < n:
+                end = min(held + context.n_batch, n)
+                self._decode(context, seq, input_ids[held:end], end - held - 1)
+            if (points := self._points[seq]) is not None:
+                points.take(n)
+            drafted: list[int] = []
+            while True:
+                logits = context.logits(1)[0]
+                token = int(logits.argmax())
+                if self.p_min and 1 / np.exp(logits - logits[token]).sum() < self.p_min:
+                    break
+                drafted.append(token)
+                if len(drafted) == n_max or model.is_end(token):
+                    break
+                self._decode(context, seq, np.array([token], np.intc), 0)
+        except BaseException:
+            self._n_held[seq] = 0  # what its cells hold is not known any more
+            raise
+        return np.array(drafted, np.intc)
+
+    def _rewind(self, context: Context, seq: int, ids: Tokens) -> None:
+        """Leave the cells of what `ids` begin with, less than all of them: the last one's logits are wanted."""
+        n = min(self._n_held[seq], len(ids) - 1)
+        other = np.flatnonzero(self._held[seq, :n] != ids[:n])
+        n = int(other[0]) if other.size else n
+        if (points := self._points[seq]) is not None:
+            n = points.cut(n)
+        elif not C.llama_memory_seq_rm(context.memory, seq, n, -1):
+            n = 0
+            C.llama_memory_seq_rm(context.memory, seq, -1, -1)
+        self._n_held[seq] = n
+
+    def _decode(self, context: Context, seq: int, tokens: Tokens, first_logits: int) -> None:
+        held = self._n_held[seq]
+        context.decode(tokens, held, first_logits, seq)
+        self._held[seq, held : held + len(tokens)] = tokens
+        self._n_held[seq] = held + len(tokens)
+
+
+def require_same_vocabulary(draft: Model, target: Model) -> None:
+    """Raises SubkvError about draft_model where a token is not the same text for both."""
+    kinds = [C.llama_vocab_type(model.vocab) for model in (draft, target)]
+    sizes = [draft.n_vocab, target.n_vocab]
+    if kinds[0] != kinds[1] or abs(sizes[0] - sizes[1]) > PADDING:
+        raise SubkvError(
+            "draft_model",
+            f"expected the vocabulary of the model, {sizes[1]} tokens of type {kinds[1]}, found {sizes[0]} of type "
+            f"{kinds[0]} in {draft.path}",
+        )
+    for token in range(min(sizes)):
+        found, expected = (C.llama_vocab_get_text(model.vocab, token) for model in (draft, target))
+        if found != expected:
+            raise SubkvError(
+                "draft_model",
+                f"expected the vocabulary of the model, whose token {token} is {expected!r}, found {found!r} in "
+                f"{draft.path}",
+            )
+
+
+@dataclass
+class DraftStats:
+    """Tokens that were drafted and evaluated, those of them that were right, and the batches that held drafts."""
+
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_drafts: int = 0
+
+
+class Drafting(LlamaDraftModel):
+    """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted."""
+
+    def __init__(self, model: LlamaDraftModel, n_vocab: int) -> None:
+        self.model = model
+        self.stats = DraftStats()
+        self._n_vocab = n_vocab
+        self.n_latest = 0  # tokens of the latest draft, until they are evaluated
+
+    @property
+    def num_pred_tokens(self) -> int:
+        """Most tokens of a draft; 0: the model does not say."""
+        return int(getattr(self.model, "num_pred_tokens", 0))
+
+    def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
+        found = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
+        found = found[: self.num_pred_tokens or None]
+        wrong = np.flatnonzero((found < 0) | (found >= self._n_vocab))  # a padding of its vocabulary
+        found = found[: wrong[0]] if wrong.size else found
+        found = found if len(found) >= getattr(self.model, "n_min", 0) else NOTHING
+        self.n_latest = len(found)
+        return found
+
+    def cut(self, n: int) -> None:
+        """At most n tokens of the latest draft will be evaluated."""
+        self.n_latest = min(self.n_latest, max(n, 0))
+
+    def evaluated(self) -> int:
+        """How many drafted tokens the evaluation that begins now ends with; they are counted."""
+        n, self.n_latest = self.n_latest, 0
+        self.stats.n_drafted += n
+        self.stats.n_drafts += n > 0
+        return n
+
+    def judged(self, right: bool) -> None:
+        """One of them was compared with what the sampler chose."""
+        self.stats.n_accepted += bool(right)
+
+
+def drafting(given: Any) -> Any:
+    """The draft_model argument as a LlamaDraftModel or None; a path is a DraftModel's. Raises SubkvError."""
+    if isinstance(given, (str, os.PathLike)):
+        return DraftModel(given)
+    if given is not None and not callable(given):
+        raise SubkvError("draft_model", f"expected a path or a LlamaDraftModel, found {type(given).__name__}")
+    return given.model if isinstance(given, Drafting) else given
+
+
+def seen(tokens: Sequence[int]) -> Tokens:
+    """Tokens as draft models take them."""
+    return np.fromiter(tokens, np.intc, len(tokens))

@@ -1,0 +1,42 @@
+"""Which models have latent attention (MLA) that can be coded, and what their metadata and weights tell of it."""
+
+from __future__ import annotations
+
+from subkv.base.errors import SubkvError
+from subkv.format.arrays import F32
+from subkv.format.calibration import LayerShape
+from subkv.native.gguf import Base
+
+KNOWN = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3")  # architectures
+WHY = "bases of latent attention (MLA) need it"
+
+
+def is_latent(base: Base) -> bool:
+    """Whether the model's attention is latent, in a form that the engine computes."""
+    arch = base.get("general.architecture")
+    return arch in KNOWN and base.get(f"{arch}.attention.key_length_mla") is not None
+
+
+def sizes(base: Base) -> tuple[int, int]:
+    """Elements of a row, and of its latent; 0 where the metadata do not say. Not every file has value_length."""
+    arch = base.get("general.architecture")
+    d_k, d_v = (base.get(f"{arch}.attention.{key}") for key in ("key_length", "kv_lora_rank"))
+    return d_k if isinstance(d_k, int) else 0, d_v if isinstance(d_v, int) else 0
+
+
+def output_weights(base: Base, shape: LayerShape) -> F32:
+    """What a head's sum of latents becomes in the residual stream, W_o,h W_v,h: [n_embd, n_head·d_v], as W_o.
+
+    A gate that some models put between the two is left out. Raises SubkvError for tensors that are missing or misfit.
+    """
+    output, values = (f"blk.{shape.il}.{name}.weight" for name in ("attn_output", "attn_v_b"))
+    w_o, w_v = base.tensor(output, WHY), base.matrix(values, WHY, stacked=True).rows(slice(None))
+    if len(w_v) != w_o.shape[1] or len(w_v) % shape.n_head or w_v.shape[1] != shape.d_v:
+        raise SubkvError(
+            values,
+            f"expected {w_o.shape[1]} rows of {shape.d_v} (all heads' outputs, the latent), found {list(w_v.shape)}",
+        )
+    heads = w_v.reshape(shape.n_head, -1, shape.d_v)
+    per_head = w_o.reshape(len(w_o), shape.n_head, -1).transpose(1, 0, 2) @ heads
+    out: F32 = per_head.transpose(1, 0, 2).reshape(len(w_o), -1)
+    return out

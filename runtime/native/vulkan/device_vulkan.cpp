@@ -1,0 +1,248 @@
+// device_vulkan.cpp: tables of a coded layer in device memory, and the ops of kernels/vulkan on a graph's tensors.
+// Sources of nodes are the first of the CPU's (nodes.cpp): queries are projected in attend here, and masks read there.
+// Nothing here waits for the device but the upload of the tables, and `wait`.
+#include "../../../kernels/vulkan/ops.h"
+#include "../error.h"
+#include "../nodes.h"
+#include "backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+namespace {
+
+class VulkanLayer;
+
+struct Node {
+    NodeKind            kind;
+    const VulkanLayer * layer;
+};
+
+class VulkanLayer final : public DeviceLayer {
+public:
+    VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
+
+    void     prepare() override;
+    void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
+    int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
+    uint64_t n_zero_rows() const override;
+    void     wait() const override { vulkan_wait(device_); }
+
+    ggml_backend_dev_t device() const { return device_; }
+    const char *       compute(NodeKind kind, ggml_tensor * dst, vulkan::Run run, void * recorder) const;
+
+private:
+    vulkan::Layer  layer(int64_t width_v) const;
+    vulkan::Encode encode(ggml_tensor * dst) const;
+    vulkan::Attend attend(ggml_tensor * dst) const;
+    // queries, and m, z, acc and scratch of attend's result
+    vulkan::Attend  partial(const ggml_tensor * q, const ggml_tensor * k_view, const ggml_tensor * result) const;
+    vulkan::Combine combine(ggml_tensor * dst) const;
+    vulkan::Store   store_window(ggml_tensor * dst) const;
+
+    const LayerNodes &      layer_;
+    ggml_backend_dev_t      device_;
+    Node                    nodes_[4];
+    int32_t                 width_k_        = 0;
+    float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
+    size_t                  slopes_at_      = 0;     // bytes
+    ggml_context_ptr        ctx_;
+    ggml_backend_buffer_ptr buffer_;
+    ggml_tensor *           memory_ = nullptr; // I8 [bytes]
+};
+
+VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
+    layer_(layer), device_(vulkan_device(buft)), nodes_{ { NodeKind::ENCODE, this },
+                                                         { NodeKind::ATTEND, this },
+                                                         { NodeKind::COMBINE, this },
+                                                         { NodeKind::STORE_WINDOW, this } } {
+    const LayerCodec &  codec = *layer.codec;
+    vulkan::LayerTables tables;
+    tables.k     = codec.k;
+    tables.v     = codec.v;
+    tables.gamma = codec.gamma;
+    tables.slope.resize((size_t) layer.n_head);
+    tables.n_sink   = layer.window->n_sink();
+    tables.n_recent = layer.window->n_recent();
+    for (const auto & centre : codec.centre) {
+        tables.mean.push_back(centre.mean.empty() ? nullptr : centre.mean.data());
+    }
+    tables.mean.resize((size_t) codec.n_head_kv, nullptr);
+    for (int64_t h = 0; h < codec.n_head_kv; ++h) {
+        tables.k_offset.push_back(codec.tile_offset(h, false));
+        tables.v_offset.push_back(codec.tile_offset(h, true));
+        width_k_ = std::max(width_k_, codec.k[(size_t) h].rank);
+    }
+    const vulkan::Tables made = vulkan::make_tables(tables);
+    slopes_at_                = 4 * made.slopes_at;
+
+    ctx_.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+    memory_ = ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I8, (int64_t) (4 * made.words.size()));
+    ggml_format_name(memory_, "subkv_bases_l%d", codec.il);
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), buft));
+    if (!buffer_) {
+        throw std::runtime_error("layer " + std::to_string(codec.il) + ": its bases, " +
+                                 std::to_string(4 * made.words.size()) + " bytes, do not fit on " +
+                                 ggml_backend_buft_name(buft));
+    }
+    ggml_backend_tensor_set(memory_, made.words.data(), 0, 4 * made.words.size());
+}
+
+void VulkanLayer::prepare() {
+    if (max_alibi_bias_ == layer_.max_alibi_bias) {
+        return;
+    }
+    std::vector<float> slopes((size_t) layer_.n_head);
+    alibi_slopes(layer_, 0, layer_.n_head, slopes.data());
+    ggml_backend_tensor_set(memory_, slopes.data(), slopes_at_, slopes.size() * sizeof(float));
+    max_alibi_bias_ = layer_.max_alibi_bias;
+}
+
+uint64_t VulkanLayer::n_zero_rows() const {
+    uint32_t n = 0;
+    ggml_backend_tensor_get(memory_, &n, 0, sizeof(n));
+    return n;
+}
+
+vulkan::Place place(const ggml_tensor * t) {
+    return { t->view_src ? t->view_src : t, t->view_src ? t->view_offs : 0 };
+}
+
+vulkan::Place behind(vulkan::Place from, int64_t n_floats) {
+    from.at += (uint64_t) n_floats * sizeof(float);
+    return from;
+}
+
+vulkan::Layer VulkanLayer::layer(int64_t width_v) const {
+    const LayerCodec & codec = *layer_.codec;
+    return { place(memory_),    codec.n_head_kv, layer_.n_head / codec.n_head_kv,
+             codec.d_k,         codec.d_v,       width_k_,
+             (int32_t) width_v, layer_.scale,    layer_.softcap };
+}
+
+vulkan::Encode VulkanLayer::encode(ggml_tensor * dst) const {
+    const ggml_tensor * k = dst->src[0];
+    const ggml_tensor * v = dst->src[1];
+    vulkan::Encode      e;
+    e.layer    = layer(0);
+    e.k        = place(k);
+    e.v        = place(v);
+    e.k_head   = stride_f32(k, 1);
+    e.k_token  = stride_f32(k, 2);
+    e.v_head   = stride_f32(v, 1);
+    e.v_token  = stride_f32(v, 2);
+    e.k_tiles  = place(dst->src[2]);
+    e.v_tiles  = place(dst->src[3]);
+    e.k_stride = TILE * (int64_t) dst->src[2]->nb[1];
+    e.v_stride = TILE * (int64_t) dst->src[3]->nb[1];
+    e.cells    = place(dst->src[4]);
+    e.fresh    = place(dst);
+    e.n_tok    = k->ne[2];
+    return e;
+}
+
+vulkan::Attend VulkanLayer::partial(const ggml_tensor * q, const ggml_tensor * k_view,
+                                    const ggml_tensor * result) const {
+    const AttendShape s = attend_shape(layer_, q, k_view);
+    vulkan::Attend    a = {};
+    a.layer             = layer(s.width);
+    a.q                 = place(q);
+    a.q_head            = stride_f32(q, 1);
+    a.q_token           = stride_f32(q, 2);
+    a.n_kv              = s.n_kv;
+    a.n_stream          = s.n_stream;
+    a.n_tps             = s.n_tps;
+    a.split             = s.split;
+    a.n_split           = s.n_split;
+    a.m                 = place(result);
+    a.z                 = behind(a.m, s.n_rows);
+    a.acc               = behind(a.z, s.n_rows);
+    a.qt                = behind(a.acc, s.n_rows * s.width);
+    a.shift             = behind(a.qt, s.n_rows / s.n_split * width_k_);
+    return a;
+}
+
+vulkan::Attend VulkanLayer::attend(ggml_tensor * dst) const {
+    const ggml_tensor * k_view = dst->src[2];
+    const ggml_tensor * v_view = dst->src[3];
+    vulkan::Attend      a      = partial(dst->src[0], k_view, dst);
+    a.k_tiles                  = place(k_view);
+    a.v_tiles                  = place(v_view);
+    a.k_stride                 = TILE * (int64_t) k_view->nb[1];
+    a.v_stride                 = TILE * (int64_t) v_view->nb[1];
+    a.k_stream                 = (int64_t) k_view->nb[2];
+    a.v_stream                 = (int64_t) v_view->nb[2];
+    a.mask                     = place(dst->src[4]);
+    a.mask_half                = dst->src[4]->type == GGML_TYPE_F16;
+    a.cell_pos                 = place(dst->src[5]);
+    a.tokens                   = place(dst->src[6]);
+    return a;
+}
+
+vulkan::Combine VulkanLayer::combine(ggml_tensor * dst) const {
+    const ggml_tensor * slots = dst->src[6];
+    vulkan::Combine     b     = {};
+    b.a                       = partial(dst->src[1], dst->src[7], dst->src[0]);
+    b.a.mask                  = place(dst->src[4]);
+    b.a.mask_half             = dst->src[4]->type == GGML_TYPE_F16;
+    b.a.tokens                = place(dst->src[5]);
+    b.fresh                   = place(dst->src[2]);
+    b.window                  = place(dst->src[3]);
+    b.slots                   = place(slots);
+    b.slot_stride             = slots->ne[0];
+    b.slots_of_seq            = (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq()));
+    b.sinks                   = dst->src[8] ? place(dst->src[8]) : vulkan::Place{};
+    b.out                     = place(dst);
+    b.out_stride              = stride_f32(dst, 1);
+    return b;
+}
+
+vulkan::Store VulkanLayer::store_window(ggml_tensor * dst) const {
+    const ggml_tensor * slots = dst->src[2];
+    return { place(dst), place(dst->src[1]), behind(place(slots), 2 * slots->ne[0]), slots->ne[0], dst->ne[0] };
+}
+
+const char * VulkanLayer::compute(NodeKind kind, ggml_tensor * dst, vulkan::Run run, void * recorder) const {
+    switch (kind) {
+        case NodeKind::ENCODE: return vulkan::encode(encode(dst), run, recorder);
+        case NodeKind::ATTEND: return vulkan::attend(attend(dst), run, recorder);
+        case NodeKind::COMBINE: return vulkan::combine(combine(dst), run, recorder);
+        case NodeKind::STORE_WINDOW: return vulkan::store_window(store_window(dst), run, recorder);
+    }
+    return "unknown node";
+}
+
+} // namespace
+
+bool vulkan_supports(const ggml_tensor * node, ggml_backend_dev_t device) {
+    const auto * n = (const Node *) device_userdata(node);
+    return n && n->layer->device() == device;
+}
+
+const char * vulkan_compute(ggml_tensor * node, vulkan::Run run, void * recorder) {
+    const auto * n = (const Node *) device_userdata(node);
+    return n ? n->layer->compute(n->kind, node, run, recorder) : "a custom node that is not subkv's";
+}
+
+const char * device_kernels() {
+    return "vulkan";
+}
+
+bool has_device_kernels(ggml_backend_buffer_type_t buft) {
+    return vulkan_device(buft) != nullptr;
+}
+
+size_t device_max_range(ggml_backend_buffer_type_t buft) {
+    return vulkan_max_range(vulkan_device(buft));
+}
+
+std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) {
+    return std::make_unique<VulkanLayer>(layer, buft);
+}
+
+} // namespace subkv

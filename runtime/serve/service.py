@@ -1,0 +1,128 @@
+"""The model behind the routes, and what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from runtime.serve import metrics, schema
+from runtime.serve.batching import Engine
+from runtime.serve.completion import RequestLlama
+from runtime.serve.grammars import guard_thread
+from runtime.serve.guard import Places
+from runtime.serve.refusals import ApiError, bad_field
+from runtime.serve.runs import EventStream, Run
+from runtime.serve.settings import Limits
+from subkv.engine.llama import Llama
+from subkv.native.binding import llama_cpp
+
+TOKEN = re.compile(r"[0-9]{1,10}")
+
+# fields of a request that create_completion takes under the same name
+SAMPLING = {"temperature", "top_p", "min_p", "top_k", "repeat_penalty", "presence_penalty", "frequency_penalty"}
+SAMPLING |= {"mirostat_mode", "mirostat_tau", "mirostat_eta", "stop", "stream", "seed"}
+
+
+@dataclasses.dataclass
+class Service:
+    """The model behind the routes. save_folder: where slots are saved; None: nowhere.
+
+    shared_cache: what is remembered for one key serves all.
+    """
+
+    engine: Engine
+    name: str
+    limits: Limits
+    embeddings: bool
+    save_folder: Path | None
+    shared_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self.llm = self.engine.llm
+        self.created = int(time.time())
+        n_slots = len(self.engine.slots)
+        self.pool = ThreadPoolExecutor(n_slots, thread_name_prefix="request", initializer=guard_thread)
+        self.places = Places(n_slots, self.limits.n_queue)
+        self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
+
+    def run(self, request: Request, work: Callable[[RequestLlama], Any]) -> Run:
+        """Queue a request. Raises ApiError when the queue is full."""
+        llm = RequestLlama(self.engine, self.name, self.limits.n_predict, space(request))
+        request.scope["llm"] = llm  # for the log
+        return Run(self.places, self.pool, llm, work)
+
+    async def begin(self, request: Request, work: Callable[[RequestLlama], Any]) -> tuple[Run, Any]:
+        """A completion at work, and its answer, or STARTED where it streams."""
+        if self.embeddings:
+            raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
+        run = self.run(request, work)
+        return run, await run.event(request.receive)
+
+    async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
+        """OpenAI's answer or stream, with llama-server's timings."""
+        run, answer = await self.begin(request, work)
+        if body.stream:  # type: ignore[attr-defined]
+            options = body.stream_options
+            return EventStream(run, openai_events(run, options is not None and options.include_usage))
+        return JSONResponse(answer | {"timings": run.llm.timings()})
+
+
+def space(request: Request) -> str:
+    """Whose request it is, as the guard found."""
+    found: str = request.scope.get("space", "")
+    return found
+
+
+def sampling(llm: Llama, body: Any) -> dict[str, Any]:
+    """A request's fields as arguments of create_completion. Raises ApiError. Tokenizes: not for the event loop."""
+    arguments: dict[str, Any] = body.model_dump(include=SAMPLING)
+    if body.logit_bias:
+        arguments["logit_bias"] = biases(llm, body.logit_bias, body.logit_bias_type == "tokens")
+    if body.min_tokens:
+        arguments["logits_processor"] = llama_cpp.LogitsProcessorList(
+            [llama_cpp.MinTokensLogitsProcessor(body.min_tokens, llm.token_eos())]
+        )
+    return arguments
+
+
+def biases(llm: Llama, scores: dict[str, float], texts: bool) -> dict[str, float]:
+    """By token: what is added to its logit. texts: the keys are such, every token of one gets its score."""
+    if any(len(key) > schema.N_BIAS_TEXT for key in scores):
+        raise bad_field("logit_bias", f"expected keys of at most {schema.N_BIAS_TEXT} characters, found a longer one")
+    if texts:
+        return {
+            str(token): score
+            for text, score in scores.items()
+            for token in llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
+        }
+    n_vocab = llm.n_vocab()
+    if not all(TOKEN.fullmatch(key) and int(key) < n_vocab for key in scores):
+        raise bad_field("logit_bias", f"expected tokens from 0 to {n_vocab - 1}, found others")
+    return scores
+
+
+async def openai_events(run: Run, include_usage: bool) -> AsyncIterator[dict[str, Any] | str | None]:
+    """A run's chunks as OpenAI streams them, the last one with llama-server's timings.
+
+    include_usage: one more without choices that counts the tokens, as OpenAI's stream_options ask for it.
+    """
+    chunk: dict[str, Any] | None = None
+    async for found in run.chunks():
+        if found is None:
+            yield None
+            continue
+        chunk = found
+        if chunk["choices"][0]["finish_reason"] is not None:
+            chunk |= {"timings": run.llm.timings()}
+        yield chunk
+    if include_usage and chunk is not None:
+        yield chunk | {"choices": [], "usage": run.llm.usage}
+    yield "[DONE]"

@@ -1,0 +1,155 @@
+"""`convert MODEL` of latent attention (MLA): bases of rows that are keys and values at once, found, and better."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from converter.cli import main as convert
+from converter.decoded import Decoded
+from converter.lockstep import compare
+from converter.residual import energy, metrics
+from converter.sensing import Sensing
+from converter.session import Session
+from subkv.base.errors import SubkvError
+from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.model import Model
+from subkv.format import metadata
+from subkv.format.calibration import Calibration, read_calibration
+from subkv.format.window import Window
+from subkv.native.gguf import Gguf
+from subkv.plan import datafree, mla, predict
+from subkv.plan.pipeline import Fit, Options
+
+BITS = ("--kv-bits", "5", "--bpe-context", "1000000")
+WINDOW = Window(4, 16, 8)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tiny_model("deepseek2", kv_decay=0.15)
+    return Path(shutil.copy(source, tmp_path_factory.mktemp("latent") / "m.gguf"))
+
+
+@pytest.fixture(scope="module")
+def calibration(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    from converter.calibrate import main
+
+    text, out = tmp_path_factory.mktemp("text") / "a.txt", model.with_name("calib.safetensors")
+    text.write_bytes(np.random.default_rng(1).integers(32, 127, 4000, dtype=np.uint8).tobytes())
+    result = CliRunner().invoke(main, ["-m", str(model), "-f", str(text), "-o", str(out), "-c", "256", "-t", "1"])
+    assert result.exit_code == 0, result.output
+    return read_calibration(out)
+
+
+@pytest.fixture
+def base(model: Path) -> Iterator[Gguf]:
+    with Gguf(model) as opened:
+        yield opened
+
+
+def test_one_command_prepares(model: Path, cache_home: Path) -> None:
+    """The sidecar comes out, is found without being named, and costs less than bases of the weights alone."""
+    arguments = ["-c", "128", "--chunks", "6", "-t", "1", "--n-recent", "16", "--minutes", "0", *BITS]
+    result = CliRunner().invoke(convert, [str(model), *arguments])
+    assert result.exit_code == 0, result.output
+    found = choose_cache(model).layout
+    assert found is not None and f"wrote {found}" in result.stdout
+    described = metadata.read(found)
+    assert described["version"] == 3 and described["calibration"]["tokens"] > 0
+    assert all(not layer["v"] and (layer["d_k"], layer["d_v"]) == (48, 32) for layer in described["layers"])
+    plain = model.with_name("weights.gguf")
+    datafree.sidecar(model, plain, Options(window=WINDOW, kv_bits=5.0, bpe_context=1000000))
+    tokens = [int(t) for t in np.random.default_rng(2).integers(40, 130, 256)]
+    with Model(model) as opened:
+        ours, theirs = compare(opened, [CacheOptions("subkv", bases=path) for path in (found, plain)], tokens, 1)
+    assert 0.0 < ours < 0.5 * theirs
+
+
+def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:
+    """The first coefficients of a decaying latent get more bits; a full-rank basis loses nothing but codes."""
+    fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
+    layers, _ = fit.code(fit.plan(4.0))
+    assert abs(fit.account(fit.plan(4.0)).total - 4.0) < 0.3
+    rows = [sum((n * bits + 7) // 8 for n, bits in layer.heads[0].k.bands) + 1 for layer in layers]
+    assert fit.account(fit.plan(4.0)).bytes_per_token == sum(rows)
+    for layer in layers:
+        bands = layer.heads[0].v.bands
+        assert bands[0][1] >= bands[-1][1] + 2
+    exact, _ = fit.code([((32, 16),), ((16, 16),)] * 2)
+    x = np.random.default_rng(3).standard_normal((5, 48)).astype(np.float32)
+    for layer in exact:
+        np.testing.assert_allclose(predict.reconstructed(x, layer.heads[0].k), x, atol=0.02)
+        np.testing.assert_allclose(predict.reconstructed(x[:, :32], layer.heads[0].v), x[:, :32], atol=0.02)
+
+
+def test_predictions_price_one_row_twice(base: Gguf, calibration: Calibration) -> None:
+    """An error in the latent costs what it does as a key and as a value; stock types are not rotated."""
+    fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
+    errors = [fit.error(fit.code(fit.plan(bits))[0]) for bits in (3.0, 4.0, 6.0)]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
+    one, joint = calibration.layers[0], fit.layers[0]
+    row = one.ks[:, 0].astype(np.float64)
+    split = np.einsum("ni,ij,nj->n", row, joint.cost.k[0], row)
+    split += np.einsum("ni,ij,nj->n", row[:, :32], joint.cost.v[0], row[:, :32])
+    both = np.einsum("ni,ij,nj->n", row[:, :32], joint.costs[0], row[:, :32])
+    both += np.einsum("ni,ij,nj->n", row[:, 32:], joint.costs[1], row[:, 32:])
+    cross = 2 * np.einsum("ni,ij,nj->n", row[:, :32], joint.cost.k[0][:32, 32:], row[:, 32:])
+    np.testing.assert_allclose(split, both + cross, rtol=1e-6)
+    assert fit.stock_error("q8_0") is None, "llama.cpp quantizes rows of 48 elements by no type of 32"
+
+
+def test_output_weights_are_of_the_latent(base: Gguf, calibration: Calibration) -> None:
+    shape = calibration.layers[0].shape
+    found = mla.output_weights(base, shape)
+    w_o = base.tensor("blk.0.attn_output.weight", "")
+    w_v = base.matrix("blk.0.attn_v_b.weight", "", stacked=True).rows(slice(None)).reshape(4, 32, 32)
+    for h in range(4):
+        np.testing.assert_allclose(
+            found[:, 32 * h : 32 * (h + 1)], w_o[:, 32 * h : 32 * (h + 1)] @ w_v[h], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibration: Calibration) -> None:
+    """Sensing changes rows in a saved state, in which values are a part of keys."""
+    tokens = [int(t) for t in np.random.default_rng(4).integers(40, 130, 250)]
+    with Session(model, 256, 1, 4) as session:
+        sensing = Sensing(session, base, calibration, [tokens], 16)
+        steps = sensing.steps()
+        next(steps)
+        chunk = Decoded(session, tokens, latent=True)
+        il = calibration.layers[1].shape.il
+        keys, values = chunk.view(il, "k"), chunk.view(il, "v")
+        assert np.array_equal(keys[..., :32], values) and np.shares_memory(keys, values)
+        rows = chunk.rows(il, True)
+        np.testing.assert_array_equal(rows.k[..., :32], rows.v)
+        output = mla.output_weights(base, calibration.layers[1].shape)
+        shape = calibration.layers[1].shape
+        error = 0.3 * np.random.default_rng(5).standard_normal(rows.k.shape).astype(np.float32)
+        error[:4] = 0
+        moved = energy(rows, shape, output, error, error[..., :32])
+        priced = metrics(rows, shape, output, Window(4, 0))
+        expected = 0.09 * (np.trace(priced["k0"][0]) + np.trace(priced["v0"][0])) / len(rows.q)
+        assert 0.5 < moved / expected < 2.0
+        assert chunk.kld({(il, "k"): chunk.view(il, "k").astype(np.float32) + error[: chunk.start]}) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"rank_k": 8}, "rank_k"),
+        ({"rank_v": 8}, "rank_v"),
+        ({"adapt": "v"}, "adapt"),
+        ({"basis_k": "pca"}, "basis_v"),
+    ],
+)
+def test_options_that_one_row_cannot_have(base: Gguf, calibration: Calibration, options: Any, key: str) -> None:
+    with pytest.raises(SubkvError, match="latent attention") as refused:
+        Fit(base, calibration, Options(**options))
+    assert refused.value.key == key

@@ -1,0 +1,93 @@
+"""The Vulkan ops against the reference, by the tests of the CUDA ops, with bounds of f32 instead of theirs.
+
+On lavapipe where this machine has no GPU: what that proves is data flow, indexing and arithmetic; not speed, nor what
+other compilers make of the shaders, nor barriers between dispatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import layers
+import numpy as np
+import pytest
+import test_cuda as t
+import vulkan_ops as v
+from test_cuda import (
+    Shape,
+    test_a_window_stores_what_its_slots_name,
+    test_attend_layouts,
+    test_attend_shapes,
+    test_combine,
+    test_encode,
+    test_sums_do_not_overflow,
+)
+
+__all__ = [
+    "test_a_window_stores_what_its_slots_name",
+    "test_attend_layouts",
+    "test_attend_shapes",
+    "test_combine",
+    "test_encode",
+    "test_sums_do_not_overflow",
+]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> v.Library:
+    if reason := v.missing():
+        pytest.skip(reason)
+    path = v.build(tmp_path_factory.mktemp("vulkan"))
+    try:
+        return v.Library(path, validate=True)
+    except RuntimeError as with_layer:  # the layer is a package of its own
+        try:
+            return v.Library(path, validate=False)
+        except RuntimeError:
+            pytest.skip(f"no Vulkan device: {with_layer}")
+
+
+@pytest.fixture
+def library(opened: v.Library) -> Iterator[v.Library]:
+    """Whose validation layer has nothing to say."""
+    yield opened
+    assert opened.messages()[0] == 0, opened.messages()[1]
+
+
+LARGE = {
+    "320": ([((160, 4), (88, 3)), ((320, 2),)], [((64, 8), (64, 5), (32, 16)), ((320, 4),)]),
+    "576": ([((64, 8), (256, 4), (256, 3))], [((64, 16), (256, 5), (256, 6))]),
+}
+
+
+@pytest.fixture(params=LARGE)
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Heads larger than CUDA's kernels take."""
+    monkeypatch.setitem(layers.LAYERS, request.param, LARGE[request.param])
+    return str(request.param)
+
+
+@pytest.mark.parametrize("shape", [Shape(group=2, n_kv=130), Shape(n_tps=9, group=2, n_kv=70, n_split=1)], ids=str)
+def test_large_heads(library: v.Library, large: str, shape: Shape) -> None:
+    t.check_attend(library, large, shape)
+
+
+@pytest.mark.parametrize("orthonormal", [True, False])
+def test_encode_large_heads(library: v.Library, large: str, orthonormal: bool) -> None:
+    test_encode(library, large, orthonormal)
+
+
+def test_combine_large_heads(library: v.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layers.LAYERS, "planned", LARGE["576"])
+    test_combine(library, Shape(n_tps=3, group=2, n_kv=100), True)
+
+
+def test_places_are_checked(opened: v.Library) -> None:
+    call = t.Call(opened, "one_head", Shape())
+    call.args.k_stride += 1
+    with pytest.raises(RuntimeError, match="no multiple of its unit"):
+        opened.run("attend", call.args)
+    call.args.k_stride += (1 << 34) - 1
+    with pytest.raises(RuntimeError, match="does not fit 32 bits"):
+        opened.run("attend", call.args)
+    assert np.isnan(call.m()).all()

@@ -1,0 +1,251 @@
+#include "device.h"
+
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+using subkv::vulkan::Dispatch;
+
+namespace {
+
+void check(VkResult result, const char * what) {
+    if (result != VK_SUCCESS) {
+        throw std::runtime_error(std::string(what) + ": VkResult " + std::to_string((int) result));
+    }
+}
+
+VkBool32 VKAPI_PTR on_message(VkDebugUtilsMessageSeverityFlagBitsEXT, VkDebugUtilsMessageTypeFlagsEXT,
+                              const VkDebugUtilsMessengerCallbackDataEXT * data, void * user) {
+    auto & device = *(Device *) user;
+    device.n_messages++;
+    device.last_message = data->pMessage;
+    return VK_FALSE;
+}
+
+} // namespace
+
+Device::Device(bool validate) {
+    VkApplicationInfo app = {};
+    app.sType             = VK_STRUCTURE_TYPE_APPLICATION_INFO;
+    app.apiVersion        = VK_API_VERSION_1_1;
+
+    const char * layers[]     = { "VK_LAYER_KHRONOS_validation" };
+    const char * extensions[] = { VK_EXT_DEBUG_UTILS_EXTENSION_NAME };
+
+    VkInstanceCreateInfo instance = {};
+    instance.sType                = VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO;
+    instance.pApplicationInfo     = &app;
+    if (validate) {
+        instance.enabledLayerCount       = 1;
+        instance.ppEnabledLayerNames     = layers;
+        instance.enabledExtensionCount   = 1;
+        instance.ppEnabledExtensionNames = extensions;
+    }
+    check(vkCreateInstance(&instance, nullptr, &instance_), "vkCreateInstance");
+    if (validate) {
+        VkDebugUtilsMessengerCreateInfoEXT messenger = {};
+        messenger.sType                              = VK_STRUCTURE_TYPE_DEBUG_UTILS_MESSENGER_CREATE_INFO_EXT;
+        messenger.messageSeverity =
+            VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT | VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT;
+        messenger.messageType     = VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT;
+        messenger.pfnUserCallback = on_message;
+        messenger.pUserData       = this;
+        const auto create =
+            (PFN_vkCreateDebugUtilsMessengerEXT) vkGetInstanceProcAddr(instance_, "vkCreateDebugUtilsMessengerEXT");
+        VkDebugUtilsMessengerEXT made;
+        check(create(instance_, &messenger, nullptr, &made), "vkCreateDebugUtilsMessengerEXT");
+    }
+
+    uint32_t n = 1;
+    vkEnumeratePhysicalDevices(instance_, &n, &physical_);
+    if (n == 0) {
+        throw std::runtime_error("no Vulkan device");
+    }
+    VkPhysicalDeviceProperties properties;
+    vkGetPhysicalDeviceProperties(physical_, &properties);
+    name_ = properties.deviceName;
+
+    const float             priority = 1.0f;
+    VkDeviceQueueCreateInfo queue    = {}; // family 0 computes on every device that we know
+    queue.sType                      = VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO;
+    queue.queueCount                 = 1;
+    queue.pQueuePriorities           = &priority;
+    VkDeviceCreateInfo device        = {}; // without a feature: shaders are to need none
+    device.sType                     = VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO;
+    device.queueCreateInfoCount      = 1;
+    device.pQueueCreateInfos         = &queue;
+    check(vkCreateDevice(physical_, &device, nullptr, &device_), "vkCreateDevice");
+    vkGetDeviceQueue(device_, 0, 0, &queue_);
+
+    VkCommandPoolCreateInfo pool = {};
+    pool.sType                   = VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO;
+    pool.flags                   = VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT;
+    check(vkCreateCommandPool(device_, &pool, nullptr, &commands_), "vkCreateCommandPool");
+    VkCommandBufferAllocateInfo command = {};
+    command.sType                       = VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO;
+    command.commandPool                 = commands_;
+    command.level                       = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
+    command.commandBufferCount          = 1;
+    check(vkAllocateCommandBuffers(device_, &command, &buffer_), "vkAllocateCommandBuffers");
+
+    const VkDescriptorPoolSize size = { VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, 16 * subkv::vulkan::MAX_BUFFERS };
+    VkDescriptorPoolCreateInfo sets = {};
+    sets.sType                      = VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO;
+    sets.maxSets                    = 16;
+    sets.poolSizeCount              = 1;
+    sets.pPoolSizes                 = &size;
+    check(vkCreateDescriptorPool(device_, &sets, nullptr, &sets_), "vkCreateDescriptorPool");
+
+    VkPhysicalDeviceMemoryProperties memory;
+    vkGetPhysicalDeviceMemoryProperties(physical_, &memory);
+    const VkMemoryPropertyFlags wanted = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
+    for (memory_type_ = 0; (memory.memoryTypes[memory_type_].propertyFlags & wanted) != wanted; ++memory_type_) {
+    }
+}
+
+void * Device::allocate(size_t size, size_t before) {
+    Allocation a = {};
+    a.size       = before + size;
+
+    VkBufferCreateInfo buffer = {};
+    buffer.sType              = VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO;
+    buffer.size               = (a.size + 3) / 4 * 4;
+    buffer.usage              = VK_BUFFER_USAGE_STORAGE_BUFFER_BIT;
+    check(vkCreateBuffer(device_, &buffer, nullptr, &a.buffer), "vkCreateBuffer");
+    VkMemoryRequirements needs;
+    vkGetBufferMemoryRequirements(device_, a.buffer, &needs);
+    VkMemoryAllocateInfo memory = {};
+    memory.sType                = VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO;
+    memory.allocationSize       = needs.size;
+    memory.memoryTypeIndex      = memory_type_;
+    check(vkAllocateMemory(device_, &memory, nullptr, &a.memory), "vkAllocateMemory");
+    check(vkBindBufferMemory(device_, a.buffer, a.memory, 0), "vkBindBufferMemory");
+    check(vkMapMemory(device_, a.memory, 0, VK_WHOLE_SIZE, 0, (void **) &a.data), "vkMapMemory");
+    std::memset(a.data, 0xAA, a.size);
+    allocations_[(uintptr_t) a.data] = a;
+    return a.data + before;
+}
+
+void Device::free(void * data) {
+    const Allocation a = of(data);
+    vkDestroyBuffer(device_, a.buffer, nullptr);
+    vkFreeMemory(device_, a.memory, nullptr);
+    allocations_.erase((uintptr_t) a.data);
+}
+
+const Allocation & Device::of(const void * address) const {
+    const auto next = allocations_.upper_bound((uintptr_t) address);
+    if (next != allocations_.begin()) {
+        const Allocation & a = std::prev(next)->second;
+        if ((const uint8_t *) address < a.data + a.size) {
+            return a;
+        }
+    }
+    throw std::runtime_error("an address in no buffer");
+}
+
+const Device::Pipeline & Device::pipeline(const Dispatch & d) {
+    const uint32_t first = d.n_constants > 0 ? d.constants[0] : 0, second = d.n_constants > 1 ? d.constants[1] : 0;
+    Pipeline &     p = pipelines_[{ d.spirv, first, second }];
+    if (p.pipeline) {
+        return p;
+    }
+    VkDescriptorSetLayoutBinding bindings[subkv::vulkan::MAX_BUFFERS] = {};
+    for (uint32_t i = 0; i < d.n_buffers; ++i) {
+        bindings[i].binding         = i;
+        bindings[i].descriptorType  = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
+        bindings[i].descriptorCount = 1;
+        bindings[i].stageFlags      = VK_SHADER_STAGE_COMPUTE_BIT;
+    }
+    VkDescriptorSetLayoutCreateInfo set = {};
+    set.sType                           = VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO;
+    set.bindingCount                    = d.n_buffers;
+    set.pBindings                       = bindings;
+    check(vkCreateDescriptorSetLayout(device_, &set, nullptr, &p.set), "vkCreateDescriptorSetLayout");
+
+    const VkPushConstantRange  push   = { VK_SHADER_STAGE_COMPUTE_BIT, 0, 4 * d.n_push };
+    VkPipelineLayoutCreateInfo layout = {};
+    layout.sType                      = VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO;
+    layout.setLayoutCount             = 1;
+    layout.pSetLayouts                = &p.set;
+    layout.pushConstantRangeCount     = 1;
+    layout.pPushConstantRanges        = &push;
+    check(vkCreatePipelineLayout(device_, &layout, nullptr, &p.layout), "vkCreatePipelineLayout");
+
+    VkShaderModuleCreateInfo module = {};
+    module.sType                    = VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO;
+    module.codeSize                 = d.spirv_bytes;
+    module.pCode                    = d.spirv;
+    VkShaderModule shader;
+    check(vkCreateShaderModule(device_, &module, nullptr, &shader), "vkCreateShaderModule");
+
+    VkSpecializationMapEntry entries[subkv::vulkan::MAX_CONSTANTS];
+    for (uint32_t i = 0; i < d.n_constants; ++i) {
+        entries[i] = { i, 4 * i, 4 };
+    }
+    const VkSpecializationInfo  special = { d.n_constants, entries, 4 * d.n_constants, d.constants };
+    VkComputePipelineCreateInfo create  = {};
+    create.sType                        = VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO;
+    create.stage.sType                  = VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO;
+    create.stage.stage                  = VK_SHADER_STAGE_COMPUTE_BIT;
+    create.stage.module                 = shader;
+    create.stage.pName                  = "main";
+    create.stage.pSpecializationInfo    = &special;
+    create.layout                       = p.layout;
+    check(vkCreateComputePipelines(device_, VK_NULL_HANDLE, 1, &create, nullptr, &p.pipeline),
+          "vkCreateComputePipelines");
+    vkDestroyShaderModule(device_, shader, nullptr);
+    return p;
+}
+
+void Device::begin() {
+    check(vkResetDescriptorPool(device_, sets_, 0), "vkResetDescriptorPool");
+    VkCommandBufferBeginInfo begin = {};
+    begin.sType                    = VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO;
+    check(vkBeginCommandBuffer(buffer_, &begin), "vkBeginCommandBuffer");
+}
+
+const char * Device::record(const Dispatch & d) {
+    const Pipeline &            p   = pipeline(d);
+    VkDescriptorSetAllocateInfo set = {};
+    set.sType                       = VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO;
+    set.descriptorPool              = sets_;
+    set.descriptorSetCount          = 1;
+    set.pSetLayouts                 = &p.set;
+    VkDescriptorSet made;
+    check(vkAllocateDescriptorSets(device_, &set, &made), "vkAllocateDescriptorSets");
+    VkDescriptorBufferInfo buffers[subkv::vulkan::MAX_BUFFERS];
+    VkWriteDescriptorSet   writes[subkv::vulkan::MAX_BUFFERS] = {};
+    for (uint32_t i = 0; i < d.n_buffers; ++i) {
+        buffers[i]                = { ((const Allocation *) d.buffers[i])->buffer, 0, VK_WHOLE_SIZE };
+        writes[i].sType           = VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET;
+        writes[i].dstSet          = made;
+        writes[i].dstBinding      = i;
+        writes[i].descriptorCount = 1;
+        writes[i].descriptorType  = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
+        writes[i].pBufferInfo     = &buffers[i];
+    }
+    vkUpdateDescriptorSets(device_, d.n_buffers, writes, 0, nullptr);
+    vkCmdBindPipeline(buffer_, VK_PIPELINE_BIND_POINT_COMPUTE, p.pipeline);
+    vkCmdBindDescriptorSets(buffer_, VK_PIPELINE_BIND_POINT_COMPUTE, p.layout, 0, 1, &made, 0, nullptr);
+    vkCmdPushConstants(buffer_, p.layout, VK_SHADER_STAGE_COMPUTE_BIT, 0, 4 * d.n_push, d.push);
+    vkCmdDispatch(buffer_, d.groups[0], d.groups[1], d.groups[2]);
+    VkMemoryBarrier barrier = {};
+    barrier.sType           = VK_STRUCTURE_TYPE_MEMORY_BARRIER;
+    barrier.srcAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
+    barrier.dstAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
+    vkCmdPipelineBarrier(buffer_, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
+                         &barrier, 0, nullptr, 0, nullptr);
+    return nullptr;
+}
+
+const char * Device::finish() {
+    check(vkEndCommandBuffer(buffer_), "vkEndCommandBuffer");
+    VkSubmitInfo submit       = {};
+    submit.sType              = VK_STRUCTURE_TYPE_SUBMIT_INFO;
+    submit.commandBufferCount = 1;
+    submit.pCommandBuffers    = &buffer_;
+    check(vkQueueSubmit(queue_, 1, &submit, VK_NULL_HANDLE), "vkQueueSubmit");
+    check(vkQueueWaitIdle(queue_), "vkQueueWaitIdle");
+    return nullptr;
+}

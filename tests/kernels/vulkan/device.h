@@ -1,0 +1,67 @@
+// device.h: the first Vulkan device of this machine, as far as tests need it: buffers that the host sees, and
+// dispatches in one command buffer with a barrier after each.
+#pragma once
+
+#include "subkv/vulkan_dispatch.h"
+
+#include <vulkan/vulkan.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+struct Allocation {
+    VkBuffer       buffer;
+    VkDeviceMemory memory;
+    uint8_t *      data;
+    size_t         size;
+};
+
+class Device {
+public:
+    // validate: with the Khronos layer. Throws std::runtime_error.
+    explicit Device(bool validate);
+
+    Device(const Device &)             = delete;
+    Device & operator=(const Device &) = delete;
+
+    const std::string & name() const { return name_; }
+
+    // Memory of a buffer of its own, `before` bytes behind its beginning; filled with 0xAA.
+    void * allocate(size_t size, size_t before);
+    void   free(void * data);
+
+    // The buffer that holds an address.
+    const Allocation & of(const void * address) const;
+
+    void         begin();
+    const char * record(const subkv::vulkan::Dispatch & dispatch); // buffers: Allocation
+    const char * finish();                                         // runs what was recorded
+
+    uint32_t    n_messages = 0; // of the validation layer
+    std::string last_message;
+
+private:
+    struct Pipeline {
+        VkDescriptorSetLayout set;
+        VkPipelineLayout      layout;
+        VkPipeline            pipeline;
+    };
+
+    const Pipeline & pipeline(const subkv::vulkan::Dispatch & dispatch);
+
+    std::string      name_;
+    VkInstance       instance_ = VK_NULL_HANDLE;
+    VkPhysicalDevice physical_ = VK_NULL_HANDLE;
+    VkDevice         device_   = VK_NULL_HANDLE;
+    VkQueue          queue_    = VK_NULL_HANDLE;
+    VkCommandPool    commands_ = VK_NULL_HANDLE;
+    VkCommandBuffer  buffer_   = VK_NULL_HANDLE;
+    VkDescriptorPool sets_     = VK_NULL_HANDLE;
+    uint32_t         memory_type_;
+
+    std::map<uintptr_t, Allocation>                                      allocations_; // by their first byte
+    std::map<std::tuple<const uint32_t *, uint32_t, uint32_t>, Pipeline> pipelines_;
+};

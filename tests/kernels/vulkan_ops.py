@@ -1,0 +1,92 @@
+"""The Vulkan ops through ctypes: kernels/vulkan compiled by glslc, run on this machine's first Vulkan device.
+
+That is usually Mesa's lavapipe, on the CPU. Its buffers are memory that the host sees, too, and addresses are those.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import shutil
+import subprocess
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_ops as c
+import numpy as np
+import numpy.typing as npt
+
+VULKAN = c.ROOT / "kernels/vulkan"
+HARNESS = c.ROOT / "tests/kernels/vulkan"
+SHADERS = sorted(VULKAN.glob("*.comp"))
+GLSLC_FLAGS = ["-O", "--target-env=vulkan1.1", "-Werror"]
+
+
+def missing() -> str | None:
+    """What the tests need and this machine lacks."""
+    if shutil.which("glslc") is None:
+        return "no glslc: shaders are not compiled"
+    source = "#include <vulkan/vulkan.h>\nint main() { return vkEnumeratePhysicalDevices(nullptr, nullptr, nullptr); }"
+    command = ["c++", "-x", "c++", "-", "-o", "/dev/null", "-lvulkan"]
+    if subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode:
+        return "no Vulkan headers and loader (libvulkan-dev)"
+    return None
+
+
+class Memory:
+    """Buffers of the device that the library has opened."""
+
+    def __init__(self, lib: ct.CDLL) -> None:
+        self.lib = lib
+        self.made: list[int] = []
+        weakref.finalize(self, Memory._free, lib, self.made)
+
+    @staticmethod
+    def _free(lib: ct.CDLL, made: list[int]) -> None:
+        for at in made:
+            lib.test_free(at)
+
+    def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
+        array = np.ascontiguousarray(array)
+        at = self.lib.test_allocate(array.nbytes)
+        self.made.append(at)
+        ct.memmove(at, array.ctypes.data, array.nbytes)
+
+        def read(_keep: Memory = self) -> npt.NDArray[Any]:
+            return np.frombuffer(ct.string_at(at, array.nbytes), array.dtype).reshape(array.shape).copy()
+
+        return at, read
+
+
+class Library(c.Library):
+    """kernels/vulkan on a device."""
+
+    rounds = False
+
+    def __init__(self, path: Path, validate: bool) -> None:
+        super().__init__(path, lambda: Memory(self.lib))
+        self.lib.test_open.restype = self.lib.test_device.restype = self.lib.test_last_message.restype = ct.c_char_p
+        self.lib.test_open.argtypes = [ct.c_bool]
+        self.lib.test_allocate.restype, self.lib.test_allocate.argtypes = ct.c_void_p, [ct.c_size_t]
+        self.lib.test_free.argtypes = [ct.c_void_p]
+        self.lib.test_messages.restype = ct.c_uint32
+        if error := self.lib.test_open(validate):
+            raise RuntimeError(error.decode())
+        self.device = self.lib.test_device().decode()
+
+    def messages(self) -> tuple[int, str]:
+        """How many the validation layer has had since the last call, and its last one."""
+        return int(self.lib.test_messages()), (self.lib.test_last_message() or b"").decode()
+
+
+def build(folder: Path) -> Path:
+    """Shaders, the host side of the ops, the reference, and the harness."""
+    for shader in SHADERS:
+        command = ["glslc", *GLSLC_FLAGS, "-mfmt=c", "-o", str(folder / f"{shader.stem}.inc"), str(shader)]
+        subprocess.run(command, check=True)
+    sources = [*c.REF, *sorted(VULKAN.glob("*.cpp")), *sorted(HARNESS.glob("*.cpp"))]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", *c.INCLUDE, f"-I{folder}"]
+    command = ["c++", *flags, "-shared", "-o", "libvulkan_ops.so", *map(str, sources), "-lvulkan"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "libvulkan_ops.so"

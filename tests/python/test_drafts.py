@@ -1,0 +1,188 @@
+"""Speculation: drafts of any length and from anywhere change how fast an answer comes, never which."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from opening import N_CTX, opened, prompt
+
+from subkv import DraftModel, PromptLookup
+from subkv.base.errors import CacheError, SubkvError
+from subkv.engine.llama import Llama
+from subkv.native.binding import llama_cpp
+
+# isort: split
+from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
+
+Models = Callable[..., Path]
+PROMPT = prompt(20) * 5
+
+
+class Replay(LlamaDraftModel):
+    """Drafts what an answer is known to be, every `wrong`-th token another."""
+
+    def __init__(self, text: list[int], num_pred_tokens: int, wrong: int) -> None:
+        self.text, self.num_pred_tokens, self.wrong = text, num_pred_tokens, wrong
+
+    def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+        n = len(input_ids)
+        draft = np.array(self.text[n : n + self.num_pred_tokens], np.intc)
+        where = np.arange(n, n + len(draft)) % self.wrong == 0
+        return np.where(where, (draft + 1) % 200, draft)
+
+
+def answer(llm: Llama, tokens: list[int], n: int = 60, **how: Any) -> list[int]:
+    return list(itertools.islice(llm.generate(tokens, **{"temp": 0.0} | how), n))
+
+
+def ids(*tokens: int) -> Any:
+    return np.array(tokens, np.intc)
+
+
+def test_a_lookup_guesses_what_followed_last_time() -> None:
+    lookup = PromptLookup(ngram=2, num_pred_tokens=3)
+    assert lookup(ids(1, 2, 7, 1, 2, 8, 9, 5, 1, 2)).tolist() == [8, 9, 5]
+    assert lookup(ids(1, 2, 3, 1, 2, 3, 1, 2)).tolist() == [3, 1, 2]  # and goes on to where it stands now
+    assert lookup(ids(4, 4, 4)).tolist() == [4, 4, 4]
+    assert PromptLookup(ngram=1, num_pred_tokens=5)(ids(1, 2, 1, 2)).tolist() == [1, 2, 1, 2, 1]
+    for text in ((), (1,), (1, 2), (1, 2, 3, 9, 2), (2, 1, 3, 1)):
+        assert lookup(ids(*text)).size == 0
+
+
+@pytest.mark.parametrize("cache", ["subkv", "f16"])
+@pytest.mark.parametrize("n_draft", [1, 10, 48, 100])
+def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> None:
+    path = coded_model()
+    with opened(path, kv_cache=cache) as llm:
+        plain = answer(llm, PROMPT)
+    for draft in (
+        Replay(PROMPT + plain, n_draft, wrong=7),
+        PromptLookup(2, n_draft),
+        LlamaPromptLookupDecoding(num_pred_tokens=n_draft),
+        DraftModel(path, n_draft),
+    ):
+        with opened(path, kv_cache=cache, draft_model=draft) as llm:
+            assert llm.kv_stats().n_rollback == (max(n_draft, 32) if cache == "subkv" else 0)
+            assert answer(llm, PROMPT) == plain, type(draft).__name__
+            stats = llm.draft_stats()
+            assert 0 <= stats.n_accepted <= stats.n_drafted
+            assert stats.n_drafted <= n_draft * stats.n_drafts
+            if isinstance(draft, Replay):
+                assert stats.n_accepted > 0
+                assert stats.n_accepted < stats.n_drafted or n_draft == 1
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(coded_model: Models) -> None:
+    path = coded_model()
+    with opened(path, kv_cache="f16", draft_model=DraftModel(path, 4)) as llm:
+        first = answer(llm, PROMPT, 21)
+        stats = llm.draft_stats()
+        assert (stats.n_drafts, stats.n_accepted) == (4, stats.n_drafted)
+        assert answer(llm, PROMPT[:30] + first) != []  # another text: its cells follow
+    with opened(path, kv_cache="f16", draft_model=DraftModel(path, 4, p_min=1.0)) as llm:
+        assert answer(llm, PROMPT, 21) == first
+        assert llm.draft_stats().n_drafted == 0
+
+
+def test_a_path_is_a_draft_model(coded_model: Models, tiny_model: Models) -> None:
+    path = tiny_model("llama")
+    with opened(coded_model(), draft_model=str(path)) as llm:
+        model = llm.draft_model.model
+        assert isinstance(model, DraftModel)
+        copy = pickle.loads(pickle.dumps(llm))
+        assert answer(copy, PROMPT, 10) == answer(llm, PROMPT, 10)
+        copy.close()
+        with pytest.raises(SubkvError, match="draft_model: expected one that nobody uses"):
+            opened(coded_model(), draft_model=model).__enter__()
+    with pytest.raises(SubkvError, match="draft_model: expected one that a Llama has opened"):
+        model(ids(1, 2))
+    with opened(coded_model(), draft_model=model) as llm:  # free again
+        assert answer(llm, PROMPT, 5)
+
+
+def test_processors_see_no_drafts(coded_model: Models) -> None:
+    """llama_cpp shows them the whole batch."""
+
+    def said(**options: Any) -> tuple[list[list[int]], list[int]]:
+        seen: list[list[int]] = []
+
+        def note(input_ids: Any, scores: Any) -> Any:
+            seen.append(input_ids.tolist())
+            return scores
+
+        with opened(coded_model(), **options) as llm:
+            found = answer(llm, PROMPT, 30, logits_processor=llama_cpp.LogitsProcessorList([note]))
+        return seen, found
+
+    plain = said()
+    assert said(draft_model=Replay(PROMPT + plain[1], 10, wrong=4)) == plain
+
+
+def test_sampling_is_that_without(coded_model: Models) -> None:
+    """Every position is sampled by the one chain, in order, so the same random numbers give the same answer."""
+    with opened(coded_model()) as llm:
+        llm.set_seed(5)
+        plain = answer(llm, PROMPT, 40, temp=1.5)
+    with opened(coded_model(), draft_model=Replay(PROMPT + plain, 12, wrong=5)) as llm:
+        llm.set_seed(5)
+        assert answer(llm, PROMPT, 40, temp=1.5) == plain
+        assert llm.draft_stats().n_accepted > 5
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "mamba"])
+def test_recurrent_state_goes_back(tiny_model: Models, arch: str) -> None:
+    """From the checkpoint before the draft: what is evaluated again is never more than the draft."""
+    path, options = tiny_model(arch), {"kv_cache": "subkv" if arch == "lfm2" else "f16"}
+    with opened(path, **options) as llm:
+        plain = answer(llm, PROMPT, 40)
+    for draft in (Replay(PROMPT + plain, 10, wrong=4), DraftModel(path, 3)):
+        with opened(path, draft_model=draft, **options) as llm:
+            decoded: list[int] = []
+            decode = llm._ctx.decode
+            llm._ctx.decode = lambda batch: (decoded.append(batch.n_tokens()), decode(batch))  # noqa: B023
+            assert answer(llm, PROMPT, 40) == plain
+            assert llm.draft_stats().n_drafted > 20
+            generated = decoded[next(i for i in range(len(decoded)) if sum(decoded[:i]) >= len(PROMPT)) :]
+            assert max(generated) <= 2 * (1 + draft.num_pred_tokens)
+
+
+def test_what_is_refused(coded_model: Models, tiny_model: Models, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(tiny_model("llama").read_bytes().replace(b"<|pad|>", b"<|pid|>"))
+    with pytest.raises(SubkvError, match=r"draft_model: .* whose token \d+ is b'<\|pad\|>', found b'<\|pid\|>' in .*"):
+        Llama(coded_model(), n_ctx=N_CTX, draft_model=other, verbose=False)
+    with pytest.raises(SubkvError, match="ngram: expected 1 or more tokens, found 0"):
+        PromptLookup(0)
+    with pytest.raises(SubkvError, match="num_pred_tokens: expected 1 or more tokens, found 0"):
+        DraftModel("m.gguf", 0)
+    with pytest.raises(SubkvError, match="p_min: expected a probability, found 2"):
+        DraftModel("m.gguf", p_min=2)
+    with pytest.raises(SubkvError, match="draft_model: .*missing.gguf"):
+        Llama(coded_model(), n_ctx=N_CTX, draft_model=tmp_path / "missing.gguf", verbose=False)
+    with pytest.raises(SubkvError, match="draft_model: expected a path or a LlamaDraftModel, found int"):
+        Llama(coded_model(), n_ctx=N_CTX, draft_model=3, verbose=False)
+    with pytest.raises(CacheError, match="draft_model: expected cells that can go back, found recurrent state"):
+        Llama(tiny_model("lfm2"), n_ctx=N_CTX, kv_cache="subkv", adapt="v", draft_model=PromptLookup(), verbose=False)
+
+
+def test_nonsense_is_no_draft(coded_model: Models) -> None:
+    """Too long, of no tokens, of other types: none of it reaches llama.cpp."""
+
+    class Nonsense(LlamaDraftModel):
+        num_pred_tokens = 4
+
+        def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+            n = len(input_ids) % 4
+            return [np.array([-1] * 3), np.array([5, 10**6]), np.arange(50, dtype=np.int64), np.array([], float)][n]
+
+    with opened(coded_model()) as llm:
+        plain = answer(llm, PROMPT, 30)
+    with opened(coded_model(), draft_model=Nonsense()) as llm:
+        assert answer(llm, PROMPT, 30) == plain
+        assert 0 < llm.draft_stats().n_drafted <= 4 * 30
