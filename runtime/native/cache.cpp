@@ -51,7 +51,7 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
                 nodes_[(size_t) layer.il]->n_readers++;
             }
         }
-        elements_per_token_ += (size_t) layer.n_head_kv * (size_t) (layer.d_k + (layer.latent ? 0 : layer.d_v));
+        elements_per_token_ += (size_t) row_elements(layer);
     }
     window_.allocate(coded, desc.no_alloc);
 }
@@ -184,6 +184,7 @@ void Cache::settle() const {
 void Cache::clear() {
     settle();
     window_.clear();
+    turned();
     if (adaptive_) {
         adaptive_->clear();
     }
@@ -193,7 +194,8 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
     if (!window_.can_remove(seq, p0, p1, cells)) {
         return false;
     }
-    for (int32_t s = std::max(0, seq); adaptive_ && s < (seq < 0 ? window_.n_seq() : seq + 1); ++s) {
+    const auto [s0, s1] = window_.sequences(seq);
+    for (int32_t s = s0; adaptive_ && s < s1; ++s) {
         const int32_t left  = cells.max_pos_outside(s, p0, p1);
         const int32_t coded = adaptive_->coded(cells.stream_of(s));
         if (left >= 0 && left + 1 < coded) {
@@ -210,15 +212,18 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     if (!can_remove(seq, p0, p1, cells)) {
         return false;
     }
-    for (int32_t s = std::max(0, seq); adaptive_ && s < (seq < 0 ? window_.n_seq() : seq + 1); ++s) {
+    settle();
+    const auto [s0, s1] = window_.sequences(seq);
+    for (int32_t s = s0; s < s1; ++s) {
         const uint32_t stream = cells.stream_of(s);
-        if (cells.max_pos_outside(s, p0, p1) < 0 && adaptive_->coded(stream) > 0) { // else it is as new
+        if (adaptive_ && cells.max_pos_outside(s, p0, p1) < 0 && adaptive_->coded(stream) > 0) { // else it is as new
             adaptive_->reset(stream);
         }
-    }
-    settle();
-    for (int32_t s = std::max(0, seq); s < (seq < 0 ? window_.n_seq() : std::min(window_.n_seq(), seq + 1)); ++s) {
-        window_.forget(s, p0, p1);
+        if (cells.max_pos_outside(s, p0, p1) < 0) {
+            window_.forget(s);
+        } else {
+            window_.forget(s, p0, p1);
+        }
     }
     return true;
 }
@@ -238,7 +243,8 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
         }
     }
     settle();
-    if (!window_.copy_seq(src, dst, p0, p1, n_stream_ > 1)) {
+    const bool replace = n_stream_ > 1 || (dst < window_.n_seq() && cells.max_pos_outside(dst, 0, 0) < 0);
+    if (!window_.copy_seq(src, dst, p0, p1, replace)) {
         return false;
     }
     if (adaptive_) { // sequences have streams of their own (Adaptive::check), of the same number
@@ -251,7 +257,7 @@ void Cache::keep(int32_t seq, const CellReader & cells) {
     settle();
     for (int32_t s = 0; s < window_.n_seq(); ++s) { // adaptive bases belong to a stream, which has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
-            window_.forget(s, 0, MAX_POSITION);
+            window_.forget(s);
         }
     }
 }
@@ -262,8 +268,10 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     }
     std::map<int32_t, int32_t> begin; // smallest position by sequence
     for (const auto & token : tokens) {
-        auto [it, fresh] = begin.try_emplace(token.seq[0], token.pos);
-        it->second       = std::min(it->second, token.pos);
+        for (int32_t i = 0; i < token.n_seq; ++i) {
+            auto [it, fresh] = begin.try_emplace(token.seq[i], token.pos);
+            it->second       = std::min(it->second, token.pos);
+        }
     }
     std::vector<PosCell> uncoded;
     for (const auto & [seq, first] : begin) {
@@ -302,7 +310,7 @@ std::string Cache::why_no_shift() const {
     return "";
 }
 
-bool Cache::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const {
+bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     clear_error(); // who asked for a void function finds in it whether it was refused
     const std::string reason = why_no_shift();
     if (!reason.empty()) {
@@ -311,11 +319,35 @@ bool Cache::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellR
                   reason.c_str());
         return false;
     }
-    return window_.can_add(seq, p0, p1, by, cells);
+    const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };
+    if (std::any_of(nodes_.begin(), nodes_.end(), shifted)) {
+        set_error("seq_add: an earlier shift was stopped behind some of the layers; decode a token to finish it, or "
+                  "clear the cache");
+        return false;
+    }
+    if (!window_.can_add(seq, p0, p1, by, cells)) {
+        return false;
+    }
+    window_.add(seq, p0, p1, by, cells);
+    return true;
 }
 
-void Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
-    window_.add(seq, p0, p1, by, cells);
+void Cache::turned() {
+    window_.turned();
+    for (const auto & nodes : nodes_) {
+        if (nodes) {
+            nodes->shifted = false;
+        }
+    }
+}
+
+void Cache::shift_keys(const ShiftBuild & b) {
+    auto & nodes = *nodes_[(size_t) b.il];
+    if (!nodes.shifted) {
+        build_shift_node(nodes, b);
+    } else { // by a graph that was stopped behind it; the next one still has this input and at least one node
+        ggml_build_forward_expand(b.gf, ggml_dup(b.ctx, b.of_cells));
+    }
 }
 
 void Cache::report(const std::string & reason) const {
@@ -377,7 +409,7 @@ void Cache::build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, gg
 // state
 //
 
-static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '3' };
+static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '4' };
 
 // What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
 // adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does.
@@ -403,16 +435,17 @@ void Cache::state_write_head(StateWriter & w, int32_t seq) const {
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
     w.write(&s, sizeof(s));
+    const auto moves = window_.moves(seq);
+    w.write(moves.data(), moves.size() * sizeof(uint64_t));
 }
 
-void Cache::state_read_head(StateReader & r, int32_t seq) const {
+std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool partial) const {
     const StateWindow want = state_window(window_, adaptive_.get(), seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
-        fail("state: a state of a subkv cache, as this version writes it, expected, one of another cache type or "
-             "version "
-             "found");
+        fail("state: a state of a subkv cache as this version writes it expected, one of another cache type or "
+             "version found");
     }
     std::string fingerprint(layout_->fingerprint.size(), '\0');
     r.read(fingerprint.data(), fingerprint.size());
@@ -430,6 +463,14 @@ void Cache::state_read_head(StateReader & r, int32_t seq) const {
              want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
              found.n_seq);
     }
+    const auto            here = window_.moves(seq);
+    std::vector<uint64_t> moves(here.size());
+    r.read(moves.data(), moves.size() * sizeof(uint64_t));
+    if (partial && moves != here) {
+        fail("state: a partial state of cells where they are now expected, one from before or after a shift found; "
+             "restore a whole state, or remove the sequence and decode it again");
+    }
+    return moves;
 }
 
 // Streams of a state: that of one sequence, or all.
@@ -445,9 +486,10 @@ void Cache::state_write_window(StateWriter & w, int32_t seq) const {
     }
 }
 
-void Cache::state_read_window(StateReader & r, int32_t seq, const CellReader & cells) {
+void Cache::state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                              const CellReader & cells) {
     try {
-        window_.state_read(r, seq, cells);
+        window_.state_read(r, seq, moves, cells);
         const auto [first, last] = streams(seq, n_stream_);
         for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
             adaptive_->state_read(r, stream);

@@ -30,12 +30,15 @@ struct LayerNodes {
     float                   scale          = 0.0f; // set when the graph is built, constant per model
     float                   softcap        = 0.0f;
     float                   max_alibi_bias = 0.0f;
+    int64_t                 shift_first    = 0; // as in ShiftBuild
+    bool                    shift_apart    = false;
+    bool                    shifted        = false; // keys have been rotated, perhaps not yet those of other layers
 
     std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
 };
 
-// The nodes that rotate the keys of one layer's cells and window slots.
-void build_shift_nodes(LayerNodes & layer, const ShiftBuild & b);
+// The node that rotates the keys of one layer's cells and window slots.
+void build_shift_node(LayerNodes & layer, const ShiftBuild & b);
 
 // Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
@@ -53,9 +56,8 @@ public:
     bool   remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;
     bool   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) override;
     void   keep(int32_t seq, const CellReader & cells) override;
-    bool   can_shift() const override { return !coded() || why_no_shift().empty(); }
-    bool   can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const override;
-    void   add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
+    bool   can_shift() const override { return why_no_shift().empty(); }
+    bool   add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
     bool   ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
     void   refuse(const char * what) const override;
     void   report(const std::string & reason) const override;
@@ -63,8 +65,8 @@ public:
 
     int64_t       n_slots() const override { return window_.n_slots(); }
     void          turns(int32_t * by) const override { window_.turns(by); }
-    void          turned() override { window_.turned(); }
-    void          shift_keys(const ShiftBuild & b) override { build_shift_nodes(*nodes_[(size_t) b.il], b); }
+    void          turned() override;
+    void          shift_keys(const ShiftBuild & b) override;
     bool          wants(int32_t il) const override { return planter_ || observes(il); }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
     void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
@@ -73,12 +75,13 @@ public:
     void          build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
                                   ggml_tensor *& v, const Inputs & in, float scale) override;
 
-    void state_write_head(StateWriter & w, int32_t seq) const override;
-    void state_read_head(StateReader & r, int32_t seq) const override;
-    void state_write_window(StateWriter & w, int32_t seq) const override;
-    void state_read_window(StateReader & r, int32_t seq, const CellReader & cells) override;
-    void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
-                  uint8_t * rows) const override;
+    void                  state_write_head(StateWriter & w, int32_t seq) const override;
+    std::vector<uint64_t> state_read_head(StateReader & r, int32_t seq, bool partial) const override;
+    void                  state_write_window(StateWriter & w, int32_t seq) const override;
+    void                  state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                            const CellReader & cells) override;
+    void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                                   uint8_t * rows) const override;
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
 
     void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;

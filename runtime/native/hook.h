@@ -27,6 +27,11 @@ struct LayerDesc {
     ggml_backend_buffer_type_t buft;
 };
 
+// Elements of a token's K and V rows, of all heads; Layer: a LayerDesc or its codec.
+template <typename Layer> int64_t row_elements(const Layer & layer) {
+    return (int64_t) layer.n_head_kv * (layer.d_k + (layer.latent ? 0 : layer.d_v));
+}
+
 // A layer without K and V rows of its own, which attends to those of another one, at its exact window, too.
 struct ReaderDesc {
     int32_t il;
@@ -122,11 +127,13 @@ struct ShiftBuild {
     ggml_context * ctx;
     ggml_cgraph *  gf;
     int32_t        il;
-    ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream]
-    ggml_tensor *  by;      // I32 [n_cells * n_stream + n_slots()] positions
-
-    // adds a rotation by so many positions to F32 [d_k, n_head_kv, as many], in place
-    std::function<ggml_tensor *(ggml_tensor * keys)> rotate;
+    ggml_tensor *  k_cache;  // I8 [row_bytes, n_cells, n_stream]
+    ggml_tensor *  of_cells; // I32 [n_cells * n_stream] positions by which a key is still to be rotated
+    ggml_tensor *  of_slots; // I32 [n_slots()], nullptr where there are none
+    ggml_tensor *  turns;    // I32 [n] what is in these, ascending; without 0 unless that is all
+    ggml_tensor *  pairs;    // F32 [n_rot, 1, n] what rotations by so many positions make of pairs (1, 0)
+    int64_t        first;    // element of a head's key that is rotated first
+    bool           apart;    // a pair's second element lies n_rot / 2 behind its first, else next to it
 };
 
 class StateWriter {
@@ -148,7 +155,7 @@ class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
-    bool copied = true; // the last copy_seq was carried out: llama.cpp's has no answer
+    bool carried_out = true; // the last copy_seq, add or refuse()d call, to which llama.cpp's callers get no answer
 
     // false: rows stay ordinary, the layers are only observed or planted
     virtual bool coded() const = 0;
@@ -164,11 +171,10 @@ public:
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // The other sequences of its stream are removed.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Can positions [p0, p1) of a sequence move by `by`? Reports why not. If so, add() follows before the cells move, and
-    // nodes of shift_keys() turn the keys by what cells and window slots are still to be rotated before any token sees them.
-    virtual bool    can_shift() const                                                                        = 0;
-    virtual bool    can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const = 0;
-    virtual void    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells)           = 0;
+    // Before positions [p0, p1) of a sequence move by `by`; false: refused, no cell may move. Nodes of shift_keys() turn the
+    // keys by what cells and window slots are still to be rotated before any token sees them.
+    virtual bool    can_shift() const                                                              = 0;
+    virtual bool    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
     virtual int64_t n_slots() const                  = 0; // of the exact window
     virtual void    turns(int32_t * by) const        = 0; // [n_slots()] of its keys
     virtual void    turned()                         = 0; // all of them have been rotated
@@ -192,12 +198,14 @@ public:
     virtual void build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
                                  ggml_tensor *& v, const Inputs & in, float scale) = 0;
 
-    // The head comes before any cell is touched and throws when the state belongs to another layout. The window comes
-    // after the cells and throws when it is not theirs. seq -1: all.
-    virtual void state_write_head(StateWriter & w, int32_t seq) const                      = 0;
-    virtual void state_read_head(StateReader & r, int32_t seq) const                       = 0;
-    virtual void state_write_window(StateWriter & w, int32_t seq) const                    = 0;
-    virtual void state_read_window(StateReader & r, int32_t seq, const CellReader & cells) = 0;
+    // The head comes before any cell is touched and throws when the state belongs to another layout, or, of a partial one,
+    // to cells at other positions; it gives state_read_window() what tells such apart. The window comes after the cells and
+    // throws when it is not theirs. seq -1: all.
+    virtual void                  state_write_head(StateWriter & w, int32_t seq) const              = 0;
+    virtual std::vector<uint64_t> state_read_head(StateReader & r, int32_t seq, bool partial) const = 0;
+    virtual void                  state_write_window(StateWriter & w, int32_t seq) const            = 0;
+    virtual void                  state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                                    const CellReader & cells)                       = 0;
 
     // Cells of coded layers lie in tiles (subkv/tiles.h), which nobody else knows: what goes elsewhere, or comes from
     // there, are rows [n][row_bytes] of cells [first, first + n) of one stream's tensor, wherever its memory is.

@@ -3,6 +3,14 @@
 
 #include "llama-subkv.h"
 
+#include <limits>
+#include <utility>
+
+// Positions [first, second) as llama.cpp's callers mean them: negative ends are open.
+inline std::pair<llama_pos, llama_pos> positions(llama_pos p0, llama_pos p1) {
+    return { p0 < 0 ? 0 : p0, p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1 };
+}
+
 class llama_subkv::reader : public subkv::CellReader {
 public:
     explicit reader(const llama_kv_cache & kv) : kv(kv) {}

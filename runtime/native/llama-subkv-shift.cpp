@@ -6,17 +6,19 @@
 #include "llama-model.h"
 
 #include <cmath>
-#include <limits>
+#include <map>
+#include <set>
 
 bool llama_subkv::can_shift(const llama_kv_cache & kv) {
     return !kv.subkv_hook || !kv.subkv_hook->coded() ||
            (!llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->can_shift());
 }
 
-bool llama_subkv::can_add(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded() || shift == 0) {
+bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
     }
+    kv.subkv_hook->carried_out = false;
     if (llm_arch_is_hybrid(kv.model.arch)) {
         kv.subkv_hook->report("seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
                               "shifted; remove the sequence and decode it again with new positions");
@@ -28,22 +30,9 @@ bool llama_subkv::can_add(const llama_kv_cache & kv, llama_seq_id seq, llama_pos
             "again with new positions");
         return false;
     }
-    p0 = p0 < 0 ? 0 : p0;
-    p1 = p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1;
-    return kv.subkv_hook->can_add(seq, p0, p1, shift, reader(kv));
-}
-
-bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
-        return true;
-    }
-    if (!can_add(kv, seq, p0, p1, shift)) {
-        return false;
-    }
-    p0 = p0 < 0 ? 0 : p0;
-    p1 = p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1;
-    kv.subkv_hook->add(seq, p0, p1, shift, reader(kv));
-    return true;
+    const auto [first, last]   = positions(p0, p1);
+    kv.subkv_hook->carried_out = kv.subkv_hook->add(seq, first, last, shift, reader(kv));
+    return kv.subkv_hook->carried_out;
 }
 
 void llama_subkv::shifted(const llama_kv_cache & kv) {
@@ -52,28 +41,74 @@ void llama_subkv::shifted(const llama_kv_cache & kv) {
     }
 }
 
-// By how many positions window slots are still to be rotated, and `by`: cells and then slots.
+bool llama_subkv::unturned(const llama_kv_cache & kv) {
+    if (!kv.get_has_shift()) {
+        return false;
+    }
+    kv.subkv_hook->report(
+        "shift: keys of moved positions expected in their new places, which was stopped or failed for want of memory; "
+        "decode again, which goes on with it, or clear the cache");
+    return true;
+}
+
+// What is still to be rotated, and by how many positions.
 class llama_subkv::shift_input : public llm_graph_input_i {
 public:
-    shift_input(subkv::CacheHook & hook, ggml_context * ctx, ggml_tensor * of_cells) : by(of_cells), hook(hook) {
-        if (hook.n_slots() > 0) {
-            of_slots = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, hook.n_slots());
-            ggml_set_input(of_slots);
-            by = ggml_concat(ctx, of_cells, of_slots, 0);
+    shift_input(const llama_kv_cache & kv, ggml_context * ctx) : ctx(ctx), slots((size_t) kv.subkv_hook->n_slots()) {
+        kv.subkv_hook->turns(slots.data());
+        std::set<int32_t> all(slots.begin(), slots.end());
+        for (const auto & cells : kv.v_cells) {
+            for (uint32_t i = 0; i < cells.size(); ++i) {
+                all.insert(cells.is_empty(i) ? 0 : cells.get_shift(i));
+            }
         }
+        if (all.size() > 1) {
+            all.erase(0);
+        }
+        by.assign(all.begin(), all.end());
+        turns    = input(GGML_TYPE_I32, (int64_t) by.size(), 1);
+        of_slots = slots.empty() ? nullptr : input(GGML_TYPE_I32, (int64_t) slots.size(), 1);
+    }
+
+    // F32 [n_rot, 1, turns]
+    ggml_tensor * pairs(int64_t n_rot) {
+        ggml_tensor *& found = pairs_[n_rot];
+        found                = found ? found : input(GGML_TYPE_F32, n_rot, (int64_t) by.size());
+        return found;
     }
 
     void set_input(const llama_ubatch *) override {
-        if (of_slots) {
-            hook.turns((int32_t *) of_slots->data);
+        const auto set = [](ggml_tensor * t, const void * data) {
+            if (t && t->buffer) {
+                ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t));
+            }
+        };
+        set(turns, by.data());
+        set(of_slots, slots.data());
+        for (const auto & [n_rot, t] : pairs_) {
+            std::vector<float> ones((size_t) ggml_nelements(t));
+            for (size_t i = 0; i < ones.size(); ++i) {
+                const auto at = (int64_t) i % n_rot;
+                ones[i]       = (apart ? at < n_rot / 2 : at % 2 == 0) ? 1.0f : 0.0f;
+            }
+            set(t, ones.data());
         }
     }
 
-    ggml_tensor * by;
+    ggml_tensor * turns;
+    ggml_tensor * of_slots;
+    bool          apart = false;
 
 private:
-    subkv::CacheHook & hook;
-    ggml_tensor *      of_slots = nullptr;
+    ggml_tensor * input(ggml_type type, int64_t n, int64_t n_turns) {
+        ggml_tensor * t = ggml_new_tensor_3d(ctx, type, n, 1, n_turns);
+        ggml_set_input(t);
+        return t;
+    }
+
+    ggml_context *                   ctx;
+    std::vector<int32_t>             slots, by;
+    std::map<int64_t, ggml_tensor *> pairs_; // by n_rot
 };
 
 bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
@@ -87,10 +122,10 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
         input = input ? input : dynamic_cast<shift_input *>(other.get());
     }
     if (!input) {
-        input = static_cast<shift_input *>(res.add_input(std::make_unique<shift_input>(*kv.subkv_hook, ctx, k_shift)));
+        input        = static_cast<shift_input *>(res.add_input(std::make_unique<shift_input>(kv, ctx)));
+        input->apart = kv.hparams.rope_type != LLAMA_ROPE_TYPE_NORM;
     }
     const int64_t n_rot = kv.hparams.n_rot(il);
-    const int64_t plain = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // not rotated, in front
 
     // YaRN and its like scale queries and keys; stored keys are scaled already
     const float   freq_scale = kv.model.get_rope_freq_scale(cparams, il);
@@ -98,17 +133,18 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
     turn.yarn_attn_factor    = turn.yarn_ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f;
 
     subkv::ShiftBuild b;
-    b.ctx     = ctx;
-    b.gf      = res.get_gf();
-    b.il      = (int32_t) il;
-    b.k_cache = kv.layers[kv.map_layer_ids.at((int32_t) il)].k;
-    b.by      = input->by;
-    b.rotate  = [&](ggml_tensor * keys) {
-        ggml_tensor * rotated = ggml_view_3d(ctx, keys, n_rot, keys->ne[1], keys->ne[2], keys->nb[1], keys->nb[2],
-                                             (size_t) plain * keys->nb[0]);
-        return kv.build_rope_shift(turn, ctx, rotated, input->by, nullptr, kv.model.get_rope_factors(cparams, il),
-                                   kv.model.get_rope_freq_base(cparams, il), freq_scale, il);
-    };
+    b.ctx      = ctx;
+    b.gf       = res.get_gf();
+    b.il       = (int32_t) il;
+    b.k_cache  = kv.layers[kv.map_layer_ids.at((int32_t) il)].k;
+    b.of_cells = k_shift;
+    b.of_slots = input->of_slots;
+    b.turns    = input->turns;
+    b.pairs    = kv.build_rope_shift(turn, ctx, ggml_dup(ctx, input->pairs(n_rot)), input->turns, nullptr,
+                                     kv.model.get_rope_factors(cparams, il), kv.model.get_rope_freq_base(cparams, il),
+                                     freq_scale, il);
+    b.first = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // of a latent row: behind the rest
+    b.apart = input->apart;
     kv.subkv_hook->shift_keys(b);
     return true;
 }

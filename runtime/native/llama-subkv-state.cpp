@@ -5,6 +5,9 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-io.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -127,12 +130,12 @@ private:
 
 } // namespace
 
-// The body of a state: what llama.cpp writes, coded cells as rows, and the window. Everything is in the stream, of tensors
-// on a device, too.
+// The body of a state: what llama.cpp writes, coded cells as rows, and the window; or what it writes of another half.
+// Everything is in the stream, of tensors on a device, too.
 class llama_subkv::row_writer : public llama_io_write_i {
 public:
     row_writer(const llama_kv_cache & kv, llama_io_write_i & io) :
-        hook(*kv.subkv_hook), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
+        kv(kv), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
     void write(const void * data, size_t size) override {
         if (!counts) {
@@ -145,8 +148,8 @@ public:
         if (!counts) {
             rows.resize(size);
             if (const auto * side = coded.of(t)) {
-                hook.get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]), (int64_t) (size / t->nb[1]),
-                              rows.data());
+                kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                        (int64_t) (size / t->nb[1]), rows.data());
             } else {
                 ggml_backend_tensor_get(t, rows.data(), offset, size);
             }
@@ -158,17 +161,17 @@ public:
     uint64_t sum = CHECKSUM_OF_NOTHING;
 
 private:
-    const subkv::CacheHook & hook;
-    llama_io_write_i &       io;
-    const tiles              coded;
-    const bool               counts;
-    std::vector<uint8_t>     rows;
+    const llama_kv_cache & kv;
+    llama_io_write_i &     io;
+    const tiles            coded;
+    const bool             counts;
+    std::vector<uint8_t>   rows;
 };
 
 // Takes the body of a state from `io`, checks it, and is read in its place.
 class llama_subkv::row_reader : public llama_io_read_i {
 public:
-    row_reader(llama_kv_cache & kv, llama_io_read_i & io) : hook(*kv.subkv_hook), coded(kv), at(bytes) {
+    row_reader(llama_kv_cache & kv, llama_io_read_i & io) : kv(kv), coded(kv), at(bytes) {
         constexpr uint64_t PIECE = 1 << 24; // a damaged size must not ask for memory that no state needs
         uint64_t           left, expected;
         io.read(&left, sizeof(left));
@@ -186,31 +189,38 @@ public:
         }
     }
 
-    void check(const llama_kv_cache & kv, llama_seq_id seq) const;
+    void check(llama_seq_id seq) const;
 
     void read(void * data, size_t size) override { std::memcpy(data, at.take(size), size); }
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         const uint8_t * rows = at.take(size);
         if (const auto * side = coded.of(t)) {
-            hook.set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]), (int64_t) (size / t->nb[1]), rows);
+            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                    (int64_t) (size / t->nb[1]), rows);
         } else {
             ggml_backend_tensor_set(t, rows, offset, size);
         }
     }
 
     size_t n_bytes() override { return at.used(); }
-    size_t left() const { return at.left(); }
+
+    // Throws unless all of it has been read.
+    void end() const {
+        if (at.left() > 0) {
+            throw std::runtime_error("state: its end expected, " + std::to_string(at.left()) + " bytes found");
+        }
+    }
 
 private:
-    subkv::CacheHook &   hook;
+    llama_kv_cache &     kv;
     const tiles          coded;
     std::vector<uint8_t> bytes;
     cursor               at;
 };
 
 // What llama.cpp takes on trust: positions and sequences of cells, one cell for each, and the widths of rows.
-void llama_subkv::row_reader::check(const llama_kv_cache & kv, llama_seq_id seq) const {
+void llama_subkv::row_reader::check(llama_seq_id seq) const {
     const auto demand = [](bool held, const std::string & expected, int64_t found) {
         if (!held) {
             throw std::runtime_error("state: " + expected + " expected, " + std::to_string(found) + " found");
@@ -261,40 +271,16 @@ void llama_subkv::row_reader::check(const llama_kv_cache & kv, llama_seq_id seq)
 
 //
 // A state: the head, the size of the body in bytes u64, the body, its checksum u64. The body of a partial one is the
-// window.
+// window. That of a sliding or recurrent half beside it follows in the same way, without a head.
 //
 
-void llama_subkv::state_write_body(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq, bool partial) {
-    const auto body = [&](llama_io_write_i & to) {
-        row_writer rows(kv, to);
-        if (!partial) {
-            kv.state_write(rows, seq, 0);
-        }
-        state_writer w(rows);
-        kv.subkv_hook->state_write_window(w, seq);
-        return rows.sum;
-    };
-    state_writer w(io);
-    kv.subkv_hook->state_write_head(w, seq);
+template <typename Body> static void write_checked(llama_io_write_i & io, Body body) {
     counter all;
     body(all);
     const uint64_t size = all.n_bytes();
     io.write(&size, sizeof(size));
     const uint64_t sum = body(io);
     io.write(&sum, sizeof(sum));
-}
-
-bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
-        return false;
-    }
-    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
-        state_write_partial(kv, io, seq);
-    } else {
-        state_write_body(kv, io, seq, false);
-    }
-    return true;
 }
 
 static void check_partial(const subkv::CacheHook & hook) {
@@ -304,11 +290,27 @@ static void check_partial(const subkv::CacheHook & hook) {
     }
 }
 
-void llama_subkv::state_write_partial(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq) {
-    if (kv.subkv_hook && kv.subkv_hook->coded()) {
-        check_partial(*kv.subkv_hook);
-        state_write_body(kv, io, seq, true);
+bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
+        return false;
     }
+    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    if (partial) {
+        check_partial(*kv.subkv_hook);
+    }
+    state_writer w(io);
+    kv.subkv_hook->state_write_head(w, seq);
+    write_checked(io, [&](llama_io_write_i & to) {
+        row_writer rows(kv, to);
+        if (!partial) {
+            kv.state_write(rows, seq, 0);
+        }
+        state_writer window(rows);
+        kv.subkv_hook->state_write_window(window, seq);
+        return rows.sum;
+    });
+    return true;
 }
 
 bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
@@ -317,49 +319,127 @@ bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_se
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_reader *>(&io)) {
         return false;
     }
-    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
-        state_read_partial(kv, io, seq);
-        return true;
+    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    if (partial) {
+        check_partial(*kv.subkv_hook);
     }
     state_reader head(io);
-    kv.subkv_hook->state_read_head(head, seq);
-    row_reader body(kv, io);
-    body.check(kv, seq);
+    const auto   moves = kv.subkv_hook->state_read_head(head, seq, partial);
+    row_reader   body(kv, io);
+    if (!partial) {
+        body.check(seq);
+        state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
+    }
+    state_read_rest(kv, body, seq, moves);
+    return true;
+}
+
+void llama_subkv::state_read_cells(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
+                                   llama_state_seq_flags flags, llama_kv_cache::slot_info_vec_t * sinfos_out,
+                                   const llama_kv_cache::slot_info_vec_t * sinfos_in) {
     if (seq >= 0) {
         kv.seq_rm(seq, -1, -1); // llama.cpp leaves what was there where the state is of no cells
     }
     kv.state_read_sinfo(body, seq, flags, sinfos_out, sinfos_in);
-    state_read_rest(kv, body, seq);
-    return true;
 }
 
-void llama_subkv::state_read_partial(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
-        return;
-    }
-    check_partial(*kv.subkv_hook);
-    state_reader head(io);
-    kv.subkv_hook->state_read_head(head, seq);
-    row_reader body(kv, io);
-    state_read_rest(kv, body, seq);
-}
-
-void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq) {
+void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
+                                  const std::vector<uint64_t> & moves) {
     try {
         state_reader window(body);
-        kv.subkv_hook->state_read_window(window, seq, reader(kv));
-        if (body.left() > 0) {
-            throw std::runtime_error("state: its end expected, " + std::to_string(body.left()) + " bytes found");
-        }
+        kv.subkv_hook->state_read_window(window, seq, moves, reader(kv));
+        body.end();
     } catch (...) {
         kv.state_clear(seq);
         throw;
     }
 }
 
-void llama_subkv::settle(llama_context & ctx) {
-    if (coded(ctx.get_memory())) {
-        ctx.memory_update(false);
+//
+// both halves: the coded one, and sliding windows or recurrent state
+//
+
+template <typename Half>
+bool llama_subkv::halves_write(const llama_kv_cache & base, const Half & other, llama_io_write_i & io, llama_seq_id seq,
+                               llama_state_seq_flags flags) {
+    if (!base.subkv_hook || !base.subkv_hook->coded()) {
+        return false;
+    }
+    base.state_write(io, seq, flags);
+    write_checked(io, [&](llama_io_write_i & to) {
+        row_writer rows(base, to);
+        other.state_write(rows, seq, flags);
+        return rows.sum;
+    });
+    return true;
+}
+
+template <typename Half>
+bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    if (!base.subkv_hook || !base.subkv_hook->coded()) {
+        return false;
+    }
+    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    if (partial) {
+        check_partial(*base.subkv_hook);
+    }
+    state_reader head(io);
+    const auto   moves = base.subkv_hook->state_read_head(head, seq, partial);
+    row_reader   of_base(base, io);
+    if (!partial) {
+        of_base.check(seq);
+    }
+    row_reader of_other(base, io);
+    try {
+        if (!partial) {
+            state_read_cells(base, of_base, seq, flags, nullptr, nullptr);
+        }
+        state_read_rest(base, of_base, seq, moves);
+        if (seq >= 0) {
+            other.seq_rm(seq, -1, -1);
+        }
+        other.state_read(of_other, seq, flags);
+        of_other.end();
+    } catch (...) {
+        halves_lose(base, other, seq);
+        throw;
+    }
+    return true;
+}
+
+template <typename Half> void llama_subkv::halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq) {
+    base.state_clear(seq);
+    if (seq >= 0) {
+        other.seq_rm(seq, -1, -1);
+    } else {
+        other.clear(true);
+    }
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    return halves_write(*kv.get_base(), *kv.get_swa(), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return halves_read(*kv.get_base(), *kv.get_swa(), io, seq, flags);
+}
+
+bool llama_subkv::state_write(const llama_memory_hybrid & memory, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    return halves_write(*memory.get_mem_attn(), *memory.get_mem_recr(), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return halves_read(*memory.get_mem_attn(), *memory.get_mem_recr(), io, seq, flags);
+}
+
+void llama_subkv::lose(llama_kv_cache_iswa & kv, llama_seq_id seq) {
+    if (coded(&kv)) {
+        halves_lose(*kv.get_base(), *kv.get_swa(), seq);
     }
 }
 

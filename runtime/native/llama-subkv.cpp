@@ -152,11 +152,12 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, llama_seq_id seq, llama_
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
     }
-    return kv.subkv_hook->can_remove(seq, p0 < 0 ? 0 : p0, p1 < 0 ? INT32_MAX : p1, reader(kv));
+    const auto [first, last] = positions(p0, p1);
+    return kv.subkv_hook->can_remove(seq, first, last, reader(kv));
 }
 
-bool llama_subkv::copied(const llama_kv_cache & kv) {
-    return !kv.subkv_hook || kv.subkv_hook->copied;
+bool llama_subkv::carried_out(const llama_kv_cache & kv) {
+    return !kv.subkv_hook || kv.subkv_hook->carried_out;
 }
 
 void llama_subkv::keep_alone(llama_memory_i & attn, llama_seq_id seq) {
@@ -209,8 +210,9 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
         p0 = 0;
         p1 = -1;
     }
-    kv.subkv_hook->copied = kv.subkv_hook->copy_seq(src, dst, p0 < 0 ? 0 : p0, p1 < 0 ? INT32_MAX : p1, reader(kv));
-    return kv.subkv_hook->copied;
+    const auto [first, last]   = positions(p0, p1);
+    kv.subkv_hook->carried_out = kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv));
+    return kv.subkv_hook->carried_out;
 }
 
 void llama_subkv::seq_keep(llama_kv_cache & kv, llama_seq_id seq) {
@@ -223,6 +225,7 @@ bool llama_subkv::refuses(const llama_kv_cache & kv, const char * what) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return false;
     }
+    kv.subkv_hook->carried_out = false;
     kv.subkv_hook->refuse(what);
     return true;
 }
@@ -236,6 +239,9 @@ static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc
 bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
+    }
+    if (unturned(kv)) {
+        return false;
     }
     std::vector<subkv::TokenDesc> tokens;
     for (const auto & ubatch : ubatches) {
@@ -402,12 +408,25 @@ bool llama_subkv::rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn
     return true;
 }
 
+void llama_subkv::settle(llama_context & ctx) {
+    if (coded(ctx.get_memory())) {
+        ctx.memory_update(false);
+        if (unturned(*caches_of(ctx.get_memory()).base)) {
+            throw std::runtime_error("positions that were to move first have not moved");
+        }
+    }
+}
+
 subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
     return llama_subkv::hook_of(llama_get_memory(ctx), bytes_stock, bytes_coded);
 }
 
 bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
     llama_synchronize(ctx);
-    llama_subkv::settle(*ctx);
+    try {
+        llama_subkv::settle(*ctx);
+    } catch (const std::runtime_error &) { // reported
+        return false;
+    }
     return llama_subkv::rows(llama_get_memory(ctx), il, use);
 }

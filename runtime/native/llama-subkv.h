@@ -10,6 +10,8 @@ class llama_io_read_i;
 class llama_io_write_i;
 class llm_graph_input_i;
 class llm_graph_result;
+class llama_kv_cache_iswa;
+class llama_memory_hybrid;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llm_graph_context;
@@ -29,10 +31,10 @@ struct llama_subkv {
     static void seq_keep(llama_kv_cache & kv, llama_seq_id seq);
     static bool refuses(const llama_kv_cache & kv, const char * what); // true: coded cache, reason reported
     static bool can_shift(const llama_kv_cache & kv);
-    // Before positions [p0, p1) of a sequence move by `shift`: of a cache of both halves, too. false: refused.
-    static bool can_add(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
-    static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
-    static void shifted(const llama_kv_cache & kv); // the graph of build_shift has run
+    static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift); // ditto
+    static bool carried_out(const llama_kv_cache & kv); // the last seq_cp, seq_add or seq_div: the other half follows
+    static void shifted(const llama_kv_cache & kv);     // the graph of build_shift has run
+    static bool unturned(const llama_kv_cache & kv);    // it has not, or not to its end; reports that
     // llama_kv_cache::build_graph_shift; false: not a coded layer
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
@@ -41,7 +43,6 @@ struct llama_subkv {
     // reports that the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone:
     // llama.cpp keeps the cells of sequences that have streams of their own, not their recurrent state.
     static bool may_remove(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
-    static bool copied(const llama_kv_cache & kv); // seq_cp was not refused
     static void keep_alone(llama_memory_i & attn, llama_seq_id seq);
     static void recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0);
     static bool in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,
@@ -57,12 +58,20 @@ struct llama_subkv {
     static bool state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                            llama_kv_cache::slot_info_vec_t *       sinfos_out,
                            const llama_kv_cache::slot_info_vec_t * sinfos_in);
-    // A partial state leaves the cells out: who reads it still has those of then, and removes later ones. Nothing where
-    // the cache is not coded.
-    static void state_write_partial(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq);
-    static void state_read_partial(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
+    // The same of two halves. A partial state leaves the coded cells out: who reads it still has those of then, and removes
+    // later ones. What is wrong with either half is known before any cell is touched, but for what only cells can tell, and
+    // want of room, which leave both empty. lose() leaves them so when what comes behind them fails.
+    static bool state_write(const llama_kv_cache_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    static bool state_write(const llama_memory_hybrid & memory, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    static void lose(llama_kv_cache_iswa & kv, llama_seq_id seq);
     // Carries out copies between streams and shifts that llama.cpp has put off until the next decode: before cells are read
-    // or set.
+    // or set. Throws when it cannot.
     static void settle(llama_context & ctx);
 
     // Zeroes cells of one stream's tensor; false: not a coded layer.
@@ -95,9 +104,19 @@ struct llama_subkv {
     class row_reader;
     class graph_input;
     class shift_input;
-    static void state_write_body(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq, bool partial);
-    static void state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq); // the window, at its end
-    static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
-    static subkv::CacheHook * hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
-    static bool               rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
+    static void state_read_cells(llama_kv_cache & kv, row_reader & body, llama_seq_id seq, llama_state_seq_flags flags,
+                                 llama_kv_cache::slot_info_vec_t *       sinfos_out,
+                                 const llama_kv_cache::slot_info_vec_t * sinfos_in);
+    static void state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
+                                const std::vector<uint64_t> & moves); // the window, at its end
+    template <typename Half>
+    static bool halves_write(const llama_kv_cache & base, const Half & other, llama_io_write_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags);
+    template <typename Half>
+    static bool halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    template <typename Half> static void halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq);
+    static graph_input *                 inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
+    static subkv::CacheHook *            hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
+    static bool                          rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
 };

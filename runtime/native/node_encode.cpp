@@ -11,7 +11,7 @@ namespace subkv {
 //
 
 int64_t fresh_width(const LayerNodes & layer) {
-    return (int64_t) layer.codec->n_head_kv * (layer.codec->d_k + (layer.codec->latent ? 0 : layer.codec->d_v));
+    return row_elements(*layer.codec);
 }
 
 namespace {
@@ -51,8 +51,8 @@ int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
     return bad;
 }
 
-// Half-precision copy of one head's rows, at most +-65504: an infinity would reach queries that do not see it, times a
-// weight of zero. A row that is not finite becomes what its zero codes stand for: `mean`, or zero when that is nullptr.
+// Half-precision copy of one head's rows. One that is not finite becomes what its zero codes stand for: `mean`, or zero
+// when that is nullptr.
 void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0, int64_t n, ggml_tensor * dst,
                 int64_t offset, const uint16_t * mean, bool any_bad) {
     const int64_t d = x->ne[0];
@@ -65,10 +65,7 @@ void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0
             }
             continue;
         }
-        ops.to_half(row, out, d);
-        for (int64_t j = 0; j < d; ++j) {
-            out[j] = (out[j] & 0x7fff) == 0x7c00 ? (uint16_t) (out[j] - 1) : out[j];
-        }
+        to_half_saturated(ops, row, out, d);
     }
 }
 

@@ -47,6 +47,15 @@ inline int64_t stride_f32(const ggml_tensor * t, int dim) {
     return (int64_t) (t->nb[dim] / sizeof(float));
 }
 
+// x [n], all finite, as half precision, at most +-65504: an infinity would reach queries that do not see it, times a
+// weight of zero.
+inline void to_half_saturated(const Ops & ops, const float * x, uint16_t * out, int64_t n) {
+    ops.to_half(x, out, n);
+    for (int64_t i = 0; i < n; ++i) {
+        out[i] = (out[i] & 0x7fff) == 0x7c00 ? (uint16_t) (out[i] - 1) : out[i];
+    }
+}
+
 // Mask values are 0, -INFINITY or, with ALiBi, a negative distance.
 inline float mask_value(const ggml_tensor * mask, int64_t i) {
     if (mask->type == GGML_TYPE_F32) {

@@ -10,10 +10,15 @@
 
 namespace subkv {
 
+// Two histories as one; what has none leaves the other as it is.
+static uint64_t joined(uint64_t a, uint64_t b) {
+    return a == b || b == 0 ? a : (a ^ b) * UINT64_C(0x100000001b3) + 1;
+}
+
 Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max) :
     n_sink_(n_sink), n_recent_(n_recent), n_rollback_(n_recent > 0 ? n_rollback : 0),
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
-    pos_((size_t) n_slot_ * n_seq_max, -1), turn_(pos_.size(), 0), origin_(n_seq_max, 0) {}
+    pos_((size_t) n_slot_ * n_seq_max, -1), turn_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
 void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
     if (n_slot_ == 0) {
@@ -29,8 +34,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
             throw std::runtime_error("exact window: out of memory");
         }
         for (const auto * layer : group) {
-            const int64_t width = (int64_t) layer->n_head_kv * (layer->d_k + (layer->latent ? 0 : layer->d_v));
-            ggml_tensor * t     = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, width, n_slots());
+            ggml_tensor * t = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, row_elements(*layer), n_slots());
             ggml_format_name(t, "subkv_window_l%d", layer->il);
             if ((size_t) layer->il >= tensor_.size()) {
                 tensor_.resize((size_t) layer->il + 1, nullptr);
@@ -85,9 +89,16 @@ void Window::clear() {
     std::fill(pos_.begin(), pos_.end(), -1);
     std::fill(turn_.begin(), turn_.end(), 0);
     std::fill(origin_.begin(), origin_.end(), 0);
+    std::fill(moves_.begin(), moves_.end(), 0);
     for (const auto & buf : bufs_) {
         ggml_backend_buffer_clear(buf.get(), 0);
     }
+}
+
+void Window::forget(int32_t seq) {
+    forget(seq, 0, MAX_POSITION);
+    origin_[(size_t) seq] = 0;
+    moves_[(size_t) seq]  = 0;
 }
 
 void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
@@ -109,9 +120,14 @@ void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
     }
 }
 
+std::pair<int32_t, int32_t> Window::sequences(int32_t seq) const {
+    return seq < 0 ? std::pair{ 0, n_seq_ } : std::pair{ std::min(n_seq_, seq), std::min(n_seq_, seq + 1) };
+}
+
 bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
     std::vector<PosCell> kept;
-    for (int32_t s = std::max(0, seq); s < (seq < 0 ? n_seq_ : std::min(n_seq_, seq + 1)); ++s) {
+    const auto [s0, s1] = sequences(seq);
+    for (int32_t s = s0; s < s1; ++s) {
         const int32_t last = cells.max_pos_outside(s, p0, p1);
         if (last < 0 || n_recent_ == 0) {
             continue;
@@ -143,10 +159,12 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool rep
     if (src == dst) {
         return true;
     }
+    const uint64_t moves = moves_[(size_t) dst];
     if (replace) {
-        forget(dst, p0, p1); // everything
+        forget(dst);
         origin_[(size_t) dst] = origin_[(size_t) src];
     }
+    moves_[(size_t) dst] = replace ? moves_[(size_t) src] : joined(moves, moves_[(size_t) src]);
     std::vector<uint8_t> row;
     for (int32_t i = 0; i < n_slot_; ++i) {
         const size_t  from = (size_t) (first_slot(src) + i);
@@ -206,9 +224,11 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
                 return twice(token.seq[i], token.pos);
             }
         }
-        auto [it, fresh] = ranges.try_emplace(token.seq[0], Range{ token.pos, token.pos });
-        it->second.min   = std::min(it->second.min, token.pos);
-        it->second.max   = std::max(it->second.max, token.pos);
+        for (int32_t i = 0; i < token.n_seq; ++i) {
+            auto [it, fresh] = ranges.try_emplace(token.seq[i], Range{ token.pos, token.pos });
+            it->second.min   = std::min(it->second.min, token.pos);
+            it->second.max   = std::max(it->second.max, token.pos);
+        }
     }
     std::vector<PosCell> held;
     for (const auto & [seq, range] : ranges) {
@@ -331,7 +351,12 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
 void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     std::vector<PosCell> moved;
     cells.find(seq, p0, p1, moved);
-    if (moved.empty() || n_ring_ == 0) {
+    if (moved.empty()) {
+        return;
+    }
+    uint64_t & moves = moves_[(size_t) seq];
+    moves            = joined(joined(moves, ((uint64_t) p0 << 32) | (uint32_t) p1), (uint32_t) by);
+    if (n_ring_ == 0) {
         return;
     }
     if (cells.max_pos_outside(seq, p0, p1) > moved.back().pos) { // rows stay with those of the last token
@@ -353,14 +378,18 @@ void Window::turns(int32_t * by) const {
     std::copy(turn_.begin(), turn_.end(), by);
 }
 
+std::vector<uint64_t> Window::moves(int32_t seq) const {
+    const auto [s0, s1] = sequences(seq);
+    return { moves_.begin() + s0, moves_.begin() + s1 };
+}
+
 void Window::turned() {
     std::fill(turn_.begin(), turn_.end(), 0);
 }
 
 void Window::state_write(StateWriter & w, int32_t seq) const {
-    const int32_t s0 = seq < 0 ? 0 : seq;
-    const int32_t s1 = seq < 0 ? n_seq_ : seq + 1;
-    const int32_t n  = (s1 - s0) * n_slot_;
+    const auto [s0, s1] = sequences(seq);
+    const int32_t n     = (s1 - s0) * n_slot_;
     w.write(&n, sizeof(n));
     for (int32_t s = s0; s < s1; ++s) {
         for (const auto & [first, last] : runs(s)) {
@@ -378,10 +407,9 @@ void Window::state_write(StateWriter & w, int32_t seq) const {
     }
 }
 
-void Window::state_read(StateReader & r, int32_t seq, const CellReader & cells) {
-    const int32_t s0 = seq < 0 ? 0 : seq;
-    const int32_t s1 = seq < 0 ? n_seq_ : seq + 1;
-    int32_t       n  = 0;
+void Window::state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells) {
+    const auto [s0, s1] = sequences(seq);
+    int32_t n           = 0;
     r.read(&n, sizeof(n));
     if (n != (s1 - s0) * n_slot_) {
         throw std::runtime_error("state: exact window of " + std::to_string((s1 - s0) * n_slot_) + " rows expected, " +
@@ -390,8 +418,8 @@ void Window::state_read(StateReader & r, int32_t seq, const CellReader & cells) 
     std::vector<int32_t> pos((size_t) n);
     r.read(pos.data(), (size_t) n * sizeof(int32_t));
     for (int32_t s = s0; s < s1; ++s) { // what was there is gone either way
-        forget(s, 0, MAX_POSITION);
-        origin_[(size_t) s] = 0;
+        forget(s);
+        moves_[(size_t) s] = moves[(size_t) (s - s0)];
     }
     std::vector<PosCell> cell;
     for (size_t i = 0; i < pos.size(); ++i) {

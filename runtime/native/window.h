@@ -36,13 +36,16 @@ public:
     ggml_tensor * rows(int32_t il) const;
     size_t        bytes() const { return bytes_; }
 
+    std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) that a call for seq (-1: all) is about
+
     // Rows of a text that was removed must not leave in the next state, nor be taken for those of another one: both
     // overwrite them with zeros.
     void clear();
+    void forget(int32_t seq);                         // it is as new
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
-    // replace: dst loses the cells that it had there, else it keeps them.
+    // replace: dst has no other cells then, else it keeps them.
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
@@ -52,6 +55,8 @@ public:
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
     void turns(int32_t * by) const; // [n_slots()] by how many positions a slot's key is still to be rotated
     void turned();                  // by none any more
+    // What tells cells apart that were moved otherwise, by sequence (-1: all): 0 where none was.
+    std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored. Slots are those
     // that the tokens attend to exactly, and the one that left the window last: adapt codes from there.
@@ -59,7 +64,8 @@ public:
     bool holds(int32_t seq, int32_t pos) const; // its exact row
 
     void state_write(StateWriter & w, int32_t seq) const;
-    void state_read(StateReader & r, int32_t seq, const CellReader & cells); // throws std::runtime_error
+    // moves: what moves() gave when it was written. Throws std::runtime_error.
+    void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);
 
 private:
     // slot of a position within its sequence, -1: never held
@@ -82,6 +88,7 @@ private:
     std::vector<int32_t>                 pos_;    // [n_slots] position held, -1: none
     std::vector<int32_t>                 turn_;   // [n_slots] positions by which the key is still to be rotated
     std::vector<int32_t>                 origin_; // [n_seq] of the ring: where it holds positions that it divides
+    std::vector<uint64_t>                moves_;  // [n_seq]
     std::vector<ggml_tensor *>           tensor_; // by il, nullptr where there is none
     std::vector<ggml_context_ptr>        ctxs_;
     std::vector<ggml_backend_buffer_ptr> bufs_;

@@ -197,7 +197,7 @@ void run_window(const uint8_t * data, size_t n) {
     const Cells cells(N_CELLS);
     Read        from(data, n);
     try {
-        window->state_read(from, 0, cells);
+        window->state_read(from, 0, { 0 }, cells);
     } catch (const std::runtime_error &) {
         return;
     }

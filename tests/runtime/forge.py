@@ -1,15 +1,15 @@
 """States that somebody else wrote: values changed, and the checksum made anew.
 
 A state of one sequence: llama.cpp's magic and sequence (8 bytes), our head, size of the body u64, body, checksum u64
-(runtime/native/llama-subkv-state.cpp).
+(runtime/native/llama-subkv-state.cpp), and the last three again of a sliding half.
 """
 
 from __future__ import annotations
 
 import struct
 
-HEAD = 8 + 8 + 64 + 6 * 4
-"""Bytes before the size: llama.cpp's, magic, fingerprint, what it is bound to."""
+HEAD = 8 + 8 + 64 + 6 * 4 + 8
+"""Bytes before the size: llama.cpp's, magic, fingerprint, what it is bound to, how its positions were moved."""
 
 
 def checksum(body: bytes) -> int:
@@ -24,14 +24,14 @@ def forged(state: bytes, values: dict[int, int]) -> bytes:
     """`state` with i32 values at these offsets of its body."""
     (size,) = struct.unpack_from("<Q", state, HEAD)
     body = bytearray(state[HEAD + 8 :][:size])
-    assert len(state) == HEAD + 8 + size + 8
     for at, value in values.items():
         struct.pack_into("<i", body, at, value)
-    return state[: HEAD + 8] + bytes(body) + struct.pack("<Q", checksum(body))
+    return state[: HEAD + 8] + bytes(body) + struct.pack("<Q", checksum(body)) + state[HEAD + 8 + size + 8 :]
 
 
 def window_at(state: bytes, n_slots: int) -> int:
     """Offset in the body of the positions of the window of one sequence: i32 [n_slots], after their number."""
-    body = state[HEAD + 8 : -8]
+    (size,) = struct.unpack_from("<Q", state, HEAD)
+    body = state[HEAD + 8 :][:size]
     at = body.rindex(struct.pack("<2i", n_slots, 0))  # a window's first slot is that of position 0
     return at + 4

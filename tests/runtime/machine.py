@@ -1,8 +1,8 @@
 """Random programs over sequences: decode, remove, copy, keep, shift, states, on an ordinary f16 cache and a coded one.
 
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
-16-bit bands), so they may differ by rounding only. What a coded cache refuses follows from its window alone, which
-`Held` models: it has to refuse just that.
+16-bit bands), so they may differ by rounding only. What a coded cache refuses follows from its window alone, and beside
+recurrent state from the position that this is of; `Held` models both: it has to refuse just that.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BLOCK = 8
 ADAPT = f"kv,block={BLOCK},length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
 SEQ = st.integers(0, N_SEQ - 1)
 EVERYTHING = 2**31 - 1
+M_ROPE = (C.LLAMA_ROPE_TYPE_MROPE, C.LLAMA_ROPE_TYPE_IMROPE)
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Held:
     coded: int = 0
     origin: int = 0  # of the ring: shifted positions keep their slots
     whole: bool = True  # every token saw all those before it, from position 0 on
+    tail: int = -1  # position that recurrent state is of
 
     def slot(self, pos: int) -> int:
         return pos if pos < N_SINK else N_SINK + (pos + self.origin) % (N_RECENT + N_ROLLBACK)
@@ -54,6 +56,7 @@ class Held:
 
     def decode(self, pos: int, token: int, cell: int, adapts: bool) -> None:
         self.whole = self.whole and sorted(self.cells) == list(range(pos))
+        self.tail = pos
         self.cells[pos] = token, cell
         self.rows[self.slot(pos)] = pos
         if adapts and self.coded <= pos - N_RECENT:
@@ -64,7 +67,12 @@ class Held:
         window = [p for p in range(max(0, left + 2 - N_RECENT), left + 1) if not p0 <= p < p1]
         return self.holds(window) and not (adapts and 0 <= left < self.coded - 1)
 
+    def state_parts(self, p0: int, p1: int) -> bool:
+        """Recurrent state would have to lose a tail."""
+        return 0 < p0 <= self.tail < p1
+
     def remove(self, p0: int, p1: int) -> None:
+        self.tail = -1 if p0 <= self.tail < p1 else self.tail
         self.cells = {p: cell for p, cell in self.cells.items() if not p0 <= p < p1}
         self.rows = {slot: p for slot, p in self.rows.items() if not p0 <= p < p1}
         self.whole = sorted(self.cells) == list(range(len(self.cells))) and (self.whole or not self.cells)
@@ -92,11 +100,20 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
-    """One program. bound: what two f16 caches that round otherwise differ by."""
+    """One program. bound: what two f16 caches that round otherwise differ by; recurrent: state beside the cells."""
 
-    def __init__(self, model: engine.Model, layout: Any, bound: float, *, unified: bool, adapt: bool = False) -> None:
+    def __init__(
+        self,
+        model: engine.Model,
+        layout: Any,
+        bound: float,
+        *,
+        unified: bool,
+        adapt: bool = False,
+        recurrent: bool = False,
+    ) -> None:
         super().__init__()
-        self.unified, self.adapt, self.bound = unified, adapt, bound
+        self.unified, self.adapt, self.recurrent, self.bound = unified, adapt, recurrent, bound
         shared: dict[str, Any] = {"n_ubatch": 16, "threads": 1}
         coded = shared | {"window": WINDOW, "adapt": ADAPT if adapt else None, "offload_kqv": not adapt}
         many: dict[str, Any] = {"n_seq_max": N_SEQ + 1, "unified": unified, "n_ctx": 512 if unified else 1024}
@@ -116,9 +133,11 @@ class Machine(RuleBasedStateMachine):
 
     def decoded(self, tokens: list[int], pos: int, to: list[int]) -> Any:
         """Logits of the coded cache; None: it refused, as it must."""
-        if not self.seqs[to[0]].can_decode(pos, self.adapt):
+        held = [self.seqs[seq] for seq in to]
+        torn = self.recurrent and any(h.tail != h.last() for h in held)
+        if torn or not all(h.can_decode(pos, self.adapt) for h in held):
             assert self.coded.try_decode(tokens, pos, to) != 0
-            assert "exact row" in last_error()
+            assert "exact row" in last_error() or (torn and "recurrent state" in last_error())
             return None
         expected = self.plain.decode(tokens, pos, to)
         found = self.coded.decode(tokens, pos, to)
@@ -142,8 +161,8 @@ class Machine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 20), word=st.integers(0, 9))
     def decode_for_two(self, n: int, word: int) -> None:
         a, b = self.seqs[0], self.seqs[1]
-        # cells and window of the first answer for both
-        if self.unified and a.cells == b.cells and a.rows == b.rows and len(a.cells) + n <= N_MOST:
+        # cells of the first answer for both; llama.cpp splits no batch for two of one recurrent state
+        if self.unified and not self.recurrent and a.cells == b.cells and len(a.cells) + n <= N_MOST:
             self.decoded(self.text(n, word), a.last() + 1, [0, 1])
 
     @rule(seq=SEQ, word=st.integers(0, 9))
@@ -155,7 +174,9 @@ class Machine(RuleBasedStateMachine):
         before, token = held.tokens(), self.text(1, word)
         found = self.decoded(token, len(before), [seq])
         self.fresh.clear()
-        assert found is not None
+        if found is None:
+            assert self.recurrent
+            return
         assert agree(self.fresh.decode([*before, *token])[-1:], found)
 
     @rule(seq=SEQ, n=st.integers(1, 12))
@@ -174,6 +195,9 @@ class Machine(RuleBasedStateMachine):
         of = self.seqs if seq < 0 else [self.seqs[seq]]
         first, last = max(p0, 0), EVERYTHING if p1 < 0 else p1
         able = all(held.can_remove(first, last, self.adapt) for held in of)
+        if self.recurrent:
+            # llama.cpp's recurrent state knows no call for every sequence
+            able = able and seq >= 0 and not self.seqs[seq].state_parts(first, last)
         assert self.coded.rm(seq, p0, p1) == able
         if able:
             assert self.plain.rm(seq, p0, p1)
@@ -201,6 +225,7 @@ class Machine(RuleBasedStateMachine):
             self.seqs[dst] = copy.deepcopy(a)
             return
         b.whole = copied == a.cells and a.whole and set(b.cells) <= set(copied) if copied else b.whole
+        b.tail = a.tail
         b.cells |= copied
         for p in a.rows.values():
             if p in copied and b.rows.get(b.slot(p), -1) <= p:
@@ -208,9 +233,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ)
     def keep(self, seq: int) -> None:
+        for i in range(N_SEQ + 1):  # llama.cpp keeps the cells of other streams, not their recurrent state
+            assert not self.recurrent or i == seq or self.plain.rm(i, -1)
         for s in (self.plain, self.coded):
             C.llama_memory_seq_keep(s.memory, seq)
-        if self.unified:
+        if self.unified or self.recurrent:
             self.seqs = [held if i == seq else Held() for i, held in enumerate(self.seqs)]
 
     @rule(seq=SEQ, gone=st.integers(0, 20), keep=st.integers(0, 12))
@@ -223,12 +250,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ, p0=st.integers(0, N_MOST), by=st.integers(-5, 5).filter(bool))
     def shift(self, seq: int, p0: int, by: int) -> None:
+        if C.llama_model_rope_type(self.coded.model.handle) in M_ROPE:  # llama.cpp ends the process
+            return
         held = self.seqs[seq]
         others = {cell[1] for other in self.seqs if other is not held for cell in other.cells.values()}
         shared = self.unified and any(cell[1] in others for p, cell in held.cells.items() if p >= p0)
         last = held.last()
         C.llama_memory_seq_add(self.coded.memory, seq, p0, -1, by)
-        if self.adapt or (held.cells and (shared or not held.can_shift(p0, by))):
+        if self.adapt or self.recurrent or (held.cells and (shared or not held.can_shift(p0, by))):
             assert last_error().startswith("seq_add: ")
             assert C.llama_memory_seq_pos_max(self.coded.memory, seq) == last
             return

@@ -229,3 +229,14 @@ def test_positions_cannot_be_divided(model: engine.Model, tokens: list[int], lay
 def test_an_ordinary_type_is_expected_beside_bases(model: engine.Model, layout: Any) -> None:
     with pytest.raises(Refused, match="type_k"), session(model, layout, type_k=8, type_v=8, flash_attn=1):
         pass
+
+
+def test_a_token_of_two_sequences_needs_the_window_of_both(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    with session(model, layout, window=WINDOW, n_seq_max=3, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:120], 0, 0)
+        s.cp(0, 1, 0, 60)  # cells, of which the window has gone on
+        s.decode(tokens[:60], 0, 2)
+        before = s.state(2)
+        assert s.try_decode(tokens[60:61], 60, [2, 1]) != 0
+        assert "sequence 1" in last_error() and "exact row" in last_error()
+        assert s.state(2) == before

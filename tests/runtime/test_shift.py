@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import engine
@@ -176,3 +180,80 @@ def test_bases_that_follow_the_text_do_not_shift(model: engine.Model, tokens: li
         s.decode(tokens[:100])
         add(s, 0, 50, -1, 8)
         assert "bases follow the text" in last_error()
+
+
+@contextmanager
+def stopped(s: Any, first: int, times: int) -> Iterator[None]:
+    """The computation is stopped when it asks for the first-th time, and so many times in all."""
+    asked = 0
+
+    @C.ggml_abort_callback
+    def stop(_: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return first <= asked < first + times
+
+    C.llama_set_abort_callback(s.ctx, stop, None)
+    try:
+        yield
+    finally:
+        C.llama_set_abort_callback(s.ctx, ctypes.cast(None, C.ggml_abort_callback), None)
+
+
+def test_a_shift_that_is_stopped_goes_on_where_it_was(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+    """Behind any of its nodes: no key is turned twice, and none is read before it has been."""
+    layout, new = make_layout(BANDS, BANDS), tokens[LENGTH : LENGTH + 30]
+    expected = shifted(model, tokens, layout, window=WINDOW)
+    with session(model, layout, window=WINDOW, threads=1) as s:
+        for n in range(1, 100):
+            s.clear()
+            s.decode(tokens[:LENGTH])
+            discard(s)
+            with stopped(s, n, 1):
+                size = C.llama_state_seq_get_size(s.ctx, 0)
+            if size > 0:  # behind all of them
+                break
+            assert last_error().startswith("shift: ")
+            with stopped(s, 1, 10**9):
+                assert s.try_decode(new, LENGTH - GONE) == 1
+            assert last_error().startswith("shift: ")
+            assert agree(expected, s.decode(new, LENGTH - GONE)), n
+        assert n > 4, "hardly anything was stopped: the test proves nothing"
+
+
+def test_nothing_moves_while_a_shift_is_half_done(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+    with session(model, make_layout(BANDS, BANDS), window=WINDOW, threads=1) as s:
+        s.decode(tokens[:LENGTH])
+        discard(s)
+        with stopped(s, 5, 1):
+            assert C.llama_state_seq_get_size(s.ctx, 0) == 0
+        add(s, 0, 40, -1, 1)
+        assert "stopped behind some of the layers" in last_error()
+        s.clear()
+        s.decode(tokens[:100])
+        add(s, 0, 40, -1, 1)
+        assert not last_error()
+
+
+def test_a_shift_of_a_long_text_needs_no_memory_for_its_keys(
+    model: engine.Model, tokens: list[int], make_layout: Any
+) -> None:
+    """In floats those of one layer are 32 MiB here."""
+    status, marks = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not marks.exists():
+        pytest.skip("no /proc/self/clear_refs")
+
+    def most() -> int:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1])  # type: ignore[index]
+
+    with session(model, make_layout(BANDS, BANDS), window=WINDOW, n_ctx=131072, threads=1) as s:
+        s.decode(tokens[:100])
+        s.decode(tokens[:1], 100)
+        discard(s, 16)
+        try:
+            marks.write_text("5")  # the peak begins anew
+        except OSError as e:
+            pytest.skip(f"/proc/self/clear_refs: {e}")
+        before = most()
+        s.decode(tokens[:1], 85)
+        assert most() - before < 8 << 20

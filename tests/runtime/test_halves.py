@@ -1,0 +1,128 @@
+"""Models with a sliding half beside the coded one: a state is both or neither, and positions are those of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import engine
+import pytest
+from engine import C, distance, last_error, session
+from forge import forged, window_at
+from test_hybrids import partial_state, set_partial_state
+from test_shift import add, discard
+from test_variants import exact_layout
+
+WINDOW = (4, 16, 8)
+
+
+class Gemma:
+    """A tiny model whose every other layer slides, and exact codes of the others."""
+
+    def __init__(self, path: Path, layout: Path) -> None:
+        self.model = engine.Model(path)
+        self.layout = exact_layout(self.model, "gemma2", layout)
+        self.tokens = [10 + i * 7 % (self.model.n_vocab - 20) for i in range(200)]
+
+    def session(self, **options: Any) -> Any:
+        return session(self.model, self.layout, window=WINDOW, **options)
+
+
+@pytest.fixture(scope="module")
+def gemma(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gemma]:
+    made = Gemma(tiny_model("gemma2"), tmp_path_factory.mktemp("gemma") / "layout.gguf")
+    yield made
+    made.model.free()
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_damaged_state_touches_neither_half(gemma: Gemma, partial: bool) -> None:
+    """Any byte of either half, or its end."""
+    take, give = (partial_state, set_partial_state) if partial else (engine.Session.state, engine.Session.set_state)
+    with gemma.session() as s:
+        s.decode(gemma.tokens[:60])
+        state = take(s, 0)
+        s.decode(gemma.tokens[100:130], 60)
+        before = s.state(0)
+        for at in range(8, len(state), len(state) // 97):
+            damaged = bytearray(state)
+            damaged[at] ^= 16
+            assert give(s, bytes(damaged), 0) == 0
+            assert give(s, state[:at], 0) == 0
+            assert s.state(0) == before
+        assert give(s, state, 0) == len(state)
+
+
+def test_a_window_of_another_text_empties_both_halves(gemma: Gemma) -> None:
+    """Cells were read when it turns out."""
+    with gemma.session() as s:
+        fresh = s.state(0)
+        expected = s.decode(gemma.tokens[:40])
+        s.clear()
+        s.decode(gemma.tokens[:60])
+        state = s.state(0)
+        held = window_at(state, sum(WINDOW))
+        bad = forged(state, {held + 4 * (WINDOW[0] + 1): 5 + sum(WINDOW[1:])})
+        assert s.set_state(bad, 0) == 0
+        assert C.llama_memory_seq_pos_max(s.memory, 0) == -1
+        assert s.state(0) == fresh
+        assert distance(expected, s.decode(gemma.tokens[:40])) < 0.02
+
+
+def test_a_state_that_finds_no_room_empties_both_halves(gemma: Gemma) -> None:
+    with gemma.session(n_seq_max=2, unified=True, n_ctx=256) as s:
+        fresh = s.state(0)
+        s.decode(gemma.tokens[:120])
+        state = s.state(0)
+        assert s.rm(0, -1)
+        s.decode(gemma.tokens[:160], 0, 1)
+        s.decode(gemma.tokens[:20], 0, 0)
+        other = s.state(1)
+        assert s.set_state(state, 0) == 0
+        assert C.llama_memory_seq_pos_max(s.memory, 0) == -1
+        assert s.state(0) == fresh
+        assert s.state(1) == other
+
+
+def test_a_partial_state_from_before_a_shift(gemma: Gemma) -> None:
+    """Its rows are those of other positions; a whole state brings the old ones back, and fits it again."""
+    tokens = gemma.tokens
+    with gemma.session(n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:100])
+        kept, whole = partial_state(s), s.state(0)
+        discard(s)
+        s.decode(tokens[100:110], 36)
+        before, late = s.state(0), partial_state(s)
+        assert set_partial_state(s, kept) == 0
+        assert "shift" in last_error()
+        assert s.state(0) == before
+        assert set_partial_state(s, late) == len(late)
+        s.cp(0, 1)
+        assert s.set_state(whole, 0) == len(whole)
+        assert set_partial_state(s, late) == 0
+        assert set_partial_state(s, kept) == len(kept)
+        assert s.state(0) == whole
+        assert s.rm(0, -1)
+        s.decode(tokens[:100])  # nothing has moved in it
+        assert set_partial_state(s, kept) == len(kept)
+        assert s.rm(0, -1)
+        s.cp(1, 0)
+        assert set_partial_state(s, kept) == 0
+        assert set_partial_state(s, late) == len(late)
+
+
+def test_a_partial_state_goes_back_behind_a_shift(gemma: Gemma) -> None:
+    """Taken and restored at the same positions."""
+    tokens = gemma.tokens
+    with gemma.session() as s:
+        s.decode(tokens[:120])
+        discard(s)
+        kept = partial_state(s)
+        expected = s.decode(tokens[120:140], 56)
+        assert set_partial_state(s, kept) == len(kept)
+        assert s.rm(0, 56)
+        assert distance(expected, s.decode(tokens[120:140], 56)) < 0.02
+        add(s, 0, 40, -1, 3)
+        assert not last_error()
+        assert set_partial_state(s, kept) == 0
