@@ -27,10 +27,10 @@ from subkv.engine.template import Message, Template, TemplateError
 from subkv.format.calibration import TextSource
 
 FOLDER = Path(__file__).resolve().parent / "texts"
-MEASURED = (0, 1, 2, 3, 4, 6, 11, 14)  # indices of blocks for sensitivities; their cells enter the statistics, too
-CORRECTING = (6, 5)  # on whose first tokens, more of them, predictions are corrected
-TOKENS = 2048  # that other statistics are made of, of the other BLOCKS blocks alike
-BLOCKS = 8
+MEASURED = 7  # the first blocks, for sensitivities; their cells enter the statistics, too
+CORRECTING = (6, 5)  # indices of blocks on whose first tokens predictions are corrected, more tokens than are measured
+TOKENS = 2048  # that other statistics are made of, of BLOCKS blocks alike
+BLOCKS = 8  # the first ones, or the others where sensitivities add to them
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
 
 
@@ -55,8 +55,8 @@ def _text(path: Path, name: str, template: Template | None) -> Text:
 
 
 def spared(texts: Sequence[Text]) -> list[Text]:
-    """Of read(): what is not MEASURED."""
-    return [text for i, text in enumerate(texts) if i not in MEASURED]
+    """Of read(): BLOCKS blocks of other texts than what is MEASURED; a mixed one comes last and is held out."""
+    return list(texts[BLOCKS:])
 
 
 def render(template: Template | None, piece: str) -> str:

@@ -46,7 +46,7 @@ class Measuring:
         short, long = (min(max(n, least), self.n_ctx) for n in (SHORT if self.short else LONG, LONG))
         if self.texts is not None:
             return [long] * max(CHUNKS, len(self.texts))
-        return [short] * len(builtin.MEASURED) + [long] * len(builtin.CORRECTING)
+        return [short] * builtin.MEASURED + [long] * len(builtin.CORRECTING)
 
 
 def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calibration, bool]:
@@ -100,7 +100,7 @@ def _chunks(session: Session, how: Measuring) -> tuple[list[tuple[int, ...]], li
             raise SubkvError("files", f"they need at least 2 chunks of {long} tokens, found 1")
         return found, []
     blocks = builtin.read(session.template)
-    measured, others = ([blocks[i] for i in which] for which in (builtin.MEASURED, builtin.CORRECTING))
+    measured, others = blocks[: builtin.MEASURED], [blocks[i] for i in builtin.CORRECTING]
     chunks = [*cut(session, measured, short, len(measured)), *cut(session, others, long, len(others))]
     return chunks, [block.source for block in measured] if how.short else []
 

@@ -303,7 +303,7 @@ class Sensing:
         guess, n_tried = self._guess(i, side), 0
         wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
         cells, moved = noisy(wanted)
-        if guess is not None and moved > 0.0 and not 1.0 / NEAR < moved / wanted < NEAR:
+        if i >= APART and guess is not None and moved > 0.0 and not 1.0 / NEAR < moved / wanted < NEAR:
             wanted *= wanted / moved
             cells, moved = noisy(wanted)
         while True:

@@ -171,8 +171,8 @@ TASKS = "needles,recall,variables,copy,induction,tools"
 def tasks(lab: Any) -> Rows:
     caches = ["f16", *lab.pick(("q8_0", "q4_0"), ("q4_0",))]
     caches += [f"subkv:{lab.sidecar(bits)}" for bits in lab.pick(("2.5", "3", "4.25"), ("4.25",))]
-    kinds, samples = lab.pick((TASKS, "6"), ("recall", "1"))
-    chosen = ("--compare", ",".join(caches), "--tasks", kinds, "-c", "512", "--samples", samples, "-t", "2")
+    kinds, samples = lab.pick((TASKS, "4"), ("recall", "1"))
+    chosen = ("--compare", ",".join(caches), "--tasks", kinds, "-c", "1024", "--samples", samples, "-t", "2")
     rows: Rows = lab.json("subkv", "tasks", "-m", "M.gguf", *chosen, "-o", "json")
     return rows
 

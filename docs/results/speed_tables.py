@@ -159,6 +159,27 @@ def parallel_numbers(rows: Rows) -> Numbers:
     }
 
 
+def drafts(lab: Any) -> Rows:
+    size = lab.pick(("-d", "2000", "-n", "64", "-r", "3"), ("-d", "64", "-n", "8", "-r", "1"))
+    command = ("python", "-m", "runtime.speculation", *MODEL[:2], "--bases", lab.sidecar("4.5"), "-t", "2")
+    rows = lab.json(*command, "-f", lab.text("argparse.py"), *size, "-o", "json")
+    return [{key: value for key, value in row.items() if not key.startswith("samples")} for row in rows]
+
+
+def drafts_markdown(rows: Rows) -> str:
+    plain = {(row["cache"], row["task"]): row["median_ts"] for row in rows if row["draft"] == "none"}
+    columns: list[Column] = [
+        ("task", text("task")),
+        ("cache", lambda row: label(row["cache"])),
+        ("drafts", text("draft")),
+        ("right", lambda row: f"{row['n_accepted']} of {row['n_drafted']}" if row["n_drafted"] else ""),
+        ("tokens/s", ts),
+        ("× without", lambda row: f"{row['median_ts'] / plain[row['cache'], row['task']]:.2f}"),
+        ("same answer", lambda row: "yes" if row["same_answer"] else "no"),
+    ]
+    return grid(rows, columns, left=3)
+
+
 def deep(lab: Any) -> Rows:
     lab.sidecar("4.5")
     size = lab.pick(("-n", "16", "-d", "8000,16000,32000", "-r", "3"), ("-n", "4", "-d", "64,512", "-r", "2"))

@@ -149,6 +149,17 @@ ORDER = (  # what matters most comes first
         speed.parallel_numbers,
         group="load",
     ),
+    Table(
+        "drafts",
+        "Drafts",
+        "A greedy answer of 64 tokens behind 2000 tokens of Python code: `copy` writes them once more, `go on` goes "
+        "on. `lookup N`: N tokens that followed the last 3 when these stood in the text before. "
+        f"{REPEATED}.",
+        4,
+        speed.drafts,
+        speed.drafts_markdown,
+        group="drafts",
+    ),
     Table("speed_deep", "Deep contexts", f"{REPEATED}.", 4, speed.deep, speed.by_depth, speed.numbers, group="load"),
     Table(
         "speed_avx2",
@@ -224,7 +235,7 @@ ORDER = (  # what matters most comes first
     Table(
         "tasks",
         "Tasks",
-        "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2; texts of 512 tokens made by "
+        "SmolLM2-135M-Instruct Q4_1, calibrated on the validation split of WikiText-2; texts of 1024 tokens made by "
         "`runtime.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
         "changed against f16 on the same texts, in points; tools: f16's right calls, the others' share of calls that "
         "are f16's; −ln p: change per token of the right answers, nats, mean of the tasks.",

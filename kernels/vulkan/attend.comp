@@ -10,15 +10,16 @@ layout(local_size_x = 64) in; // TILE
 layout(constant_id = 0) const uint ROWS         = 8; // at most 8: `tops` is found by as many threads of 8 cells each
 layout(constant_id = 1) const uint COEFFICIENTS = 2;
 
-layout(std430, binding = 1) buffer Partial { float partial[]; };
+layout(std430, binding = 1) writeonly buffer Partial { float partial[]; };
 layout(std430, binding = 2) readonly buffer KTiles { uint k_tiles[]; };
 layout(std430, binding = 3) readonly buffer VTiles { uint v_tiles[]; };
 layout(std430, binding = 4) readonly buffer Mask { uint mask[]; };
 layout(std430, binding = 5) readonly buffer CellPos { int cell_pos[]; };
 layout(std430, binding = 6) readonly buffer Tokens { int tokens[]; };
+layout(std430, binding = 7) readonly buffer Queries { float queries[]; }; // of the same buffer, other places
 
 layout(push_constant) uniform Push {
-    uint  qt_at, shift_at, m_at, z_at, acc_at, width_v; // of `partial`
+    uint  qt_at, shift_at, m_at, z_at, acc_at, width_v;
     uint  k_tiles_at, k_stride, k_stream, v_tiles_at, v_stride, v_stream;
     uint  mask_at, mask_half, cell_pos_at, tokens_at; // of the mask in values
     uint  n_kv, n_tps, n_tokens, split;
@@ -73,7 +74,7 @@ void dots(Head head, uint tile, uint c, uint qt, uint width, uint n_rows, out fl
                 const vec2  pair = unpackHalf2x16(k_tiles[tile + band.at + (j * TILE + c) / 2]);
                 const float x    = c % 2 == 0 ? pair.x : pair.y;
                 for (uint r = 0; r < n_rows; ++r) {
-                    halves[r] = fma(partial[qt + r * width + band.first + j], x, halves[r]);
+                    halves[r] = fma(queries[qt + r * width + band.first + j], x, halves[r]);
                 }
             }
             continue;
@@ -90,7 +91,7 @@ void dots(Head head, uint tile, uint c, uint qt, uint width, uint n_rows, out fl
             for (uint j = 0; j < 4; ++j) {
                 const float x = float(code >> 8 * j & 255u) - zero;
                 for (uint r = 0; r < n_rows; ++r) {
-                    sums[r] = fma(partial[q + r * width + j], x, sums[r]);
+                    sums[r] = fma(queries[q + r * width + j], x, sums[r]);
                 }
             }
         }
@@ -168,7 +169,7 @@ void main() {
                 logit[r] = -INFINITY;
             } else {
                 const float slope = slope_of(h * group + (r0 + r) % group);
-                logit[r] = capped(logit[r] + partial[p.shift_at + first + r], p.softcap) + slope * bias[r];
+                logit[r] = capped(logit[r] + queries[p.shift_at + first + r], p.softcap) + slope * bias[r];
             }
             logits[r * TILE + me] = logit[r];
         }

@@ -215,6 +215,7 @@ const char * attend(const Attend & a, Run run, void * recorder) {
     Builder    d(ATTEND);
     d.constant(rows).constant(coefficients);
     d.bind(a.layer.tables).bind(a.m).bind(a.k_tiles).bind(a.v_tiles).bind(a.mask).bind(a.cell_pos).bind(a.tokens);
+    d.bind(a.qt);
     d.at(a.qt).at(a.shift).at(a.m).at(a.z).at(a.acc).push(a.layer.width_v);
     d.at(a.k_tiles).stride(a.k_stride).stride(a.k_stream).at(a.v_tiles).stride(a.v_stride).stride(a.v_stream);
     d.at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half).at(a.cell_pos).at(a.tokens);

@@ -220,6 +220,9 @@ def main(
         cache = dataclasses.replace(cache, type_k="f16", type_v=cache.type_v or "f16")
     if offer.pooling is not None and not offer.embeddings:
         raise click.UsageError("--pooling: expected --embeddings beside it, found none")
+    draft = drafts.model(n_gpu_layers)
+    if draft is not None and offer.embeddings:
+        raise click.UsageError("--embeddings: expected no --spec-type and no -md beside it, found one")
     context = dataclasses.replace(context, n_ctx=n_slots * N_CTX_SLOT if offer.n_ctx is None else offer.n_ctx)
     limits = dataclasses.replace(limits, n_connections=_n_connections(limits.n_connections))
     with listening.listen(limits.timeout, limits.n_connections) as sock:
@@ -235,7 +238,7 @@ def main(
         from runtime.serve.slots_llama import SlotsLlama
         from subkv.native.binding import llama_cpp
 
-        more = offer.model_arguments() | {"draft_model": None if offer.embeddings else drafts.model(n_gpu_layers)}
+        more = offer.model_arguments() | {"draft_model": draft}
         with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **more) as llm:
             if not offer.embeddings and not llama_cpp.llama_get_memory(llm.ctx):
                 raise SubkvError(

@@ -23,6 +23,7 @@ class SlotDrafts:
         self._n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
         self._n_share = llm.n_batch // llm.n_slots  # of a batch, for every slot
         self._n_removable = n_removable
+        self._recurrent = llm._ctx.checkpoints is not None
         if self._ask is not None and self._n_share < 2:
             raise SubkvError(
                 "n_batch",
@@ -44,10 +45,9 @@ class SlotDrafts:
         task.n_drafted += len(guess)
         return new + guess, len(guess)
 
-    @staticmethod
-    def _can_go_back(slot: Slot) -> bool:
+    def _can_go_back(self, slot: Slot) -> bool:
         """Recurrent state only does to a copy of it, which is made here."""
-        if slot.checkpoints is None:
+        if slot.checkpoints is None or not self._recurrent:
             return True
         slot.checkpoints.take(len(slot.tokens))
         return slot.checkpoints.reach(len(slot.tokens)) == len(slot.tokens)

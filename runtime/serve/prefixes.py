@@ -31,6 +31,7 @@ from subkv.engine.prompt_cache import common_prefix
 MIB = 1 << 20
 N_QUEUED = 2  # copies of slots that wait to be taken in, and entries that wait to be written
 LEAST = 32  # tokens: nothing is kept of fewer
+MEASURE_SECONDS = 60.0  # that a request waits for the first measurement; the engine takes none before it anyway
 CLOSE_SECONDS = 5.0  # for what is still to be written at the end
 SMOOTHING = 0.2  # weight of the newest of several measurements
 TRIES = 3  # entries that are tried for a request
@@ -134,6 +135,7 @@ class Prefixes:
         self.ram = Ram(ram)
         self.disk = None if folder is None else Disk(folder, disk_bytes, max_bytes)
         self.counts = Counts()
+        self.measured = threading.Event()  # what follows is known
         self.evaluating, self.setting = Pace(), Pace()  # a token; a byte of a state
         self.reading = {"ram": Pace(), "disk": Pace()}  # a byte
         self.notify: Callable[[], None] = lambda: None  # there is room again
@@ -253,6 +255,7 @@ class Prefixes:
         tokens = np.asarray(prompt, np.int32)[:-1]  # the last gives the logits
         if len(tokens) - n_held < LEAST:
             return None
+        self.measured.wait(MEASURE_SECONDS)
         identity = self.identity(space)
         found = self._best(self.ram, "ram", identity, tokens, n_held)
         if self.disk is None or (self._late is not None and self._late.is_alive()):

@@ -55,6 +55,7 @@ class Recall:
         except SubkvError:  # what cannot be saved is never kept
             pass
         cells.truncate(C.llama_get_memory(llm.ctx), slot, 0)
+        self.prefixes.measured.set()
 
     def prepare(self, slot: Slot, task: Task) -> None:
         """An idle slot is about to take a prompt: what it loses is kept, and what serves better is put in its place."""

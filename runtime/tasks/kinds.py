@@ -22,7 +22,7 @@ from subkv.base.errors import SubkvError
 ASKED = 16  # questions about a text, at most
 COPIED = 8  # answers of a copy
 CHAINS = 4  # of variables
-CALLS = 4  # tool calls asked for in a text
+CALLS = 3  # tool calls asked for in a text
 SPARE = 16  # tokens by which a call may be longer than the right one
 JOINS = 4  # tokens that a text tokenized call by call may have more for each
 SHOWN = 4  # groups of a random string that say where the copy goes on
@@ -247,7 +247,7 @@ def tools(rng: random.Random, size: int, hard: int) -> Sample:
     for number, thing, city, n in rng.sample(orders, CALLS + 1):
         tool = rng.choice(TOOLS)
         call = {"name": tool, "arguments": {"order": number, "item": thing, "quantity": n, "city": city}}
-        requests.append((f"Request: {tool} order {number}.\nCall:", f" {json.dumps(call)}"))
+        requests.append((f"Request: {tool} order {number}.\nCall:\n", json.dumps(call)))
     (question, answer), *rest = requests
     text = "\n".join(lines)
     made = questions(f"{text}\n\nTools: {', '.join(TOOLS)}.\n{question}{answer}\n", rest)

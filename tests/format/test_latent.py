@@ -20,12 +20,15 @@ from converter.session import Session
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
+from subkv.engine.observer import SAMPLE
 from subkv.format import metadata
-from subkv.format.calibration import Calibration, read_calibration
+from subkv.format.calibration import Calibration, LayerShape, read_calibration
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
-from subkv.plan import datafree, mla, predict
+from subkv.plan import datafree, latent, mla, predict
+from subkv.plan.budget import Overhead, plan_banded
 from subkv.plan.pipeline import Fit, Options
+from subkv.plan.positions import rotation
 
 BITS = ("--kv-bits", "5", "--bpe-context", "1000000")
 WINDOW = Window(4, 16, 8)
@@ -89,6 +92,20 @@ def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:
         np.testing.assert_allclose(predict.reconstructed(x[:, :32], layer.heads[0].v), x[:, :32], atol=0.02)
 
 
+def test_no_row_has_more_bands_than_fit() -> None:
+    """Neighbours are joined where it costs least; coefficients stay, and no band gets wider."""
+    shape = LayerShape(0, 4, 1, 320, 256, 0.1, 1)
+    heads = latent.heads(shape, np.exp(-np.arange(256) / 20.0), np.exp(-np.arange(64) / 6.0)) * 2
+    plan = plan_banded(heads, 4.0, Overhead(1 << 30, WINDOW))
+    assert max(len(a) + len(b) for a, b in zip(plan[::2], plan[1::2], strict=True)) > 8
+    fewer = latent.joined(heads, plan)
+    for a, b in zip(fewer[::2], fewer[1::2], strict=True):
+        assert len(a) + len(b) == 8
+    for before, after in zip(plan, fewer, strict=True):
+        old, new = (np.repeat([bits for _, bits in bands], [n for n, _ in bands]) for bands in (before, after))
+        assert len(old) == len(new) and (new <= old).all() and (np.diff(new) <= 0).all()
+
+
 def test_predictions_price_one_row_twice(base: Gguf, calibration: Calibration) -> None:
     """An error in the latent costs what it does as a key and as a value; stock types are not rotated."""
     fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
@@ -138,6 +155,24 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
         expected = 0.09 * (np.trace(priced["k0"][0]) + np.trace(priced["v0"][0])) / len(rows.q)
         assert 0.5 < moved / expected < 2.0
         assert chunk.kld({(il, "k"): chunk.view(il, "k").astype(np.float32) + error[: chunk.start]}) > 1e-4
+
+
+def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> None:
+    """A key 100 positions later is the same key, turned as the calibration is spread."""
+    tokens = [int(t) for t in np.random.default_rng(6).integers(40, 130, 8)]
+    turn = rotation(base, 48)
+    assert turn is not None and not turn.omega[:32].any() and turn.omega[32:].all()
+    keys = []
+    with Session(model, 256, 1, 0) as session:
+        for first in (0, 100):
+            session.clear()
+            session.forget()
+            session.mode(SAMPLE, range(first, first + 8))
+            session.decode(tokens, first)
+            keys.append(session.get(session.layers()[0], "ks")[:, 0])
+    phase = np.exp(100j * turn.omega)
+    turned = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
+    np.testing.assert_allclose(turned, keys[1], atol=1e-3)
 
 
 @pytest.mark.parametrize(

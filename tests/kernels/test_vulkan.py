@@ -1,7 +1,7 @@
 """The Vulkan ops against the reference, by the tests of the CUDA ops, with bounds of f32 instead of theirs.
 
-On lavapipe where this machine has no GPU: what that proves is data flow, indexing and arithmetic; not speed, nor what
-other compilers make of the shaders, nor barriers between dispatches.
+On lavapipe where this machine has no GPU: what that proves is data flow, indexing and arithmetic, and with the
+validation layer barriers; not speed, nor what other compilers make of the shaders.
 """
 
 from __future__ import annotations
@@ -80,6 +80,23 @@ def test_encode_large_heads(library: v.Library, large: str, orthonormal: bool) -
 def test_combine_large_heads(library: v.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layers.LAYERS, "planned", LARGE["576"])
     test_combine(library, Shape(n_tps=3, group=2, n_kv=100), True)
+
+
+def test_a_lost_barrier_is_found(opened: v.Library) -> None:
+    """attend reads what its first dispatch, projecting queries, writes."""
+    if not opened.validates:
+        pytest.skip("no validation layer (Debian: vulkan-validationlayers)")
+    call = t.Call(opened, "planned", Shape())
+    opened.run("attend", call.args)
+    assert opened.messages()[0] == 0, opened.messages()[1]
+    opened.lib.test_set_barriers(False)
+    try:
+        opened.run("attend", call.args)
+    finally:
+        opened.lib.test_set_barriers(True)
+    n, last = opened.messages()
+    assert n > 0
+    assert "SYNC-HAZARD-READ-AFTER-WRITE" in last
 
 
 def test_places_are_checked(opened: v.Library) -> None:

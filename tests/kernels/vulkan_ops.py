@@ -67,12 +67,13 @@ class Library(c.Library):
     def __init__(self, path: Path, validate: bool) -> None:
         super().__init__(path, lambda: Memory(self.lib))
         self.lib.test_open.restype = self.lib.test_device.restype = self.lib.test_last_message.restype = ct.c_char_p
-        self.lib.test_open.argtypes = [ct.c_bool]
+        self.lib.test_open.argtypes = self.lib.test_set_barriers.argtypes = [ct.c_bool]
         self.lib.test_allocate.restype, self.lib.test_allocate.argtypes = ct.c_void_p, [ct.c_size_t]
         self.lib.test_free.argtypes = [ct.c_void_p]
         self.lib.test_messages.restype = ct.c_uint32
         if error := self.lib.test_open(validate):
             raise RuntimeError(error.decode())
+        self.validates = validate
         self.device = self.lib.test_device().decode()
 
     def messages(self) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opening import N_CTX, opened, prompt
+from opening import N_CTX, last_logits, opened, prompt
 
 from subkv import DraftModel, PromptLookup
 from subkv.base.errors import CacheError, SubkvError
@@ -186,3 +187,28 @@ def test_nonsense_is_no_draft(coded_model: Models) -> None:
     with opened(coded_model(), draft_model=Nonsense()) as llm:
         assert answer(llm, PROMPT, 30) == plain
         assert 0 < llm.draft_stats().n_drafted <= 4 * 30
+
+
+@pytest.mark.parametrize("cache", ["subkv", "f16"])
+def test_the_demo_model_copies_code(demo_model: Path, cache: str) -> None:
+    """Most drafts are right, and every token is the best one, within rounding, for what precedes it."""
+    text = inspect.getsource(itertools_recipe) * 2
+    with opened(demo_model, kv_cache=cache, n_ctx=512, draft_model=PromptLookup(3, 40)) as llm:
+        tokens = llm.tokenize(text.encode())
+        drafted = answer(llm, tokens, 32)
+        assert llm.draft_stats().n_accepted > 16
+        llm.reset()
+        logits = last_logits(llm, tokens)
+        for token in drafted:
+            assert logits[token] >= logits.max() - 0.02 * np.abs(logits).max()
+            logits = last_logits(llm, [token])
+
+
+def itertools_recipe(values: list[int], size: int) -> list[list[int]]:
+    """Batches of `size` values, the last one shorter."""
+    batches: list[list[int]] = []
+    for start in range(0, len(values), size):
+        batches.append(values[start : start + size])
+    if any(len(batch) > size for batch in batches):
+        raise ValueError("expected batches that are not longer than their size")
+    return batches

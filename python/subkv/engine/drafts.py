@@ -225,13 +225,9 @@ class Drafting(LlamaDraftModel):
         self.n_latest = len(found)
         return found
 
-    def cut(self, n: int) -> None:
-        """At most n tokens of the latest draft will be evaluated."""
-        self.n_latest = min(self.n_latest, max(n, 0))
-
-    def evaluated(self) -> int:
-        """How many drafted tokens the evaluation that begins now ends with; they are counted."""
-        n, self.n_latest = self.n_latest, 0
+    def evaluated(self, n_most: int) -> int:
+        """How many drafted tokens, of at most n_most, the evaluation that begins now ends with; they are counted."""
+        n, self.n_latest = max(min(self.n_latest, n_most), 0), 0
         self.stats.n_drafted += n
         self.stats.n_drafts += n > 0
         return n

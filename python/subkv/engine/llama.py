@@ -204,9 +204,7 @@ class Llama(llama_cpp.Llama):
         if self._drafts is None:
             return []
         guess: list[int] = self._drafts(seen(tokens)).tolist()
-        room = max(self._n_ctx - 1 - len(tokens), 0)  # and of one more: a full context is the caller's matter
-        self._drafts.cut(room)
-        return guess[:room]
+        return guess[: max(self._n_ctx - 1 - len(tokens), 0)]  # a full context is the caller's matter
 
     def judge(self, right: bool) -> None:
         """The sampler has, or has not, chosen a drafted token."""
@@ -303,8 +301,7 @@ class Llama(llama_cpp.Llama):
         is the same either way.
         """
         with self._ctx.alone():
-            drafted = 0 if self._drafts is None else self._drafts.evaluated()
-            self._eval(list(tokens), max(min(drafted, len(tokens) - 1), 0))
+            self._eval(list(tokens), 0 if self._drafts is None else self._drafts.evaluated(len(tokens) - 1))
 
     def _eval(self, tokens: list[int], n_draft: int) -> None:
         """As eval; the last n_draft tokens are drafted, so their logits and those before them are wanted."""

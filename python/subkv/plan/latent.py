@@ -21,11 +21,12 @@ from subkv.format.codec import rank
 from subkv.format.metadata import Account
 from subkv.native.gguf import Base
 from subkv.plan import budget
-from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, mixing_matrix, store
+from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, mixing_matrix, slices, store
 from subkv.plan.costs import LayerCost
 from subkv.plan.gamma import gamma_of
 
 LEAST = 3  # bits of any coefficient without a calibration
+MAX_BANDS = 8  # of a row (FORMAT.md §2)
 SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all layers
 WHY = "bases from the weights alone read it"
 
@@ -41,6 +42,31 @@ def heads(shape: LayerShape, latent: F64, turned: F64) -> list[budget.Head]:
     ]
 
 
+def joined(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
+    """The plan with at most MAX_BANDS on a row: neighbours become one of the narrower's bits, where that costs least.
+
+    heads, planned: the latent and the others of all layers in turn.
+    """
+    out = list(planned)
+    for first in range(0, len(out), 2):
+        while len(out[first]) + len(out[first + 1]) > MAX_BANDS:
+            out[first : first + 2] = _narrowed(heads[first : first + 2], out[first : first + 2])
+    return out
+
+
+def _narrowed(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
+    """With one band less."""
+    costs = []
+    for i, (head, bands) in enumerate(zip(heads, planned, strict=True)):
+        for j, (part, (_, bits), (_, narrower)) in enumerate(zip(slices(bands), bands, bands[1:], strict=False)):
+            lost = budget.loss(narrower) - budget.loss(bits)
+            costs.append((float(head.importance[part].sum()) * lost, i, j))
+    _, i, j = min(costs)
+    out, bands = list(planned), planned[i]
+    out[i] = (*bands[:j], (bands[j][0] + bands[j + 1][0], bands[j + 1][1]), *bands[j + 2 :])
+    return out
+
+
 def coded(
     base: Base, layers: Sequence[LayerShape], kv_bits: float, overhead: budget.Overhead
 ) -> tuple[tuple[CodedLayer, ...], Account]:
@@ -53,7 +79,7 @@ def coded(
         return np.asarray(1.0 - SLOPE * (np.arange(d) // budget.GROUP), dtype=np.float64)
 
     every = [head for shape in layers for head in heads(shape, even(shape.d_v), even(shape.d_k - shape.d_v))]
-    planned = budget.plan_banded(every, kv_bits, overhead, LEAST)
+    planned = joined(every, budget.plan_banded(every, kv_bits, overhead, LEAST))
     out = []
     for i, shape in enumerate(layers):
         parts = [

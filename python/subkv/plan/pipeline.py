@@ -234,7 +234,8 @@ class Fit:
         """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
         if self.settings.codec == "int8":
             return budget.plan_int8(self.heads)
-        return budget.plan_banded(self.heads, kv_bits, self.overhead)
+        planned = budget.plan_banded(self.heads, kv_bits, self.overhead)
+        return latent.joined(self.heads, planned) if self.latent else planned
 
     def account(self, plan: Sequence[Bands]) -> Account:
         return budget.account(self.heads, plan, self.overhead)

@@ -18,6 +18,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.arrays import F16, F64
 from subkv.format.calibration import Calibration, LayerStats
 from subkv.native.gguf import Base
+from subkv.plan import mla
 
 C128 = NDArray[np.complex128]
 
@@ -68,6 +69,8 @@ ALSO_HALVES = (
     *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
     *("seed_oss", "smallthinker"),
 )
+# Latent attention, whose rows turn from behind the latent on, in neighbours, or not at all.
+TURNED_LATENT, STILL_LATENT = ("deepseek2",), ("kimi-linear", "kimi-k3")
 UNTURNED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
 # More of HALVES, and some without rotation, whose keys transformers orders as llama.cpp does.
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
@@ -146,8 +149,11 @@ class Pairs:
 
 def pairs(base: Base, d: int) -> Pairs | None:
     """The rotary pairs of keys of size d; None where the model has none, or of a kind that is not understood here."""
-    arch = base.get("general.architecture")
-    if arch not in NEIGHBOURS + HALVES or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
+    arch, latent = base.get("general.architecture"), mla.is_latent(base)
+    if latent and arch in STILL_LATENT:
+        return Pairs.none(d)
+    neighbours = arch in NEIGHBOURS or (latent and arch in TURNED_LATENT)
+    if not (neighbours or arch in HALVES) or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         return None
     n_rot = int(base.get(f"{arch}.rope.dimension_count") or d)
     if n_rot > d or n_rot % 2:
@@ -160,8 +166,8 @@ def pairs(base: Base, d: int) -> Pairs | None:
     if arch in SECTIONS + INTERLEAVED and isinstance(sections, list) and len(sections) == 4:
         theta[_still(sections, half, arch in INTERLEAVED)] = 0.0
     out = Pairs.none(d)
-    first = 2 * np.arange(half) if arch in NEIGHBOURS else np.arange(half)
-    second = first + (1 if arch in NEIGHBOURS else half)
+    first = (d - n_rot if latent else 0) + (2 * np.arange(half) if neighbours else np.arange(half))
+    second = first + (1 if neighbours else half)
     out.partner[first], out.partner[second] = second, first
     out.omega[first], out.omega[second] = -theta, theta
     return out

@@ -179,6 +179,10 @@ void test_free(void * data) {
     device->free(data);
 }
 
+void test_set_barriers(bool on) {
+    device->barriers = on;
+}
+
 // Of the validation layer since the last call.
 uint32_t test_messages() {
     const uint32_t n   = device->n_messages;

@@ -32,10 +32,17 @@ Device::Device(bool validate) {
     const char * layers[]     = { "VK_LAYER_KHRONOS_validation" };
     const char * extensions[] = { VK_EXT_DEBUG_UTILS_EXTENSION_NAME };
 
+    const VkValidationFeatureEnableEXT enabled[] = { VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT };
+    VkValidationFeaturesEXT            features  = {};
+    features.sType                               = VK_STRUCTURE_TYPE_VALIDATION_FEATURES_EXT;
+    features.enabledValidationFeatureCount       = 1;
+    features.pEnabledValidationFeatures          = enabled;
+
     VkInstanceCreateInfo instance = {};
     instance.sType                = VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO;
     instance.pApplicationInfo     = &app;
     if (validate) {
+        instance.pNext                   = &features;
         instance.enabledLayerCount       = 1;
         instance.ppEnabledLayerNames     = layers;
         instance.enabledExtensionCount   = 1;
@@ -230,12 +237,14 @@ const char * Device::record(const Dispatch & d) {
     vkCmdBindDescriptorSets(buffer_, VK_PIPELINE_BIND_POINT_COMPUTE, p.layout, 0, 1, &made, 0, nullptr);
     vkCmdPushConstants(buffer_, p.layout, VK_SHADER_STAGE_COMPUTE_BIT, 0, 4 * d.n_push, d.push);
     vkCmdDispatch(buffer_, d.groups[0], d.groups[1], d.groups[2]);
-    VkMemoryBarrier barrier = {};
-    barrier.sType           = VK_STRUCTURE_TYPE_MEMORY_BARRIER;
-    barrier.srcAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
-    barrier.dstAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
-    vkCmdPipelineBarrier(buffer_, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
-                         &barrier, 0, nullptr, 0, nullptr);
+    if (barriers) {
+        VkMemoryBarrier barrier = {};
+        barrier.sType           = VK_STRUCTURE_TYPE_MEMORY_BARRIER;
+        barrier.srcAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
+        barrier.dstAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
+        vkCmdPipelineBarrier(buffer_, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
+                             &barrier, 0, nullptr, 0, nullptr);
+    }
     return nullptr;
 }
 

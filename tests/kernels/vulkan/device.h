@@ -21,7 +21,7 @@ struct Allocation {
 
 class Device {
 public:
-    // validate: with the Khronos layer. Throws std::runtime_error.
+    // validate: with the Khronos layer and its synchronisation validation. Throws std::runtime_error.
     explicit Device(bool validate);
 
     Device(const Device &)             = delete;
@@ -40,6 +40,7 @@ public:
     const char * record(const subkv::vulkan::Dispatch & dispatch); // buffers: Allocation
     const char * finish();                                         // runs what was recorded
 
+    bool        barriers   = true;
     uint32_t    n_messages = 0; // of the validation layer
     std::string last_message;
 

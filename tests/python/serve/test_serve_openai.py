@@ -41,7 +41,9 @@ def test_chat_and_its_stream_say_the_same(client: Any) -> None:
     assert answer.choices[0].message.role == chunks[0].choices[0].delta.role == "assistant"
     assert answer.model == "tiny"
     assert answer.usage.completion_tokens == 24 and answer.choices[0].finish_reason == "length"
-    assert chunks[-1].usage == answer.usage
+    usage = chunks[-1].usage
+    assert usage.model_copy(update={"prompt_tokens_details": answer.usage.prompt_tokens_details}) == answer.usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "length"]
     assert len({chunk.id for chunk in chunks}) == 1
 

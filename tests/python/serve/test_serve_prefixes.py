@@ -52,6 +52,7 @@ def remembering(
 ) -> Iterator[Prefixes]:
     made = Prefixes(IDENTITY, n_removable, MOST, ram, folder, disk)
     made.evaluating.took(1.0, 1)  # a second a token: restoring is faster
+    made.measured.set()
     try:
         yield made
     finally:
@@ -177,6 +178,7 @@ def test_a_restart_and_another_model(tmp_path: Path) -> None:
         assert again is not None and again.where == "ram"
     other = Prefixes(IDENTITY | {"model": "another"}, None, MOST, MOST, tmp_path, text.n_bytes + 20000)
     other.evaluating.took(1.0, 1)
+    other.measured.set()
     assert other.find([*SYSTEM, 1], "", 0) is None
     keep(other, text)
     assert other.find([*SYSTEM, 1], "", 0) is not None
