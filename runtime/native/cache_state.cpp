@@ -1,0 +1,106 @@
+// cache_state.cpp: what a state is bound to, and the exact window and the adaptive bases in it (hook.h).
+#include "cache.h"
+#include "error.h"
+
+#include <cstring>
+#include <utility>
+
+namespace subkv {
+
+static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '4' };
+
+// What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
+// adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does.
+struct StateWindow {
+    int32_t n_sink, n_recent, n_rollback, n_seq, adapt, block;
+};
+
+static StateWindow state_window(const Window & window, const Adaptive * adaptive, int32_t seq) {
+    if (seq >= window.n_seq()) {
+        fail("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq);
+    }
+    const int32_t sides = adaptive ? (adaptive->request().k ? 1 : 0) + (adaptive->request().v ? 2 : 0) : 0;
+    return { window.n_sink(),
+             window.n_recent(),
+             window.n_rollback(),
+             seq < 0 ? window.n_seq() : 0,
+             sides,
+             adaptive ? adaptive->request().params.block : 0 };
+}
+
+void Cache::state_write_head(StateWriter & w, int32_t seq) const {
+    const StateWindow s = state_window(window_, adaptive_.get(), seq);
+    w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
+    w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
+    w.write(&s, sizeof(s));
+    const auto moves = window_.moves(seq);
+    w.write(moves.data(), moves.size() * sizeof(uint64_t));
+}
+
+std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool partial) const {
+    const StateWindow want = state_window(window_, adaptive_.get(), seq);
+    char              magic[sizeof(STATE_MAGIC)];
+    r.read(magic, sizeof(magic));
+    if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
+        fail("state: a state of a subkv cache as this version writes it expected, one of another cache type or "
+             "version found");
+    }
+    std::string fingerprint(layout_->fingerprint.size(), '\0');
+    r.read(fingerprint.data(), fingerprint.size());
+    if (fingerprint != layout_->fingerprint) {
+        fail("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str());
+    }
+    StateWindow found;
+    r.read(&found, sizeof(found));
+    if (want.adapt != found.adapt || want.block != found.block) {
+        fail("state: adaptive sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", want.adapt,
+             want.block, found.adapt, found.block);
+    }
+    if (std::memcmp(&want, &found, sizeof(want)) != 0) {
+        fail("state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
+             want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
+             found.n_seq);
+    }
+    const auto            here = window_.moves(seq);
+    std::vector<uint64_t> moves(here.size());
+    r.read(moves.data(), moves.size() * sizeof(uint64_t));
+    if (partial && moves != here) {
+        fail("state: a partial state of cells where they are now expected, one from before or after a shift found; "
+             "restore a whole state, or remove the sequence and decode it again");
+    }
+    return moves;
+}
+
+// Streams of a state: that of one sequence, or all.
+static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
+    return seq < 0 ? std::pair{ 0u, n_stream } : std::pair{ (uint32_t) seq, (uint32_t) seq + 1 };
+}
+
+void Cache::state_write_window(StateWriter & w, int32_t seq) const {
+    window_.state_write(w, seq);
+    const auto [first, last] = streams(seq, n_stream_);
+    for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
+        adaptive_->state_write(w, stream);
+    }
+}
+
+void Cache::state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                              const CellReader & cells) {
+    try {
+        window_.state_read(r, seq, moves, cells);
+        const auto [first, last] = streams(seq, n_stream_);
+        for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
+            adaptive_->state_read(r, stream);
+            const int32_t n_pos = cells.max_pos_outside((int32_t) stream, 0, 0) + 1;
+            const int32_t coded = adaptive_->coded(stream);
+            if (coded > n_pos) {
+                adaptive_->reset(stream);
+                fail("state: adaptive bases of at most %d positions expected, %d found", n_pos, coded);
+            }
+        }
+    } catch (const std::exception & e) {
+        fail("%s", e.what());
+    }
+}
+
+} // namespace subkv
