@@ -56,7 +56,7 @@ class Wish:
     @property
     def spared(self) -> bool:
         """Whether statistics leave out what sensitivities are measured on, as its cells enter them there."""
-        return self.short and not self.corpus.files and self.corpus.chunks is None
+        return self.short and self.minutes != 0 and not self.corpus.files and self.corpus.chunks is None
 
     @property
     def observed(self) -> Corpus:
@@ -73,7 +73,7 @@ class Wish:
     def key(self, texts: list[Text] | None) -> str:
         """Changes with whatever changes the statistics, the model and its chat template aside."""
         observed = self.observed
-        settings = [generator(), self.corpus.n_ctx, observed.n_ctx, observed.chunks, self.n_sink, HELD_OUT]
+        settings = [generator(), self.corpus.n_ctx, observed.n_ctx, observed.chunks, self.spared, self.n_sink, HELD_OUT]
         digest = hashlib.sha256(repr(settings).encode())
         for text in texts or builtin.read():
             digest.update(repr((text.source.name, len(text.data), text.special)).encode())

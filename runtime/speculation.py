@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from subkv.engine.llama import Llama
 
 AGAIN = "\n\n# the same file once more\n\n"
+N_FIRST = 2  # tokens that are not timed: the prompt's, and the one before which a draft model reads the prompt
 N_BEGUN = 64  # tokens of the copy that are given
 
 
@@ -48,7 +49,7 @@ class Measured:
 
     def row(self, plain: Measured) -> dict[str, Any]:
         """For -o json; plain: the same without drafts. accepted_share: of what was drafted, null: nothing was."""
-        speeds = [(self.n_gen - 1) / seconds for seconds in self.seconds]
+        speeds = [(self.n_gen - N_FIRST) / seconds for seconds in self.seconds]
         named = {key: getattr(self, key) for key in ("cache", "task", "draft", "n_depth", "n_gen")}
         return named | {
             "n_drafted": self.n_drafted,
@@ -62,11 +63,11 @@ class Measured:
 
 
 def generate(llm: Llama, prompt: Sequence[int], n_gen: int) -> tuple[list[int], float]:
-    """A greedy answer, and the seconds of its tokens after the first."""
+    """A greedy answer, and the seconds of its tokens after the first ones."""
     stream = llm.generate(prompt, temp=0.0)
-    answer = [next(stream)]
+    answer = list(itertools.islice(stream, N_FIRST))
     start = time.perf_counter()
-    answer += itertools.islice(stream, n_gen - 1)
+    answer += itertools.islice(stream, n_gen - N_FIRST)
     return answer, time.perf_counter() - start
 
 
@@ -119,7 +120,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 @click.option("-ctk", "--cache-type-k", "caches", callback=options.listed, default="f16,subkv", help="KV caches")
 @click.option("--bases", type=options.PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model")
 @click.option("-d", "--n-depth", type=click.IntRange(min=64), default=2000, help="tokens of the text in the context")
-@click.option("-n", "--n-gen", type=click.IntRange(min=2), default=128, help="tokens of an answer")
+@click.option("-n", "--n-gen", type=click.IntRange(min=N_FIRST + 1), default=128, help="tokens of an answer")
 @click.option("-r", "--repetitions", type=click.IntRange(min=1), default=3)
 @click.option("--lookup", "lookups", type=options.IntList(), default="10,48", help="lengths of drafts from the text")
 @click.option("--ngram", type=click.IntRange(min=1), default=3, help="tokens that must repeat for them")

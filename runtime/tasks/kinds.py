@@ -144,8 +144,10 @@ def letters(rng: random.Random, n: int) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=n))
 
 
-def distinct(make: Callable[[], str], n: int) -> list[str]:
-    """n different texts, in the order in which they came."""
+def distinct(make: Callable[[], str], n: int, of: int) -> list[str]:
+    """n different texts, in the order in which they came. of: how many there are. Raises SubkvError about `length`."""
+    if n > of:
+        raise SubkvError("length", f"expected a larger number behind the task: {of} names exist, {n} are needed")
     found: dict[str, None] = {}
     while len(found) < n:
         found[make()] = None
@@ -180,7 +182,7 @@ def needle(rng: random.Random, size: int, hard: int) -> Sample:
 def needles(rng: random.Random, size: int, hard: int) -> Sample:
     """`hard` numbers in plain sentences."""
     cities = rng.sample(CITIES, hard)
-    numbers = distinct(lambda: digits(rng, 6), hard)
+    numbers = distinct(lambda: digits(rng, 6), hard, 9 * 10**5)
     facts = [(f"The secret number of {city} is", f" {number}") for city, number in zip(cities, numbers, strict=True)]
     text = hidden(rng, size, [f"{fact}{number}." for fact, number in facts])
     return questions(" ".join(text) + "\n\n", rng.sample(facts, min(hard, ASKED)), end=".\n")
@@ -188,15 +190,15 @@ def needles(rng: random.Random, size: int, hard: int) -> Sample:
 
 def recall(rng: random.Random, size: int, hard: int) -> Sample:
     """Nothing but keys and values; keys of `hard` letters."""
-    keys = distinct(lambda: letters(rng, hard), size + ASKED)
+    keys = distinct(lambda: letters(rng, hard), size + ASKED, 26**hard)
     pairs = [(f"{key}:", f" {digits(rng, 4)}") for key in keys]
     return questions("\n".join(map("".join, pairs)) + "\n\n", rng.sample(pairs, ASKED))
 
 
 def variables(rng: random.Random, size: int, hard: int) -> Sample:
     """Chains of `hard` assignments in plain sentences: what is the last variable of each?"""
-    names = distinct(lambda: letters(rng, 3), (hard + 1) * (CHAINS + 1))
-    numbers = distinct(lambda: digits(rng, 4), CHAINS + 1)
+    names = distinct(lambda: letters(rng, 3), (hard + 1) * (CHAINS + 1), 26**3)
+    numbers = distinct(lambda: digits(rng, 4), CHAINS + 1, 9 * 10**3)
     chains = [names[i :: CHAINS + 1] for i in range(CHAINS + 1)]
     steps = [[f"Let {chain[0]} = {number}."] for chain, number in zip(chains, numbers, strict=True)]
     for chain, lines in zip(chains, steps, strict=True):
@@ -240,7 +242,7 @@ def induction(rng: random.Random, size: int, hard: int) -> Sample:
 
 def tools(rng: random.Random, size: int, hard: int) -> Sample:
     """Orders of a shop, and calls of its tools about them, with the order's number, `hard` digits, and its city."""
-    numbers = distinct(lambda: digits(rng, hard), size + CALLS + 1)
+    numbers = distinct(lambda: digits(rng, hard), size + CALLS + 1, 9 * 10 ** (hard - 1))
     orders = [(number, rng.choice(NOUNS), rng.choice(CITIES), rng.randint(2, 9)) for number in numbers]
     lines = [f"Order {number}: {n} {thing}s, to {city}." for number, thing, city, n in orders]
     requests = []
@@ -299,7 +301,10 @@ class Task:
             return make(random.Random(f"{self.name} {seed}"), size, self.hard)
 
         def fits(size: int) -> bool:
-            sample = made(size)
+            try:
+                sample = made(size)
+            except SubkvError:
+                return False
             return count(sample.text) + (CALLS * (SPARE + JOINS) if sample.schema else 0) <= length
 
         low, high = 0, 8
@@ -308,6 +313,7 @@ class Task:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
+        made(high)  # raises where the task ends before the length does
         if low == 0:
             raise SubkvError("length", f"expected more tokens for the task {self.name}, found {length}")
         return made(low)

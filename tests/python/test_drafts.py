@@ -6,6 +6,7 @@ import inspect
 import itertools
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from opening import N_CTX, last_logits, opened, prompt
 
 from subkv import DraftModel, PromptLookup
 from subkv.base.errors import CacheError, SubkvError
+from subkv.engine.drafts import NOTHING
 from subkv.engine.llama import Llama
 from subkv.native.binding import llama_cpp
 
@@ -212,3 +214,53 @@ def itertools_recipe(values: list[int], size: int) -> list[list[int]]:
     if any(len(batch) > size for batch in batches):
         raise ValueError("expected batches that are not longer than their size")
     return batches
+
+
+class Endless(LlamaDraftModel):
+    """Drafts more than any batch holds, and does not say how long its drafts are."""
+
+    def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+        return np.resize(input_ids, 5000)
+
+
+def test_a_draft_is_cut_to_a_batch(coded_model: Models) -> None:
+    path = coded_model()
+    with opened(path, n_batch=64) as llm:
+        plain = answer(llm, PROMPT)
+        llm.draft_model = Endless()
+        assert answer(llm, PROMPT) == plain
+        assert 0 < llm.draft_stats().n_drafted <= 63 * llm.draft_stats().n_drafts
+
+
+def test_what_cannot_draft_leaves_what_did(coded_model: Models, tiny_model: Models) -> None:
+    path = coded_model()
+    with opened(path, n_batch=64, draft_model=DraftModel(path, 4)) as llm:
+        before = llm.draft_model
+        wrong: list[tuple[Any, str]] = [
+            (5, "found int"),
+            (PromptLookup(2, 64), "expected drafts shorter than n_batch, 64 tokens, found 64"),
+            (path.with_name("none.gguf"), "draft_model"),
+        ]
+        for given, why in wrong:
+            with pytest.raises(SubkvError, match=why):
+                llm.draft_model = given
+            assert llm.draft_model is before
+        assert answer(llm, PROMPT, 8)
+        with pytest.warns(UserWarning, match="n_rollback: expected at least the 50 tokens"):
+            llm.draft_model = PromptLookup(2, 50)
+
+
+def test_nobody_closes_a_llama_whose_draft_model_is_at_work(coded_model: Models) -> None:
+    path = coded_model()
+    with opened(path) as llm, ThreadPoolExecutor(1) as pool:
+        plain = answer(llm, PROMPT, 8)
+        errors = []
+
+        class Intruder(LlamaDraftModel):
+            def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+                errors.append(pool.submit(llm.close).exception())
+                return NOTHING
+
+        llm.draft_model = Intruder()
+        assert answer(llm, PROMPT, 8) == plain
+        assert errors and all(isinstance(error, CacheError) for error in errors)

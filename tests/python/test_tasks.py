@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from runtime.tasks import kinds, run
 from runtime.tasks.cli import main, table
 from runtime.tasks.harness import asked
+from subkv.base.errors import SubkvError
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
@@ -175,3 +176,8 @@ def test_chance_is_only_of_the_seed() -> None:
     first = kinds.parse("needle").sample(0, 500, len)
     random.seed(2)
     assert kinds.parse("needle").sample(0, 500, len) == first
+
+
+def test_a_text_longer_than_a_task_has_names_for_is_refused() -> None:
+    with pytest.raises(SubkvError, match="larger number behind the task: 9000 names exist"):
+        kinds.parse("tools:4").sample(0, 10**9, lambda text: 0)

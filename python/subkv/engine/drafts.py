@@ -11,7 +11,8 @@ Whatever implements llama_cpp's LlamaDraftModel works, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,12 +204,17 @@ class DraftStats:
 
 
 class Drafting(LlamaDraftModel):
-    """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted."""
+    """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted.
 
-    def __init__(self, model: LlamaDraftModel, n_vocab: int) -> None:
+    n_most: tokens that a draft is cut to. alone: the Llama's; nobody may close or replace the model while it works.
+    """
+
+    def __init__(
+        self, model: LlamaDraftModel, n_vocab: int, n_most: int, alone: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.model = model
         self.stats = DraftStats()
-        self._n_vocab = n_vocab
+        self._n_vocab, self._n_most, self._alone = n_vocab, n_most, alone
         self.n_latest = 0  # tokens of the latest draft, until they are evaluated
 
     @property
@@ -217,8 +223,9 @@ class Drafting(LlamaDraftModel):
         return int(getattr(self.model, "num_pred_tokens", 0))
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        found = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
-        found = found[: self.num_pred_tokens or None]
+        with self._alone():
+            found = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
+        found = found[: min(self.num_pred_tokens or self._n_most, self._n_most)]
         wrong = np.flatnonzero((found < 0) | (found >= self._n_vocab))  # a padding of its vocabulary
         found = found[: wrong[0]] if wrong.size else found
         found = found if len(found) >= getattr(self.model, "n_min", 0) else NOTHING

@@ -106,11 +106,7 @@ class Llama(llama_cpp.Llama):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
         draft = drafting(kwargs.pop("draft_model", None))
-        n_draft = getattr(draft, "num_pred_tokens", 0)
-        if n_draft >= arguments["n_batch"]:
-            raise SubkvError(
-                "draft_model", f"expected drafts shorter than n_batch, {arguments['n_batch']} tokens, found {n_draft}"
-            )
+        n_draft = _draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback)
         where = None if bases is None else Path(bases)
         choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, where, window, adapt, sidecar))
@@ -157,7 +153,7 @@ class Llama(llama_cpp.Llama):
         self.set_cache(prompt_cache)
         if arguments["vocab_only"]:  # there are no cells
             return
-        self.draft_model = draft
+        self._draft_with(draft)
         stats = self.kv_stats()
         if verbose:
             print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
@@ -178,17 +174,29 @@ class Llama(llama_cpp.Llama):
 
     @draft_model.setter
     def draft_model(self, given: Any) -> None:
-        self._close_drafts()
-        given = drafting(given)
-        if given is None:
+        model = drafting(given)
+        if model is not None:
+            n_draft, n_rollback = _draft_length(model, self.n_batch), self.n_removable
+            if n_rollback and n_draft > n_rollback:
+                _warn_of_rollback(n_draft, n_rollback)
+        self._draft_with(model)
+
+    def _draft_with(self, model: Any) -> None:
+        """Ask this one from now on; what cannot be asked leaves the one before."""
+        if self._drafts is not None and model is self._drafts.model:
+            return
+        if model is None:
+            self._close_drafts()
             return
         if self._ctx.checkpoints is not None and self._choice.adaptive:
             raise CacheError(
                 "draft_model", "expected cells that can go back, found recurrent state and bases that follow the text"
             )
-        if isinstance(given, DraftModel):
-            given.open(self.opened, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
-        self._drafts = Drafting(given, self._n_vocab)
+        with self._ctx.alone():
+            if isinstance(model, DraftModel):
+                model.open(self.opened, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
+            self._close_drafts()
+            self._drafts = Drafting(model, self._n_vocab, self.n_batch - 1, self._ctx.alone)
 
     def _close_drafts(self) -> None:
         drafts, self._drafts = self._drafts, None
@@ -485,13 +493,25 @@ class Llama(llama_cpp.Llama):
         return state
 
 
+def _draft_length(model: Any, n_batch: int) -> int:
+    """Most tokens of a model's drafts, 0: it does not say. Raises SubkvError."""
+    n = int(getattr(model, "num_pred_tokens", 0))
+    if n >= n_batch:
+        raise SubkvError("draft_model", f"expected drafts shorter than n_batch, {n_batch} tokens, found {n}")
+    return n
+
+
+def _warn_of_rollback(n_draft: int, n_rollback: int) -> None:
+    warnings.warn(
+        f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {n_rollback}; rejected "
+        "drafts may then evaluate the whole context again",
+        stacklevel=4,
+    )
+
+
 def _with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
     """The choice with n_rollback for drafts of n_draft tokens: rejected tails are as long."""
     asked = choice.window.asked().get("n_rollback")
     if choice.coded and asked is not None and n_draft > asked:
-        warnings.warn(
-            f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {asked}; rejected "
-            "drafts may then evaluate the whole context again",
-            stacklevel=3,
-        )
+        _warn_of_rollback(n_draft, asked)
     return choice.with_rollback(n_draft) if asked is None and n_draft > N_ROLLBACK else choice
