@@ -250,8 +250,13 @@ class Engine:
                 self._end(slot, CancelledError())
         while self._waiting and self.n_busy < len(self.slots):
             task = self._waiting.popleft()
-            if not task.cancelled:
+            if task.cancelled:
+                continue
+            try:
                 self._admit(task)
+            except Exception as error:  # in no slot yet: nobody else would tell its caller
+                task.end(error)
+                raise
         choosing = [slot for slot in self.slots if slot.task is not None and slot.task.choosing]
         for slot in choosing:
             self._choose(slot)

@@ -87,6 +87,7 @@ class RequestLlama:
         self._grammars: list[Grammar] = []
         self.usage: dict[str, Any] = {}
         self.cancelled = False
+        self.at_stop = False  # the answer ended with one of its stop strings
         self._seed = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -247,6 +248,7 @@ class RequestLlama:
                 if text.stopped or (criteria is not None and criteria(seen[: n_prompt + n], None)):
                     reason = "stop"
                     break
+            self.at_stop = text.stopped
             if rest := text.end():
                 yield chunk(rest)
             self.usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}

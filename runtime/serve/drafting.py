@@ -39,6 +39,8 @@ class SlotDrafts:
         room = min(self._n_ctx - n_held - len(new), self._n_share - len(new), task.limit - task.n_sampled - 1)
         if self._n_removable is not None:
             room = min(room, self._n_removable)
+        if self._recurrent and task.n_missing > 1:  # first to where the next draft can be taken back to
+            return new, 0
         if self._ask is None or room < 1 or not self._can_go_back(slot):
             return new, 0
         guess = self._ask(seen([*slot.tokens, *new]), seq=slot.id)[:room].tolist()
@@ -49,7 +51,7 @@ class SlotDrafts:
         """Recurrent state only does to a copy of it, which is made here."""
         if slot.checkpoints is None or not self._recurrent:
             return True
-        slot.checkpoints.take(len(slot.tokens))
+        slot.checkpoints.take(len(slot.tokens), passing=True)
         return slot.checkpoints.reach(len(slot.tokens)) == len(slot.tokens)
 
     def take_back(self, memory: Any, slot: Slot, task: Task) -> None:

@@ -66,7 +66,7 @@ def as_llama_server(chunk: Chunk, made: RequestLlama, text: str) -> dict[str, An
         "tokens_evaluated": made.usage["prompt_tokens"],
         "tokens_cached": made.usage["total_tokens"],
         "truncated": False,
-        "stop_type": STOP_TYPES[choice["finish_reason"]],
+        "stop_type": "word" if made.at_stop else STOP_TYPES[choice["finish_reason"]],
         "timings": made.timings(),
     }
 

@@ -114,7 +114,8 @@ class Worker:
 
 
 class Prefixes:
-    """identity: what states are bound to. n_removable: of blocks.reach. max_bytes: more than any state takes.
+    """identity: what states are bound to. n_removable: of blocks.reach. max_bytes: more than any copy of a slot takes.
+    n_ctx: tokens of a slot.
 
     ram, disk_bytes: bounds in bytes; folder None: none. Raises nothing: a folder that cannot be used is reported once,
     on stderr, and costs time only.
@@ -128,10 +129,11 @@ class Prefixes:
         ram: int,
         folder: Path | None = None,
         disk_bytes: int = 0,
+        n_ctx: int = 1 << 31,
     ) -> None:
         self._identity = json.dumps({"program": "subkv prefix", "version": 1} | identity, sort_keys=True).encode()
         self.n_removable = n_removable
-        self.max_bytes = max_bytes
+        self.max_bytes, self.n_ctx = max_bytes, n_ctx
         self.ram = Ram(ram)
         self.disk = None if folder is None else Disk(folder, disk_bytes, max_bytes)
         self.counts = Counts()
@@ -145,6 +147,12 @@ class Prefixes:
         self._writer = Worker("prefix writer", self._write)
         if self.disk is not None:
             self._with_disk("read", lambda disk: disk.make_room(0), "")
+
+    def allow(self, n: int) -> None:
+        """Copies of slots may take n bytes more."""
+        self.max_bytes += n
+        if self.disk is not None:
+            self.disk.max_bytes += n
 
     def close(self) -> None:
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -294,6 +302,8 @@ class Prefixes:
         heads = tier.heads(identity)
         gains = []
         for name, head in heads.items():
+            if len(head.tokens) > self.n_ctx:  # of a server with larger slots
+                continue
             n = self._reach(head, tokens)
             cost = head.more["bytes"] * (self.reading[where].seconds + self.setting.seconds)
             gain = (n - n_held) * self.evaluating.seconds - cost

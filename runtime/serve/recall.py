@@ -27,6 +27,7 @@ def prefixes_of(llm: SlotsLlama, remembering: Remembering) -> Prefixes:
         remembering.cache_ram * MIB,
         remembering.cache_disk,
         remembering.cache_disk_size * MIB,
+        C.llama_n_ctx_seq(llm.ctx),
     )
 
 
@@ -52,6 +53,9 @@ class Recall:
             start = time.perf_counter()
             cells.replace(llm, slot, prefix)
             self.prefixes.setting.took(time.perf_counter() - start, prefix.n_bytes)
+            if llm._ctx.checkpoints is not None:  # recurrent state, of one size always: a slot's and its checkpoints'
+                size = C.llama_state_seq_get_size_ext(llm.ctx, slot.id, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+                self.prefixes.allow((1 + cells.N_POINTS) * size)
         except SubkvError:  # what cannot be saved is never kept
             pass
         cells.truncate(C.llama_get_memory(llm.ctx), slot, 0)
@@ -102,7 +106,8 @@ class Recall:
         if slot.checkpoints is not None:
             others = (other.tokens for other in self.slots if other is not slot and other.space == task.space)
             n = max((SlotsLlama.longest_token_prefix(tokens, task.prompt) for tokens in others), default=0)
-            slot.checkpoints.part(max(n, self.prefixes.common(task.prompt, task.space)))
+            if n := max(n, self.prefixes.common(task.prompt, task.space)):
+                slot.checkpoints.part(n)
 
     def held(self, prompt: Sequence[int], space: str) -> int:
         """How many of a prompt's tokens an idle slot holds now. From any thread: a guess, as slots change."""
@@ -120,9 +125,12 @@ class Recall:
         if n < LEAST or n * self.prefixes.evaluating.seconds < cost or size > self.prefixes.max_bytes:
             return
         try:
-            self.prefixes.keep(cells.copied(self.llm, slot), slot.space)
+            prefix = cells.copied(self.llm, slot)
         except StateError:
             self.prefixes.counts.n_dropped += 1
+            return
+        if prefix.n_bytes <= self.prefixes.max_bytes:  # else it would never be found
+            self.prefixes.keep(prefix, slot.space)
 
     def save_one(self) -> bool:
         """Keep an idle slot's prefix while nobody waits; whether there was one, and room for it."""

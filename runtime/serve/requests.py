@@ -37,6 +37,9 @@ class RequestLog:
 
         try:
             await self.app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # as the server will say
+            raise
         finally:
             click.echo(self._line(scope, status, 1e3 * (time.perf_counter() - start)), err=True)
 

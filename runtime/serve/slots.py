@@ -92,7 +92,7 @@ def shift(memory: Any, slot: Slot, n_keep: int, n_recent: int) -> bool:
     del slot.tokens[n_keep : n_keep + n_discard]
     slot.shifted = True
     if slot.checkpoints is not None:
-        slot.checkpoints.forget()
+        slot.checkpoints.moved(len(slot.tokens))
     return True
 
 
@@ -146,20 +146,23 @@ def replace(llm: Llama, slot: Slot, prefix: Prefix) -> None:
 CELL_BYTES, HEAD_BYTES = 64, 16 << 20  # more than llama.cpp writes of a cell, and of everything once
 
 
-def _identity(llm: Llama, space: str) -> dict[str, Any]:
-    """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it, and whose it is."""
-    return {"program": "subkv slot", "version": 2} | llm.identity() | ({"space": space} if space else {})
+def _identity(llm: Llama) -> dict[str, Any]:
+    """What a slot's file is bound to; the number of streams is among it, as llama.cpp wants it."""
+    return {"program": "subkv slot", "version": 2} | llm.identity()
 
 
 def most_bytes(llm: Llama, n_ctx: int) -> int:
-    """What no state of one slot exceeds: twice the whole cache (adaptive bases come and go), and what describes it."""
+    """What no copy of a slot exceeds, recurrent state aside: twice the whole cache (adaptive bases come and go), its
+    checkpoints, each of a part of it, and what describes them.
+    """
     stats = llm.kv_stats()
-    return 2 * max(stats.bytes_kv, stats.bytes_f16) + CELL_BYTES * n_ctx + HEAD_BYTES
+    return (2 + N_POINTS) * max(stats.bytes_kv, stats.bytes_f16) + CELL_BYTES * n_ctx + HEAD_BYTES
 
 
 def save(llm: Llama, slot: Slot, path: Path) -> int:
     """Write a slot's tokens and cells, completely or not at all; returns the size in bytes. Raises StateError."""
-    saved = container.Container(_identity(llm, slot.space), np.array(slot.tokens, np.int32), bytes(_cells(llm, slot)))
+    head = _identity(llm) | ({"space": slot.space} if slot.space else {})  # whose it is
+    saved = container.Container(head, np.array(slot.tokens, np.int32), bytes(_cells(llm, slot)))
     with concerning(path="filename"):
         return container.write(path, saved)
 
@@ -171,13 +174,15 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int, space: str = "") -> 
     """
     with concerning(path="filename"):
         saved = container.read(path, "action=save", most_bytes(llm, n_ctx))
-        container.check(saved, _identity(llm, space), path)
+        container.check(saved, _identity(llm), path)
+        if saved.head.get("space", "") != space:
+            raise StateError("path", f"expected a conversation of this API key, found another's in {path.name}")
     tokens = saved.tokens.tolist()
     if not np.all((saved.tokens >= 0) & (saved.tokens < llm.n_vocab())):
         raise StateError("filename", f"expected tokens of this model, found others in {path}")
     if len(tokens) > n_ctx:
         raise StateError("filename", f"expected at most {n_ctx} tokens, found {len(tokens)} in {path}")
-    before = _cells(llm, slot)
+    before, points = _cells(llm, slot), () if slot.checkpoints is None else slot.checkpoints.held
     if slot.checkpoints is not None:
         slot.checkpoints.forget()
     try:
@@ -187,6 +192,8 @@ def restore(llm: Llama, slot: Slot, path: Path, n_ctx: int, space: str = "") -> 
             raise StateError("filename", f"expected cells of its {len(tokens)} tokens, found {n_cells}")
     except StateError as error:
         _set_cells(llm, slot, before)
+        if slot.checkpoints is not None:
+            slot.checkpoints.adopt(points, len(slot.tokens))
         raise StateError("filename", f"{error.reason} ({path})") from error
     slot.tokens, slot.space, slot.unsaved = tokens, space, False
     if slot.checkpoints is not None:

@@ -39,11 +39,18 @@ class Checkpoints:
         self._held: list[Checkpoint] = []
         self._parted = 0  # where a text went on otherwise and no checkpoint was
         self._torn = False  # a restored state has cells behind it that may not be its own
+        self._passing: Checkpoint | None = None
 
     def forget(self) -> None:
         """The sequence was emptied or replaced."""
         self._held.clear()
         self._torn, self.floor = False, 0
+
+    def moved(self, n: int) -> None:
+        """The cells have other positions now, n of them: no state fits them; what was missing is missing still."""
+        floor = n if self.floor else 0
+        self.forget()
+        self.floor = floor
 
     @property
     def held(self) -> tuple[Checkpoint, ...]:
@@ -102,10 +109,12 @@ class Checkpoints:
         """Whether a text that grows token by token should have one after its first n."""
         return n - self.reach(n) >= SPACING
 
-    def take(self, n: int) -> None:
-        """Keep the state after the first n tokens, which is the present one."""
+    def take(self, n: int, passing: bool = False) -> None:
+        """Keep the state after the first n tokens, which is the present one. passing: up to the next such one."""
         if n <= self.reach(n):
             return
+        if passing:
+            self._held = [point for point in self._held if point is not self._passing]
         size = C.llama_state_seq_get_size_ext(self._context, self._seq, PARTIAL)
         if not 0 < size <= self._n_bytes:  # bases that follow the text cannot go back
             return
@@ -113,6 +122,8 @@ class Checkpoints:
         if C.llama_state_seq_get_data_ext(self._context, state, size, self._seq, PARTIAL) != size:
             return
         self._held.append(Checkpoint(n, state))
+        if passing:
+            self._passing = self._held[-1]
         self._trim()
 
     def _trim(self) -> None:

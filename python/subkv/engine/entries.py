@@ -110,7 +110,7 @@ class Folder:
         try:
             found = load(self.path / name)
         except FileNotFoundError:
-            self._known.pop(name, None)
+            self._unlist(name)
             return None
         more = dict(found.head)
         try:
@@ -127,8 +127,11 @@ class Folder:
         with contextlib.suppress(OSError):
             os.utime(self.path / name)
 
+    def _unlist(self, name: str) -> None:
+        self._known = {other: head for other, head in self._known.items() if other != name}  # others may read it now
+
     def remove(self, name: str) -> None:
-        self._known.pop(name, None)
+        self._unlist(name)
         with contextlib.suppress(OSError):
             os.unlink(self.path / name)
 
@@ -139,7 +142,7 @@ class Folder:
         with replacing(self.path / name) as handle:
             for piece in entry.container().pieces():
                 handle.write(piece)
-        self._known[name] = Head(entry.tokens, entry.more)
+        self._known = self._known | {name: Head(entry.tokens, entry.more)}
         self._damaged.discard(name)
 
     def _files(self) -> list[tuple[float, int, str]]:

@@ -416,8 +416,9 @@ class Llama(llama_cpp.Llama):
             self._evaluate_on(tokens, 1 + n_draft)
             return
         first, end = self.n_tokens, self.n_tokens + len(tokens) - n_draft  # a draft's logits are wanted together
-        if n_draft or end - first > 1 or points.due(first):
-            points.take(first)
+        wanted = end - first > 1 or points.due(first)
+        if n_draft or wanted:
+            points.take(first, passing=not wanted)
         for stop in points.stops(first, end):
             self._evaluate_on(tokens[self.n_tokens - first : stop - first])
             points.take(stop)

@@ -2,6 +2,7 @@
 //
 // Linear in the length of the text: an answer is parsed again with each of its pieces.
 
+const MOST_LINK = 2000; // characters of a link and its text
 const MOST_DEPTH = 8; // of lists, quotes and emphasis; deeper ones are text
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
@@ -231,8 +232,9 @@ function inline(into, text, depth) {
     if (c === "[" && depth < MOST_DEPTH) {
       const middle = find("](", i + 1);
       const end = middle < 0 ? -1 : find(")", middle + 2);
-      const address = end < 0 ? "" : text.slice(middle + 2, end).trim().split(/\s/)[0];
-      if (end >= 0 && middle - i < 1000 && web(address)) {
+      const near = end >= 0 && end - i < MOST_LINK;
+      const address = near ? text.slice(middle + 2, end).trim().split(/\s/)[0] : "";
+      if (near && web(address)) {
         if (plain.endsWith("!")) plain = plain.slice(0, -1);
         flush();
         into.append(link(address, text.slice(i + 1, middle) || address));

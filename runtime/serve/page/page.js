@@ -265,7 +265,7 @@ function edit(index) {
   if (work) return;
   editing = index;
   $("words").value = talk.messages[index].content;
-  files = talk.messages[index].files ?? [];
+  files = [...(talk.messages[index].files ?? [])];
   show_files();
   say("Sending it replaces this message and what follows. Escape keeps them.");
   $("words").focus();

@@ -73,6 +73,8 @@ def test_llama_servers_completion(served: Served) -> None:
     assert "".join(line["content"] for line in lines) == whole["content"]
     assert [line["stop"] for line in lines] == [False] * (len(lines) - 1) + [True]
     assert lines[-1]["timings"]["predicted_n"] >= whole["tokens_predicted"] == lines[-1]["tokens_predicted"]
+    stop = served.client.post("/completion", json=request | {"stop": [whole["content"][1:3]]}).json()
+    assert stop["stop_type"] == "word" and whole["content"].startswith(stop["content"])
     form = request | {"json_schema": {"type": "integer"}}
     assert re.fullmatch(r"-?\d+", served.client.post("/completion", json=form).json()["content"])
     both = served.client.post("/completion", json=form | {"grammar": 'root ::= "a"'})
@@ -179,8 +181,22 @@ def test_markdown_of_any_length_takes_no_time(browser: Any, served: Served) -> N
             done(true);
         });
     """
-    for part in ("**a ", "*a", "`", "[x](", "_", "> ", "- ", "  - a\n", "|a|b|\n", "~~x ", "http://", "1. a\n\n"):
-        assert browser.execute_async_script(script, part * (200_000 // len(part)))
+    for part in (
+        "**a ",
+        "*a",
+        "`",
+        "[x](",
+        "[](",
+        "_",
+        "> ",
+        "- ",
+        "  - a\n",
+        "|a|b|\n",
+        "~~x ",
+        "http://",
+        "1. a\n\n",
+    ):
+        assert browser.execute_async_script(script, part * (200_000 // len(part)) + ")")
 
 
 def test_a_conversation(browser: Any, served: Served) -> None:
