@@ -47,7 +47,7 @@ bool llama_subkv::unturned(const llama_kv_cache & kv) {
     }
     kv.subkv_hook->report(
         "shift: keys of moved positions expected in their new places, which was stopped or failed for want of memory; "
-        "decode again, which goes on with it, or clear the cache");
+        "clear the cache, or decode again, which goes on with it where all layers are coded");
     return true;
 }
 

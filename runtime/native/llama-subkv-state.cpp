@@ -14,6 +14,7 @@
 #include <cstring>
 #include <set>
 #include <stdexcept>
+#include <type_traits>
 #include <unordered_map>
 
 namespace {
@@ -189,7 +190,8 @@ public:
         }
     }
 
-    void check(llama_seq_id seq) const;
+    // of: the cache whose cells these are to be, kv or its other half.
+    void check(const llama_kv_cache & of, llama_seq_id seq) const;
 
     void read(void * data, size_t size) override { std::memcpy(data, at.take(size), size); }
 
@@ -220,7 +222,7 @@ private:
 };
 
 // What llama.cpp takes on trust: positions and sequences of cells, one cell for each, and the widths of rows.
-void llama_subkv::row_reader::check(llama_seq_id seq) const {
+void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq) const {
     const auto demand = [](bool held, const std::string & expected, int64_t found) {
         if (!held) {
             throw std::runtime_error("state: " + expected + " expected, " + std::to_string(found) + " found");
@@ -228,10 +230,10 @@ void llama_subkv::row_reader::check(llama_seq_id seq) const {
     };
     cursor     in(bytes);
     const auto n_stream = in.value<uint32_t>();
-    demand(n_stream == kv.n_stream, std::to_string(kv.n_stream) + " streams", n_stream);
+    demand(n_stream == of.n_stream, std::to_string(of.n_stream) + " streams", n_stream);
     for (uint32_t s = 0; s < n_stream; ++s) {
         const auto n_cells = in.value<uint32_t>();
-        demand(n_cells <= kv.get_size(), "at most " + std::to_string(kv.get_size()) + " cells", n_cells);
+        demand(n_cells <= of.get_size(), "at most " + std::to_string(of.get_size()) + " cells", n_cells);
         if (n_cells == 0) {
             continue;
         }
@@ -241,27 +243,37 @@ void llama_subkv::row_reader::check(llama_seq_id seq) const {
             const auto n_seq = in.value<uint32_t>();
             demand(pos >= 0 && pos < subkv::MAX_POSITION,
                    "positions from 0 to " + std::to_string(subkv::MAX_POSITION - 1), pos);
-            demand(n_seq >= 1 && n_seq <= (seq < 0 ? kv.n_seq_max : 1), "a cell of its sequences", n_seq);
-            in.take(kv.has_cell_ext() ? sizeof(llama_kv_cell_ext) : 0);
+            demand(n_seq >= 1 && n_seq <= (seq < 0 ? of.n_seq_max : 1), "a cell of its sequences", n_seq);
+            in.take(of.has_cell_ext() ? sizeof(llama_kv_cell_ext) : 0);
             for (uint32_t j = 0; j < n_seq; ++j) {
                 const auto id = in.value<llama_seq_id>();
-                demand(seq >= 0 || (id >= 0 && (uint32_t) id < kv.n_seq_max && kv.seq_to_stream[id] == s),
+                demand(seq >= 0 || (id >= 0 && (uint32_t) id < of.n_seq_max && of.seq_to_stream[id] == s),
                        "a sequence of stream " + std::to_string(s), id);
                 demand(seen.insert({ seq < 0 ? id : seq, pos }).second, "one cell at a position", pos);
             }
         }
-        demand(in.value<uint32_t>() == 0, "values by cell", 1);
+        const bool by_element = in.value<uint32_t>() != 0;
+        demand(by_element == of.v_trans, of.v_trans ? "values by element" : "values by cell", by_element);
         const auto n_layer = in.value<uint32_t>();
-        demand(n_layer == kv.layers.size(), std::to_string(kv.layers.size()) + " layers", n_layer);
+        demand(n_layer == of.layers.size(), std::to_string(of.layers.size()) + " layers", n_layer);
         for (const bool value : { false, true }) {
-            for (const auto & layer : kv.layers) {
+            for (const auto & layer : of.layers) {
                 const ggml_tensor * t = value ? layer.v : layer.k;
                 if (!t) {
                     continue;
                 }
                 const auto type = in.value<int32_t>();
-                const auto row  = in.value<uint64_t>();
                 demand(type == (int32_t) t->type, "tensors of type " + std::to_string(t->type), type);
+                if (value && by_element) {
+                    const uint32_t width = of.hparams.n_embd_v_gqa(layer.il), size = ggml_type_size(t->type);
+                    const auto     found = in.value<uint32_t>();
+                    demand(found == size, "elements of " + std::to_string(size) + " bytes", found);
+                    const auto found_width = in.value<uint32_t>();
+                    demand(found_width == width, std::to_string(width) + " values of a cell", found_width);
+                    in.take((size_t) n_cells * width * size);
+                    continue;
+                }
+                const auto row = in.value<uint64_t>();
                 demand(row == t->nb[1], "rows of " + std::to_string(t->nb[1]) + " bytes", (int64_t) row);
                 in.take(n_cells * t->nb[1]);
             }
@@ -327,7 +339,7 @@ bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_se
     const auto   moves = kv.subkv_hook->state_read_head(head, seq, partial);
     row_reader   body(kv, io);
     if (!partial) {
-        body.check(seq);
+        body.check(kv, seq);
         state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
     }
     state_read_rest(kv, body, seq, moves);
@@ -388,9 +400,12 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
     const auto   moves = base.subkv_hook->state_read_head(head, seq, partial);
     row_reader   of_base(base, io);
     if (!partial) {
-        of_base.check(seq);
+        of_base.check(base, seq);
     }
     row_reader of_other(base, io);
+    if constexpr (std::is_same_v<Half, llama_kv_cache>) {
+        of_other.check(other, seq);
+    }
     try {
         if (!partial) {
             state_read_cells(base, of_base, seq, flags, nullptr, nullptr);

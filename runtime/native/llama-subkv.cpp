@@ -425,7 +425,7 @@ bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & us
     llama_synchronize(ctx);
     try {
         llama_subkv::settle(*ctx);
-    } catch (const std::runtime_error &) { // reported
+    } catch (const std::exception &) { // reported, or out of memory
         return false;
     }
     return llama_subkv::rows(llama_get_memory(ctx), il, use);

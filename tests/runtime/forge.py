@@ -20,13 +20,16 @@ def checksum(body: bytes) -> int:
     return total
 
 
-def forged(state: bytes, values: dict[int, int]) -> bytes:
-    """`state` with i32 values at these offsets of its body."""
-    (size,) = struct.unpack_from("<Q", state, HEAD)
-    body = bytearray(state[HEAD + 8 :][:size])
-    for at, value in values.items():
-        struct.pack_into("<i", body, at, value)
-    return state[: HEAD + 8] + bytes(body) + struct.pack("<Q", checksum(body)) + state[HEAD + 8 + size + 8 :]
+def forged(state: bytes, values: dict[int, int], half: int = 0) -> bytes:
+    """`state` with i32 values at these offsets of its body; half 1: of the sliding half's."""
+    at = HEAD
+    for _ in range(half):
+        at += 8 + int(struct.unpack_from("<Q", state, at)[0]) + 8
+    (size,) = struct.unpack_from("<Q", state, at)
+    body = bytearray(state[at + 8 :][:size])
+    for offset, value in values.items():
+        struct.pack_into("<i", body, offset, value)
+    return state[: at + 8] + bytes(body) + struct.pack("<Q", checksum(body)) + state[at + 8 + size + 8 :]
 
 
 def window_at(state: bytes, n_slots: int) -> int:

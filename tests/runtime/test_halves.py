@@ -54,6 +54,24 @@ def test_a_damaged_state_touches_neither_half(gemma: Gemma, partial: bool) -> No
         assert give(s, state, 0) == len(state)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("flash_attn", [0, 1])
+@pytest.mark.parametrize("values", [{0: 2}, {4: 10**6}, {8: -1}, {8: -2}, {8: 2**30}, {8: 1}, {12: 0}, {12: 2}])
+def test_forged_cells_of_the_sliding_half_are_refused_before_anything_is_touched(
+    gemma: Gemma, partial: bool, flash_attn: int, values: dict[int, int]
+) -> None:
+    """Streams, cells, the first one's position (out of range, or the next one's), and its sequences."""
+    take, give = (partial_state, set_partial_state) if partial else (engine.Session.state, engine.Session.set_state)
+    with gemma.session(n_seq_max=2, unified=True, flash_attn=flash_attn) as s:
+        s.decode(gemma.tokens[:60])
+        state = take(s, 0)
+        s.decode(gemma.tokens[100:130], 60)
+        before = s.state(0)
+        assert give(s, forged(state, values, half=1), 0) == 0
+        assert s.state(0) == before
+        assert give(s, forged(state, {}, half=1), 0) == len(state)
+
+
 def test_a_window_of_another_text_empties_both_halves(gemma: Gemma) -> None:
     """Cells were read when it turns out."""
     with gemma.session() as s:

@@ -84,6 +84,8 @@ class GuardedContext(internals.LlamaContext):
                 "a model whose positions are not plain numbers; evaluate the tokens again or use kv_cache='f16'",
             )
         with self.alone():
+            if shift == 0:  # llama.cpp does not ask the coded half then
+                return
             if self.checkpoints is not None:
                 self.checkpoints.forget()
             super().kv_cache_seq_shift(seq_id, p0, p1, shift)
