@@ -160,7 +160,7 @@ bool llama_subkv::carried_out(const llama_kv_cache & kv) {
     return !kv.subkv_hook || kv.subkv_hook->carried_out;
 }
 
-void llama_subkv::keep_alone(llama_memory_i & attn, llama_seq_id seq) {
+void llama_subkv::keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq) {
     if (!coded(&attn)) {
         return;
     }
@@ -168,6 +168,7 @@ void llama_subkv::keep_alone(llama_memory_i & attn, llama_seq_id seq) {
     for (llama_seq_id other = 0; other < n_seq; ++other) {
         if (other != seq) {
             attn.seq_rm(other, -1, -1);
+            recurrent.seq_rm(other, -1, -1);
         }
     }
 }

@@ -20,12 +20,22 @@ def checksum(body: bytes) -> int:
     return total
 
 
-def forged(state: bytes, values: dict[int, int], half: int = 0) -> bytes:
-    """`state` with i32 values at these offsets of its body; half 1: of the sliding half's."""
+def _body(state: bytes, half: int) -> tuple[int, int]:
+    """Offset of the size of a body, and that size; half 1: the sliding half's."""
     at = HEAD
     for _ in range(half):
         at += 8 + int(struct.unpack_from("<Q", state, at)[0]) + 8
-    (size,) = struct.unpack_from("<Q", state, at)
+    return at, int(struct.unpack_from("<Q", state, at)[0])
+
+
+def body_value(state: bytes, offset: int, half: int = 0) -> int:
+    """The i32 at an offset of a body."""
+    return int(struct.unpack_from("<i", state, _body(state, half)[0] + 8 + offset)[0])
+
+
+def forged(state: bytes, values: dict[int, int], half: int = 0) -> bytes:
+    """`state` with i32 values at these offsets of its body; half 1: of the sliding half's."""
+    at, size = _body(state, half)
     body = bytearray(state[at + 8 :][:size])
     for offset, value in values.items():
         struct.pack_into("<i", body, offset, value)

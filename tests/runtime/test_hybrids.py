@@ -290,6 +290,20 @@ def test_a_partial_state_of_other_bases_is_refused(hybrid: Coded, tmp_path: Path
         assert s.state(0) == before
 
 
+def test_a_kept_sequence_leaves_no_snapshot_to_the_others(hybrid: Coded) -> None:
+    """That a removed tail chose, and that the next text would begin with."""
+    tokens = hybrid.tokens
+    options: dict[str, Any] = {"n_seq_max": 2, "n_rs_seq": 6, "n_ctx": 512}
+    with hybrid.session(**options) as s:
+        expected = s.decode(tokens[20:40], 0, 1)
+    with hybrid.session(**options) as s:
+        s.decode(tokens[:10], 0, 0)
+        s.decode(tokens[:10], 0, 1)
+        assert s.rm(1, 9)
+        C.llama_memory_seq_keep(s.memory, 0)
+        assert agree(expected, s.decode(tokens[20:40], 0, 1))
+
+
 #
 # any of it, in any order
 #
