@@ -78,6 +78,8 @@ def test_installed_files() -> None:
     expected = {"runtime/chat/program.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
+    expected |= {"runtime/serve/page/index.html", "runtime/serve/page/page.js", "runtime/serve/page/page.css"}
     assert expected <= files
     kinds = {Path(name).suffix for name in files if not name.startswith(("..", "subkv-", upstream))}
-    assert kinds <= {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake", ".safetensors", ".json", ".txt"}
+    programs = {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake", ".html", ".css", ".js"}
+    assert kinds <= programs | {".safetensors", ".json", ".txt"}
