@@ -302,6 +302,14 @@ static void check_partial(const subkv::CacheHook & hook) {
     }
 }
 
+static auto read_head(subkv::CacheHook & hook, llama_io_read_i & io, llama_seq_id seq, bool partial) {
+    if (partial) {
+        check_partial(hook);
+    }
+    state_reader head(io);
+    return hook.state_read_head(head, seq, partial);
+}
+
 bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
@@ -332,12 +340,8 @@ bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_se
         return false;
     }
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    if (partial) {
-        check_partial(*kv.subkv_hook);
-    }
-    state_reader head(io);
-    const auto   moves = kv.subkv_hook->state_read_head(head, seq, partial);
-    row_reader   body(kv, io);
+    const auto moves   = read_head(*kv.subkv_hook, io, seq, partial);
+    row_reader body(kv, io);
     if (!partial) {
         body.check(kv, seq);
         state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
@@ -393,12 +397,8 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
         return false;
     }
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    if (partial) {
-        check_partial(*base.subkv_hook);
-    }
-    state_reader head(io);
-    const auto   moves = base.subkv_hook->state_read_head(head, seq, partial);
-    row_reader   of_base(base, io);
+    const auto moves   = read_head(*base.subkv_hook, io, seq, partial);
+    row_reader of_base(base, io);
     if (!partial) {
         of_base.check(base, seq);
     }

@@ -93,6 +93,16 @@ void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float
     }
 }
 
+void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known) {
+    if (known == layer.max_alibi_bias) {
+        return;
+    }
+    std::vector<float> slopes((size_t) layer.n_head);
+    alibi_slopes(layer, 0, layer.n_head, slopes.data());
+    ggml_backend_tensor_set(memory, slopes.data(), at, slopes.size() * sizeof(float));
+    known = layer.max_alibi_bias;
+}
+
 namespace {
 
 //

@@ -90,6 +90,9 @@ int64_t query_rows(const LayerNodes & layer, int64_t n_tokens);
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
 
+// Stores those of all query heads at an offset in bytes, unless they are there; known: the bias they are of, kept here.
+void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known);
+
 // Grows thread-local scratch; contents are undefined.
 template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     if ((int64_t) v.size() < n) {

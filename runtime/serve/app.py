@@ -77,7 +77,7 @@ def create_app(
     """The application; its engine starts and ends with it.
 
     hosts: which names it answers to, None: to any. origins: names of other servers whose pages may ask, "*": any.
-    log: of requests.FORMATS.
+    log: of settings.LOG_FORMATS.
     """
     engine, llm = service.engine, service.llm
 

@@ -17,7 +17,7 @@ import click
 
 from runtime import options
 from runtime.options import Drafts
-from runtime.serve.settings import N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer, Remembering
+from runtime.serve.settings import LOG_FORMATS, N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer, Remembering
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, install
 from subkv.base.files import remove_stale
@@ -61,8 +61,8 @@ listening_options = group(
     ),
     click.option(
         "--log-format",
-        type=click.Choice(["text", "json", "none"]),
-        default="text",
+        type=click.Choice(LOG_FORMATS),
+        default=Listening.log_format,
         help="a line on stderr for every request",
     ),
 )

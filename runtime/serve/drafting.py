@@ -51,7 +51,7 @@ class SlotDrafts:
         """Recurrent state only does to a copy of it, which is made here."""
         if slot.checkpoints is None or not self._recurrent:
             return True
-        slot.checkpoints.take(len(slot.tokens), passing=True)
+        slot.checkpoints.take_for_draft(len(slot.tokens))
         return slot.checkpoints.reach(len(slot.tokens)) == len(slot.tokens)
 
     def take_back(self, memory: Any, slot: Slot, task: Task) -> None:

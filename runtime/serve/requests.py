@@ -12,12 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.serve.guard import HEALTH
 
-FORMATS = ("text", "json", "none")
 MOST_PATH = 256  # characters
 
 
 class RequestLog:
-    """ASGI middleware. form: one of FORMATS; questions about health are not written."""
+    """ASGI middleware. form: one of settings.LOG_FORMATS; questions about health are not written."""
 
     def __init__(self, app: ASGIApp, form: str) -> None:
         self.app = app

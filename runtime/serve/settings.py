@@ -16,6 +16,7 @@ from subkv.base.errors import SubkvError
 # do not drive a conversation out of its cells.
 N_SLOTS = 4
 N_CTX_SLOT = 4096
+LOG_FORMATS = ("text", "json", "none")
 POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
 
 

@@ -151,6 +151,23 @@ def test_bytes_are_bounded(llm: Llama) -> None:
     assert none.reach(100) == 0
 
 
+def test_drafts_leave_one_checkpoint_and_those_that_are_due(
+    tiny_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SPACING", 50)
+    with opened(tiny_model("lfm2"), kv_cache="f16", n_ctx=512) as llm:
+        llm.eval(prompt(20))
+        points = Checkpoints(llm.ctx)
+        for n in (10, 20, 20, *range(30, 131, 10)):
+            points.take_for_draft(n)
+            assert points.reach(n) == n
+        assert [point.n_tokens for point in points.held] == [50, 100, 130]
+        points.take(135)  # for good: a prompt ends there
+        points.take_for_draft(135)
+        points.take_for_draft(140)
+        assert [point.n_tokens for point in points.held] == [50, 100, 135, 140]
+
+
 def test_bases_that_follow_the_text_have_none(tiny_model: Models) -> None:
     with opened(tiny_model("lfm2"), kv_cache="subkv", adapt="v", n_ctx=512) as llm:
         llm.eval(prompt(60))

@@ -107,14 +107,22 @@ class Checkpoints:
 
     def due(self, n: int) -> bool:
         """Whether a text that grows token by token should have one after its first n."""
-        return n - self.reach(n) >= SPACING
+        lasting = (point.n_tokens for point in self._held if point is not self._passing and point.n_tokens <= n)
+        return n - max(lasting, default=0) >= SPACING
 
-    def take(self, n: int, passing: bool = False) -> None:
-        """Keep the state after the first n tokens, which is the present one. passing: up to the next such one."""
+    def take_for_draft(self, n: int) -> None:
+        """take(n), up to the next such one; for good where one is due."""
         if n <= self.reach(n):
             return
-        if passing:
-            self._held = [point for point in self._held if point is not self._passing]
+        due = self.due(n)
+        self._held = [point for point in self._held if point is not self._passing]
+        self.take(n)
+        self._passing = None if due or self.reach(n) < n else self._held[-1]
+
+    def take(self, n: int) -> None:
+        """Keep the state after the first n tokens, which is the present one."""
+        if n <= self.reach(n):
+            return
         size = C.llama_state_seq_get_size_ext(self._context, self._seq, PARTIAL)
         if not 0 < size <= self._n_bytes:  # bases that follow the text cannot go back
             return
@@ -122,8 +130,6 @@ class Checkpoints:
         if C.llama_state_seq_get_data_ext(self._context, state, size, self._seq, PARTIAL) != size:
             return
         self._held.append(Checkpoint(n, state))
-        if passing:
-            self._passing = self._held[-1]
         self._trim()
 
     def _trim(self) -> None:

@@ -11,6 +11,7 @@ Whatever implements llama_cpp's LlamaDraftModel works, too.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subkv.base.errors import SubkvError, concerning
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache
 from subkv.engine.checkpoints import BYTES, Checkpoints
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.model import Model
@@ -139,7 +140,7 @@ class DraftModel(LlamaDraftModel):
                 end = min(held + context.n_batch, n)
                 self._decode(context, seq, input_ids[held:end], end - held - 1)
             if (points := self._points[seq]) is not None:
-                points.take(n)
+                points.take_for_draft(n)
             drafted: list[int] = []
             while True:
                 logits = context.logits(1)[0]
@@ -220,7 +221,7 @@ class Drafting(LlamaDraftModel):
     @property
     def num_pred_tokens(self) -> int:
         """Most tokens of a draft; 0: the model does not say."""
-        return int(getattr(self.model, "num_pred_tokens", 0))
+        return _length(self.model)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
         with self._alone():
@@ -251,6 +252,36 @@ def drafting(given: Any) -> Any:
     if given is not None and not callable(given):
         raise SubkvError("draft_model", f"expected a path or a LlamaDraftModel, found {type(given).__name__}")
     return given.model if isinstance(given, Drafting) else given
+
+
+def _length(model: Any) -> int:
+    return int(getattr(model, "num_pred_tokens", 0))
+
+
+def draft_length(model: Any, n_batch: int) -> int:
+    """Most tokens of a model's drafts, 0: it does not say. Raises SubkvError."""
+    n = _length(model)
+    if n >= n_batch:
+        raise SubkvError("draft_model", f"expected drafts shorter than n_batch, {n_batch} tokens, found {n}")
+    return n
+
+
+def check_rollback(n_draft: int, n_rollback: int | None, stacklevel: int = 3) -> None:
+    """Warn where rejected drafts may be longer than the n_rollback tokens that a cache can remove; None: any number."""
+    if n_rollback is not None and n_draft > n_rollback:
+        warnings.warn(
+            f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {n_rollback}; "
+            "rejected drafts may then evaluate the whole context again",
+            stacklevel=stacklevel,
+        )
+
+
+def with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
+    """The choice with n_rollback for drafts of n_draft tokens: rejected tails are as long."""
+    asked = choice.window.asked().get("n_rollback")
+    if choice.coded:
+        check_rollback(n_draft, asked, stacklevel=4)
+    return choice.with_rollback(n_draft) if asked is None and n_draft > N_ROLLBACK else choice
 
 
 def seen(tokens: Sequence[int]) -> Tokens:

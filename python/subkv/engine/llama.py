@@ -17,7 +17,6 @@ import inspect
 import itertools
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,22 @@ from subkv.engine.cache import (
     creation_error,
     flash_attention,
 )
-from subkv.engine.drafts import Drafting, DraftModel, DraftStats, drafting, seen
+from subkv.engine.drafts import (
+    Drafting,
+    DraftModel,
+    DraftStats,
+    check_rollback,
+    draft_length,
+    drafting,
+    seen,
+    with_room_for_drafts,
+)
 from subkv.engine.guarded import GuardedContext
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
 from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
-from subkv.format.window import N_ROLLBACK, Window
+from subkv.format.window import Window
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
 
@@ -106,11 +114,11 @@ class Llama(llama_cpp.Llama):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
         draft = drafting(kwargs.pop("draft_model", None))
-        n_draft = _draft_length(draft, arguments["n_batch"])
+        n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback)
         where = None if bases is None else Path(bases)
         choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, where, window, adapt, sidecar))
-        choice = _with_room_for_drafts(choice, n_draft)
+        choice = with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
         self._given: dict[str, Any] = {
@@ -176,9 +184,7 @@ class Llama(llama_cpp.Llama):
     def draft_model(self, given: Any) -> None:
         model = drafting(given)
         if model is not None:
-            n_draft, n_rollback = _draft_length(model, self.n_batch), self.n_removable
-            if n_rollback and n_draft > n_rollback:
-                _warn_of_rollback(n_draft, n_rollback)
+            check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
         self._draft_with(model)
 
     def _draft_with(self, model: Any) -> None:
@@ -416,9 +422,10 @@ class Llama(llama_cpp.Llama):
             self._evaluate_on(tokens, 1 + n_draft)
             return
         first, end = self.n_tokens, self.n_tokens + len(tokens) - n_draft  # a draft's logits are wanted together
-        wanted = end - first > 1 or points.due(first)
-        if n_draft or wanted:
-            points.take(first, passing=not wanted)
+        if end - first > 1 or points.due(first):
+            points.take(first)
+        elif n_draft:
+            points.take_for_draft(first)
         for stop in points.stops(first, end):
             self._evaluate_on(tokens[self.n_tokens - first : stop - first])
             points.take(stop)
@@ -492,27 +499,3 @@ class Llama(llama_cpp.Llama):
         if self._choice.coded:
             del state["type_k"], state["type_v"]
         return state
-
-
-def _draft_length(model: Any, n_batch: int) -> int:
-    """Most tokens of a model's drafts, 0: it does not say. Raises SubkvError."""
-    n = int(getattr(model, "num_pred_tokens", 0))
-    if n >= n_batch:
-        raise SubkvError("draft_model", f"expected drafts shorter than n_batch, {n_batch} tokens, found {n}")
-    return n
-
-
-def _warn_of_rollback(n_draft: int, n_rollback: int) -> None:
-    warnings.warn(
-        f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {n_rollback}; rejected "
-        "drafts may then evaluate the whole context again",
-        stacklevel=4,
-    )
-
-
-def _with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
-    """The choice with n_rollback for drafts of n_draft tokens: rejected tails are as long."""
-    asked = choice.window.asked().get("n_rollback")
-    if choice.coded and asked is not None and n_draft > asked:
-        _warn_of_rollback(n_draft, asked)
-    return choice.with_rollback(n_draft) if asked is None and n_draft > N_ROLLBACK else choice

@@ -175,13 +175,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
 }
 
 void CudaLayer::prepare() {
-    if (max_alibi_bias_ == layer_.max_alibi_bias) {
-        return;
-    }
-    std::vector<float> slopes((size_t) layer_.n_head);
-    alibi_slopes(layer_, 0, layer_.n_head, slopes.data());
-    ggml_backend_tensor_set(memory_, slopes.data(), slopes_at_, slopes.size() * sizeof(float));
-    max_alibi_bias_ = layer_.max_alibi_bias;
+    store_slopes(layer_, memory_, slopes_at_, max_alibi_bias_);
 }
 
 uint64_t CudaLayer::n_zero_rows() const {
