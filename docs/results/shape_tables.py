@@ -42,7 +42,7 @@ def _measure(lab: Any, *words: str, shapes: Iterable[str] = SHAPES) -> Rows:
 
 def decode(lab: Any) -> Rows:
     size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
-    return _measure(lab, "-ctk", "f16,subkv", "-p", "0", *size)
+    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size)
 
 
 def prefill(lab: Any) -> Rows:
