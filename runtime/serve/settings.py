@@ -17,7 +17,7 @@ from subkv.base.errors import SubkvError
 N_SLOTS = 4
 N_CTX_SLOT = 4096
 LOG_FORMATS = ("text", "json", "none")
-POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
+POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # enum llama_pooling_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +105,6 @@ class Remembering:
     cache_disk: Path | None = None
     cache_disk_size: int = 8192
     shared_cache: bool = False
-
-    @property
-    def wanted(self) -> bool:
-        return self.cache_ram > 0 or self.cache_disk is not None
 
     def check(self) -> None:
         """Refuse a folder that is none. What happens to it later costs time only. Raises SubkvError."""

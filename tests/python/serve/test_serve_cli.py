@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from click.testing import CliRunner
 from serving import running
 
 from runtime.serve.cli import main
+from runtime.serve.server import LAST_SECONDS
 
 REPO = Path(__file__).resolve().parents[3]
 CHAT = {"messages": [{"role": "user", "content": "Say something."}], "temperature": 0}
@@ -81,6 +83,24 @@ def test_a_signal_ends_it_with_streams_under_way(tiny_model: Callable[..., Path]
         for thread in waiting:
             thread.join()
         assert "Traceback" not in "".join(lines)
+
+
+def test_a_signal_lets_answers_finish(tiny_model: Callable[..., Path]) -> None:
+    """Those under way are whole, nobody else is let in, and the process ends with code 0."""
+    model = tiny_model("llama", n_ctx_train=32768)
+    with started("-m", model, "-np", 1, "-c", 4096) as (address, process, _):
+        body = {"prompt": "on", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            found = [next(lines)]
+            process.send_signal(signal.SIGTERM)
+            found += [line for line in lines if line]
+        assert found[-1] == "data: [DONE]"
+        last = json.loads(found[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] in ("length", "stop") and "error" not in "".join(found)
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{address}/health")
 
 
 def test_flags_reach_the_server(coded_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -161,3 +181,17 @@ def test_the_demo_model_answers_as_the_class_does(demo_model: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(ask, bodies))
     assert found == expected
+
+
+def test_flags_of_the_examples() -> None:
+    """The recipe and the unit are not run here: what they call is there."""
+    folder = REPO / "examples" / "server"
+    recipe = (folder / "Containerfile").read_text("utf-8")
+    words = json.loads(next(line for line in recipe.splitlines() if line.startswith("ENTRYPOINT")).partition(" ")[2])
+    unit = (folder / "subkv.service").read_text("utf-8")
+    stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
+    assert stop > LAST_SECONDS and f"--stop-timeout {stop}" in recipe
+    known = {flag for option in main.params for flag in (*option.opts, *option.secondary_opts)}
+    for called in (words, re.search(r"ExecStart=(.*)", unit)[1].split()):  # type: ignore[index]
+        assert [Path(called[0]).name, called[1]] == ["subkv", "serve"]
+        assert {word for word in called if word.startswith("-")} <= known

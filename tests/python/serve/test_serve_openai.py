@@ -224,7 +224,7 @@ def test_logit_bias_and_min_tokens(client: Any, served: Any) -> None:
         ("temperature", -1, 400),
         ("temperature", "hot", 400),
         ("top_k", 10**12, 400),
-        ("n", 2, 400),
+        ("n", 5, 400),
         ("seed", 10**30, 400),
         ("stop", ["s"] * 1000, 400),
         ("logit_bias", {"nonsense": 1.0}, 400),
