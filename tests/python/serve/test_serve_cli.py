@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
-from serving import running
+from serving import running, waited
 
 from runtime.serve.cli import main
 from runtime.serve.server import LAST_SECONDS
@@ -29,12 +29,22 @@ REPO = Path(__file__).resolve().parents[3]
 CHAT = {"messages": [{"role": "user", "content": "Say something."}], "temperature": 0}
 
 
+# the program, where a token costs a second to evaluate, and nothing to restore
+DEAR = """
+from runtime.serve import cli, prefixes
+prefixes.Pace.took = lambda pace, _, n: setattr(pace, "seconds", 1.0 if n < 4096 else 0.0)  # tokens, bytes
+cli.main()
+"""
+
+
 @contextlib.contextmanager
-def started(*arguments: Any) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
+def started(
+    *arguments: Any, program: tuple[str, str] = ("-m", "runtime.serve")
+) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
     """A server process on a free port: its address, the process, its lines on stderr so far."""
     path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.serve", "--port", "0", "-t", "1", *map(str, arguments)],
+        [sys.executable, *program, "--port", "0", "-t", "1", *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=REPO,
@@ -101,6 +111,24 @@ def test_a_signal_lets_answers_finish(tiny_model: Callable[..., Path]) -> None:
         assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{address}/health")
+
+
+def test_killed_and_started_again(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    """kill -9: what was idle is on the disk, whole, and the next server goes on from it."""
+    folder, body = tmp_path / "kept", {"prompt": "It was a dark night; " * 20, "max_tokens": 8, "temperature": 0}
+    kind = ("-m", coded_model(), "-np", 1, "-c", 1024, "--cache-disk", folder)
+    answers = []
+    for _ in range(2):
+        with started(*kind, program=("-c", DEAR)) as (address, process, lines):
+            answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=60).json())
+            assert waited(lambda: bool(list(folder.glob("*.prompt"))))
+            process.kill()
+            assert process.wait(30) == -signal.SIGKILL
+            assert "Traceback" not in "".join(lines)
+    first, second = answers
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached == [0, first["usage"]["prompt_tokens"] - 1]
 
 
 def test_flags_reach_the_server(coded_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def client(served: Any) -> Iterator[Any]:
 def test_models(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.object == "model"
+    assert model.meta["n_ctx"] == 512 and 0 < model.meta["kv_cache"]["bytes"] < model.meta["kv_cache"]["bytes_f16"]
 
 
 def test_chat_and_its_stream_say_the_same(client: Any) -> None:
