@@ -131,6 +131,19 @@ ORDER = (  # what matters most comes first
         group="prefixes",
     ),
     Table(
+        "server_handover",
+        "A conversation that changes its server",
+        f"{MODEL}; two servers of one slot of 8192 tokens, 2 threads, one after the other, with one store in a folder, "
+        "whose files are out of the system's cache. Moved: all of the store after 6,000 tokens. A turn of 200 tokens "
+        "more: what the second server adds. Taken over: seconds until the first token of the answer to both. "
+        "Break-even: at a slower link evaluating is faster.",
+        4,
+        prefixes.server_handover,
+        prefixes.handover_markdown,
+        prefixes.handover_numbers,
+        group="handover",
+    ),
+    Table(
         "other_texts",
         "Texts far from the calibration",
         f"{MODEL}; a novel, and argparse.py of the Python that runs; the codec {FLOAT32}, one chunk each.",
