@@ -101,8 +101,9 @@ async def messages(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[lis
         await gone.wait()
         return {"type": "http.disconnect"}
 
-    asgi = {"asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "extensions": {}}
-    work = asyncio.ensure_future(app(scope | asgi, receive, ready.put))
+    about = {"version": "3.0", "spec_version": "2.3"}
+    asked: Scope = {**scope, "asgi": about, "root_path": "", "extensions": {}}
+    work = asyncio.ensure_future(app(asked, receive, ready.put))
     try:
         while not (work.done() and ready.empty()):
             if ready.empty():
