@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from fastapi import FastAPI, Request
 from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime import options
@@ -225,10 +227,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-front = FastAPI(title="subkv cluster", docs_url=None, redoc_url=None, openapi_url=None)
-
-
-@serve.ingress(front)
+@serve.ingress()
 class Ingress:
     """Gives every conversation's requests to one replica, by Ray's consistent hashing."""
 
@@ -236,7 +235,9 @@ class Ingress:
         self.engines = engines
         self.max_body = max_body
 
-    @front.api_route("/{path:path}", methods=METHODS)
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return Starlette(routes=[Route("/{path:path}", self.forward, methods=METHODS)])
+
     async def forward(self, request: Request) -> Response:
         asked = bytearray()
         async for piece in request.stream():

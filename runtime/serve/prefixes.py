@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from runtime.serve.blocks import Blobs, Prefix, pack, reach, unpack
-from runtime.serve.store import Store
+from runtime.serve.shared_store import Store
 from runtime.serve.tiers import Disk, Ram
 from subkv.base.container import ContainerError, Tokens
 from subkv.engine.entries import Entry, Head

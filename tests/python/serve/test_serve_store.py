@@ -17,7 +17,7 @@ from test_serve_prefixes import MOST, SYSTEM, keep, prefix, same
 from runtime.serve.deadline import Deadline
 from runtime.serve.prefixes import Prefixes
 from runtime.serve.settings import Remembering
-from runtime.serve.store import GRAIN, Store, asked, marked
+from runtime.serve.shared_store import GRAIN, Store, asked, marked
 from subkv.base.errors import SubkvError
 
 fsspec = pytest.importorskip("fsspec")
