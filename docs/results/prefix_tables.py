@@ -183,6 +183,7 @@ def handover_numbers(rows: Rows) -> Numbers:
         "share": f"{ours['moved MiB'] / f16['moved MiB']:.2f}",
         "mbit": f"{ours['break-even Mbit/s']:.0f}",
         "mib": f"{ours['moved MiB']:.0f}",
+        "gib_users": f"{ours['moved MiB'] * 10_000 / 1024:.0f}",
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cluster_tables as clusters
 import prefix_tables as prefixes
 import research_tables as research
 import score_tables as scores
@@ -142,6 +143,16 @@ ORDER = (  # what matters most comes first
         prefixes.handover_markdown,
         prefixes.handover_numbers,
         group="handover",
+    ),
+    Table(
+        "cluster_load",
+        "Replicas on one machine",
+        f"{MODEL}, 4.5 bits; all on the same 2 cores, Ray's proxy, ingress and controller included. Medians of three.",
+        4,
+        clusters.cluster_load,
+        clusters.markdown,
+        clusters.numbers,
+        group="cluster",
     ),
     Table(
         "other_texts",
