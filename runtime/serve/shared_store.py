@@ -314,7 +314,7 @@ class Store:
             return
         with self._lock:
             written = self._n_written
-            if written is not None and written + n < self.capacity // LOOK_SHARE and self.n_bytes:
+            if written is not None and written + n < self.capacity // LOOK_SHARE:
                 self.n_bytes += n
                 return
             self._n_written = 0
@@ -327,7 +327,7 @@ class Store:
             if stale or total + n > self.capacity - self.capacity // LOOK_SHARE:
                 self.remove(name)
                 total -= size
-        self.n_bytes = total
+        self.n_bytes = total + n
 
     def _look(self) -> Iterator[tuple[str, tuple[int, float]]]:
         """Name, bytes and time of the latest use or writing of all that was written here; others are left alone."""
