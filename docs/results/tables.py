@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cluster_tables as clusters
 import prefix_tables as prefixes
 import research_tables as research
 import score_tables as scores
@@ -129,6 +130,29 @@ ORDER = (  # what matters most comes first
         prefixes.markdown,
         prefixes.numbers,
         group="prefixes",
+    ),
+    Table(
+        "server_handover",
+        "A conversation that changes its server",
+        f"{MODEL}; two servers of one slot of 8192 tokens, 2 threads, one after the other, with one store in a folder, "
+        "whose files are out of the system's cache. Moved: all of the store after 6,000 tokens. A turn of 200 tokens "
+        "more: what the second server adds. Taken over: seconds until the first token of the answer to both. "
+        "Break-even: at a slower link evaluating is faster.",
+        4,
+        prefixes.server_handover,
+        prefixes.handover_markdown,
+        prefixes.handover_numbers,
+        group="handover",
+    ),
+    Table(
+        "cluster_load",
+        "Replicas on one machine",
+        f"{MODEL}, 4.5 bits; all on the same 2 cores, Ray's proxy, ingress and controller included. Medians of three.",
+        4,
+        clusters.cluster_load,
+        clusters.markdown,
+        clusters.numbers,
+        group="cluster",
     ),
     Table(
         "other_texts",

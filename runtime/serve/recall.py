@@ -25,7 +25,7 @@ def prefixes_of(llm: SlotsLlama, remembering: Remembering) -> Prefixes:
         llm.n_removable_restored,
         cells.most_bytes(llm, C.llama_n_ctx_seq(llm.ctx)),
         remembering.cache_ram * MIB,
-        remembering.cache_disk,
+        remembering.lower,
         remembering.cache_disk_size * MIB,
         C.llama_n_ctx_seq(llm.ctx),
     )
