@@ -57,7 +57,8 @@ class Wanted:
         folder = offer.folder()
         self.remembering.check()
         if folder is not None:
-            remove_stale(folder)
+            for own in (folder, *folder.glob("[0-9a-f]" * 64)):  # and what single keys have saved
+                remove_stale(own)
         if offer.embeddings and cache.type_k is None:
             # a text is evaluated once and its cells are never read again: nothing to gain from coefficients
             cache = dataclasses.replace(cache, type_k="f16", type_v=cache.type_v or "f16")
@@ -90,7 +91,7 @@ class Wanted:
                 )
             options.note_cache(llm.kv_stats(), llm.cache_choice)
             grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
-            prefixes = prefixes_of(llm, remembering) if remembering.wanted and not offer.embeddings else None
+            prefixes = None if offer.embeddings else prefixes_of(llm, remembering)
             engine = Engine(llm, limits.stall_timeout, grammars, self.context_shift, prefixes)
             name = offer.alias or Path(llm.model_path).name
             try:

@@ -183,6 +183,11 @@ class Prefixes:
     #
 
     @property
+    def keeps(self) -> bool:
+        """Whether anything is remembered beside what slots hold."""
+        return self.ram.capacity > 0 or self.disk is not None
+
+    @property
     def room(self) -> bool:
         """Whether keep() would take something."""
         return self._taker.room
@@ -269,7 +274,7 @@ class Prefixes:
     def find(self, prompt: Sequence[int], space: str, n_held: int) -> Found | None:
         """What saves most of a prompt's evaluation, if it is faster. n_held: tokens that a slot holds of it anyway."""
         tokens = np.asarray(prompt, np.int32)[:-1]  # the last gives the logits
-        if len(tokens) - n_held < LEAST:
+        if len(tokens) - n_held < LEAST or not self.keeps:
             return None
         self.measured.wait(MEASURE_SECONDS)
         identity = self.identity(space)

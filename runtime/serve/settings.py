@@ -17,7 +17,7 @@ from subkv.base.errors import SubkvError
 N_SLOTS = 4
 N_CTX_SLOT = 4096
 LOG_FORMATS = ("text", "json", "none")
-POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
+POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # enum llama_pooling_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +106,6 @@ class Remembering:
     cache_disk_size: int = 8192
     shared_cache: bool = False
     cache_store: str | None = None
-
-    @property
-    def wanted(self) -> bool:
-        return self.cache_ram > 0 or self.lower is not None
 
     @property
     def lower(self) -> Path | str | None:
