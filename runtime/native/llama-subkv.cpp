@@ -11,6 +11,7 @@
 #include "llama-model.h"
 
 #include <atomic>
+#include <cstring>
 #include <stdexcept>
 
 static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
@@ -66,6 +67,12 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
     if (!hparams.causal_attn) {
         return "its attention is not causal";
+    }
+    for (const auto & device : model.devices) { // RPC takes every node, also those whose functions are of this process
+        if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device.dev)), "RPC") == 0) {
+            return format("its device %s is of another process (RPC), where the functions of subkv's nodes are not",
+                          ggml_backend_dev_name(device.dev));
+        }
     }
     switch (model.arch) {
         case LLM_ARCH_T5:
