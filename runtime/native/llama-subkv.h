@@ -35,6 +35,20 @@ struct llama_subkv {
     static bool carried_out(const llama_kv_cache & kv); // the last seq_cp, seq_add or seq_div: the other half follows
     static void shifted(const llama_kv_cache & kv);     // the graph of build_shift has run
     static bool unturned(const llama_kv_cache & kv);    // it has not, or not to its end; reports that
+    // While it lives no abort callback stops a shift of this cache, half or whole, of a coded context, if layers of it are
+    // ordinary: of what a graph has turned of these nothing is known, and the next one would turn it again.
+    class uninterrupted {
+    public:
+        uninterrupted(llama_context & ctx, const llama_kv_cache & kv);
+        ~uninterrupted();
+        uninterrupted(const uninterrupted &)             = delete;
+        uninterrupted & operator=(const uninterrupted &) = delete;
+
+    private:
+        llama_context * ctx       = nullptr;
+        bool (*stop)(void * data) = nullptr;
+        void * data               = nullptr;
+    };
     // llama_kv_cache::build_graph_shift; false: not a coded layer
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
