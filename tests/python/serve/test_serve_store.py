@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,6 +279,20 @@ def test_the_bound_holds(url: str) -> None:
         assert made.find([0, *SYSTEM[:300], 7], "", 0) is None
         keep(made, prefix([1, *SYSTEM * 8]))
         assert made.counts.n_dropped == 1
+
+
+@pytest.mark.parametrize("skew", [-1e6, 1e6])
+def test_clocks_that_differ(tmp_path: Path, skew: float) -> None:
+    """The store's own clock tells what is old: what is written now stays."""
+    one = prefix(SYSTEM[:300]).n_bytes + 4000
+    with replica(f"file://{tmp_path}", capacity=5 * one) as made:
+        keep(made, prefix([1, *SYSTEM[:300]]))
+        for path in tmp_path.iterdir():
+            os.utime(path, (time.time() + skew,) * 2)
+        for i in range(2, 12):
+            keep(made, prefix([i, *SYSTEM[:300]]))
+        assert sum(size for _, (size, _) in store_of(made)._look()) <= 5 * one
+        assert skew > 0 or made.find([11, *SYSTEM[:300], 7], "", 0) is not None
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
