@@ -250,4 +250,4 @@ def test_what_a_soak_sees() -> None:
         (5.0, 5.0, 0.0),
     ]
     replies = [(float(k), Reply(200 if k % 10 else 500, b"", 1.0 if k < 50 else 2.0)) for k in range(100)]
-    assert soak.quarters(replies, 100.0) == [(22, 1.0, 1.0), (22, 2.0, 2.0)]
+    assert soak.quarters(replies, 100.0) == [(22, 1.0, 1.0), (23, 2.0, 2.0)]

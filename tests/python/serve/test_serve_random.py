@@ -61,7 +61,7 @@ LIKELY: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def served(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("slots")
-    with running(coded_model(), n_slots=1, n_ctx=512, folder=folder, embeddings=True) as served:
+    with running(coded_model(), n_slots=1, n_ctx=512, folder=folder) as served:
         yield served
 
 
@@ -97,12 +97,12 @@ def test_random_requests(served: Served) -> None:
             return
         answer = served.client.post(route, content=data, headers={"Content-Type": "application/json"})
         seen.add((route, answer.status_code))
-        assert answer.status_code < 500, (route, body, answer.text)
+        assert answer.status_code < 500 or answer.status_code == 501, (route, body, answer.text)
         if answer.status_code != 200:
             assert answer.json()["error"]["message"], (route, body, answer.text)
 
     one()
     assert served.client.get("/health").status_code == 200
     assert served.idle()
-    for route in ROUTES.keys() - {"/slots/7?action=nothing"}:
+    for route in ROUTES.keys() - {"/slots/7?action=nothing", "/v1/embeddings"}:  # started without embeddings
         assert (route, 200) in seen, f"nothing was answered: {sorted(seen)}"
