@@ -39,7 +39,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-MESSAGES = st.lists(st.fixed_dictionaries({}, optional={"role": TEXTS, "content": VALUES}) | VALUES, max_size=3)
+MESSAGES = st.just([{"role": "user", "content": "a"}]) | st.lists(
+    st.fixed_dictionaries({}, optional={"role": TEXTS, "content": VALUES}) | VALUES, max_size=3
+)
 SCHEMAS = st.dictionaries(st.sampled_from(["type", "pattern", "minLength", "items", "enum", "anyOf", "$ref"]), VALUES)
 # what a field may hold if it is to get further than its type
 LIKELY: dict[str, Any] = {
@@ -82,7 +84,7 @@ def test_random_requests(served: Served) -> None:
     seen = set()
 
     @settings(
-        max_examples=N_REQUESTS or 250,
+        max_examples=N_REQUESTS or 150,
         deadline=None,
         database=None,
         derandomize=not N_REQUESTS,
@@ -104,5 +106,6 @@ def test_random_requests(served: Served) -> None:
     one()
     assert served.client.get("/health").status_code == 200
     assert served.idle()
-    for route in ROUTES.keys() - {"/slots/7?action=nothing", "/v1/embeddings"}:  # started without embeddings
-        assert (route, 200) in seen, f"nothing was answered: {sorted(seen)}"
+    answered = {route for route, status in seen if status == 200}
+    refused = {route for route, status in seen if status == 400}
+    assert refused == ROUTES.keys() and len(answered) >= 7, sorted(seen)
