@@ -53,11 +53,15 @@ struct llama_subkv {
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
 
-    // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer; recurrent_stays
-    // reports that the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone:
+    // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer, and whether llama.cpp has
+    // the snapshot that its recurrent state would go back to; may_copy: whether neither state has gone back, of which a
+    // copy would not know; recurrent_stays reports that the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone:
     // llama.cpp keeps the cells of sequences that have streams of their own, not their recurrent state but the snapshot
     // of it that a removed tail chose.
-    static bool may_remove(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
+    static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
+                           llama_pos p0, llama_pos p1);
+    static bool may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
+                         llama_seq_id dst);
     static void keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq);
     static void recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0);
     static bool in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,

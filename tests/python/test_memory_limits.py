@@ -30,7 +30,7 @@ def make(n_ctx):
 for n_ctx in (512, 131072):
     sizes = []
     for printed in (False, False, True):
-        for more in (0, 1, 4, 16, 64, 128, 192, 194, 200, 224, 256, 320, 512, 1024):
+        for more in (32, 64, 128, 192, 194, 200, 224, 256, 320, 512, 1024):
             limit = pages() * resource.getpagesize() + (more << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
             said = make(n_ctx)
@@ -56,7 +56,7 @@ def test_a_context_under_a_tight_limit(coded_model: Callable[..., Path]) -> None
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split("|") for line in done.stdout.splitlines()]
-    assert len(found) == 28 and done.stderr == ""
+    assert len(found) == 22 and done.stderr == ""
     for n_ctx, more, said in found:
         assert said == "made" or said.startswith("n_ctx: expected "), (n_ctx, more, said)
         assert n_ctx in said or said == "made"

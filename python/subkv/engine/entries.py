@@ -98,9 +98,14 @@ class Folder:
         return Head(tokens, more)
 
     def discard(self, name: str) -> None:
-        """Remove a damaged entry, or at least never list it again."""
-        self._damaged.add(name)
-        self.remove(name)
+        """Remove a damaged entry; where that fails never list it again. Another process may write it anew."""
+        self._unlist(name)
+        try:
+            os.unlink(self.path / name)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._damaged.add(name)
 
     def read(self, name: str) -> Entry | None:
         """An entry, checked as a whole, and marked as used now. None where another process removed it.

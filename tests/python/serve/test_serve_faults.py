@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
 import socket
 import struct
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from click.testing import CliRunner
-from serving import Served, running
+from serving import Served, running, waited
 
 from runtime.serve import soak
 from runtime.serve.guard import Guard
 from runtime.serve.load import Reply, load, row
+from subkv.base import progress
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -47,15 +49,6 @@ def begin(served: Served, **body: Any) -> socket.socket:
         + data
     )
     return sock
-
-
-def waited(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize(
@@ -147,6 +140,18 @@ def test_a_client_that_leaves_frees_its_slot(one_slot: Served) -> None:
     assert one_slot.client.get("/slots").json()[0]["n_tokens"] < 30000  # not because the context was full
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read(one_slot: Served, stream: bool) -> None:
+    engine = one_slot.service.engine
+    with begin(one_slot, stream=stream, prompt=[1 + i % 200 for i in range(30000)]):
+        assert waited(lambda: engine.n_busy == 1 and len(engine.slots[0].tokens) > 0)
+        assert engine.slots[0].task.reading
+    assert one_slot.idle()
+    assert 0 < one_slot.client.get("/slots").json()[0]["n_tokens"] < 30000
+    answer = one_slot.client.post(TEXT, json={"prompt": "others", "max_tokens": 3})
+    assert answer.status_code == 200
+
+
 def test_a_client_that_resets_while_it_waits_for_a_whole_answer(one_slot: Served) -> None:
     with begin(one_slot, stream=False) as sock:
         assert waited(lambda: one_slot.service.engine.n_busy == 1)
@@ -206,6 +211,17 @@ def test_writes_that_block_end_the_answer() -> None:
     guard = Guard(app, [], MIB, 0.05)
     with pytest.raises(TimeoutError):
         asyncio.run(guard({"type": "http", "path": "/", "headers": []}, receive, blocked))
+
+
+def test_the_load_program_shows_how_far_it_is(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    parts = urlsplit(served.url)
+    replies = asyncio.run(load(parts.hostname, parts.port, TEXT, [{"prompt": "x", "max_tokens": 2}] * 6, 2))
+    assert [reply.status for reply in replies] == [200] * 6
+    assert "requests:" in screen.getvalue() and "/6 [" in screen.getvalue()
 
 
 def test_a_thousand_requests_at_once(coded_model: Callable[..., Path]) -> None:
