@@ -1,4 +1,4 @@
-"""What replicas on Ray Serve give on one machine, and what follows for many."""
+"""What replicas on Ray Serve give on one machine, and how evenly its router spreads conversations over many."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from statistics import median
 from typing import Any
 
 from prefix_tables import Client
-from render import Column, Numbers, Rows, grid, text
+from render import Column, Rows, grid, text
 
-TURN_SECONDS, N_QUESTION, N_ANSWER, USE = 60, 200, 150, 0.7  # of a user; share of a machine's time that is planned for
-N_USERS, N_MACHINES = 10_000, 64
 # name, replicas, slots and threads of each; no replicas: a server
 LAYOUTS = (("one server, 2 slots", 0, 2, 2), ("1 replica, 2 slots", 1, 2, 2), ("2 replicas, 1 slot each", 2, 1, 1))
 
@@ -45,7 +43,6 @@ def cluster_load(lab: Any) -> Rows:
                 "p50 s": median(row["p50 s"] for row in found),
                 "tokens/s": median(row["tokens/s"] for row in found),
                 "read tokens/s": median(read),
-                "imbalance": imbalance(N_USERS, N_MACHINES),
             }
         )
     return rows
@@ -87,19 +84,3 @@ def markdown(rows: Rows) -> str:
         ("prompt of 2000, tokens/s", lambda row: f"{row['read tokens/s']:.0f}"),
     ]
     return grid(rows, columns)
-
-
-def numbers(rows: Rows) -> Numbers:
-    if not rows:
-        return {}
-    row = next(row for row in rows if row["replicas"] == 1)
-    seconds = N_QUESTION / row["read tokens/s"] + N_ANSWER / row["tokens/s"]
-    users = USE * TURN_SECONDS / seconds / row["imbalance"]
-    return {
-        "read": f"{row['read tokens/s']:.0f}",
-        "written": f"{row['tokens/s']:.0f}",
-        "turn": f"{seconds:.1f}",
-        "imbalance": f"{row['imbalance']:.2f}",
-        "users": f"{users:.0f}",
-        "machines": f"{N_USERS / users:.0f}",
-    }

@@ -151,7 +151,6 @@ ORDER = (  # what matters most comes first
         4,
         clusters.cluster_load,
         clusters.markdown,
-        clusters.numbers,
         group="cluster",
     ),
     Table(

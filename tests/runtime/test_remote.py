@@ -16,7 +16,8 @@ from engine import C, Model, Refused, session
 from test_variants import exact_layout
 
 N_DEVICE = 15 + 2  # pointers of ggml_backend_device: its functions, registry and context
-GET_NAME = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)
+GET_NAME = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+NAME = ctypes.create_string_buffer(b"RPC")
 
 
 class Registry(ctypes.Structure):
@@ -37,7 +38,7 @@ def remote() -> Iterator[Any]:
     cpu = _function("ggml_backend_dev_by_type", ctypes.c_int)(0)
     registry = _function("ggml_backend_dev_backend_reg", ctypes.c_void_p)(cpu)
     named = Registry.from_buffer_copy(Registry.from_address(registry))
-    named.get_name = GET_NAME(lambda _: b"RPC")
+    named.get_name = GET_NAME(lambda _: ctypes.addressof(NAME))
     device = (ctypes.c_void_p * N_DEVICE).from_buffer_copy((ctypes.c_void_p * N_DEVICE).from_address(cpu))
     assert device[N_DEVICE - 2] == registry
     device[N_DEVICE - 2] = ctypes.addressof(named)
@@ -48,7 +49,7 @@ def remote() -> Iterator[Any]:
 def loaded(path: Path, devices: Any) -> Model:
     params = C.llama_model_default_params()
     params.n_gpu_layers = 0
-    params.devices = ctypes.cast(devices, type(params.devices))
+    params.devices = ctypes.cast(devices, ctypes.c_void_p)
     model = Model.__new__(Model)
     model.path = path
     model.handle = C.llama_model_load_from_file(str(path).encode(), params)
