@@ -137,7 +137,7 @@ class RequestLlama:
     ) -> Any:
         """As llama_cpp.Llama.create_completion: the answer, or with `stream` its chunks. Raises ApiError."""
         tokens = self._prompt_tokens(prompt)
-        self._check_room(len(tokens))
+        self.check_room(len(tokens))
         room = self.engine.n_ctx - len(tokens)
         if self.engine.context_shift:  # one context is enough of an answer, unless more is asked for
             room = self.engine.n_ctx * (CONTEXTS if max_tokens is not None and max_tokens >= 0 else 1)
@@ -166,10 +166,11 @@ class RequestLlama:
         """The model's tokens. A text that cannot fit is refused first: megabytes take minutes. Raises ApiError."""
         longest = self.llm.longest_piece
         if longest is not None:
-            self._check_room(len(text) // longest, "at least ")
+            self.check_room(len(text) // longest, "at least ")
         return self.llm.tokenize(text, add_bos=add_bos, special=special)
 
-    def _check_room(self, n_tokens: int, bound: str = "") -> None:
+    def check_room(self, n_tokens: int, bound: str = "") -> None:
+        """Refuse a prompt of so many tokens, or of `bound` so many. Raises ApiError."""
         n_ctx = self.engine.n_ctx
         if n_tokens >= n_ctx:
             raise ApiError(

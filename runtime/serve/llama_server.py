@@ -106,8 +106,14 @@ def gap(made: RequestLlama, body: schema.InfillRequest, marks: Marks) -> list[in
     As Qwen's coders were trained; without tokens for files these come as text.
     """
 
+    n = 0
+
     def plain(text: str) -> list[int]:
-        return made.tokenize(text.encode("utf-8", "replace"), add_bos=False) if text else []
+        nonlocal n
+        found = made.tokenize(text.encode("utf-8", "replace"), add_bos=False) if text else []
+        n += len(found)
+        made.check_room(n, "at least ")  # of many files the rest is not read
+        return found
 
     tokens = [made.llm.token_bos()] if C.llama_vocab_get_add_bos(made.llm._model.vocab) else []
     if body.input_extra and marks.file >= 0:

@@ -26,6 +26,7 @@ from runtime.serve.blocks import Blobs, Prefix, pack, reach, unpack
 from runtime.serve.shared_store import Store
 from runtime.serve.tiers import Disk, Ram
 from subkv.base.container import ContainerError, Tokens
+from subkv.engine import checkpoints
 from subkv.engine.entries import Entry, Head
 from subkv.engine.prompt_cache import common_prefix
 
@@ -222,10 +223,11 @@ class Prefixes:
         return False
 
     def _forget_covered(self, tier: Tier, entry: Entry) -> None:
-        """Remove what a new entry serves as well for."""
+        """Remove the beginnings of a new entry that it serves as well for, but for tokens between two checkpoints."""
         head, name = Head(entry.tokens, entry.more), entry.name()
         for other, held in tier.heads(entry.identity).items():
-            if other != name and self._reach(head, held.tokens) == len(held.tokens):
+            begins = other != name and common_prefix(head.tokens, held.tokens) == len(held.tokens)
+            if begins and len(held.tokens) - self._reach(head, held.tokens) < checkpoints.SPACING:
                 tier.remove(other)
 
     def _write(self, given: tuple[Entry, Blobs] | str) -> None:

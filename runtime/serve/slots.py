@@ -126,10 +126,13 @@ def thinned(prefix: Prefix, n_removable: int | None) -> Prefix:
     points = [] if n_removable is None else [p for p in prefix.points if n - p.n_tokens > n_removable]
     while points:
         at = [0, *(point.n_tokens for point in points)]
-        saved, i = min((at[i + 1] - at[i], i) for i in range(len(points)))  # tokens, where it is not needed elsewhere
-        if len(points) <= N_POINTS and saved >= checkpoints.SPACING // 4:
+        saved = [at[i + 1] - at[i] for i in range(len(points))]  # tokens, while the others are there
+        if min(saved) < checkpoints.SPACING // 4:
+            del points[saved.index(min(saved))]
+        elif len(points) > N_POINTS:  # the last two are where texts mostly go on
+            del points[saved.index(min(saved[:-2]))]
+        else:
             break
-        del points[i]
     return dataclasses.replace(prefix, points=tuple(points))
 
 

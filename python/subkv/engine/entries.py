@@ -90,7 +90,7 @@ class Folder:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")
-        except FileNotFoundError:  # removed by another process meanwhile
+        except OSError:  # removed by another process meanwhile, or on a part of the disk that fails: others can be read
             return None
         except ContainerError:
             self.discard(name)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import io
 import json
+import os
+import re
 import socket
 import struct
 import sys
@@ -15,10 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from click.testing import CliRunner
 from serving import Served, running, waited
 
+from runtime.serve import soak
 from runtime.serve.guard import Guard
-from runtime.serve.load import load, row
+from runtime.serve.load import Reply, load, row
 from subkv.base import progress
 
 CHAT = "/v1/chat/completions"
@@ -240,3 +244,26 @@ def test_a_thousand_requests_at_once(coded_model: Callable[..., Path]) -> None:
         assert sum(reply.status == 200 for reply in replies) >= 600
         assert f"| {n} | " in row(replies, 1.0, None)
         assert served.idle()
+
+
+def test_a_soak_of_seconds(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    with running(coded_model(), n_slots=2, n_ctx=1024, folder=tmp_path) as served:
+        asked = ["--url", served.url, "--pid", str(os.getpid()), "--minutes", "0.05", "--every", "0.2", "-n", "4"]
+        done = CliRunner().invoke(soak.main, [*asked, "-j", "1", "-np", "2"])
+        assert done.exit_code == 0, done.output
+        assert "faults: none" in done.output
+        for kind in ("short", "conversation", "gone", "slow", "slots", "refused"):
+            assert re.search(rf"[1-9]\d* {kind}", done.output), done.output
+        for name in ("RSS MiB", "open files", "threads", "first quarter", "last quarter"):
+            assert re.search(rf"^\| {name} \| [1-9]", done.output, re.MULTILINE), done.output
+
+
+def test_what_a_soak_sees() -> None:
+    samples = [(360.0 * k, 100.0 + k, 20, 5) for k in range(11)]  # an hour
+    assert [tuple(round(x, 6) for x in column) for column in soak.growth(samples)] == [
+        (103.0, 110.0, 10.0),
+        (20.0, 20.0, 0.0),
+        (5.0, 5.0, 0.0),
+    ]
+    replies = [(float(k), Reply(200 if k % 10 else 500, b"", 1.0 if k < 50 else 2.0)) for k in range(100)]
+    assert soak.quarters(replies, 100.0) == [(22, 1.0, 1.0), (23, 2.0, 2.0)]

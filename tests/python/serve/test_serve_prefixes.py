@@ -401,7 +401,20 @@ def test_checkpoints_that_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch)
     assert left(1400, (512, 1000, 1024, 1199)) == [512, 1000, 1199]
     assert left(100, (60,)) == [] and left(400, (200, 300)) == [200]
     assert left(1200, (512, 1199), 0) == [512, 1199] and left(1200, (512,), None) == []
-    assert len(left(9000, tuple(range(512, 9000, 512)))) == slots.N_POINTS
+    long = left(9000, (*range(512, 8500, 512), 8600, 8750))
+    assert len(long) == slots.N_POINTS and long[-2:] == [8600, 8750]
+
+
+def test_a_turn_more_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """Although it has no checkpoint where that ended; another text that begins alike stays."""
+    with remembering(tmp_path, n_removable=0) as made:
+        keep(made, prefix(SYSTEM[:600]), prefix([*SYSTEM[:300], 1, 2, 3]), prefix(SYSTEM, (256,)))
+        assert made.ram.n_entries == 2 and len(list(tmp_path.glob("*.prompt"))) == 2
+        found = made.find([*SYSTEM[:600], 9, 9], "", 0)
+        assert found is not None and found.n_reached == 256
+        far = prefix([*SYSTEM, *SYSTEM], (256,))
+        keep(made, far)
+        assert made.ram.n_entries == 3  # as much would have to be evaluated again as is worth an entry
 
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])

@@ -51,7 +51,12 @@ def test_what_is_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names:
             assert found["content"] == expected["content"] and found["tokens_evaluated"] == len(prompt)
         stream = served.client.post("/infill", json=body | {"stream": True}).text
         assert stream.count("data: ") > 3 and '"stop": true' in stream
-        for wrong in ({"input_prefix": 3}, {"input_extra": [{}]}, {"input_suffix": "x" * 9000}):
+        for wrong in (
+            {"input_prefix": 3},
+            {"input_extra": [{}]},
+            {"input_suffix": "x" * 9000},
+            {"input_extra": files * 100},
+        ):
             assert served.client.post("/infill", json=body | wrong).status_code == 400
 
 
