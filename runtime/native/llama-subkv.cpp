@@ -277,7 +277,15 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
         p0 = 0;
         p1 = -1;
     }
-    const auto [first, last]   = positions(p0, p1);
+    const auto [first, last] = positions(p0, p1);
+    if (llm_arch_is_hybrid(kv.model.arch) && src != dst && reader(kv).max_pos_outside(src, first, last) >= 0) {
+        kv.subkv_hook->carried_out = false;
+        kv.subkv_hook->report(format(
+            "seq_cp: all of sequence %d expected, since its recurrent state is of its last token, positions from %d on "
+            "found; copy all of it",
+            src, first));
+        return false;
+    }
     kv.subkv_hook->carried_out = kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv));
     return kv.subkv_hook->carried_out;
 }

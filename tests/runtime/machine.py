@@ -289,11 +289,11 @@ class Machine(RuleBasedStateMachine):
         first, last = max(p0, 0), EVERYTHING if p1 < 0 else p1
         copied = {p: cell for p, cell in a.cells.items() if first <= p < last}
         self.coded.cp(src, dst, p0, p1)
+        if self.recurrent and src != dst and (a.pending or b.pending or copied != a.cells):
+            assert "recurrent state" in last_error()
+            return
         if self.unified and any(b.cells.get(p, cell)[1] != cell[1] for p, cell in copied.items()):
             assert "one token per position" in last_error()
-            return
-        if self.recurrent and (a.pending or b.pending) and src != dst:
-            assert "recurrent state" in last_error()
             return
         self.plain.cp(src, dst, p0, p1)
         if src == dst:
