@@ -47,10 +47,10 @@ get_target_property(SUBKV_STOCK_SOURCES llama SOURCES)
 target_sources(llama PRIVATE ${SUBKV_HOOK_SOURCES})
 target_include_directories(llama PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native)
 set_source_files_properties(${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
-if(SUBKV_SANITIZE)
+if(SUBKV_SANITIZE_OPTIONS)
     set_property(SOURCE ${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama APPEND PROPERTY COMPILE_OPTIONS
-        -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g)
-    target_link_options(llama PRIVATE -fsanitize=address,undefined)
+        ${SUBKV_SANITIZE_OPTIONS})
+    target_link_options(llama PRIVATE ${SUBKV_SANITIZE_LINK_OPTIONS})
 endif()
 
 if(TARGET ggml-vulkan)

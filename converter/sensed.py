@@ -14,8 +14,9 @@ from converter import builtin
 from converter.corpus import Text, cut
 from converter.decoded import SCORED, Unpredictable
 from converter.resume import EVERY, KEPT, Stopping
-from converter.sensing import Found, n_measured, n_trials, sense
+from converter.sensing import n_measured, n_trials, sense
 from converter.session import Session
+from converter.trials import Found
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import duration, expect, note
@@ -56,7 +57,7 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
     """
     with Gguf(model) as base, Session(model, max(how.lengths), how.n_threads, calibration.n_skip) as session:
         chunks, texts = _chunks(session, how)
-        found = _earlier(how.kept, calibration) or Found.none(calibration)
+        found = _earlier(how.kept, calibration, texts) or Found.none(calibration)
         _foretell(session, how, len(calibration.layers), found)
         with Stopping() as stopping:
             keep = Keeping(how.kept, stopping)
@@ -105,11 +106,13 @@ def _chunks(session: Session, how: Measuring) -> tuple[list[tuple[int, ...]], li
     return chunks, [block.source for block in measured] if how.short else []
 
 
-def _earlier(kept: Path, calibration: Calibration) -> Found | None:
-    """What an earlier run has measured."""
+def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource]) -> Found | None:
+    """What an earlier run has measured. texts: as of Sensing."""
     try:
         with np.load(kept, allow_pickle=False) as arrays:
-            return Found.of(arrays, calibration)
+            found = Found.of(arrays, calibration)
+        found.enter(calibration, texts)
+        return found
     except FileNotFoundError:
         return None
     except Exception as error:  # numpy and zipfile raise about a damaged file whatever they stumble over

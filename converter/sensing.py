@@ -9,24 +9,23 @@ The state is restored for every trial, so that a trial costs SCORED tokens and n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
 from converter.decoded import SCORED, Decoded, Unpredictable
 from converter.lockstep import compare
 from converter.residual import SIDES, energy, metrics
 from converter.session import Session
+from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, smoothed
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
 from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedLayer
-from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
+from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
 from subkv.plan import mla
@@ -38,13 +37,6 @@ from subkv.plan.predict import reconstructed
 TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same of noise that is too small to matter
-HEARD = 1.5  # times what rounding costs: a trial that costs less tells nothing
-SILENT = 1e-3  # nats: less is no effect to learn from
-UNPREDICTABLE = (
-    "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
-    "random weights: nothing can be predicted"
-)
-MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the cells that were measured on add
 QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
 MOST_CHANGE = 100.0  # of its energy
 NEAR = 1.5  # times the energy that was wanted: texts differ by more, and finding out costs no trial
@@ -56,80 +48,6 @@ ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
 APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
-
-# Standard deviations of logarithms: of a trial, between layers, between the first three, between a layer's sides
-SD_TRIAL, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.3, 4.0, 0.3
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Noise in one layer's side ("k" or "v"): nats of KLD per scored token, and the squared norm that it adds to the
-    stream, exact. Side "": noise that is too small to matter."""
-
-    chunk: int
-    index: int
-    side: str
-    kld: float
-    energy: float
-
-
-@dataclass
-class Found:
-    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of `chunks` chunks.
-
-    moments: per layer sums over the chunks' `cells` cells, as the members of LayerStats of these names.
-    """
-
-    sums: list[dict[str, F64]]
-    moments: list[dict[str, F64]]
-    queries: int = 0
-    chunks: int = 0
-    cells: int = 0
-    trials: list[Trial] = field(default_factory=list)
-
-    @classmethod
-    def none(cls, calibration: Calibration) -> Found:
-        sums = [{side: np.zeros(_size(layer, side)) for side in SIDES} for layer in calibration.layers]
-        moments = [{name: np.zeros_like(getattr(layer, name)) for name in MOMENTS} for layer in calibration.layers]
-        return cls(sums, moments)
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """All of it, to be saved."""
-        numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
-        counts = np.array([self.queries, self.chunks, self.cells])
-        own = [sums | moments for sums, moments in zip(self.sums, self.moments, strict=True)]
-        parts = {f"{i}.{name}": part for i, layer in enumerate(own) for name, part in layer.items()}
-        return {"counts": counts, "trials": np.array(numbers).reshape(-1, 5)} | parts
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
-        """What arrays() was called on, for the same calibration. Raises what numpy does for anything else."""
-        found = cls.none(calibration)
-        found.queries, found.chunks, found.cells = (int(n) for n in arrays["counts"])
-        found.trials = [
-            Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(moved))
-            for c, i, side, kld, moved in arrays["trials"]
-        ]
-        for layers in (found.sums, found.moments):
-            for i, own in enumerate(layers):
-                for name in own:
-                    own[name] += arrays[f"{i}.{name}"]
-        return found
-
-    @property
-    def floor(self) -> float:
-        """What rounding alone costs, nats per token."""
-        return max((t.kld for t in self.trials if not t.side), default=0.0)
-
-    def factors(self) -> dict[tuple[int, str], float]:
-        """Nats per half the stream's energy, by index of the layer and side, of the trials that were loud enough."""
-        floors = {t.index: t.kld for t in self.trials if not t.side}
-        known = {}
-        for t in self.trials:
-            floor = float(np.interp(t.index, sorted(floors), [floors[i] for i in sorted(floors)])) if floors else 0.0
-            if t.side and t.kld > max(HEARD * floor, SILENT) and t.energy > 0.0:
-                known[t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
-        return known
 
 
 def _floors(n_layer: int) -> list[int]:
@@ -148,11 +66,6 @@ def _tried(n: int) -> list[tuple[int, str]]:
     others = sorted([i for i in _order(n) if i >= APART][:SPREAD])
     side = {i: "kv"[j % 2] for j, i in enumerate(others)}
     return [(i, s) for i in _order(n) for s in (side.get(i, "") if i >= APART else "kv")]
-
-
-def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
-    d = layer.shape.d_k if side[0] == "k" else layer.shape.d_v
-    return layer.shape.n_head_kv, d, d
 
 
 class Noise:
@@ -209,12 +122,13 @@ class Sensing:
         texts: Sequence[TextSource] = (),
     ) -> None:
         """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
-        chunks, one each, if these are to enter the moments; in a calibration that names one of them they are already.
+        chunks, one each, if these are to enter the moments; the first ones, which the calibration names, are in them.
         """
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
-        self.texts = () if set(texts) & set(calibration.texts) else tuple(texts)
+        self.texts = tuple(texts)
         self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
         self.found = found or Found.none(calibration)
+        self.found.enter(calibration, texts)
 
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
@@ -247,13 +161,17 @@ class Sensing:
             output = output_weights(self.base, stats.shape)
             for side, part in metrics(chunk.rows(stats.shape.il, False), stats.shape, output, self.window).items():
                 sums[side] += part
+        if self.found.chunks >= self.found.entered:
+            self._add_moments(chunk)
+        self.found.queries += chunk.n_sampled
+        self.found.chunks += 1
+
+    def _add_moments(self, chunk: Decoded) -> None:
         for stats, moments in zip(self.calibration.layers, self.found.moments, strict=True):
             for side in "kv":
                 cells = chunk.view(stats.shape.il, side)[self.window.n_sink :].astype(np.float64).transpose(1, 0, 2)
                 moments[f"{side}2"] += cells.transpose(0, 2, 1) @ cells
                 moments[f"{side}1"] += cells.sum(axis=1)
-        self.found.queries += chunk.n_sampled
-        self.found.chunks += 1
         self.found.cells += chunk.start - self.window.n_sink
 
     def _noise(self, i: int, side: str) -> Noise:
@@ -300,7 +218,7 @@ class Sensing:
                 error[: chunk.start, :, :n] = (cells - exact)[..., :n]
             return cells, energy(rows, shape, output, errors.get("k"), errors.get("v"))
 
-        guess, n_tried = self._guess(i, side), 0
+        guess, n_tried = self._guess(c, i, side), 0
         wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
         cells, moved = noisy(wanted)
         if i >= APART and guess is not None and moved > 0.0 and not 1.0 / NEAR < moved / wanted < NEAR:
@@ -317,18 +235,20 @@ class Sensing:
         self.found.trials.append(Trial(c, i, side, kld, moved))
         return n_tried
 
-    def _guess(self, i: int, side: str) -> float | None:
-        """Nats per half energy as in the nearest layer that was tried, of this side if both were."""
+    def _guess(self, c: int, i: int, side: str) -> float | None:
+        """Nats per half energy that the other trials let expect."""
         known = self.found.factors()
-        near = sorted(known, key=lambda key: (abs(key[0] - i), key[1] != side))
-        return known[near[0]] if near else None
+        if not known:
+            return None
+        factors, texts = smoothed(known, len(self.calibration.layers))
+        return float(factors[side][i]) * texts.get(c, 1.0)
 
     def result(self) -> Calibration:
         """The calibration with what is found; predictions are not corrected yet: corrected().
 
         Raises Unpredictable where no noise in the cache changes what the model says.
         """
-        factors = smoothed(self.found.factors(), len(self.calibration.layers))
+        factors, _ = smoothed(self.found.factors(), len(self.calibration.layers))
         lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
         if lost < SILENT:
             raise Unpredictable("model", UNPREDICTABLE)
@@ -350,7 +270,7 @@ class Sensing:
             tokens = stats.shape.tokens
             mixed = {name: (tokens * getattr(stats, name) + sums[name]) / (tokens + n) for name in MOMENTS}
             layers.append(replace(stats, shape=replace(stats.shape, tokens=tokens + n), **mixed))
-        texts = (*self.calibration.texts, *self.texts[: self.found.chunks])
+        texts = (*self.calibration.texts, *self.texts[self.found.entered : self.found.chunks])
         tokens = self.calibration.tokens + n
         return replace(self.calibration, layers=tuple(layers), texts=texts, tokens=tokens)
 
@@ -448,32 +368,6 @@ def sense(
             if late and len(sensing.found.trials) >= LEAST:
                 break
         return sensing.corrected(chunks[n:], n_threads)
-
-
-def smoothed(factors: Mapping[tuple[int, str], float], n_layer: int) -> dict[str, F64]:
-    """Factors of all layers, per side [n_layer], from those that were tried: their logarithms change little from one
-    layer to the next, the first two apart, and between a layer's keys and values.
-
-    Raises Unpredictable where none is known.
-    """
-    if not factors:
-        raise Unpredictable("model", UNPREDICTABLE)
-    normal, right = np.zeros((2 * n_layer, 2 * n_layer)), np.zeros(2 * n_layer)
-
-    def tie(a: int, b: int, sd: float) -> None:
-        normal[[a, b], [a, b]] += sd**-2
-        normal[[a, b], [b, a]] -= sd**-2
-
-    for (i, side), factor in factors.items():
-        at = 2 * i + (side == "v")
-        normal[at, at] += SD_TRIAL**-2
-        right[at] += np.log(factor) / SD_TRIAL**2
-    for i in range(n_layer):
-        tie(2 * i, 2 * i + 1, SD_SIDES)
-        for at in (2 * i, 2 * i + 1) if i + 1 < n_layer else ():
-            tie(at, at + 2, SD_FIRST if i < 2 else SD_LAYERS)
-    found = np.exp(np.linalg.solve(normal, right))
-    return {"k": found[0::2], "v": found[1::2]}
 
 
 def _order(n: int) -> list[int]:

@@ -177,6 +177,8 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests) -> list[Measure
             for config in configs:
                 bar.set_postfix_str(config.name)
                 fill(config, tokens, depth, n_parallel, bar)
+                for seq in range(n_parallel if depth else 0):
+                    config.context.mark(depth, seq)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in kinds]
         with progress_bar(f"depth {depth}", tests.repetitions * len(kinds) * len(configs), "run") as bar:

@@ -232,7 +232,7 @@ def context_options(*options: Option) -> Option:
 #
 
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 32]"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 16]"
 )
 window_options = stack(
     click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: as converted]"),
@@ -334,7 +334,12 @@ def gpu_layers(n: int) -> int:
     from subkv.native.binding import C
 
     if n and not C.llama_supports_gpu_offload():
-        built = (_lib.lib_dir() / f"libggml-cuda{_lib.SUFFIX}").is_file()
-        why = "the CUDA backend sees none" if built else "this build has no backend for one"
+        reasons = {
+            "cuda": "the CUDA backend sees none",
+            "vulkan": "the Vulkan backend sees none with a driver and 16-bit storage; it leaves out devices that are "
+            "CPUs unless GGML_VK_VISIBLE_DEVICES=0 names one",
+        }
+        built = [why for name, why in reasons.items() if (_lib.lib_dir() / f"libggml-{name}{_lib.SUFFIX}").is_file()]
+        why = built[0] if built else "this build has no backend for one"
         note(f"-ngl {n}: expected a GPU, found none ({why}); all layers are on the CPU")
     return n

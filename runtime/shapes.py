@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SEED = 1234
 BLOCK = 32  # weights of a quantized block
+CONVOLVED = 3  # tokens of a short convolution
 MOST_GROUP = 128  # query heads that share one KV head, as of kernels/include/subkv/ops.h
 TYPES = {"q4_0": 4, "q8_0": 8}  # bits of a code
 NO_CALIBRATION = "none: random bases, for time and memory only"
@@ -40,6 +41,7 @@ class Shape:
     """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with.
 
     latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
+    attending: the layers that attend, where others are short convolutions (a hybrid); empty: all of them.
     """
 
     arch: str
@@ -55,6 +57,12 @@ class Shape:
     context: int
     latent: int = 0
     turned: int = 0
+    attending: tuple[int, ...] = ()
+
+    @property
+    def coded(self) -> list[int]:
+        """Layers that have K/V rows."""
+        return [il for il in range(self.layers) if not self.attending or il in self.attending]
 
     def check(self) -> None:
         """Raises SubkvError about a dimension that does not fit the others."""
@@ -66,24 +74,40 @@ class Shape:
             raise SubkvError("head_size", f"expected 64, 128, 192 or 256, found {self.head_size}")
         if self.latent and self.kv_heads != 1:
             raise SubkvError("kv_heads", f"expected 1 with latent attention (MLA), found {self.kv_heads}")
+        if not self.coded:
+            raise SubkvError(
+                "layers", f"expected more than {min(self.attending)}, the first that attends, found {self.layers}"
+            )
+        if self.attending and self.embd != self.heads * self.head_size:
+            raise SubkvError("embd", f"expected {self.heads * self.head_size}, all heads together, found {self.embd}")
         for key, n in (("embd", self.embd), ("ff", self.ff)):
             if n % BLOCK:
                 raise SubkvError(key, f"expected a multiple of {BLOCK}, found {n}")
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
         """[rows, columns] of all matrices, or one more for each head, by name, in the order of the file."""
+        ends = ["token_embd"] if self.tied else ["token_embd", "output"]
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(ends, (self.vocab, self.embd))
+        coded = self.coded
+        for il in range(self.layers):
+            layer = self._mixing(il in coded) | {
+                "ffn_gate": (self.ff, self.embd),
+                "ffn_up": (self.ff, self.embd),
+                "ffn_down": (self.embd, self.ff),
+            }
+            found |= {f"blk.{il}.{name}": size for name, size in layer.items()}
+        return found
+
+    def _mixing(self, attends: bool) -> dict[str, tuple[int, ...]]:
+        """Matrices of a layer that take from other tokens."""
+        if not attends:
+            return {"shortconv.in_proj": (3 * self.embd, self.embd), "shortconv.out_proj": (self.embd, self.embd)}
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
-        layer = {
+        return {
             "attn_q": (q + self.heads * self.turned, self.embd),
             **self._rows(kv),
             "attn_output": (self.embd, q),
-            "ffn_gate": (self.ff, self.embd),
-            "ffn_up": (self.ff, self.embd),
-            "ffn_down": (self.embd, self.ff),
         }
-        ends = ["token_embd"] if self.tied else ["token_embd", "output"]
-        found: dict[str, tuple[int, ...]] = dict.fromkeys(ends, (self.vocab, self.embd))
-        return found | {f"blk.{il}.{name}": size for il in range(self.layers) for name, size in layer.items()}
 
     def _rows(self, kv: int) -> dict[str, tuple[int, ...]]:
         """Matrices of a layer that make its K/V rows and read them; kv: elements of K."""
@@ -95,21 +119,27 @@ class Shape:
             "attn_v_b": (self.heads, self.head_size, self.latent),
         }
 
-    def norms(self) -> dict[str, int]:
-        """Sizes of all normalizations, by name."""
-        layer = {"attn_norm": self.embd, "ffn_norm": self.embd}
-        if self.arch == "qwen3":
-            layer |= {"attn_q_norm": self.head_size, "attn_k_norm": self.head_size}
-        if self.latent:
-            layer["attn_kv_a_norm"] = self.latent
-        found = {f"blk.{il}.{name}": n for il in range(self.layers) for name, n in layer.items()}
-        return found | {"output_norm": self.embd}
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors of ones, by name: normalizations and short convolutions."""
+        found: dict[str, tuple[int, ...]] = {}
+        coded = self.coded
+        for il in range(self.layers):
+            layer: dict[str, tuple[int, ...]] = {"attn_norm": (self.embd,), "ffn_norm": (self.embd,)}
+            if il not in coded:
+                layer["shortconv.conv"] = (self.embd, CONVOLVED)
+            elif self.arch in ("qwen3", "lfm2"):
+                layer |= {"attn_q_norm": (self.head_size,), "attn_k_norm": (self.head_size,)}
+            if self.latent:
+                layer["attn_kv_a_norm"] = (self.latent,)
+            found |= {f"blk.{il}.{name}": size for name, size in layer.items()}
+        return found | {"token_embd_norm" if self.arch == "lfm2" else "output_norm": (self.embd,)}
 
 
 SHAPES = {
     "llama-3.2-1b": Shape("llama", 16, 32, 8, 64, 2048, 8192, 128256, True, 5e5, 131072),
     "qwen3-0.6b": Shape("qwen3", 28, 16, 8, 128, 1024, 3072, 151936, True, 1e6, 40960),
     "llama-3.1-8b": Shape("llama", 4, 32, 8, 128, 4096, 14336, 32000, False, 5e5, 131072),  # --help tells what it lacks
+    "lfm2-350m": Shape("lfm2", 16, 16, 8, 64, 1024, 4608, 65536, True, 1e6, 128000, attending=(2, 5, 8, 10, 12, 14)),
     "deepseek-v2-lite": Shape("deepseek2", 4, 16, 1, 128, 2048, 10944, 32000, False, 1e4, 163840, 512, 64),
 }
 SMALLEST_VOCABULARY = 258  # of vocabulary()
@@ -134,21 +164,21 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
 
     shape.check()
     raw = GGMLQuantizationType[kind.upper()]
-    matrices, norms = shape.matrices(), shape.norms()
+    matrices, vectors = shape.matrices(), shape.vectors()
     with atomic_file(path) as handle:
         writer = GGUFWriter(handle.name, shape.arch)  # it opens its file by name
         try:
             _write_keys(writer, shape)
-            for name, n in norms.items():
-                writer.add_tensor_info(f"{name}.weight", (n,), np.dtype(np.float32), 4 * n)
+            for name, ones in vectors.items():
+                writer.add_tensor_info(f"{name}.weight", ones, np.dtype(np.float32), 4 * math.prod(ones))
             for name, (*rows, columns) in matrices.items():
                 size = *rows, block_bytes(columns, kind)
                 writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), math.prod(size), raw)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for n in norms.values():
-                writer.write_tensor_data(np.ones(n, np.float32))
+            for ones in vectors.values():
+                writer.write_tensor_data(np.ones(ones, np.float32))
             random = np.random.default_rng(SEED)
             for *rows, columns in tracked(f"writing {path.name}", list(matrices.values()), "matrix"):
                 writer.write_tensor_data(random_blocks(random, math.prod(rows), columns, kind))
@@ -165,7 +195,11 @@ def _write_keys(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ff)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if shape.attending:
+        writer.add_head_count_kv([shape.kv_heads if il in shape.coded else 0 for il in range(shape.layers)])
+        writer.add_shortconv_l_cache(CONVOLVED)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.latent + shape.turned or shape.head_size)
     writer.add_value_length(shape.latent or shape.head_size)
     writer.add_rope_dimension_count(shape.turned or shape.head_size)
@@ -232,7 +266,7 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
     random = np.random.default_rng(SEED)
     rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
     layers, joint = [], _random_latent(random, shape) if shape.latent else None
-    for il in range(shape.layers):
+    for il in shape.coded:
         if joint:
             sizes = shape.latent + shape.turned, shape.latent
             layers.append(CodedLayer(LayerShape(il, shape.heads, 1, *sizes, 1.0, 0), (joint,), latent=True))
@@ -254,11 +288,11 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
         sha256="0" * 64,
     )
     with Gguf(model) as base:
-        heads = [budget.Head(d, np.ones(d), centred=key) for _ in range(shape.layers * n) for key in (True, False)]
-        plan = [side for _ in range(shape.layers * n) for side in bands(d)]
+        heads = [budget.Head(d, np.ones(d), centred=key) for _ in range(len(layers) * n) for key in (True, False)]
+        plan = [side for _ in range(len(layers) * n) for side in bands(d)]
         if joint:
             one = latent.heads(layers[0].shape, np.ones(shape.latent), np.ones(shape.turned))
-            heads, plan = one * shape.layers, [bands(shape.latent)[0], bands(shape.turned)[1]] * shape.layers
+            heads, plan = one * len(layers), [bands(shape.latent)[0], bands(shape.turned)[1]] * len(layers)
         counted = budget.account(heads, plan, budget.Overhead(default_context(base), DEFAULT))
         settings = metadata.Settings("banded", "pca", "pca", "one", DEFAULT)
         write_sidecar(base, path, metadata.keys(layers, nothing, settings, counted))

@@ -116,15 +116,17 @@ class Lab:
         return json.loads(self.run(*words, env=env).stdout)
 
     @contextlib.contextmanager
-    def server(self, *words: str) -> Iterator[Server]:
-        """A server on a free port, until the block ends."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def server(self, *words: str, port: int | None = None) -> Iterator[Server]:
+        """A server until the block ends, on a free port, which it is told, or on the one that it knows."""
         self._record(words, None)
+        if port is None:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            words = (*words, "--port", str(port))
         click.echo(f"  $ {self.commands[-1]} &", err=True)
         with tempfile.TemporaryFile() as log:
-            process = self._start((*words, "--port", str(port)), None, log, log)
+            process = self._start(words, None, log, log)
             try:
                 self._wait(process, port)
                 yield Server(self, process.pid, port)
@@ -150,7 +152,8 @@ class Lab:
             self.commands.append(line)
 
     def _start(self, words: tuple[str, ...], env: dict[str, str] | None, out: Any, err: Any) -> subprocess.Popen[bytes]:
-        programs = {"python": sys.executable, "subkv": str(Path(sys.executable).with_name("subkv"))}
+        programs = {name: str(Path(sys.executable).with_name(name)) for name in ("serve", "subkv")}
+        programs["python"] = sys.executable
         command = [programs.get(words[0], words[0]), *words[1:]]
         environment = {**os.environ, **(env or {})}
         return subprocess.Popen(

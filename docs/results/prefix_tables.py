@@ -112,6 +112,80 @@ def server_prefixes(lab: Any) -> Rows:
     return rows
 
 
+def server_handover(lab: Any) -> Rows:
+    """A conversation that another server goes on with, from a store that both share."""
+    n_prefix, n_turn = lab.pick((N_PREFIX, N_OWN), (1200, 100))
+    bases = ("--bases", lab.sidecar("4.5"))
+    lab.text("argparse.py")
+    said = lab.read("argparse.py")
+    rows = []
+    for i, name in enumerate(("coefficients, 4.5 bits", "f16")):
+        cache = CACHES[name]
+        folder = lab.folder / f"store{i}"
+        limits = ("-c", "8192", "-np", "1", "-t", "2", "--cache-store", f"file://{folder}")
+        serve = ("subkv", "serve", "-m", "M.gguf", *(cache or bases), *limits)
+        with lab.server(*serve) as server:
+            client = Client(server.port)
+            tokens = client.tokens(said)
+            evaluated, _ = client.seconds(tokens[:n_prefix])
+            client.kept(1)
+        moved = _bytes(folder)
+        _cold(folder)
+        with lab.server(*serve) as server:
+            client = Client(server.port)
+            taken, n = client.seconds(tokens[: n_prefix + n_turn])
+            assert n >= n_prefix - 1
+            client.kept(1)
+        saved = evaluated * (1 - n_turn / n_prefix) - taken
+        rows.append(
+            {
+                "cache": name,
+                "tokens": n_prefix,
+                "turn": n_turn,
+                "moved MiB": moved / MIB,
+                "turn MiB": (_bytes(folder) - moved) / MIB,
+                "evaluated s": evaluated,
+                "taken over s": taken,
+                "break-even Mbit/s": moved * 8e-6 / saved,
+            }
+        )
+    return rows
+
+
+def _bytes(folder: Path) -> int:
+    """Of what lies in a folder, once nothing is added to it any more."""
+    sizes = [-1, 0]
+    while sizes[-1] != sizes[-2]:
+        time.sleep(0.5)
+        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+    return sizes[-1]
+
+
+def handover_markdown(rows: Rows) -> str:
+    f16 = next(row["moved MiB"] for row in rows if row["cache"] == "f16")
+    columns: list[Column] = [
+        ("cache", text("cache")),
+        ("tokens", text("tokens")),
+        ("moved MiB", lambda row: f"{row['moved MiB']:.1f}"),
+        ("of f16's", lambda row: f"{row['moved MiB'] / f16:.2f}"),
+        ("a turn of 200 more MiB", lambda row: f"{row['turn MiB']:.1f}"),
+        ("evaluated s", lambda row: f"{row['evaluated s']:.2f}"),
+        ("taken over s, turn included", lambda row: f"{row['taken over s']:.2f}"),
+        ("break-even Mbit/s", lambda row: f"{row['break-even Mbit/s']:.0f}"),
+    ]
+    return grid(rows, columns)
+
+
+def handover_numbers(rows: Rows) -> Numbers:
+    by_name = {row["cache"]: row for row in rows}
+    ours, f16 = by_name["coefficients, 4.5 bits"], by_name["f16"]
+    return {
+        "share": f"{ours['moved MiB'] / f16['moved MiB']:.2f}",
+        "mbit": f"{ours['break-even Mbit/s']:.0f}",
+        "mib": f"{ours['moved MiB']:.0f}",
+    }
+
+
 def _share(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.2f} ({100 * row[key] / row['evaluated s']:.1f}%)"
 
@@ -132,7 +206,17 @@ def markdown(rows: Rows) -> str:
 
 def numbers(rows: Rows) -> Numbers:
     worst = {key: max(row[key] / row["evaluated s"] for row in rows) for key in ("evicted s", "restarted s")}
-    return {
+    found = {
         "evicted": f"{100 * worst['evicted s']:.1f}",
         "restarted": f"{100 * worst['restarted s']:.1f}",
     }
+    for suffix, name in (("", "coefficients, 4.5 bits"), ("_f16", "f16")):
+        row = next(row for row in rows if row["cache"] == name)
+        saved = row["evaluated s"] - row["evicted s"]
+        found |= {
+            f"moved{suffix}": f"{row['disk MiB']:.0f}",
+            f"mbit{suffix}": f"{row['disk MiB'] * MIB * 8e-6 / saved:.0f}",
+            f"users_gib{suffix}": f"{row['disk MiB'] * 10_000 / 1024:.0f}",
+            f"read{suffix}": f"{row['tokens'] / row['evaluated s']:.0f}",
+        }
+    return found

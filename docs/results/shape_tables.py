@@ -22,14 +22,21 @@ SHAPES = {  # name of runtime.shapes → name in numbers, what tables say of it
         "**Llama-3.1-8B**, 4 of its 32 layers: 32 query heads, 8 KV heads of 128, a vocabulary of 32000 instead of "
         "128256. The whole model computes 8 times the layers and 4 times the vocabulary for a token.",
     ),
+    "lfm2-350m": (
+        "350m",
+        "**LFM2-350M**, a hybrid: 6 of its 16 layers attend, with 16 query heads and 8 KV heads of 64, the others are "
+        "short convolutions; its vocabulary of 65536 tokens.",
+    ),
 }
-SMALL = ("--layers", "1", "--embd", "256", "--ff", "256", "--vocab", "512")  # to try the programs
+HYBRIDS = ["lfm2-350m"]
+OTHERS = [name for name in SHAPES if name not in HYBRIDS]
+SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
 
 
 DEEP = "llama-3.2-1b"  # trained with 131072 tokens
 
 
-def _measure(lab: Any, *words: str, shapes: Iterable[str] = SHAPES) -> Rows:
+def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS) -> Rows:
     """Rows of some shapes, each with the name of its shape."""
     rows = []
     for name in shapes:
@@ -43,6 +50,12 @@ def _measure(lab: Any, *words: str, shapes: Iterable[str] = SHAPES) -> Rows:
 def decode(lab: Any) -> Rows:
     size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
     return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size)
+
+
+def hybrids(lab: Any) -> Rows:
+    """Every token is evaluated: cells are not copied where layers are recurrent."""
+    size = lab.pick(("-n", "8", "-d", "64,2048,8000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size, shapes=HYBRIDS)
 
 
 def prefill(lab: Any) -> Rows:

@@ -1,15 +1,18 @@
 """Builds, checks and times the GPU kernels in one go, for a machine that is rented for minutes and has no network.
 
     python kernels/bench/gpu.py [-o gpu.json] [--cells 131072] [--quick] [--engine] [--steps tests,ops,models]
+                                [--backend vulkan]
 
 Correctness first: the tests of the CUDA and Triton kernels, on the GPU. Then times of every op, and of attention
-against torch's over f16 keys and values. Then whole models of random weights: the longest context in 8 GiB (without a
-GPU, too), and runtime.bench at depth. What has been found is written after every step; what cannot run here is said
-and skipped.
+against torch's over f16 keys and values (--backend vulkan: of the Vulkan ops, against a copy in the device's memory).
+Then whole models of random weights: the longest context in 8 GiB (without a GPU, too), and runtime.bench at depth. What
+has been found is written after every step; what cannot run here is said and skipped.
 
 Bring: this repository, its extras `test` and `torch`, and nvcc for the CUDA kernels. For whole models also a
 pure-Python llama-cpp-python (LLAMA_BUILD=OFF), cmake, and the tree DIR/llama.cpp of any build of this repository in
 SUBKV_LLAMA_CPP_SOURCE: --engine builds from it into build/gpu, and goes on where a build was cut off.
+With --backend vulkan: glslc, Vulkan's headers and loader and a driver instead of nvcc, torch and triton; where the only
+device is a CPU (lavapipe), GGML_VK_VISIBLE_DEVICES=0 for whole models.
 With compute-sanitizer: compute-sanitizer --target-processes all python kernels/bench/gpu.py --quick --steps tests
 """
 
@@ -30,6 +33,7 @@ ROOT = BENCH.parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(BENCH)]
 
 import cuda_ops as c  # noqa: E402
+import vulkan_ops as v  # noqa: E402
 from gpu_ops import BANDS  # noqa: E402
 from gpu_report import Report, Step, gpu, interleaved_ms, missing  # noqa: E402
 
@@ -72,7 +76,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer tests, one layout of bands, smaller depths")
     parser.add_argument("--engine", action="store_true", help="build the native engine with CUDA, for whole models")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of them, separated by commas")
+    parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda", help="whose kernels")
     given = parser.parse_args()
+    vulkan = given.backend == "vulkan"
     if given.cells <= 0 or given.cells % 1024:
         parser.error(f"--cells: a positive multiple of 1024 expected, {given.cells} found")
     steps = given.steps.split(",")
@@ -80,15 +86,19 @@ def main() -> int:
         parser.error(f"--steps: some of {', '.join(STEPS)} expected, {', '.join(sorted(unknown))} found")
     report = Report(given.output)
     with tempfile.TemporaryDirectory() as folder:
-        if "tests" in steps:
+        if "tests" in steps and vulkan:
+            report.run("tests of the Vulkan kernels", lambda: run_tests("test_vulkan.py", c.build_ref(Path(folder))))
+        elif "tests" in steps:
             check(report, c.build_ref(Path(folder)), given.quick)
         if "ops" in steps:
-            if cuda := gpu():
+            if vulkan:
+                measure_vulkan(report, Path(folder), given.cells, given.quick)
+            elif cuda := gpu():
                 measure(report, cuda, Path(folder), given.cells, given.quick)
             else:
                 report.add("times", "skipped: no GPU")
         if "models" in steps:
-            models(report, Path(folder), given.quick, given.engine)
+            models(report, Path(folder), given.quick, given.engine, vulkan)
     return 1 if any("FAILED" in step["result"] or "failed" in step["result"] for step in report.steps) else 0
 
 
@@ -124,21 +134,39 @@ def measure(report: Report, cuda: Any, folder: Path, n_cells: int, quick: bool) 
             common += ["--library", str(folder / "libnative.so")]
         except (subprocess.CalledProcessError, OSError) as error:
             report.add("build of the CUDA kernels", f"FAILED: {error}")
-    first, *others = BANDS
-    parts = [[first, "--batch", "1,16"], [first, "--prefill"]]
-    if not quick:
-        parts += [[first, "--batch", "4"], *([name, "--batch", "1,4,16"] for name in others)]
-    for part in parts:
+    for part in shapes(quick):
         command = [sys.executable, str(BENCH / "gpu_ops.py"), *common, "--bands", *part]
         report.follow(f"times of {' '.join(part)}", command, LIMIT)
 
 
-def build_engine() -> Step:
-    """The native engine with CUDA, for this GPU, in build/gpu."""
-    command = ["cmake", "-S", str(ROOT), "-B", str(ENGINE), "-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"]
+def shapes(quick: bool) -> list[list[str]]:
+    """Bands and shapes of the parts in which ops are timed."""
+    first, *others = BANDS
+    parts = [[first, "--batch", "1,16"], [first, "--prefill"]]
+    if not quick:
+        parts += [[first, "--batch", "4"], *([name, "--batch", "1,4,16"] for name in others)]
+    return parts
+
+
+def measure_vulkan(report: Report, folder: Path, n_cells: int, quick: bool) -> None:
+    """Every op on the first Vulkan device, a process per layout of bands."""
+    if reason := v.missing():
+        report.add("times", f"skipped: {reason}")
+        return
+    library = v.build(folder)
+    common = ["--library", str(library), "--cells", str(n_cells), *(["-r", "5"] if quick else [])]
+    for part in shapes(quick):
+        command = [sys.executable, str(BENCH / "gpu_vulkan.py"), *common, "--bands", *part]
+        report.follow(f"times of {' '.join(part)}", command, LIMIT)
+
+
+def build_engine(vulkan: bool) -> Step:
+    """The native engine with CUDA, for this GPU, or with Vulkan, in build/gpu."""
+    options = ["-DGGML_VULKAN=ON"] if vulkan else ["-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"]
+    command = ["cmake", "-S", str(ROOT), "-B", str(ENGINE), *options]
     if shutil.which("ninja") and not (ENGINE / "CMakeCache.txt").exists():
         command += ["-G", "Ninja"]
-    if compiler := c.nvcc():
+    if not vulkan and (compiler := c.nvcc()):
         command.append(f"-DCMAKE_CUDA_COMPILER={compiler}")
     if source := os.environ.get("SUBKV_LLAMA_CPP_SOURCE"):
         command.append(f"-DSUBKV_LLAMA_CPP_SOURCE={Path(source).resolve()}")
@@ -149,11 +177,11 @@ def build_engine() -> Step:
     return f"built in {ENGINE}", {}
 
 
-def models(report: Report, folder: Path, quick: bool, engine: bool) -> None:
+def models(report: Report, folder: Path, quick: bool, engine: bool, vulkan: bool) -> None:
     """The longest context in 8 GiB, and decoding at depth."""
     env = dict(os.environ)
     if engine:
-        report.run("build of the engine with CUDA", build_engine)
+        report.run(f"build of the engine with {'Vulkan' if vulkan else 'CUDA'}", lambda: build_engine(vulkan))
         if (ENGINE / "bin").is_dir():
             env["SUBKV_LIB_PATH"] = str(ENGINE / "bin")
     if reason := next(filter(None, map(missing, ("gguf", "llama_cpp", "click", "tqdm"))), None):
@@ -162,7 +190,7 @@ def models(report: Report, folder: Path, quick: bool, engine: bool) -> None:
     script = [sys.executable, str(BENCH / "gpu_models.py")]
     at = ["--folder", str(folder)]
     report.follow("longest contexts", [*script, "contexts", *at], LIMIT, env=env)
-    if not gpu():
+    if not vulkan and not gpu():
         report.add("decoding of a whole model", "skipped: no GPU")
         return
     how = ["--depth", "4096,32768", "-r", "2"] if quick else ["--depth", "4096,32768,131072", "-r", "3"]

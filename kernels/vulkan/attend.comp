@@ -2,7 +2,11 @@
 // attend.comp: ROWS query rows of a KV head over the coded cells of a split. A workgroup takes a tile at a time:
 // logits, one thread per cell; then sums of values, COEFFICIENTS of them per thread. Codes are read once for all rows,
 // and nothing is rounded beyond f32.
+//
+// Loops over rows and coefficients are to be unrolled: what they index is registers, and a driver that keeps them as
+// loops picks every register by a cascade of comparisons.
 #extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
 #include "tables.glsl"
 
 layout(local_size_x = 64) in; // TILE
@@ -37,29 +41,35 @@ shared float plain[ROWS * TILE];   // of halves, which have none; 0 in zero rows
 
 // Codes of register rho, a byte each, from word `at` of its octet's lines on.
 uint read_k(uint at, uint bits, uint rho) {
-    uint codes = 0;
-    for (uint i = 0; i < n_fields(bits, rho); ++i) {
-        const Field f = field_of(bits, rho, i);
-        codes |= (k_tiles[at + f.line * LINE_WORDS] >> f.shift & 0x01010101u * ((1u << f.width) - 1u)) << f.from;
+    uint       codes = 0;
+    const uint n     = n_fields(bits, rho);
+    [[unroll]] for (uint i = 0; i < MAX_FIELDS; ++i) {
+        if (i < n) {
+            const Field f = field_of(bits, rho, i);
+            codes |= (k_tiles[at + f.line * LINE_WORDS] >> f.shift & 0x01010101u * ((1u << f.width) - 1u)) << f.from;
+        }
     }
     return codes;
 }
 
 uvec2 read_v(uint at, uint bits, uint rho) {
-    uvec2 codes = uvec2(0);
-    for (uint i = 0; i < n_fields(bits, rho); ++i) {
-        const Field f    = field_of(bits, rho, i);
-        const uint  line = at + f.line * LINE_WORDS;
-        const uvec2 both = uvec2(v_tiles[line], v_tiles[line + 1]);
-        codes |= (both >> f.shift & 0x01010101u * ((1u << f.width) - 1u)) << f.from;
+    uvec2      codes = uvec2(0);
+    const uint n     = n_fields(bits, rho);
+    [[unroll]] for (uint i = 0; i < MAX_FIELDS; ++i) {
+        if (i < n) {
+            const Field f    = field_of(bits, rho, i);
+            const uint  line = at + f.line * LINE_WORDS;
+            const uvec2 both = uvec2(v_tiles[line], v_tiles[line + 1]);
+            codes |= (both >> f.shift & 0x01010101u * ((1u << f.width) - 1u)) << f.from;
+        }
     }
     return codes;
 }
 
-// Dot products of the key of cell c of the tile at word `tile` with the rows whose coefficients begin at qt.
-void dots(Head head, uint tile, uint c, uint qt, uint width, uint n_rows, out float dot[ROWS]) {
+// Dot products of the key of cell c of the tile at word `tile` with the rows whose coefficients begin at `qt`.
+void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
     float halves[ROWS];
-    for (uint r = 0; r < ROWS; ++r) {
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         dot[r]    = 0.0;
         halves[r] = 0.0;
     }
@@ -73,33 +83,33 @@ void dots(Head head, uint tile, uint c, uint qt, uint width, uint n_rows, out fl
             for (uint j = 0; j < band.n; ++j) {
                 const vec2  pair = unpackHalf2x16(k_tiles[tile + band.at + (j * TILE + c) / 2]);
                 const float x    = c % 2 == 0 ? pair.x : pair.y;
-                for (uint r = 0; r < n_rows; ++r) {
-                    halves[r] = fma(queries[qt + r * width + band.first + j], x, halves[r]);
+                [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+                    halves[r] = fma(queries[qt[r] + band.first + j], x, halves[r]);
                 }
             }
             continue;
         }
         const float zero = half_range(band.bits);
         float       sums[ROWS];
-        for (uint r = 0; r < ROWS; ++r) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             sums[r] = 0.0;
         }
         for (uint four = 0; four < band.n / 4; ++four) { // coefficients
             const uint at   = tile + band.at + four / 2 * band.bits * LINE_WORDS + c % 16;
             const uint code = read_k(at, band.bits, four % 2 * 4 + c / 16);
-            const uint q    = qt + band.first + 4 * four;
-            for (uint j = 0; j < 4; ++j) {
+            const uint q    = band.first + 4 * four;
+            [[unroll]] for (uint j = 0; j < 4; ++j) {
                 const float x = float(code >> 8 * j & 255u) - zero;
-                for (uint r = 0; r < n_rows; ++r) {
-                    sums[r] = fma(queries[q + r * width + j], x, sums[r]);
+                [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+                    sums[r] = fma(queries[qt[r] + q + j], x, sums[r]);
                 }
             }
         }
-        for (uint r = 0; r < ROWS; ++r) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             dot[r] = fma(band.ratio, sums[r], dot[r]);
         }
     }
-    for (uint r = 0; r < ROWS; ++r) {
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         dot[r] = fma(s, dot[r], halves[r]);
     }
 }
@@ -115,28 +125,35 @@ void main() {
     const uint first   = h * p.n_tokens * group + stream * all + r0; // rows of all streams follow each other
     const uint c_end   = min(p.n_kv, (part + 1) * p.split);
     const Head key     = head_of(0, h), value = head_of(1, h);
-    const uint qt      = p.qt_at + first * width_k;
+    uint       qt[ROWS]; // without a row those of the last one, whose cells are hidden
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        qt[r] = p.qt_at + (first + min(r, n_rows - 1)) * width_k;
+    }
 
     // this thread's values
     uint  at[COEFFICIENTS], bits[COEFFICIENTS];
     float ratio[COEFFICIENTS];
-    for (uint x = 0; x < COEFFICIENTS; ++x) {
+    bool  halves = false;
+    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         bits[x] = 0;
-        for (uint b = 0; b < value.n_bands; ++b) {
-            const Band band = band_of(value, b);
-            const uint j    = me + x * TILE - band.first;
+    }
+    for (uint b = 0; b < value.n_bands; ++b) {
+        const Band band = band_of(value, b);
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            const uint j = me + x * TILE - band.first;
             if (j < band.n) { // wraps around before the band
                 bits[x]  = band.bits;
                 ratio[x] = band.bits == 16 ? 1.0 : band.ratio;
                 at[x]    = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
             }
         }
+        halves = halves || band.bits == 16;
     }
     float m[ROWS], z[ROWS], acc[ROWS * COEFFICIENTS];
-    for (uint r = 0; r < ROWS; ++r) {
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
         z[r] = 0.0;
-        for (uint x = 0; x < COEFFICIENTS; ++x) {
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
             acc[r * COEFFICIENTS + x] = 0.0;
         }
     }
@@ -146,7 +163,7 @@ void main() {
         const int  pos   = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
         bool       seen  = false;
         float      bias[ROWS];
-        for (uint r = 0; r < ROWS; ++r) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             bias[r] = -INFINITY;
             if (cell < c_end && r < n_rows) {
                 const uint token = stream * p.n_tps + (r0 + r) / group;
@@ -161,10 +178,10 @@ void main() {
         float      logit[ROWS];
         float      scale = 0.0;
         if (seen) {
-            dots(key, k_tile, me, qt, width_k, n_rows, logit);
+            dots(key, k_tile, me, qt, logit);
             scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);
         }
-        for (uint r = 0; r < ROWS; ++r) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             if (bias[r] == -INFINITY) {
                 logit[r] = -INFINITY;
             } else {
@@ -183,7 +200,7 @@ void main() {
         }
         barrier();
         bool any = false;
-        for (uint r = 0; r < ROWS; ++r) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             float top = m[r];
             bool  here = false;
             for (uint i = 0; i < PARTS; ++i) {
@@ -197,7 +214,7 @@ void main() {
                 weight           = logit[r] == -INFINITY ? 0.0 : exp(logit[r] - top);
                 m[r]             = top;
                 z[r]             = fma(z[r], keep, weight);
-                for (uint x = 0; x < COEFFICIENTS; ++x) {
+                [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
                     acc[r * COEFFICIENTS + x] *= keep;
                 }
             }
@@ -208,25 +225,28 @@ void main() {
         if (!any) {
             continue;
         }
-        for (uint x = 0; x < COEFFICIENTS; ++x) {
-            if (bits[x] == 16) {
-                for (uint c = 0; c < TILE; ++c) {
-                    const vec2  pair = unpackHalf2x16(v_tiles[v_tile + at[x] + c / 2]);
+        for (uint c = 0; halves && c < TILE; ++c) {
+            [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+                if (bits[x] == 16) {
+                    const vec2  pair  = unpackHalf2x16(v_tiles[v_tile + at[x] + c / 2]);
                     const float half_ = c % 2 == 0 ? pair.x : pair.y;
-                    for (uint r = 0; r < ROWS; ++r) {
+                    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
                         const float w = plain[r * TILE + c];
                         if (w > 0.0) { // a hidden cell's halves may be infinite
                             acc[r * COEFFICIENTS + x] = fma(w, half_, acc[r * COEFFICIENTS + x]);
                         }
                     }
                 }
-            } else if (bits[x] != 0) {
-                const float zero = half_range(bits[x]);
-                for (uint rho = 0; rho < 8; ++rho) {
+            }
+        }
+        for (uint rho = 0; rho < 8; ++rho) {
+            [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+                if (bits[x] != 0 && bits[x] != 16) {
+                    const float zero  = half_range(bits[x]);
                     const uvec2 codes = read_v(v_tile + at[x], bits[x], rho);
-                    for (uint c = 0; c < 8; ++c) {
+                    [[unroll]] for (uint c = 0; c < 8; ++c) {
                         const float code = float((c < 4 ? codes.x : codes.y) >> 8 * (c % 4) & 255u) - zero;
-                        for (uint r = 0; r < ROWS; ++r) {
+                        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
                             acc[r * COEFFICIENTS + x] =
                                 fma(weights[r * TILE + 8 * rho + c], code, acc[r * COEFFICIENTS + x]);
                         }
@@ -237,13 +257,15 @@ void main() {
     }
 
     const uint out_row = part * tables[N_HEAD_KV] * p.n_tokens * group + first;
-    for (uint x = 0; x < COEFFICIENTS; ++x) {
-        for (uint r = 0; bits[x] != 0 && r < n_rows; ++r) {
-            partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] = ratio[x] * acc[r * COEFFICIENTS + x];
+    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+            if (bits[x] != 0 && r < n_rows) {
+                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] = ratio[x] * acc[r * COEFFICIENTS + x];
+            }
         }
     }
     barrier();
-    for (uint r = 0; r < ROWS; ++r) {
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         logits[r * TILE + me] = z[r];
     }
     barrier();
@@ -254,7 +276,9 @@ void main() {
         }
         partial[p.z_at + out_row + me] = sum;
     }
-    for (uint r = 0; me == 0 && r < n_rows; ++r) {
-        partial[p.m_at + out_row + r] = m[r];
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        if (me == 0 && r < n_rows) {
+            partial[p.m_at + out_row + r] = m[r];
+        }
     }
 }

@@ -2,6 +2,7 @@
 // combine.comp: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
 // ubatch) and attention sinks, normalise. One workgroup per query head and token.
 #extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require // as in attend.comp
 #include "tables.glsl"
 
 layout(local_size_x = 128) in;
@@ -69,11 +70,15 @@ void main() {
     }
     barrier();
     float o[PER_THREAD];
-    for (uint x = 0; x < PER_THREAD; ++x) {
-        const uint j = me + x * THREADS;
-        o[x]         = 0.0;
-        for (uint i = 0; j < d_v && i < head.rank; ++i) {
-            o[x] = fma(coef[i], table_half(head.decode, i * d_v + j), o[x]);
+    [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
+        o[x] = 0.0;
+    }
+    for (uint i = 0; i < head.rank; ++i) {
+        [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
+            const uint j = me + x * THREADS;
+            if (j < d_v) {
+                o[x] = fma(coef[i], table_half(head.decode, i * d_v + j), o[x]);
+            }
         }
     }
 
@@ -122,7 +127,7 @@ void main() {
             const float keep = m == -INFINITY ? 0.0 : exp(m - top);
             m                = top;
             z *= keep;
-            for (uint x = 0; x < PER_THREAD; ++x) {
+            [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
                 o[x] *= keep;
             }
             for (uint i = 0; i < n; ++i) {
@@ -131,7 +136,7 @@ void main() {
                 }
                 const float weight = exp(logits[i] - m);
                 z += weight;
-                for (uint x = 0; x < PER_THREAD; ++x) {
+                [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
                     const uint j = me + x * THREADS;
                     if (j < d_v) {
                         const vec2 pair = unpackHalf2x16(row_word(rows[i], (n_head * d_k + h * d_v + j) / 2));
@@ -151,7 +156,7 @@ void main() {
         z                = z * w + exp(sink - top);
     }
     w = z > 0.0 ? w / z : 0.0; // a token that may see nothing gets zeros
-    for (uint x = 0; x < PER_THREAD; ++x) {
+    [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
         const uint j = me + x * THREADS;
         if (j < d_v) {
             result[p.out_at + token * p.out_stride + hq * d_v + j] = w * o[x];

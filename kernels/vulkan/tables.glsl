@@ -16,7 +16,7 @@ const uint N_BAD = 0, N_HEAD_KV = 1, N_GROUP = 2, D_K = 3, D_V = 4, WIDTH_K = 5,
 const uint SLOPES = 8, FIELDS = 9, EIGHTHS = 10, HEADS = 11; // where they begin
 
 const uint HEAD_WORDS = 49, BAND_WORDS = 5;
-const uint MAX_HEAD_SIZE = 576, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
+const uint MAX_HEAD_SIZE = 576, MAX_FIELDS = 3, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
 
 const uint ALL_EXPONENT = 0x7f800000u;
 #define INFINITY uintBitsToFloat(ALL_EXPONENT)

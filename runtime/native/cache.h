@@ -86,6 +86,7 @@ public:
 
     void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
     int32_t          n_seq() const { return window_.n_seq(); }
+    const auto &     devices() const { return devices_; } // see subkv_context_devices
     const Layout *   layout() const { return layout_.get(); }
     const Adaptive * adaptive() const { return adaptive_.get(); }
 
@@ -112,6 +113,7 @@ private:
     uint32_t                      n_stream_;
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
     std::unique_ptr<Adaptive>     adaptive_;               // null: bases are static
+    std::string                   devices_;
     std::atomic<uint64_t>         n_zero_rows_{ 0 };
 
     std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary

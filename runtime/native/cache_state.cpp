@@ -7,7 +7,7 @@
 
 namespace subkv {
 
-static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '4' };
+static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '5' };
 
 // What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
 // adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does.

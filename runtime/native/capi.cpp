@@ -211,6 +211,11 @@ extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {
     return cache ? cache->layout()->fingerprint.c_str() : nullptr;
 }
 
+extern "C" const char * subkv_context_devices(llama_context * ctx) {
+    const Cache * cache = cache_of(ctx, nullptr, nullptr);
+    return cache ? cache->devices().c_str() : nullptr;
+}
+
 extern "C" const char * subkv_kernel_name(void) {
     if (ops_error()) {
         set_error("%s", ops_error());

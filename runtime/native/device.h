@@ -25,6 +25,7 @@ public:
     virtual int64_t  scratch(int64_t n_rows) const = 0; // floats that attend needs for n_rows query rows of all heads
     virtual uint64_t n_zero_rows() const           = 0;
     virtual void     wait() const                  = 0; // until the device has done all that it was given
+    virtual size_t   max_range() const             = 0; // bytes that kernels can reach of one tensor
 };
 
 // Kernels that this build has for GPUs: "cuda", "vulkan", or nullptr.

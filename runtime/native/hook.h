@@ -155,6 +155,10 @@ class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
+    // By sequence: how many of the last tokens recurrent state beside the cells, if it has snapshots, can lose. A snapshot is of
+    // a token of the last ubatch, not before its first; sequences of other ubatches may have lost theirs.
+    std::map<int32_t, int32_t> snapshots;
+
     bool carried_out = true; // the last copy_seq, add or refuse()d call, to which llama.cpp's callers get no answer
 
     // false: rows stay ordinary, the layers are only observed or planted

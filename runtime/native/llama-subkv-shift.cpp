@@ -5,6 +5,7 @@
 #include "llama-graph.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <set>
@@ -47,8 +48,24 @@ bool llama_subkv::unturned(const llama_kv_cache & kv) {
     }
     kv.subkv_hook->report(
         "shift: keys of moved positions expected in their new places, which was stopped or failed for want of memory; "
-        "clear the cache, or decode again, which goes on with it where all layers are coded");
+        "clear the cache, or decode again, which goes on with it");
     return true;
+}
+
+llama_subkv::uninterrupted::uninterrupted(llama_context & ctx, const llama_kv_cache & kv) {
+    const auto ordinary = [&](const auto & layer) { return row_bytes(kv, layer.il, false) == 0; };
+    if (ctx.abort_callback && coded(ctx.get_memory()) && std::any_of(kv.layers.begin(), kv.layers.end(), ordinary)) {
+        this->ctx = &ctx;
+        stop      = ctx.abort_callback;
+        data      = ctx.abort_callback_data;
+        ctx.set_abort_callback(nullptr, nullptr);
+    }
+}
+
+llama_subkv::uninterrupted::~uninterrupted() {
+    if (ctx) {
+        ctx->set_abort_callback(stop, data);
+    }
 }
 
 // What is still to be rotated, and by how many positions.

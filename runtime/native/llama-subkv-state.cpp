@@ -19,13 +19,28 @@
 
 namespace {
 
+// FNV-1a: any one byte that differs changes it.
+uint64_t checksum(uint64_t sum, const uint8_t * bytes, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+        sum = (sum ^ bytes[i]) * UINT64_C(0x100000001b3);
+    }
+    return sum;
+}
+
+constexpr uint64_t CHECKSUM_OF_NOTHING = UINT64_C(0xcbf29ce484222325);
+
 class state_writer : public subkv::StateWriter {
 public:
     explicit state_writer(llama_io_write_i & io) : io(io) {}
 
-    void write(const void * data, size_t size) override { io.write(data, size); }
+    void write(const void * data, size_t size) override {
+        sum = checksum(sum, (const uint8_t *) data, size);
+        io.write(data, size);
+    }
 
     void write_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.write_tensor(t, offset, size); }
+
+    uint64_t sum = CHECKSUM_OF_NOTHING; // of what is of no tensor
 
 private:
     llama_io_write_i & io;
@@ -35,9 +50,14 @@ class state_reader : public subkv::StateReader {
 public:
     explicit state_reader(llama_io_read_i & io) : io(io) {}
 
-    void read(void * data, size_t size) override { io.read(data, size); }
+    void read(void * data, size_t size) override {
+        io.read(data, size);
+        sum = checksum(sum, (const uint8_t *) data, size);
+    }
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.read_tensor(t, offset, size); }
+
+    uint64_t sum = CHECKSUM_OF_NOTHING; // of what is of no tensor
 
 private:
     llama_io_read_i & io;
@@ -91,16 +111,6 @@ private:
     size_t n = 0;
 };
 
-// FNV-1a: any one byte that differs changes it.
-uint64_t checksum(uint64_t sum, const uint8_t * bytes, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        sum = (sum ^ bytes[i]) * UINT64_C(0x100000001b3);
-    }
-    return sum;
-}
-
-constexpr uint64_t CHECKSUM_OF_NOTHING = UINT64_C(0xcbf29ce484222325);
-
 // The bytes of a state, all of which are there.
 class cursor {
 public:
@@ -135,8 +145,9 @@ private:
 // Everything is in the stream, of tensors on a device, too.
 class llama_subkv::row_writer : public llama_io_write_i {
 public:
-    row_writer(const llama_kv_cache & kv, llama_io_write_i & io) :
-        kv(kv), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
+    // sum: of what came before, whose checksum is to be one with the body's
+    row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
+        sum(sum), kv(kv), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
     void write(const void * data, size_t size) override {
         if (!counts) {
@@ -159,7 +170,7 @@ public:
     }
 
     size_t   n_bytes() override { return io.n_bytes(); }
-    uint64_t sum = CHECKSUM_OF_NOTHING;
+    uint64_t sum;
 
 private:
     const llama_kv_cache & kv;
@@ -172,7 +183,9 @@ private:
 // Takes the body of a state from `io`, checks it, and is read in its place.
 class llama_subkv::row_reader : public llama_io_read_i {
 public:
-    row_reader(llama_kv_cache & kv, llama_io_read_i & io) : kv(kv), coded(kv), at(bytes) {
+    // sum: as row_writer's
+    row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
+        kv(kv), coded(kv), at(bytes) {
         constexpr uint64_t PIECE = 1 << 24; // a damaged size must not ask for memory that no state needs
         uint64_t           left, expected;
         io.read(&left, sizeof(left));
@@ -183,7 +196,7 @@ public:
             left -= n;
         }
         io.read(&expected, sizeof(expected));
-        const uint64_t found = checksum(CHECKSUM_OF_NOTHING, bytes.data(), bytes.size());
+        const uint64_t found = checksum(sum, bytes.data(), bytes.size());
         if (found != expected) {
             throw std::runtime_error(
                 format("state: checksum %016" PRIx64 " expected, %016" PRIx64 " found", expected, found));
@@ -282,8 +295,8 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
 }
 
 //
-// A state: the head, the size of the body in bytes u64, the body, its checksum u64. The body of a partial one is the
-// window. That of a sliding or recurrent half beside it follows in the same way, without a head.
+// A state: the head, the size of the body in bytes u64, the body, a checksum of head and body u64. The body of a partial
+// one is the window. That of a sliding or recurrent half beside it follows in the same way, without a head.
 //
 
 template <typename Body> static void write_checked(llama_io_write_i & io, Body body) {
@@ -302,12 +315,15 @@ static void check_partial(const subkv::CacheHook & hook) {
     }
 }
 
-static auto read_head(subkv::CacheHook & hook, llama_io_read_i & io, llama_seq_id seq, bool partial) {
+// What the window is told of it, and its checksum.
+static std::pair<std::vector<uint64_t>, uint64_t> read_head(subkv::CacheHook & hook, llama_io_read_i & io,
+                                                            llama_seq_id seq, bool partial) {
     if (partial) {
         check_partial(hook);
     }
     state_reader head(io);
-    return hook.state_read_head(head, seq, partial);
+    auto         moves = hook.state_read_head(head, seq, partial);
+    return { std::move(moves), head.sum };
 }
 
 bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
@@ -322,7 +338,7 @@ bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, 
     state_writer w(io);
     kv.subkv_hook->state_write_head(w, seq);
     write_checked(io, [&](llama_io_write_i & to) {
-        row_writer rows(kv, to);
+        row_writer rows(kv, to, w.sum);
         if (!partial) {
             kv.state_write(rows, seq, 0);
         }
@@ -339,9 +355,9 @@ bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_se
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_reader *>(&io)) {
         return false;
     }
-    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    const auto moves   = read_head(*kv.subkv_hook, io, seq, partial);
-    row_reader body(kv, io);
+    const bool partial      = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    const auto [moves, sum] = read_head(*kv.subkv_hook, io, seq, partial);
+    row_reader body(kv, io, sum);
     if (!partial) {
         body.check(kv, seq);
         state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
@@ -396,9 +412,9 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
-    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    const auto moves   = read_head(*base.subkv_hook, io, seq, partial);
-    row_reader of_base(base, io);
+    const bool partial      = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    const auto [moves, sum] = read_head(*base.subkv_hook, io, seq, partial);
+    row_reader of_base(base, io, sum);
     if (!partial) {
         of_base.check(base, seq);
     }
@@ -406,6 +422,7 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
     if constexpr (std::is_same_v<Half, llama_kv_cache>) {
         of_other.check(other, seq);
     }
+    base.subkv_hook->snapshots.clear();
     try {
         if (!partial) {
             state_read_cells(base, of_base, seq, flags, nullptr, nullptr);

@@ -11,6 +11,7 @@
 #include "llama-model.h"
 
 #include <atomic>
+#include <cstring>
 #include <stdexcept>
 
 static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
@@ -66,6 +67,12 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
     if (!hparams.causal_attn) {
         return "its attention is not causal";
+    }
+    for (const auto & device : model.devices) { // RPC takes every node, also those whose functions are of this process
+        if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device.dev)), "RPC") == 0) {
+            return format("its device %s is of another process (RPC), where the functions of subkv's nodes are not",
+                          ggml_backend_dev_name(device.dev));
+        }
     }
     switch (model.arch) {
         case LLM_ARCH_T5:
@@ -148,12 +155,43 @@ bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, ll
     return kv.subkv_hook->remove(seq, p0, p1, reader(kv));
 }
 
-bool llama_subkv::may_remove(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
+                             llama_pos p0, llama_pos p1) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
     }
     const auto [first, last] = positions(p0, p1);
-    return kv.subkv_hook->can_remove(seq, first, last, reader(kv));
+    if (!kv.subkv_hook->can_remove(seq, first, last, reader(kv))) {
+        return false;
+    }
+    const llama_pos tail = seq < 0 ? -1 : recurrent.seq_pos_max(seq);
+    if (first == 0 || first > tail || last <= tail) { // nothing of the state, or all of it
+        return true;
+    }
+    const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
+    const auto   kept  = kv.subkv_hook->snapshots.find(seq);
+    if (kept != kv.subkv_hook->snapshots.end() && tail + 1 - first <= kept->second && state.seq_id.size() == 1) {
+        return true;
+    }
+    recurrent_stays(kv, seq, p0);
+    return false;
+}
+
+bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
+                           llama_seq_id dst) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded() || src == dst) {
+        return true;
+    }
+    for (const llama_seq_id seq : { src, dst }) {
+        if (seq >= 0 && (size_t) seq < recurrent.rs_idx.size() && recurrent.rs_idx[(size_t) seq] != 0) {
+            kv.subkv_hook->report(format(
+                "seq_cp: recurrent state of its last token expected in sequence %d, a snapshot found that the next "
+                "token begins with; decode one, or remove the whole sequence",
+                seq));
+            return false;
+        }
+    }
+    return true;
 }
 
 bool llama_subkv::carried_out(const llama_kv_cache & kv) {
@@ -265,6 +303,13 @@ public:
 
         tokens.clear();
         add_tokens(*ubatch, tokens);
+        auto & snapshots = kv.subkv_hook->snapshots;
+        snapshots.clear();
+        for (const auto & token : tokens) {
+            for (int32_t i = 0; i < token.n_seq; ++i) {
+                snapshots.try_emplace(token.seq[i], -1).first->second++;
+            }
+        }
         for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
             for (uint32_t i = 0; i < sinfo.size(); ++i) {
                 auto & token = tokens[s * sinfo.size() + i];

@@ -35,15 +35,33 @@ struct llama_subkv {
     static bool carried_out(const llama_kv_cache & kv); // the last seq_cp, seq_add or seq_div: the other half follows
     static void shifted(const llama_kv_cache & kv);     // the graph of build_shift has run
     static bool unturned(const llama_kv_cache & kv);    // it has not, or not to its end; reports that
+    // While it lives no abort callback stops a shift of this cache, half or whole, of a coded context, if layers of it are
+    // ordinary: of what a graph has turned of these nothing is known, and the next one would turn it again.
+    class uninterrupted {
+    public:
+        uninterrupted(llama_context & ctx, const llama_kv_cache & kv);
+        ~uninterrupted();
+        uninterrupted(const uninterrupted &)             = delete;
+        uninterrupted & operator=(const uninterrupted &) = delete;
+
+    private:
+        llama_context * ctx       = nullptr;
+        bool (*stop)(void * data) = nullptr;
+        void * data               = nullptr;
+    };
     // llama_kv_cache::build_graph_shift; false: not a coded layer
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
 
-    // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer; recurrent_stays
-    // reports that the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone:
+    // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer, and whether llama.cpp has
+    // the snapshot that its recurrent state would go back to; may_copy: whether neither state has gone back, of which a
+    // copy would not know; recurrent_stays reports that the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone:
     // llama.cpp keeps the cells of sequences that have streams of their own, not their recurrent state but the snapshot
     // of it that a removed tail chose.
-    static bool may_remove(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
+    static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
+                           llama_pos p0, llama_pos p1);
+    static bool may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
+                         llama_seq_id dst);
     static void keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq);
     static void recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0);
     static bool in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,

@@ -16,6 +16,8 @@
 // Shapes follow from tensor shapes alone, so that a graph can be kept and reused (llama.cpp does).
 #include "nodes.h"
 
+#include "error.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -34,12 +36,16 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         s.width = std::max<int64_t>(s.width, head.rank);
     }
     // about 128 query rows per block share the unpacking of codes
-    s.block              = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
-    s.n_blocks           = (s.n_tps + s.block - 1) / s.block * s.n_stream;
-    const int64_t n_head = s.n_head_kv * s.n_group;
+    s.block               = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
+    s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
+    const int64_t n_head  = s.n_head_kv * s.n_group;
+    const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
     if (layer.device) { // a GPU wants some hundred blocks, of one head each
-        s.n_split = 1;
-        while (s.n_split * s.n_blocks * s.n_head_kv < 1024 && 512 * s.n_split <= s.n_kv) {
+        const int64_t most = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
+        const int64_t each = n_head * s.n_tokens * (2 + s.width);
+        s.n_split          = 1;
+        while (s.n_split * s.n_blocks * s.n_head_kv < 1024 && 512 * s.n_split <= s.n_kv &&
+               2 * s.n_split * each <= most) {
             s.n_split *= 2;
         }
         s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
@@ -58,7 +64,7 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         }
     }
     s.n_rows    = s.n_split * s.n_head_kv * s.n_tokens * s.n_group;
-    s.n_partial = s.n_rows * (2 + s.width) + (layer.device ? layer.device->scratch(s.n_rows / s.n_split) : 0);
+    s.n_partial = s.n_rows * (2 + s.width) + scratch;
     return s;
 }
 
@@ -121,6 +127,27 @@ void store_window_op(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
+// A device that cannot bind a tensor of the largest batch refuses it here, where the first graph is reserved.
+void check_range(const LayerNodes & layer, const ggml_tensor * node) {
+    if (!layer.device) {
+        return;
+    }
+    const size_t most  = layer.device->max_range();
+    const auto   check = [most](const ggml_tensor * t) {
+        if (t && ggml_nbytes(t) > most) {
+            fail("n_ubatch, n_ctx: tensors of at most %zu bytes expected on the GPU, which binds no more at once, %zu "
+                 "of "
+                 "%s found; take smaller batches (-ub) or a smaller context, or keep the cache on the CPU (-ngl 0, or "
+                 "offload_kqv off)",
+                 most, ggml_nbytes(t), t->name);
+        }
+    };
+    check(node);
+    for (const ggml_tensor * t : node->src) {
+        check(t && t->view_src ? t->view_src : t);
+    }
+}
+
 } // namespace
 
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
@@ -143,6 +170,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         ggml_tensor * t =
             ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args.data(), (int) args.size(), fun, GGML_N_TASKS_MAX, data);
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
+        check_range(layer, t);
         return t;
     };
     if (layer.device) {

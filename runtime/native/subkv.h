@@ -136,6 +136,9 @@ SUBKV_API bool subkv_get_adapt_stats(struct llama_context * ctx, int32_t il, int
 
 // Fingerprint of the context's layout, NULL for an ordinary cache.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
+// GPUs that hold its coded layers, as llama.cpp names and describes them, with ", " between them; NULL for an ordinary
+// cache.
+SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
 
 //
 // calibration

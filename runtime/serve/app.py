@@ -25,11 +25,13 @@ from runtime.serve import metrics, refusals, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
 from runtime.serve.guard import Guard, Hosts
-from runtime.serve.llama_server import add_llama_server
+from runtime.serve.llama_server import add_llama_server, kv_cache
 from runtime.serve.page_routes import add_page
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.requests import RequestLog
-from runtime.serve.service import Service, sampling, space
+from runtime.serve.rerank import add_rerank
+from runtime.serve.responses import add_responses
+from runtime.serve.service import Service, chat_work, sampling, space
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
@@ -114,6 +116,8 @@ def create_app(
 
     add_page(app)
     add_llama_server(app, service)
+    add_responses(app, service)
+    add_rerank(app, service)
 
     #
     # OpenAI
@@ -127,6 +131,7 @@ def create_app(
             "n_ctx": engine.n_ctx,
             "n_ctx_train": llm.opened.n_ctx_train,
             "n_embd": llm.n_embd(),
+            "kv_cache": kv_cache(engine),
         }
         model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "subkv", "meta": meta}
         return {"object": "list", "data": [model]}
@@ -144,24 +149,7 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: schema.ChatRequest) -> Response:
-        schema.check_tools(body)
-        grammar, choice = schema.chat_grammar(body), schema.tool_choice(body)
-
-        def work(made: RequestLlama) -> Any:
-            return made.create_chat_completion(
-                messages=body.messages,
-                functions=body.functions,
-                function_call=body.function_call,
-                tools=body.tools,
-                tool_choice=choice,
-                grammar=grammar,
-                max_tokens=body.max_tokens,
-                logprobs=body.logprobs,
-                top_logprobs=body.top_logprobs or 0,
-                **sampling(llm, body),
-            )
-
-        return await service.complete(request, body, work)
+        return await service.complete(request, body, chat_work(llm, body))
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request, body: schema.EmbeddingRequest) -> Any:
@@ -246,14 +234,12 @@ def create_app(
             raise ApiError(404, f"expected a slot from 0 to {len(engine.slots) - 1}, found {id_slot}")
         if action not in ("save", "restore", "erase"):
             raise bad_field("action", f"expected save, restore or erase, found {action!r}")
-        path = service.save_folder
+        path, whose = None, space(request)
         if action != "erase":
-            if path is None:
-                raise ApiError(501, "this server keeps no files of slots; start it with --slot-save-path")
+            path = service.slot_file(whose, "" if body is None else body.filename)
             if body is None:
                 raise bad_field("filename", "expected a name, found none")
-            path /= body.filename
-        slot, whose = engine.slots[id_slot], space(request)
+        slot = engine.slots[id_slot]
         return await asyncio.wrap_future(engine.call(lambda: acted(engine, slot, action, path, whose)))
 
     return app
@@ -263,6 +249,8 @@ def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
     """Vectors of length 1, and how many tokens they took. Raises ApiError."""
     if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_NONE:
         raise ApiError(400, "this model gives no vector for a whole text; start the server with --pooling mean or last")
+    if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_RANK:  # it has a score in its place
+        raise ApiError(400, "this model gives no vector for a text, it ranks texts: ask /v1/rerank")
     counts = [len(llm.tokenize(text.encode())) for text in texts]
     if max(counts) > llm.n_batch or not min(counts):
         raise ApiError(

@@ -104,7 +104,8 @@ class Engine:
         self.grammars = grammars or Grammars(llm.model_path, llm.n_vocab())
         self.watchdog = Watchdog(stall, self._stalled)
         self.n_ctx: int = C.llama_n_ctx_seq(llm.ctx)
-        self.slots = [Slot(i, checkpoints=llm.checkpoints(i, prefixes is not None)) for i in range(llm.n_slots)]
+        keeps = prefixes is not None and prefixes.keeps
+        self.slots = [Slot(i, checkpoints=llm.checkpoints(i, keeps)) for i in range(llm.n_slots)]
         self.totals = Totals()
         stats = llm.kv_stats()
         self._n_removable = llm.n_removable
@@ -248,15 +249,7 @@ class Engine:
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._end(slot, CancelledError())
-        while self._waiting and self.n_busy < len(self.slots):
-            task = self._waiting.popleft()
-            if task.cancelled:
-                continue
-            try:
-                self._admit(task)
-            except Exception as error:  # in no slot yet: nobody else would tell its caller
-                task.end(error)
-                raise
+        self._admit_waiting()
         choosing = [slot for slot in self.slots if slot.task is not None and slot.task.choosing]
         for slot in choosing:
             self._choose(slot)
@@ -283,6 +276,36 @@ class Engine:
             with contextlib.suppress(InvalidStateError):  # the watchdog has given it up
                 future.set_result(result) if error is None else future.set_exception(error)
             self._job = None
+
+    def _admit_waiting(self) -> None:
+        """Give slots to those that wait, but for who will find more of its prompt in another slot soon."""
+        later: list[Task] = []
+        try:
+            while self._waiting and self.n_busy < len(self.slots):
+                task = self._waiting.popleft()
+                if task.cancelled:
+                    continue
+                if self._awaits(task):
+                    later.append(task)
+                    continue
+                try:
+                    self._admit(task)
+                except Exception as error:  # in no slot yet: nobody else would tell its caller
+                    task.end(error)
+                    raise
+        finally:
+            self._waiting.extendleft(reversed(later))
+
+    def _awaits(self, task: Task) -> bool:
+        """Whether a task waits for another one, which reads what both begin with."""
+        if self.recall is None:
+            return False
+        found = task.awaited
+        if found is None or not any(
+            slot.task is found.task and found.task.reading and len(slot.tokens) < found.n for slot in self.slots
+        ):
+            task.awaited = self.recall.awaited(task)
+        return task.awaited is not None
 
     def _admit(self, task: Task) -> None:
         slot = choose(self.slots, task.prompt, self._n_removable, task.space)
@@ -323,12 +346,15 @@ class Engine:
         room = params.n_ubatch if pieces else params.n_batch
         room = min(room, params.n_batch - sum(len(piece.tokens) for piece in pieces))
         reading = [(slot, task) for slot, task in busy if task.reading]
+        awaited = [task.awaited for task in list(self._waiting) if task.awaited is not None]
         for slot, task in sorted(reading, key=lambda pair: pair[1].started):
             n_held = len(slot.tokens)
             # every row of a scored prompt has logits, n_vocab floats each
             n = min(room, params.n_ubatch // 4 or 1) if task.scores_prompt else room
             if n > 0 and slot.checkpoints is not None:
                 n = min([n, *(stop - n_held for stop in slot.checkpoints.stops(n_held, len(task.tokens)))])
+            # where others go on otherwise, what the slot holds can be copied whatever the cache
+            n = min([n, *(found.n - n_held for found in awaited if found.task is task and found.n > n_held)])
             if n > 0:
                 pieces.append(Piece(slot, task, task.tokens[n_held : n_held + n]))
                 room -= len(pieces[-1].tokens)

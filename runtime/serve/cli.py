@@ -10,21 +10,14 @@ import dataclasses
 import faulthandler
 import resource
 import signal
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from runtime import options
-from runtime.options import Drafts
+from runtime.serve.opened import Wanted
 from runtime.serve.settings import LOG_FORMATS, N_CTX_SLOT, N_SLOTS, POOLING, Limits, Listening, Offer, Remembering
-from subkv.base.command import command, group
-from subkv.base.errors import SubkvError, install
-from subkv.base.files import remove_stale
-
-if TYPE_CHECKING:
-    from subkv.engine.cache import CacheOptions
-    from subkv.engine.context import ContextOptions
+from subkv.base.command import command, group, stack
 
 N_OTHER_FILES = 64
 SECONDS = click.FloatRange(min=0, min_open=True)
@@ -116,7 +109,10 @@ memory_options = group(
         "--cache-disk-size",
         type=click.IntRange(min=1),
         default=Remembering.cache_disk_size,
-        help="MiB that the folder may hold",
+        help="MiB that the folder or store may hold",
+    ),
+    click.option(
+        "--cache-store", metavar="URL", help="where prefixes are shared with other servers, by fsspec: s3://…, file://…"
     ),
     click.option("--shared-cache", is_flag=True, help="what was remembered for one API key serves all of them"),
 )
@@ -174,96 +170,52 @@ limit_options = group(
 )
 
 
+# everything but the model and where a server listens
+serving_options = stack(
+    offer_options,
+    memory_options,
+    limit_options,
+    options.cache_options(options.rollback_option),
+    options.context_options(options.flash_option, options.threads_option, options.batch_options()),
+    options.gpu_option,
+    options.draft_options,
+    options.shift_option("a full slot forgets half of its tokens, instead of ending the answer"),
+)
+
+
 @command()
 @options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @listening_options
-@offer_options
-@memory_options
-@limit_options
-@options.cache_options(options.rollback_option)
-@options.context_options(options.flash_option, options.threads_option, options.batch_options())
-@options.gpu_option
-@options.draft_options
-@options.shift_option("a full slot forgets half of its tokens, instead of ending the answer")
-def main(
-    model: str | None,
-    listening: Listening,
-    offer: Offer,
-    remembering: Remembering,
-    limits: Limits,
-    cache: CacheOptions,
-    context: ContextOptions,
-    n_gpu_layers: int,
-    drafts: Drafts,
-    context_shift: bool,
-) -> None:
+@serving_options
+def main(listening: Listening, **flags: Any) -> None:
     """Answer OpenAI requests over HTTP: chat, completions, embeddings; /health, /metrics, /slots.
 
     Needs the extra `server`.
     """
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise SubkvError("serve", f"expected package {error.name}, found none; {install('server')}") from error
-
-    n_slots = offer.n_slots
-    if context.n_batch < n_slots:
-        raise click.UsageError(f"-b: expected at least one token for each of {n_slots} slots, found {context.n_batch}")
-    keys, folder = listening.keys(), offer.folder()
-    remembering.check()
-    if folder is not None:
-        remove_stale(folder)
-    if offer.embeddings and cache.type_k is None:
-        # a text is evaluated once and its cells are never read again: nothing to gain from coefficients
-        cache = dataclasses.replace(cache, type_k="f16", type_v=cache.type_v or "f16")
-    if offer.pooling is not None and not offer.embeddings:
-        raise click.UsageError("--pooling: expected --embeddings beside it, found none")
-    draft = drafts.model(n_gpu_layers)
-    if draft is not None and offer.embeddings:
-        raise click.UsageError("--embeddings: expected no --spec-type and no -md beside it, found one")
-    context = dataclasses.replace(context, n_ctx=n_slots * N_CTX_SLOT if offer.n_ctx is None else offer.n_ctx)
-    limits = dataclasses.replace(limits, n_connections=_n_connections(limits.n_connections))
-    with listening.listen(limits.timeout, limits.n_connections) as sock:
-        # numpy, the native libraries and the extra `server`: not for a --help, and a port in use costs no time
-        from runtime.opening import open_llama
-        from runtime.serve.app import create_app
-        from runtime.serve.batching import Engine
-        from runtime.serve.grammars import MIB, Grammars
+    wanted = Wanted(**flags).checked()
+    keys = listening.keys()
+    limits = dataclasses.replace(wanted.limits, n_connections=_n_connections(wanted.limits.n_connections))
+    wanted = dataclasses.replace(wanted, limits=limits)
+    with listening.listen(limits.timeout, limits.n_connections) as sock, wanted.opened() as service:
+        from runtime.serve.app import create_app  # what the service needs is loaded now, and not for a --help
         from runtime.serve.guard import Hosts
-        from runtime.serve.recall import prefixes_of
         from runtime.serve.server import Server, configuration
-        from runtime.serve.service import Service
-        from runtime.serve.slots_llama import SlotsLlama
-        from subkv.native.binding import llama_cpp
 
-        more = offer.model_arguments() | {"draft_model": draft}
-        with open_llama(model, n_gpu_layers, cache, context, SlotsLlama, **more) as llm:
-            if not offer.embeddings and not llama_cpp.llama_get_memory(llm.ctx):
-                raise SubkvError(
-                    "model", "expected a model that generates text, found one that only encodes; use --embeddings"
-                )
-            options.note_cache(llm.kv_stats(), llm.cache_choice)
-            grammars = Grammars(llm.model_path, llm.n_vocab(), limits.grammar_timeout, limits.grammar_memory * MIB)
-            prefixes = prefixes_of(llm, remembering) if remembering.wanted and not offer.embeddings else None
-            engine = Engine(llm, limits.stall_timeout, grammars, context_shift, prefixes)
-            name, shared = offer.alias or Path(llm.model_path).name, remembering.shared_cache
-            service = Service(engine, name, limits, offer.embeddings, folder, shared)
-            host, port = sock.getsockname()[:2]
-            names = listening.names(host)
-            hosts = None if names is None else Hosts(names)
-            app = create_app(service, keys, hosts, listening.allow_host, listening.log_format)
-            address = f"[{host}]" if ":" in host else host
-            options.note(f"{n_slots} slots of {engine.n_ctx} tokens, listening on http://{address}:{port}")
-            # uvicorn ends on these and then raises them once more, for whoever had them before
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: None)
-            try:
-                Server(configuration(app, limits), engine).run(sockets=[sock])
-            finally:
-                engine.close()
-                faulthandler.cancel_dump_traceback_later()  # Server's: nothing is left that might not end
+        engine = service.engine
+        host, port = sock.getsockname()[:2]
+        names = listening.names(host)
+        hosts = None if names is None else Hosts(names)
+        app = create_app(service, keys, hosts, listening.allow_host, listening.log_format)
+        address = f"[{host}]" if ":" in host else host
+        options.note(f"{len(engine.slots)} slots of {engine.n_ctx} tokens, listening on http://{address}:{port}")
+        # uvicorn ends on these and then raises them once more, for whoever had them before
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            Server(configuration(app, limits), engine).run(sockets=[sock])
+        finally:
+            engine.close()
+            faulthandler.cancel_dump_traceback_later()  # Server's: nothing is left that might not end
 
 
 if __name__ == "__main__":

@@ -72,17 +72,21 @@ class RequestLlama:
     """What llama_cpp's chat handlers take for a Llama: everything is the model's, completions run on the engine.
 
     n_predict: most tokens of an answer, negative: what the slot's context holds. name: the model's name in answers.
-    space: whose request it is.
+    space: whose request it is. choice: which of several answers to one request. id: of the request's answer.
     """
 
     _init_sampler = llama_cpp.Llama._init_sampler
 
-    def __init__(self, engine: Engine, name: str, n_predict: int, space: str = "") -> None:
+    def __init__(
+        self, engine: Engine, name: str, n_predict: int, space: str = "", choice: int = 0, id: str = ""
+    ) -> None:
         self.llm = engine.llm
         self.engine = engine
         self.name = name
         self.n_predict = n_predict
         self.space = space
+        self.choice = choice
+        self.id = id or f"cmpl-{uuid.uuid4()}"
         self.tasks: list[Task] = []
         self._grammars: list[Grammar] = []
         self.usage: dict[str, Any] = {}
@@ -133,14 +137,14 @@ class RequestLlama:
     ) -> Any:
         """As llama_cpp.Llama.create_completion: the answer, or with `stream` its chunks. Raises ApiError."""
         tokens = self._prompt_tokens(prompt)
-        self._check_room(len(tokens))
+        self.check_room(len(tokens))
         room = self.engine.n_ctx - len(tokens)
         if self.engine.context_shift:  # one context is enough of an answer, unless more is asked for
             room = self.engine.n_ctx * (CONTEXTS if max_tokens is not None and max_tokens >= 0 else 1)
         asked = [limit for limit in (max_tokens, self.n_predict) if limit is not None and limit >= 0]
         limit = min([room, *asked])
         rules = self._grammar(grammar)
-        self._seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
+        self._seed = random.getrandbits(32) if seed is None else (seed + self.choice) & 0xFFFFFFFF
         bias = {int(token): score for token, score in (logit_bias or {}).items()}
         chain = self._init_sampler(temp=temperature, **sampling)
         sampler = Sampler(chain, rules, bias, logits_processor or (), logprobs)
@@ -162,10 +166,11 @@ class RequestLlama:
         """The model's tokens. A text that cannot fit is refused first: megabytes take minutes. Raises ApiError."""
         longest = self.llm.longest_piece
         if longest is not None:
-            self._check_room(len(text) // longest, "at least ")
+            self.check_room(len(text) // longest, "at least ")
         return self.llm.tokenize(text, add_bos=add_bos, special=special)
 
-    def _check_room(self, n_tokens: int, bound: str = "") -> None:
+    def check_room(self, n_tokens: int, bound: str = "") -> None:
+        """Refuse a prompt of so many tokens, or of `bound` so many. Raises ApiError."""
         n_ctx = self.engine.n_ctx
         if n_tokens >= n_ctx:
             raise ApiError(
@@ -214,7 +219,7 @@ class RequestLlama:
         n_top = task.sampler.n_top
         logprobs = Logprobs(llm, len(before)) if n_top is not None else None
         head = {
-            "id": f"cmpl-{uuid.uuid4()}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": self.name,

@@ -162,11 +162,11 @@ class Places:
         self._limit = n_waiting
         self._free = asyncio.Semaphore(n_slots)
 
-    def enter(self) -> None:
-        """Join the queue; place() leaves it. Raises ApiError when it is full."""
-        if self.n_waiting + self.n_working >= self._n_slots + self._limit:
+    def enter(self, n: int = 1) -> None:
+        """Join the queue n times; each place() leaves it once. Raises ApiError when it is full."""
+        if self.n_waiting + self.n_working + n > self._n_slots + self._limit:
             raise ApiError(503, f"{self._limit} requests are waiting (--queue); come again later", retry_after=1)
-        self.n_waiting += 1
+        self.n_waiting += n
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:

@@ -1,8 +1,9 @@
-"""llama-server's own routes beside OpenAI's: /props, /apply-template, /completion."""
+"""llama-server's own routes beside OpenAI's: /props, /apply-template, /completion, /infill."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -10,21 +11,35 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from runtime.serve import schema
+from runtime.serve.batching import Engine
 from runtime.serve.completion import Chunk, RequestLlama
-from runtime.serve.refusals import bad_field
+from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.runs import EventStream
 from runtime.serve.service import Service, sampling
+from runtime.serve.slots_llama import SlotsLlama
 from subkv.base.errors import SubkvError
 from subkv.engine.template import Template
+from subkv.native.binding import C
 
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
+def kv_cache(engine: Engine) -> dict[str, Any]:
+    """The cache of all slots: bytes, bits per element."""
+    stats = engine.llm.kv_stats()
+    return {
+        "type": stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}",
+        "bits": stats.bpe,
+        "bytes": stats.bytes_kv,
+        "bytes_f16": stats.bytes_f16,
+        "n_cells": engine.n_ctx * len(engine.slots),
+        "kernel": stats.kernel,
+    }
+
+
 def properties(service: Service) -> dict[str, Any]:
-    """What a client may want to know before it asks. kv_cache: of all slots, in bytes; bits per element."""
+    """What a client may want to know before it asks."""
     engine, llm = service.engine, service.engine.llm
-    stats = llm.kv_stats()
-    kind = stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"
     try:
         template = llm.opened.chat_template()
     except SubkvError:
@@ -43,14 +58,7 @@ def properties(service: Service) -> dict[str, Any]:
         "eos_token": piece(llm.token_eos()),
         "build_info": f"subkv {version('subkv')}",
         "max_body": service.limits.max_body,
-        "kv_cache": {
-            "type": kind,
-            "bits": stats.bpe,
-            "bytes": stats.bytes_kv,
-            "bytes_f16": stats.bytes_f16,
-            "n_cells": engine.n_ctx * len(engine.slots),
-            "kernel": stats.kernel,
-        },
+        "kv_cache": kv_cache(engine),
     }
 
 
@@ -71,6 +79,54 @@ def as_llama_server(chunk: Chunk, made: RequestLlama, text: str) -> dict[str, An
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Tokens around the parts of a text with a gap; those of files may be -1: none."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    project: int
+    file: int
+
+
+def marks_of(llm: SlotsLlama) -> Marks:
+    """Raises ApiError where the vocabulary has none."""
+    vocab = llm._model.vocab
+    names = ("pre", "suf", "mid", "rep", "sep")
+    found = [getattr(C, f"llama_vocab_fim_{name}")(vocab) for name in names]
+    if min(found[:3]) < 0:
+        raise ApiError(501, "this model fills no gaps: its vocabulary has no tokens for what is before and after one")
+    return Marks(*found)
+
+
+def gap(made: RequestLlama, body: schema.InfillRequest, marks: Marks) -> list[int]:
+    """The prompt of /infill: other files, what is before the gap and after it. Raises ApiError.
+
+    As Qwen's coders were trained; without tokens for files these come as text.
+    """
+
+    n = 0
+
+    def plain(text: str) -> list[int]:
+        nonlocal n
+        found = made.tokenize(text.encode("utf-8", "replace"), add_bos=False) if text else []
+        n += len(found)
+        made.check_room(n, "at least ")  # of many files the rest is not read
+        return found
+
+    tokens = [made.llm.token_bos()] if C.llama_vocab_get_add_bos(made.llm._model.vocab) else []
+    if body.input_extra and marks.file >= 0:
+        tokens += [marks.project, *plain("project\n")] if marks.project >= 0 else []
+        for file in body.input_extra:
+            tokens += [marks.file, *plain(f"{file.filename}\n"), *plain(file.text)]
+        tokens += [marks.file, *plain("filename\n")]
+    else:
+        tokens += [token for file in body.input_extra for token in plain(f"{file.filename}\n{file.text}\n\n")]
+    before = [marks.prefix, *plain(body.input_prefix), *plain(body.prompt)]
+    return [*tokens, *before, marks.suffix, *plain(body.input_suffix), marks.middle]
+
+
 def add_llama_server(app: FastAPI, service: Service) -> None:
     llm = service.engine.llm
 
@@ -85,17 +141,24 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
         except SubkvError as error:
             raise bad_field("messages", str(error)) from error
 
+    def answer(made: RequestLlama, prompt: Any, body: schema.NativeRequest, grammar: Any) -> Any:
+        arguments = sampling(llm, body) | {"max_tokens": body.max_tokens, "grammar": grammar}
+        found = made.create_completion(prompt, **arguments)
+        if not isinstance(found, Iterator):
+            return as_llama_server(found, made, found["choices"][0]["text"])
+        return (as_llama_server(chunk, made, chunk["choices"][0]["text"]) for chunk in found)
+
+    async def respond(request: Request, body: schema.NativeRequest, work: Callable[[RequestLlama], Any]) -> Response:
+        run, answers = await service.begin(request, work)
+        return EventStream(run, run.chunks()) if body.stream else JSONResponse(answers[0])
+
     @app.post("/completion")
     @app.post("/completions", include_in_schema=False)
     async def completion(request: Request, body: schema.NativeRequest) -> Response:
         grammar = schema.native_grammar(body)
+        return await respond(request, body, lambda made: answer(made, body.text, body, grammar))
 
-        def work(made: RequestLlama) -> Any:
-            arguments = sampling(llm, body) | {"max_tokens": body.max_tokens, "grammar": grammar}
-            found = made.create_completion(body.text, **arguments)
-            if not isinstance(found, Iterator):
-                return as_llama_server(found, made, found["choices"][0]["text"])
-            return (as_llama_server(chunk, made, chunk["choices"][0]["text"]) for chunk in found)
-
-        run, answer = await service.begin(request, work)
-        return EventStream(run, run.chunks()) if body.stream else JSONResponse(answer)
+    @app.post("/infill")
+    async def infill(request: Request, body: schema.InfillRequest) -> Response:
+        grammar, marks = schema.native_grammar(body), marks_of(llm)
+        return await respond(request, body, lambda made: answer(made, gap(made, body, marks), body, grammar))

@@ -79,6 +79,19 @@ async def load(host: str, port: int, path: str, bodies: list[dict[str, Any]], n_
         return await asyncio.gather(*(one(body) for body in bodies))
 
 
+def local(url: str) -> tuple[str, int]:
+    """Host and port. Raises UsageError about --url where that is not this machine."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    try:
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if not here:
+        raise click.UsageError(f"--url: expected an address of this machine, found {url}")
+    return host, port
+
+
 def resident_mib(pid: int) -> float:
     """Resident memory of a process, in MiB. Raises OSError."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -109,14 +122,7 @@ def row(replies: list[Reply], seconds: float, memory: tuple[float, float] | None
 @click.option("--pid", type=int, help="the server's process, for its memory")
 def main(url: str, n_requests: int, n_parallel: int, n_predict: int, prompt: str, pid: int | None) -> None:
     """Send chat requests to a server on the loopback interface and print one line of a table."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 80
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        raise click.UsageError(f"--url: expected an address of this machine, found {url}")
+    host, port = local(url)
     bodies = [
         {"messages": [{"role": "user", "content": prompt.replace("{i}", str(i))}], "max_tokens": n_predict, "seed": i}
         for i in range(n_requests)

@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 
 from runtime.serve.blocks import Blobs, Prefix, pack, reach, unpack
+from runtime.serve.shared_store import Store
 from runtime.serve.tiers import Disk, Ram
 from subkv.base.container import ContainerError, Tokens
+from subkv.engine import checkpoints
 from subkv.engine.entries import Entry, Head
 from subkv.engine.prompt_cache import common_prefix
 
@@ -47,6 +49,9 @@ class Pace:
         if n > 0:
             new = seconds / n
             self.seconds = new if not self.seconds else (1 - SMOOTHING) * self.seconds + SMOOTHING * new
+
+
+Tier = Ram | Disk | Store
 
 
 @dataclasses.dataclass
@@ -117,8 +122,8 @@ class Prefixes:
     """identity: what states are bound to. n_removable: of blocks.reach. max_bytes: more than any copy of a slot takes.
     n_ctx: tokens of a slot.
 
-    ram, disk_bytes: bounds in bytes; folder None: none. Raises nothing: a folder that cannot be used is reported once,
-    on stderr, and costs time only.
+    ram, disk_bytes: bounds in bytes; folder: or the URL of a store that others share, None: none. Raises nothing: one
+    that cannot be used is reported once, on stderr, and costs time only.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class Prefixes:
         n_removable: int | None,
         max_bytes: int,
         ram: int,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         disk_bytes: int = 0,
         n_ctx: int = 1 << 31,
     ) -> None:
@@ -135,7 +140,11 @@ class Prefixes:
         self.n_removable = n_removable
         self.max_bytes, self.n_ctx = max_bytes, n_ctx
         self.ram = Ram(ram)
-        self.disk = None if folder is None else Disk(folder, disk_bytes, max_bytes)
+        self.disk: Disk | Store | None = None
+        if isinstance(folder, str):
+            self.disk = Store(folder, disk_bytes, max_bytes)
+        elif folder is not None:
+            self.disk = Disk(folder, disk_bytes, max_bytes)
         self.counts = Counts()
         self.measured = threading.Event()  # what follows is known
         self.evaluating, self.setting = Pace(), Pace()  # a token; a byte of a state
@@ -175,6 +184,11 @@ class Prefixes:
     #
 
     @property
+    def keeps(self) -> bool:
+        """Whether anything is remembered beside what slots hold."""
+        return self.ram.capacity > 0 or self.disk is not None
+
+    @property
     def room(self) -> bool:
         """Whether keep() would take something."""
         return self._taker.room
@@ -200,19 +214,20 @@ class Prefixes:
         elif stored or self.disk is not None:
             self.counts.n_kept += 1
 
-    def _covered(self, tier: Ram | Disk, identity: bytes, tokens: Tokens) -> bool:
+    def _covered(self, tier: Tier, identity: bytes, tokens: Tokens) -> bool:
         """Whether an entry serves as well as one of these tokens would; it is then marked as used."""
-        for name, head in tier.heads(identity).items():
+        for name, head in tier.near(identity, tokens).items():
             if self._reach(head, tokens) == len(tokens):
                 tier.touch(name)
                 return True
         return False
 
-    def _forget_covered(self, tier: Ram | Disk, entry: Entry) -> None:
-        """Remove what a new entry serves as well for."""
+    def _forget_covered(self, tier: Tier, entry: Entry) -> None:
+        """Remove the beginnings of a new entry that it serves as well for, but for tokens between two checkpoints."""
         head, name = Head(entry.tokens, entry.more), entry.name()
         for other, held in tier.heads(entry.identity).items():
-            if other != name and self._reach(head, held.tokens) == len(held.tokens):
+            begins = other != name and common_prefix(head.tokens, held.tokens) == len(held.tokens)
+            if begins and len(held.tokens) - self._reach(head, held.tokens) < checkpoints.SPACING:
                 tier.remove(other)
 
     def _write(self, given: tuple[Entry, Blobs] | str) -> None:
@@ -223,8 +238,8 @@ class Prefixes:
             return
         entry, blobs = given
 
-        def write(disk: Disk) -> None:
-            if disk.path.is_dir() and self._covered(disk, entry.identity, entry.tokens):
+        def write(disk: Disk | Store) -> None:
+            if self._covered(disk, entry.identity, entry.tokens):
                 return
             if disk.store(entry, blobs):
                 self._forget_covered(disk, entry)
@@ -233,7 +248,7 @@ class Prefixes:
 
         self._with_disk("write", write, "")
 
-    def _with_disk(self, what: str, work: Callable[[Disk], Any], default: Any) -> Any:
+    def _with_disk(self, what: str, work: Callable[[Disk | Store], Any], default: Any) -> Any:
         """work(disk); where it fails, `default`, and somebody hears of it once."""
         assert self.disk is not None
         try:
@@ -261,7 +276,7 @@ class Prefixes:
     def find(self, prompt: Sequence[int], space: str, n_held: int) -> Found | None:
         """What saves most of a prompt's evaluation, if it is faster. n_held: tokens that a slot holds of it anyway."""
         tokens = np.asarray(prompt, np.int32)[:-1]  # the last gives the logits
-        if len(tokens) - n_held < LEAST:
+        if len(tokens) - n_held < LEAST or not self.keeps:
             return None
         self.measured.wait(MEASURE_SECONDS)
         identity = self.identity(space)
@@ -297,9 +312,9 @@ class Prefixes:
             self.counts.n_failures += 1
             return None
 
-    def _best(self, tier: Ram | Disk, where: str, identity: bytes, tokens: Tokens, n_held: int) -> Found | None:
+    def _best(self, tier: Tier, where: str, identity: bytes, tokens: Tokens, n_held: int) -> Found | None:
         """The entry of a tier that saves most time, loaded."""
-        heads = tier.heads(identity)
+        heads = tier.near(identity, tokens)
         gains = []
         for name, head in heads.items():
             if len(head.tokens) > self.n_ctx:  # of a server with larger slots

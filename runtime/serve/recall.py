@@ -10,7 +10,7 @@ from runtime.serve.prefixes import LEAST, MIB, Found, Prefixes
 from runtime.serve.settings import Remembering
 from runtime.serve.slots import Slot
 from runtime.serve.slots_llama import SlotsLlama
-from runtime.serve.task import Task
+from runtime.serve.task import Awaited, Task
 from subkv.base.errors import StateError, SubkvError
 from subkv.engine.context import decode_batch
 from subkv.native.binding import C
@@ -25,7 +25,7 @@ def prefixes_of(llm: SlotsLlama, remembering: Remembering) -> Prefixes:
         llm.n_removable_restored,
         cells.most_bytes(llm, C.llama_n_ctx_seq(llm.ctx)),
         remembering.cache_ram * MIB,
-        remembering.cache_disk,
+        remembering.lower,
         remembering.cache_disk_size * MIB,
         C.llama_n_ctx_seq(llm.ctx),
     )
@@ -37,6 +37,7 @@ class Recall:
     def __init__(self, llm: SlotsLlama, slots: Sequence[Slot], prefixes: Prefixes) -> None:
         self.llm, self.slots, self.prefixes = llm, slots, prefixes
         self._n_removable = llm.n_removable
+        self._n_token_bytes = llm.kv_stats().bytes_kv / (len(slots) * C.llama_n_ctx_seq(llm.ctx))
 
     def measure(self) -> None:
         """What a token costs to evaluate and a byte to restore, on an empty slot. Later measurements go on from it."""
@@ -101,6 +102,32 @@ class Recall:
         except StateError:
             return None
 
+    def awaited(self, task: Task) -> Awaited | None:
+        """The task that is about to evaluate most of what this one would, too; None: none, or copying costs more."""
+        prefixes, wanted = self.prefixes, task.prompt[:-1]
+        copying = 2 * self._n_token_bytes * prefixes.setting.seconds
+        if task.scores_prompt or not prefixes.measured.is_set() or copying > prefixes.evaluating.seconds:
+            return None
+        n, other = max((self._ahead(slot, wanted, task.space) for slot in self.slots), key=lambda found: found[0])
+        if other is None:
+            return None
+        n_held = max(self._within_reach(slot, wanted, task.space) for slot in self.slots)
+        n_held = max(n_held, task.found.n_reached if task.found else 0)
+        return Awaited(other, n) if n - n_held >= LEAST else None
+
+    @staticmethod
+    def _ahead(slot: Slot, wanted: Sequence[int], space: str) -> tuple[int, Task | None]:
+        """How many tokens of a prompt a slot that reads will hold, more than it does; and for which task."""
+        task = slot.task
+        if task is None or not task.reading or slot.space != space:
+            return 0, None
+        n = SlotsLlama.longest_token_prefix(task.prompt, wanted)
+        return (n, task) if n > len(slot.tokens) else (0, None)
+
+    def _within_reach(self, slot: Slot, wanted: Sequence[int], space: str) -> int:
+        """How many tokens of a prompt a slot gives to it now, itself or as a copy."""
+        return cells.held(slot, wanted, self._n_removable if slot.task is None else self.prefixes.n_removable, space)
+
     def part(self, slot: Slot, task: Task) -> None:
         """A checkpoint is to be taken where the prompt leaves what others have in common with it."""
         if slot.checkpoints is not None:
@@ -116,7 +143,7 @@ class Recall:
 
     def save(self, slot: Slot) -> None:
         """Keep what a slot holds, unless it is kept already."""
-        if not slot.unsaved:
+        if not slot.unsaved or not self.prefixes.keeps:
             return
         slot.unsaved = False
         n = len(slot.tokens)
@@ -125,7 +152,7 @@ class Recall:
         if n < LEAST or n * self.prefixes.evaluating.seconds < cost or size > self.prefixes.max_bytes:
             return
         try:
-            prefix = cells.copied(self.llm, slot)
+            prefix = cells.thinned(cells.copied(self.llm, slot), self.prefixes.n_removable)
         except StateError:
             self.prefixes.counts.n_dropped += 1
             return
@@ -135,7 +162,7 @@ class Recall:
     def save_one(self) -> bool:
         """Keep an idle slot's prefix while nobody waits; whether there was one, and room for it."""
         for slot in self.slots:
-            if slot.task is None and slot.unsaved and self.prefixes.room:
+            if slot.task is None and slot.unsaved and self.prefixes.keeps and self.prefixes.room:
                 self.save(slot)
                 return True
         return False

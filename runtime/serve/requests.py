@@ -53,9 +53,9 @@ class RequestLog:
             "status": status,
             "ms": round(ms),
         }
-        if "llm" in scope and scope["llm"].tasks:  # a completion, service.Service.run
-            timings = scope["llm"].timings()
-            fields |= {key: timings[key] for key in ("cache_n", "prompt_n", "predicted_n")}
+        if found := [llm.timings() for llm in scope.get("llms", ()) if llm.tasks]:  # of service.Service.run
+            fields |= {key: found[0][key] for key in ("cache_n", "prompt_n")}
+            fields["predicted_n"] = sum(timings["predicted_n"] for timings in found)
         if self.form == "json":
             return json.dumps(fields)
         return " ".join(f"{value}" if key in _BARE else f"{key}={value}" for key, value in fields.items())

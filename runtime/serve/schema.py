@@ -33,12 +33,14 @@ N_STOPS, N_STOP = 64, 4096  # how many, and the characters of one
 N_LOGPROBS = 100
 N_BIAS, N_BIAS_TEXT = 4096, 256  # how many, and the characters of one
 N_TOOLS, NAME = 128, re.compile(r"[A-Za-z0-9_-]{1,64}")  # and functions; as OpenAI has it
+N_FILES = 1024  # of /infill
 N_INPUTS = 2048  # texts of an embeddings request, as OpenAI has it
 
 # OpenAI's two names and llama.cpp's
 MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-Count = Annotated[int, Field(ge=1, le=1)]
+Count = Annotated[int, Field(ge=1, le=128)]  # OpenAI's; the slots allow fewer
+One = Annotated[int, Field(ge=1, le=1)]
 Stop = Annotated[str, Field(max_length=N_STOP)]
 
 
@@ -74,7 +76,7 @@ class Common(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    n: Count | None = Field(1, description="Answers to make; only 1 is supported.")
+    n: Count | None = Field(1, description="Answers to make, at most as many as there are slots.")
     # float32 logits divided by a temperature below 1e-4 may overflow: such a temperature is greedy
     temperature: Annotated[float, Field(ge=0.0, le=1e4), AfterValidator(lambda t: t if t >= 1e-4 else 0.0)] = 0.8
     top_k: int = Field(40, ge=0, lt=2**31)
@@ -102,7 +104,7 @@ class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[
     prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)] = ""
     logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
     suffix: None = Field(None, description="Not supported.")
-    best_of: Count | None = 1
+    best_of: One | None = 1
 
     @property
     def text(self) -> Any:
@@ -115,7 +117,25 @@ class NativeRequest(CompletionRequest):
     """POST /completion, as llama-server has it: no limit of tokens unless one is given, a schema beside the prompt."""
 
     max_tokens: int | None = Field(-1, ge=-1, validation_alias=MAX_TOKENS)
+    n: One | None = 1
     json_schema: Any = None
+
+
+class InfillFile(BaseModel):
+    filename: str = Field("", max_length=4096)
+    text: str
+
+
+class InfillRequest(NativeRequest):
+    """POST /infill, as llama-server has it: what belongs between two texts.
+
+    prompt: what follows input_prefix, as the line before a cursor. input_extra: other files of the project.
+    """
+
+    prompt: str = ""
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[InfillFile], Field(max_length=N_FILES)] = []
 
 
 class ChatRequest(Common, types.CreateChatCompletionRequest):  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,32 +53,71 @@ class Service:
         self.places = Places(n_slots, self.limits.n_queue)
         self.metrics = metrics.EngineMetrics(self.engine, lambda: self.places.n_waiting)
 
-    def run(self, request: Request, work: Callable[[RequestLlama], Any]) -> Run:
-        """Queue a request. Raises ApiError when the queue is full."""
-        llm = RequestLlama(self.engine, self.name, self.limits.n_predict, space(request))
-        request.scope["llm"] = llm  # for the log
-        return Run(self.places, self.pool, llm, work)
+    def slot_file(self, whose: str, name: str) -> Path:
+        """Where a slot's file of one key lies: each key has names of its own. Raises ApiError."""
+        if self.save_folder is None:
+            raise ApiError(501, "this server keeps no files of slots; start it with --slot-save-path")
+        return self.save_folder / whose / name
 
-    async def begin(self, request: Request, work: Callable[[RequestLlama], Any]) -> tuple[Run, Any]:
-        """A completion at work, and its answer, or STARTED where it streams."""
+    def run(self, request: Request, work: Callable[[RequestLlama], Any], n: int = 1) -> Run:
+        """Queue a request for n answers. Raises ApiError when the queue is full."""
+        llms: list[RequestLlama] = []
+        for i in range(n):
+            id = llms[0].id if i else ""
+            llms.append(RequestLlama(self.engine, self.name, self.limits.n_predict, space(request), i, id))
+        request.scope["llms"] = llms  # for the log
+        return Run(self.places, self.pool, llms, work)
+
+    async def begin(self, request: Request, work: Callable[[RequestLlama], Any], n: int = 1) -> tuple[Run, list[Any]]:
+        """A completion at work, and its n answers, or STARTED where it streams. Raises ApiError."""
         if self.embeddings:
             raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
-        run = self.run(request, work)
-        return run, await run.event(request.receive)
+        n_slots = len(self.engine.slots)
+        if n > n_slots:
+            raise bad_field("n", f"expected at most {n_slots}, the slots (-np), found {n}")
+        run = self.run(request, work, n)
+        return run, await run.answers(request.receive)
 
     async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
         """OpenAI's answer or stream, with llama-server's timings."""
-        run, answer = await self.begin(request, work)
+        run, answers = await self.begin(request, lambda made: as_choice(work(made), made), body.n or 1)
         if body.stream:  # type: ignore[attr-defined]
             options = body.stream_options
             return EventStream(run, openai_events(run, options is not None and options.include_usage))
-        return JSONResponse(answer | {"timings": run.llm.timings()})
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        timings = run.llms[0].timings()
+        return JSONResponse(
+            answers[0]
+            | {"choices": choices, "usage": together([answer["usage"] for answer in answers]), "timings": timings}
+        )
 
 
 def space(request: Request) -> str:
     """Whose request it is, as the guard found."""
     found: str = request.scope.get("space", "")
     return found
+
+
+def chat_work(llm: Llama, body: schema.ChatRequest) -> Callable[[RequestLlama], Any]:
+    """What answers a chat. Raises ApiError."""
+    schema.check_tools(body)
+    grammar, choice = schema.chat_grammar(body), schema.tool_choice(body)
+
+    def work(made: RequestLlama) -> Any:
+        return made.create_chat_completion(
+            messages=body.messages,
+            functions=body.functions,
+            function_call=body.function_call,
+            tools=body.tools,
+            tool_choice=choice,
+            grammar=grammar,
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            top_logprobs=body.top_logprobs or 0,
+            **sampling(llm, body),
+        )
+
+    return work
 
 
 def sampling(llm: Llama, body: Any) -> dict[str, Any]:
@@ -109,8 +148,24 @@ def biases(llm: Llama, scores: dict[str, float], texts: bool) -> dict[str, float
     return scores
 
 
+def as_choice(found: Any, made: RequestLlama) -> Any:
+    """An answer, or its chunks, as one of several choices; the last chunk with llama-server's timings."""
+    if isinstance(found, Iterator):
+        return (as_choice(chunk, made) for chunk in found)
+    choice = found["choices"][0]
+    ended = "usage" not in found and choice["finish_reason"] is not None
+    return found | {"choices": [choice | {"index": made.choice}]} | ({"timings": made.timings()} if ended else {})
+
+
+def together(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The usage of a request by those of its choices: the prompt counts once."""
+    n = sum(usage["completion_tokens"] for usage in usages)
+    first = usages[0]
+    return first | {"completion_tokens": n, "total_tokens": first["prompt_tokens"] + n}
+
+
 async def openai_events(run: Run, include_usage: bool) -> AsyncIterator[dict[str, Any] | str | None]:
-    """A run's chunks as OpenAI streams them, the last one with llama-server's timings.
+    """A run's chunks as OpenAI streams them.
 
     include_usage: one more without choices that counts the tokens, as OpenAI's stream_options ask for it.
     """
@@ -120,9 +175,7 @@ async def openai_events(run: Run, include_usage: bool) -> AsyncIterator[dict[str
             yield None
             continue
         chunk = found
-        if chunk["choices"][0]["finish_reason"] is not None:
-            chunk |= {"timings": run.llm.timings()}
         yield chunk
     if include_usage and chunk is not None:
-        yield chunk | {"choices": [], "usage": run.llm.usage}
+        yield chunk | {"choices": [], "usage": together([llm.usage for llm in run.llms])}
     yield "[DONE]"

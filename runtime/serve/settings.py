@@ -17,7 +17,7 @@ from subkv.base.errors import SubkvError
 N_SLOTS = 4
 N_CTX_SLOT = 4096
 LOG_FORMATS = ("text", "json", "none")
-POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
+POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # enum llama_pooling_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +105,18 @@ class Remembering:
     cache_disk: Path | None = None
     cache_disk_size: int = 8192
     shared_cache: bool = False
+    cache_store: str | None = None
 
     @property
-    def wanted(self) -> bool:
-        return self.cache_ram > 0 or self.cache_disk is not None
+    def lower(self) -> Path | str | None:
+        """What is behind the memory: a folder, or the URL of a store that other servers share."""
+        return self.cache_disk or self.cache_store
 
     def check(self) -> None:
         """Refuse a folder that is none. What happens to it later costs time only. Raises SubkvError."""
         folder = self.cache_disk
+        if folder is not None and self.cache_store is not None:
+            raise SubkvError("cache_store", "expected no --cache-disk beside it, found one")
         if folder is not None and os.path.lexists(folder) and not folder.is_dir():
             raise SubkvError("cache_disk", f"expected a folder, found the file {folder}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from runtime.serve.blocks import Prefix, reach
 from runtime.serve.task import Task
 from subkv.base import container
 from subkv.base.errors import StateError, concerning
+from subkv.engine import checkpoints
 from subkv.engine.checkpoints import Checkpoints
 from subkv.engine.llama import Llama, forgettable
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
@@ -63,7 +65,7 @@ def choose(slots: Iterable[Slot], prompt: Sequence[int], n_removable: int | None
 # cells
 #
 
-N_POINTS = 6  # checkpoints in a copy of a slot: each is as large as the exact window, or recurrent state
+N_POINTS = 6  # checkpoints in what is kept of a slot: each is as large as the exact window, or recurrent state
 
 
 def truncate(memory: Any, slot: Slot, n_keep: int) -> None:
@@ -114,11 +116,24 @@ def _set_cells(llm: Llama, slot: Slot, data: ctypes.Array[ctypes.c_uint8]) -> No
 
 def copied(llm: Llama, slot: Slot) -> Prefix:
     """A copy of what a slot holds, at work or idle. Raises StateError."""
-    points = [] if slot.checkpoints is None else list(slot.checkpoints.held)
-    while len(points) > N_POINTS:  # the one whose loss costs least; the last two are where texts mostly go on
+    points = () if slot.checkpoints is None else slot.checkpoints.held
+    return Prefix(np.array(slot.tokens, np.int32), memoryview(_cells(llm, slot)), points)
+
+
+def thinned(prefix: Prefix, n_removable: int | None) -> Prefix:
+    """With those checkpoints only that save enough for their bytes. n_removable: of blocks.reach."""
+    n = len(prefix.tokens)
+    points = [] if n_removable is None else [p for p in prefix.points if n - p.n_tokens > n_removable]
+    while points:
         at = [0, *(point.n_tokens for point in points)]
-        del points[min(range(len(points) - 2), key=lambda i: at[i + 1] - at[i])]
-    return Prefix(np.array(slot.tokens, np.int32), memoryview(_cells(llm, slot)), tuple(points))
+        saved = [at[i + 1] - at[i] for i in range(len(points))]  # tokens, while the others are there
+        if min(saved) < checkpoints.SPACING // 4:
+            del points[saved.index(min(saved))]
+        elif len(points) > N_POINTS:  # the last two are where texts mostly go on
+            del points[saved.index(min(saved[:-2]))]
+        else:
+            break
+    return dataclasses.replace(prefix, points=tuple(points))
 
 
 def replace(llm: Llama, slot: Slot, prefix: Prefix) -> None:
@@ -163,6 +178,8 @@ def save(llm: Llama, slot: Slot, path: Path) -> int:
     """Write a slot's tokens and cells, completely or not at all; returns the size in bytes. Raises StateError."""
     head = _identity(llm) | ({"space": slot.space} if slot.space else {})  # whose it is
     saved = container.Container(head, np.array(slot.tokens, np.int32), bytes(_cells(llm, slot)))
+    with contextlib.suppress(OSError):  # a key's; what is wrong with it, writing tells
+        path.parent.mkdir(mode=0o700)
     with concerning(path="filename"):
         return container.write(path, saved)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 from subkv.engine.checkpoints import BYTES, Checkpoints
 from subkv.engine.llama import Llama
 from subkv.native.binding import C
+from subkv.native.gguf import Gguf
+
+RANKING = ("cls.weight", "cls.output.weight")  # either makes a score of a vector
 
 
 class SlotsLlama(Llama):
@@ -24,6 +28,14 @@ class SlotsLlama(Llama):
         if C.llama_vocab_type(self._model.vocab) not in (C.LLAMA_VOCAB_TYPE_SPM, C.LLAMA_VOCAB_TYPE_BPE):
             return None
         return max(len(self.opened.piece(token, special=True)) for token in range(self.n_vocab()))
+
+    @functools.cached_property
+    def ranks(self) -> bool:
+        """Whether it gives a score for a text in place of a vector; llama.cpp would take any number for one."""
+        if self.pooling_type() != C.LLAMA_POOLING_TYPE_RANK:
+            return False
+        with Gguf(Path(self.model_path)) as file:
+            return any(file.has_tensor(name) for name in RANKING)
 
     @functools.cached_property
     def sliding(self) -> bool:

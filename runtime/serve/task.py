@@ -24,13 +24,21 @@ def per(n: float, of: float) -> float:
     return n / of if of else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """A task at work, whose slot will hold the first n tokens of another one's prompt."""
+
+    task: Task
+    n: int
+
+
 @dataclasses.dataclass(eq=False)
 class Task:
     """A prompt and its tokens as they come: iterate over it in the caller's thread.
 
     prompt: at least one token. limit: most tokens to sample. scores_prompt: log-probabilities of the prompt's tokens,
     too, in `prompt_scores` (from the second on); then no cells are reused. space: whose it is. found: what is
-    remembered of the prompt.
+    remembered of the prompt. awaited: what it waits for, instead of evaluating the same.
     """
 
     prompt: list[int]
@@ -39,6 +47,7 @@ class Task:
     scores_prompt: bool = False
     space: str = ""
     found: Found | None = None
+    awaited: Awaited | None = None
     n_cached: int = 0
     n_sampled: int = 0
     n_taken: int = 0

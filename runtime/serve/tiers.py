@@ -17,7 +17,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from runtime.serve.blocks import Blobs, address, own_bytes, references
-from subkv.base.container import ContainerError
+from subkv.base.container import ContainerError, Tokens
 from subkv.base.files import STALE_SECONDS, TEMPORARY, is_regular, open_regular, replacing
 from subkv.engine.entries import OWN, Entry, Folder, Head, prefix
 
@@ -57,6 +57,10 @@ class Ram:
         with self._lock:
             found = [(name, entry) for name, entry in self._entries.items() if name.startswith(begin)]
         return {name: Head(entry.tokens, entry.more) for name, entry in found}
+
+    def near(self, identity: bytes, tokens: Tokens) -> dict[str, Head]:
+        """Heads of the entries that may serve for these tokens: all of them."""
+        return self.heads(identity)
 
     def load(self, name: str) -> tuple[Entry, Blobs] | None:
         """An entry and what it refers to, marked as used now; None: it is gone."""
@@ -150,6 +154,10 @@ class Disk(Folder):
                     self.discard(name)
                     del found[name]
             return found
+
+    def near(self, identity: bytes, tokens: Tokens) -> dict[str, Head]:
+        """Heads of the entries that may serve for these tokens: all of them."""
+        return self.heads(identity) if self.path.is_dir() else {}
 
     def load(self, name: str) -> tuple[Entry, Blobs] | None:
         """An entry and what it refers to, all of it checked; None: it is gone, or a part of it is.

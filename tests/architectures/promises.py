@@ -146,7 +146,7 @@ class Trial:
         return max(self.distance(a, b) for a, b in pairs)
 
 
-def _layout(model: virtual.Model, folder: Path, bits: int) -> Any:
+def bases(model: virtual.Model, folder: Path, bits: int) -> Any:
     """Bases of full rank for every layer that an observer sees; of any shape where it sees none.
 
     Of latent attention, for which a model's layers are all alike, they have two blocks.
@@ -185,7 +185,7 @@ def examine(arch: str, folder: Path) -> Finding:
     if arch in NOT_BUILT:
         return Finding("not built", NOT_BUILT[arch])
     with virtual.model(arch) as model:
-        exact, coarse = (_layout(model, folder, bits) for bits in (16, 3))
+        exact, coarse = (bases(model, folder, bits) for bits in (16, 3))
         try:
             with session(model, exact, threads=1) as s:
                 if SUBKV.subkv_context_fingerprint(s.ctx) is None:

@@ -64,6 +64,19 @@ def test_without_a_gpu_it_says_what_was_skipped(
         assert text in out
 
 
+def test_vulkan_without_its_packages_says_which(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+    monkeypatch.setattr(script.v, "missing", lambda: "no glslc: shaders are not compiled")
+    monkeypatch.setattr(script, "run_tests", lambda file, ref: (ran.append(file), ("3 skipped", {}))[1])
+    options = ["-o", str(tmp_path / "out.json"), "--steps", "tests,ops"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--backend", "vulkan", *options])
+    assert script.main() == 0
+    assert ran == ["test_vulkan.py"]
+    assert "skipped: no glslc: shaders are not compiled" in capsys.readouterr().out
+
+
 def test_cells_that_no_workload_has_are_refused() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--cells", "1000"], capture_output=True, text=True)
     assert done.returncode == 2

@@ -70,11 +70,22 @@ class Library(c.Library):
         self.lib.test_open.argtypes = self.lib.test_set_barriers.argtypes = [ct.c_bool]
         self.lib.test_allocate.restype, self.lib.test_allocate.argtypes = ct.c_void_p, [ct.c_size_t]
         self.lib.test_free.argtypes = [ct.c_void_p]
-        self.lib.test_messages.restype = ct.c_uint32
+        self.lib.test_messages.restype = self.lib.test_max_range.restype = ct.c_uint32
+        self.lib.test_set_times.argtypes, self.lib.test_times.restype = [ct.c_uint32], ct.POINTER(ct.c_double)
         if error := self.lib.test_open(validate):
             raise RuntimeError(error.decode())
         self.validates = validate
         self.device = self.lib.test_device().decode()
+        self.max_range = int(self.lib.test_max_range())  # bytes
+
+    def time(self, name: str, args: Any, n: int) -> list[float]:
+        """Milliseconds of n runs of an op on the device's clock, with cold caches."""
+        self.lib.test_set_times(n)
+        try:
+            self.run(name, args)
+            return [float(ms) for ms in self.lib.test_times()[:n]]
+        finally:
+            self.lib.test_set_times(0)
 
     def messages(self) -> tuple[int, str]:
         """How many the validation layer has had since the last call, and its last one."""

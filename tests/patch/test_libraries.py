@@ -116,11 +116,12 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
     ("needed", "sentence"),
     [
         ("libcuda.so.0", "libggml-cuda.so: expected NVIDIA's driver (libcuda.so.1), found none; install"),
+        ("libvulkan.so.0", "libggml-vulkan.so: expected the Vulkan loader (libvulkan.so.1), found none; install"),
         ("libother.so.0", "libllama.so: expected a library that loads, found "),
     ],
 )
 def test_missing_driver_is_named(tmp_path: Path, needed: str, sentence: str) -> None:
-    """As a build with -DGGML_CUDA=ON on a machine without NVIDIA's driver."""
+    """As a build for GPUs on a machine without their driver."""
     shutil.copy(_lib.lib_dir() / "libsubkv.so", tmp_path)
     build = ["cc", "-shared", "-x", "c", "/dev/null", "-x", "none", "-Wl,--no-as-needed"]
     subprocess.run([*build, f"-Wl,-soname,{needed}", "-o", "needed.so"], cwd=tmp_path, check=True)

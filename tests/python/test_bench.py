@@ -82,6 +82,28 @@ def test_parallel_sequences(tiny_model: Models, coded_model: Models) -> None:
         assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])
 
 
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35", "mamba"])
+def test_recurrent_state_goes_back(tiny_model: Models, arch: str) -> None:
+    """After a repetition a context is as before it, and every repetition of a hybrid begins at its depth."""
+    path, caches = tiny_model(arch), "f16" if arch == "mamba" else "f16,subkv"  # bases of the weights alone
+    result = run("-m", path, "-p", "8", "-n", "3", "-d", "20,200", "-ctk", caches, "-r", 2, "-t", 1, "-np", 2)
+    assert result.exit_code == 0, result.output
+    with Model(path) as model:
+        tokens = bench.Tokens(model)
+        for cache in caches.split(","):
+            with model.context(parse_cache(cache, path), ContextOptions(256, n_threads=1)) as context:
+                bench.prompt(context, tokens, 0, 150)
+                context.mark(150)
+                logits = []
+                for n in (1, 5, 20):
+                    context.decode([7], 150, 0)
+                    logits.append(context.logits(1).copy())
+                    bench.generate(context, tokens, 151, n)
+                    context.drop_tail(150)
+                    assert C.llama_memory_seq_pos_max(context.memory, 0) == 149
+                assert np.array_equal(logits[0], logits[1]) and np.array_equal(logits[0], logits[2])
+
+
 def test_markdown_and_csv(tiny_model: Models) -> None:
     arguments = ("-m", tiny_model("llama"), "-p", "4", "-n", "0", "-ctk", "f16,q8_0", "-fa", "on,off", "-r", 2, "-t", 1)
     result = run(*arguments)

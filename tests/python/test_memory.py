@@ -164,6 +164,18 @@ def test_available_memory(limited: Callable[..., int | None]) -> None:
     assert limited({"a": ("99999999999", 1, 0), "a/b": ("max", 1, 0)}) == machine
 
 
+def test_limits_of_the_process(limited: Callable[..., int | None], tmp_path: Path) -> None:
+    """ulimit -v and -d, beside what this process has and what small pieces may take."""
+    own = tmp_path / "proc/self"
+    (own / "status").write_text("VmPeak:\t 900 kB\nVmSize:\t 800 kB\nVmData:\t 300 kB\n")
+    for space, data, expected in (("unlimited", "unlimited", 4100 << 10), ("3000000", "unlimited", 3000000 - 819200)):
+        lines = (f"Max address space{space:>20}{space:>20} bytes", f"Max data size{data:>20}{data:>20} bytes")
+        (own / "limits").write_text("Limit  Soft Limit  Hard Limit  Units\n" + "\n".join(lines))
+        assert limited({}) == max(0, expected - (memory.SMALL if space != "unlimited" else 0))
+    (own / "limits").write_text(f"Max data size {memory.SMALL + (1 << 20)} unlimited bytes\n")
+    assert limited({}) == (1 << 20) - (300 << 10)
+
+
 def test_this_machine() -> None:
     free = memory.available_memory()
     if free is None:

@@ -26,8 +26,9 @@ from converter.decoded import Unpredictable
 from converter.prepare import Wish
 from converter.resume import KEPT
 from converter.sensed import Measuring
-from converter.sensing import LEAST, Found, Sensing
+from converter.sensing import LEAST, Sensing
 from converter.session import Session
+from converter.trials import Found
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.base.locks import exclusive

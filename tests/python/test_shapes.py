@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert refused.stderr.startswith("--kv-heads: expected 1 with latent attention")
 
 
+def test_hybrid(tmp_path: Path) -> None:
+    """Of four layers the third attends and has rows; a shape without any is refused."""
+    model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"
+    assert run("lfm2-350m", *SMALL, "--layers", 4, "--embd", 256, "-o", model).exit_code == 0
+    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
+    scores = []
+    for kind in ("f16", "subkv"):
+        llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
+        llm.eval(tokens)
+        scores.append(np.array(llm.scores[: len(tokens)]))
+        assert np.isfinite(scores[-1]).all() and 0.1 < scores[-1].std() < 10
+        row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp says hundredths of a MiB of the first
+        assert llm.kv_stats().bytes_per_token == pytest.approx(2 * 2 * row, rel=0.05 if kind == "f16" else 1e-9)
+        llm.close()
+    assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
+    refused = run("lfm2-350m", *SMALL, "--layers", 4, "-o", tmp_path / "other.gguf")
+    assert refused.stderr.startswith("--embd: expected 256, all heads together, found 128")
+    refused = run("lfm2-350m", *SMALL, "-o", tmp_path / "other.gguf")
+    assert refused.stderr.startswith("--layers: expected more than 2, the first that attends, found 2")
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_bands_are_as_documented(tmp_path: Path, d: int) -> None:
     eighth = d // 8
@@ -112,12 +134,13 @@ def test_matrices_are_of_one_type(tmp_path: Path, kind: str) -> None:
         ("llama-3.2-1b", {}, 1236),
         ("qwen3-0.6b", {}, 596),
         ("llama-3.1-8b", {"layers": 32, "vocab": 128256}, 8030),
+        ("lfm2-350m", {}, 354),
     ],
 )
 def test_shapes_are_those_of_the_models(name: str, whole: dict[str, Any], millions: int) -> None:
     shape = dataclasses.replace(shapes.SHAPES[name], **whole)
-    n = sum(rows * columns for rows, columns in shape.matrices().values()) + sum(shape.norms().values())
-    assert round(n / 1e6) == millions
+    sizes = [*shape.matrices().values(), *shape.vectors().values()]
+    assert round(sum(map(math.prod, sizes)) / 1e6) == millions
 
 
 @pytest.mark.parametrize(

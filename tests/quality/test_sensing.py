@@ -16,8 +16,9 @@ from converter.corpus import cut, read_text
 from converter.decoded import SCORED
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
-from converter.sensing import LEAST, MOMENTS, Found, Sensing, sense, smoothed
+from converter.sensing import LEAST, Sensing, sense
 from converter.session import Session
+from converter.trials import MOMENTS, Found, smoothed
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions
 from subkv.format import metadata
@@ -168,6 +169,38 @@ def test_measured_cells_enter_the_moments_once(
         assert np.array_equal(after.q2, before.q2)
 
 
+def test_texts_measured_later_enter_the_moments_too(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """A run that ends for lack of time writes what it has; the one that goes on from there adds the other texts."""
+    stats = read_calibration(calibration("llama"))
+    sources = [TextSource(name, name * 64, 1) for name in "012"]
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        chunks = cut(session, [read_text(text)], N_CTX, 3)
+
+        def run(start: Calibration, n_chunks: int, found: Found | None = None) -> tuple[Calibration, Found]:
+            kept = None if found is None else Found.of(found.arrays(), start)
+            sensing = Sensing(session, base, start, chunks, N_RECENT, kept, sources)
+            for _ in sensing.steps():
+                if sensing.found.chunks == n_chunks and sensing.found.factors():
+                    break
+            return sensing.result(), sensing.found
+
+        whole, _ = run(stats, 3)
+        first, kept = run(stats, 1)
+        _, interrupted = run(first, 2, kept)
+        resumed, last = run(first, 3, interrupted)
+        lost, _ = run(first, 3)
+        assert first.texts == (*stats.texts, sources[0])
+        for found in (resumed, lost):
+            assert (found.texts, found.tokens) == (whole.texts, whole.tokens)
+            for one, other in zip(found.layers, whole.layers, strict=True):
+                for name in MOMENTS:
+                    assert getattr(one, name) == pytest.approx(getattr(other, name))
+        with pytest.raises(ValueError, match="the cells of 1 texts, found 0"):
+            last.enter(stats, sources)
+
+
 def test_little_time_gives_fewer_trials(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
@@ -189,11 +222,23 @@ def test_little_time_gives_fewer_trials(
 
 
 def test_factors_are_filled_in_between_layers() -> None:
-    found = smoothed({(0, "k"): 100.0, (2, "k"): 1.0, (2, "v"): 1.0, (6, "v"): 0.01}, 8)
+    found, _ = smoothed({(0, 0, "k"): 100.0, (0, 2, "k"): 1.0, (0, 2, "v"): 1.0, (0, 6, "v"): 0.01}, 8)
     assert found["k"][0] == pytest.approx(100.0, rel=0.1)
     assert found["v"][0] == pytest.approx(100.0, rel=0.3)  # as the keys' in the same layer
     assert 0.01 < found["v"][4] < 1.0
     assert found["v"][7] == pytest.approx(found["v"][6], rel=0.5)
+
+
+def test_what_texts_make_of_noise_is_told_from_what_layers_do() -> None:
+    """Three texts that are 4 times apart, and layers of which each is tried on one of them."""
+    own = {(i, side): float(np.exp(-0.1 * i - 0.3 * (side == "v"))) for i in range(12) for side in "kv"}
+    tried = {(j % 3, *at): factor * 4.0 ** (j % 3) for j, (at, factor) in enumerate(own.items())}
+    found, texts = smoothed(tried, 12)
+    assert texts[1] / texts[0] == pytest.approx(4.0, rel=0.25)
+    assert texts[2] / texts[1] == pytest.approx(4.0, rel=0.25)
+    scale = found["k"][6] / own[6, "k"]
+    for (i, side), factor in own.items():
+        assert found[side][i] == pytest.approx(scale * factor, rel=0.3)
 
 
 def test_says_that_nothing_can_be_predicted() -> None:

@@ -13,7 +13,7 @@ HEAD = 8 + 8 + 64 + 6 * 4 + 8
 
 
 def checksum(body: bytes) -> int:
-    """FNV-1a, 64 bits."""
+    """FNV-1a, 64 bits; a first body's is one with the head's."""
     total = 0xCBF29CE484222325
     for byte in body:
         total = (total ^ byte) * 0x100000001B3 % 2**64
@@ -39,7 +39,8 @@ def forged(state: bytes, values: dict[int, int], half: int = 0) -> bytes:
     body = bytearray(state[at + 8 :][:size])
     for offset, value in values.items():
         struct.pack_into("<i", body, offset, value)
-    return state[: at + 8] + bytes(body) + struct.pack("<Q", checksum(body)) + state[at + 8 + size + 8 :]
+    covered = b"" if half else state[8:HEAD]
+    return state[: at + 8] + bytes(body) + struct.pack("<Q", checksum(covered + body)) + state[at + 8 + size + 8 :]
 
 
 def window_at(state: bytes, n_slots: int) -> int:

@@ -2,21 +2,27 @@
 
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
 16-bit bands), so they may differ by rounding only. What a coded cache refuses follows from its window alone, and beside
-recurrent state from the position that this is of; `Held` models both: it has to refuse just that.
+recurrent state from the position that this is of; `Held` models both: it has to refuse just that. How many tokens
+recurrent state goes back (n_rs_seq) follows from more than that: what is carried out has to be right, and what is
+sure to be possible has to be carried out.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import engine
-from engine import C, agree, distance, last_error
+from engine import C, agree, distance, last_error, session
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+N_PROGRAMS = int(os.environ.get("SUBKV_PROGRAMS", "0"))
 N_SEQ = 3  # and one that makes llama.cpp carry out its copies
 N_MOST = 110  # tokens of a sequence
 N_SINK, N_RECENT, N_ROLLBACK = WINDOW = (4, 16, 8)
@@ -24,7 +30,21 @@ BLOCK = 8
 ADAPT = f"kv,block={BLOCK},length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
 SEQ = st.integers(0, N_SEQ - 1)
 EVERYTHING = 2**31 - 1
+PARTIAL = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 M_ROPE = (C.LLAMA_ROPE_TYPE_MROPE, C.LLAMA_ROPE_TYPE_IMROPE)
+
+
+def partial_state(s: engine.Session, seq: int = 0) -> bytes:
+    """What a sequence has beside its cells; empty: refused."""
+    buf = (ctypes.c_uint8 * C.llama_state_seq_get_size_ext(s.ctx, seq, PARTIAL))()
+    n = C.llama_state_seq_get_data_ext(s.ctx, buf, len(buf), seq, PARTIAL)
+    return bytes(buf[:n])
+
+
+def set_partial_state(s: engine.Session, data: bytes, seq: int = 0) -> int:
+    """Bytes read, 0 when refused."""
+    buf = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+    return int(C.llama_state_seq_set_data_ext(s.ctx, buf, len(data), seq, PARTIAL))
 
 
 @dataclass
@@ -37,6 +57,9 @@ class Held:
     origin: int = 0  # of the ring: shifted positions keep their slots
     whole: bool = True  # every token saw all those before it, from position 0 on
     tail: int = -1  # position that recurrent state is of
+    back: int = 0  # tokens that it certainly goes back
+    pending: bool = False  # it went back, and no token has come since
+    moves: Any = ()  # every shift, and those of what was copied here
 
     def slot(self, pos: int) -> int:
         return pos if pos < N_SINK else N_SINK + (pos + self.origin) % (N_RECENT + N_ROLLBACK)
@@ -56,7 +79,7 @@ class Held:
 
     def decode(self, pos: int, token: int, cell: int, adapts: bool) -> None:
         self.whole = self.whole and sorted(self.cells) == list(range(pos))
-        self.tail = pos
+        self.tail, self.pending = pos, False
         self.cells[pos] = token, cell
         self.rows[self.slot(pos)] = pos
         if adapts and self.coded <= pos - N_RECENT:
@@ -72,11 +95,13 @@ class Held:
         return 0 < p0 <= self.tail < p1
 
     def remove(self, p0: int, p1: int) -> None:
-        self.tail = -1 if p0 <= self.tail < p1 else self.tail
+        if p0 <= self.tail < p1:
+            self.tail, self.back, self.pending = max(p0 - 1, -1), 0, p0 > 0
         self.cells = {p: cell for p, cell in self.cells.items() if not p0 <= p < p1}
         self.rows = {slot: p for slot, p in self.rows.items() if not p0 <= p < p1}
         self.whole = sorted(self.cells) == list(range(len(self.cells))) and (self.whole or not self.cells)
-        self.coded = self.coded if self.cells else 0
+        if not self.cells:
+            self.coded, self.moves = 0, ()
 
     def can_shift(self, p0: int, by: int) -> bool:
         """Positions from p0 on."""
@@ -93,6 +118,7 @@ class Held:
         self.cells = {p + by * (p >= p0): cell for p, cell in self.cells.items()}
         self.rows = {slot: p + by * (p >= p0) for slot, p in self.rows.items() if p >= p0 or p < N_SINK}
         self.origin -= by
+        self.moves = (self.moves, p0, by)
         self.whole = False
 
     def tokens(self) -> list[int]:
@@ -100,7 +126,9 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
-    """One program. bound: what two f16 caches that round otherwise differ by; recurrent: state beside the cells."""
+    """One program. bound: what two f16 caches that round otherwise differ by; recurrent: state beside the cells,
+    which goes back n_rs_seq tokens; sliding: layers of short windows beside coded ones.
+    """
 
     def __init__(
         self,
@@ -111,10 +139,13 @@ class Machine(RuleBasedStateMachine):
         unified: bool,
         adapt: bool = False,
         recurrent: bool = False,
+        sliding: bool = False,
+        n_rs_seq: int = 0,
     ) -> None:
         super().__init__()
         self.unified, self.adapt, self.recurrent, self.bound = unified, adapt, recurrent, bound
-        shared: dict[str, Any] = {"n_ubatch": 16, "threads": 1}
+        self.n_rs_seq, self.halves = n_rs_seq, recurrent or sliding
+        shared: dict[str, Any] = {"n_ubatch": 16, "threads": 1, "n_rs_seq": n_rs_seq}
         coded = shared | {"window": WINDOW, "adapt": ADAPT if adapt else None, "offload_kqv": not adapt}
         many: dict[str, Any] = {"n_seq_max": N_SEQ + 1, "unified": unified, "n_ctx": 512 if unified else 1024}
         self.plain = engine.Session(model, **shared, **many)
@@ -122,6 +153,7 @@ class Machine(RuleBasedStateMachine):
         self.fresh = engine.Session(model, layout, **coded)
         self.seqs = [Held() for _ in range(N_SEQ)]
         self.saved: list[tuple[bytes, bytes, Any]] = []
+        self.marked: list[tuple[bytes, bytes, Held]] = []
         self.n_cells = 0
 
     def teardown(self) -> None:
@@ -129,7 +161,8 @@ class Machine(RuleBasedStateMachine):
             s.close()
 
     def text(self, n: int, word: int) -> list[int]:
-        return [10 + (self.n_cells * 37 + i * 101 + word * 11) % 200 for i in range(n)]
+        n_word = min(200, self.plain.model.n_vocab - 12)
+        return [10 + (self.n_cells * 37 + i * 101 + word * 11) % n_word for i in range(n)]
 
     def decoded(self, tokens: list[int], pos: int, to: list[int]) -> Any:
         """Logits of the coded cache; None: it refused, as it must."""
@@ -146,6 +179,8 @@ class Machine(RuleBasedStateMachine):
             self.n_cells += 1
             for seq in to:
                 self.seqs[seq].decode(pos + i, token, self.n_cells, self.adapt)
+        for i, other in enumerate(self.seqs):
+            other.back = min(self.n_rs_seq, len(tokens) - 1) if i in to else 0
         return found
 
     @rule(seq=SEQ, pieces=st.lists(st.integers(1, 20), min_size=1, max_size=3), word=st.integers(0, 9), start=SEQ)
@@ -164,6 +199,27 @@ class Machine(RuleBasedStateMachine):
         # cells of the first answer for both; llama.cpp splits no batch for two of one recurrent state
         if self.unified and not self.recurrent and a.cells == b.cells and len(a.cells) + n <= N_MOST:
             self.decoded(self.text(n, word), a.last() + 1, [0, 1])
+
+    @rule(n=st.lists(st.integers(0, 12), min_size=N_SEQ, max_size=N_SEQ), word=st.integers(0, 9))
+    def decode_together(self, n: list[int], word: int) -> None:
+        """So many tokens of every sequence in one batch."""
+        items = []
+        for seq, held in enumerate(self.seqs):
+            torn = self.recurrent and held.tail != held.last()
+            if len(held.cells) + n[seq] > N_MOST or torn or not held.can_decode(held.last() + 1, self.adapt):
+                continue
+            text = self.text(n[seq], word + seq)
+            items += [(i, token, held.last() + 1 + i, seq) for i, token in enumerate(text)]
+        if not items:
+            return
+        batch = [item[1:] for item in sorted(items)]  # their tokens take turns
+        expected, found = (s.decode_batch(batch) for s in (self.plain, self.coded))
+        assert distance(expected, found) < self.bound, distance(expected, found)
+        for token, pos, seq in batch:
+            self.n_cells += 1
+            self.seqs[seq].decode(pos, token, self.n_cells, self.adapt)
+        for held in self.seqs:
+            held.back = 0
 
     @rule(seq=SEQ, word=st.integers(0, 9))
     def decode_anew(self, seq: int, word: int) -> None:
@@ -195,14 +251,22 @@ class Machine(RuleBasedStateMachine):
         of = self.seqs if seq < 0 else [self.seqs[seq]]
         first, last = max(p0, 0), EVERYTHING if p1 < 0 else p1
         able = all(held.can_remove(first, last, self.adapt) for held in of)
+        parts = self.recurrent and seq >= 0 and self.seqs[seq].state_parts(first, last)
         if self.recurrent:
-            # llama.cpp's recurrent state knows no call for every sequence
-            able = able and seq >= 0 and not self.seqs[seq].state_parts(first, last)
-        assert self.coded.rm(seq, p0, p1) == able
+            able = able and seq >= 0  # llama.cpp's recurrent state knows no call for every sequence
+        removed = self.coded.rm(seq, p0, p1)
+        if parts and able:
+            by = of[0].tail + 1 - first
+            assert removed or by > of[0].back, "the recurrent state goes back so far"
+            assert not removed or by <= self.n_rs_seq
+            able = removed
+        assert removed == able
         if able:
             assert self.plain.rm(seq, p0, p1)
             for held in of:
                 held.remove(first, last)
+        if able and parts:
+            self.decode_anew(seq, 3)
 
     @rule(src=SEQ, dst=SEQ, p0=st.integers(-1, N_MOST), n=st.integers(0, N_MOST), all_of_it=st.booleans())
     def copy(self, src: int, dst: int, p0: int, n: int, all_of_it: bool) -> None:
@@ -216,16 +280,24 @@ class Machine(RuleBasedStateMachine):
         if self.unified and any(b.cells.get(p, cell)[1] != cell[1] for p, cell in copied.items()):
             assert "one token per position" in last_error()
             return
+        if self.recurrent and (a.pending or b.pending) and src != dst:
+            assert "recurrent state" in last_error()
+            return
         self.plain.cp(src, dst, p0, p1)
         if src == dst:
             return
         if not self.unified:
             self.plain.decode([10], 0, N_SEQ)  # llama.cpp carries out the copy
             assert self.plain.rm(N_SEQ, -1)
+            a.back = 0
             self.seqs[dst] = copy.deepcopy(a)
             return
         b.whole = copied == a.cells and a.whole and set(b.cells) <= set(copied) if copied else b.whole
-        b.tail = a.tail
+        b.tail, b.back, a.back = a.tail, 0, 0
+        if not b.cells or a.moves == b.moves:
+            b.moves = a.moves
+        elif a.moves:
+            b.moves = b.moves, a.moves
         b.cells |= copied
         for p in a.rows.values():
             if p in copied and b.rows.get(b.slot(p), -1) <= p:
@@ -255,7 +327,7 @@ class Machine(RuleBasedStateMachine):
         held = self.seqs[seq]
         others = {cell[1] for other in self.seqs if other is not held for cell in other.cells.values()}
         shared = self.unified and any(cell[1] in others for p, cell in held.cells.items() if p >= p0)
-        last = held.last()
+        last = C.llama_memory_seq_pos_max(self.coded.memory, seq)
         C.llama_memory_seq_add(self.coded.memory, seq, p0, -1, by)
         if self.adapt or self.recurrent or (held.cells and (shared or not held.can_shift(p0, by))):
             assert last_error().startswith("seq_add: ")
@@ -276,6 +348,8 @@ class Machine(RuleBasedStateMachine):
     @rule(seq=st.none() | SEQ)
     def save(self, seq: int | None) -> None:
         what = copy.deepcopy(self.seqs if seq is None else self.seqs[seq])
+        for held in what if isinstance(what, list) else [what]:
+            held.back, held.pending = 0, False
         self.saved.append((self.plain.state(seq), self.coded.state(seq), what))
 
     @rule(which=st.integers(0, 9), seq=SEQ)
@@ -294,6 +368,8 @@ class Machine(RuleBasedStateMachine):
                 what.cells[p] = token, self.n_cells
             self.seqs[seq] = what
             assert self.plain.rm(seq, -1, -1)  # which llama.cpp leaves out where there are no cells
+        for held in self.seqs:
+            held.back = 0  # cells of recurrent state may have been in the way
         assert self.plain.set_state(plain, to) == len(plain)
 
     @rule(which=st.integers(0, 9), seq=SEQ, at=st.integers(0, 10**9), bit=st.integers(0, 7))
@@ -306,7 +382,78 @@ class Machine(RuleBasedStateMachine):
         to = None if isinstance(what, list) else seq
         assert self.coded.set_state(bytes(damaged), to) == 0
 
+    @rule(seq=SEQ)
+    def mark(self, seq: int) -> None:
+        """A checkpoint: the cells stay where they are, what is beside them is kept."""
+        held = self.seqs[seq]
+        if not held.cells or (self.recurrent and held.tail != held.last()):
+            return
+        kept = copy.deepcopy(held)
+        kept.back, kept.pending = 0, False
+        states = [partial_state(s, seq) for s in (self.plain, self.coded)]
+        if self.adapt:
+            assert not states[1] and "partial state" in last_error()
+            return
+        self.marked.append((states[0], states[1], kept))
+
+    @rule(which=st.integers(0, 9), seq=SEQ)
+    def go_back(self, which: int, seq: int) -> None:
+        """To a checkpoint of a sequence that has, or should have, the cells of then."""
+        if not self.marked:
+            return
+        plain, coded, kept = self.marked[which % len(self.marked)]
+        held, first = self.seqs[seq], kept.last() + 1
+        if held.moves != kept.moves:
+            last = C.llama_memory_seq_pos_max(self.coded.memory, seq)
+            assert set_partial_state(self.coded, coded, seq) == 0
+            assert "a shift" in last_error()
+            assert C.llama_memory_seq_pos_max(self.coded.memory, seq) == last
+        elif any(p not in held.cells for p in kept.rows.values()):
+            assert set_partial_state(self.coded, coded, seq) == 0
+            assert "exact rows" in last_error()
+            assert self.plain.rm(seq, -1, -1)
+            self.seqs[seq] = Held()
+        elif kept.cells == {p: cell for p, cell in held.cells.items() if p < first}:
+            assert set_partial_state(self.coded, coded, seq) == len(coded), last_error()
+            assert self.coded.rm(seq, first, -1), last_error()
+            if self.halves:  # else it is a whole one, of cells of its own
+                assert set_partial_state(self.plain, plain, seq) == len(plain)
+            assert self.plain.rm(seq, first, -1)
+            self.seqs[seq] = copy.deepcopy(kept)
+            for other in self.seqs:
+                other.back = 0
+
     @initialize()
     def begin(self) -> None:
         """A program without a token is none."""
         self.decode(0, [20, 13], 1, 0)
+
+
+def bound(model: engine.Model) -> float:
+    """Twice what an f16 cache's logits differ by between attention kernels and splits, as in test_exact.py."""
+    n_word = min(200, model.n_vocab - 12)
+    tokens = [10 + i * i * 37 % n_word for i in range(200)]
+    with session(model, flash_attn=0, threads=1) as s:
+        one = s.decode(tokens)
+    with session(model, flash_attn=0, threads=1) as s:
+        split = s.decode(tokens, pieces=[20] * 10)
+    with session(model, flash_attn=1, threads=1) as s:
+        flash = s.decode(tokens)
+    return 2 * max(distance(one, flash), distance(one, split))
+
+
+def run_programs(model: engine.Model, layout: Any, n: int, **options: Any) -> None:
+    """n random programs, the same ones every time; or SUBKV_PROGRAMS other ones. options: of Machine."""
+    most = bound(model)
+    run_state_machine_as_test(
+        lambda: Machine(model, layout, most, **options),
+        settings=settings(
+            max_examples=N_PROGRAMS or n,
+            stateful_step_count=20,
+            deadline=None,
+            database=None,
+            derandomize=not N_PROGRAMS,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -10,7 +10,7 @@ import engine
 import pytest
 from engine import C, distance, last_error, session
 from forge import body_value, forged, window_at
-from test_hybrids import partial_state, set_partial_state
+from machine import partial_state, set_partial_state
 from test_shift import add, discard
 from test_variants import exact_layout
 

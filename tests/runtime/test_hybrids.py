@@ -16,10 +16,10 @@ import pytest
 from engine import C, agree, check_sequences_apart, distance, last_error, session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machine import partial_state, set_partial_state
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
-PARTIAL = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class Coded:
@@ -112,6 +112,42 @@ def test_a_short_tail_goes_where_snapshots_of_the_recurrent_state_are_kept(hybri
         assert s.rm(0, 100)
         assert last(s) == 99
         assert agree(expected[100:], s.decode(tokens[100:120], 100, pieces=[8, 12]))
+
+
+def test_a_tail_is_refused_where_no_snapshot_is_of_its_beginning(hybrid: Coded) -> None:
+    """llama.cpp has those of the last batch alone, and takes older ones for them; or of a state that is another's."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[:110])
+    with hybrid.session(n_rs_seq=6, n_seq_max=2, n_ctx=512) as s:
+        s.decode(tokens[:96])
+        s.decode(tokens[96:100], 96, pieces=[1, 1, 2])
+        assert not s.rm(0, 98)
+        assert "recurrent state" in last_error()
+        before = s.state(0)
+        assert s.set_state(before, 0) == len(before)
+        assert not s.rm(0, 99)
+        assert agree(expected[100:], s.decode(tokens[100:110], 100))
+        s.cp(0, 1)
+        assert not s.rm(1, 109) and not s.rm(0, 109)
+        assert last(s, 0) == last(s, 1) == 109
+        s.state()  # which llama.cpp ends the process over where one of two had gone back
+
+
+def test_a_state_that_went_back_is_not_copied_before_its_next_token(hybrid: Coded) -> None:
+    """llama.cpp's copy would be of the tokens that are gone."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[:110])
+    with hybrid.session(n_rs_seq=6, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:100])
+        assert s.rm(0, 96)
+        for src, dst in ((0, 1), (1, 0)):
+            s.cp(src, dst)
+            assert last_error().startswith("seq_cp: recurrent state") and last(s, 1) == -1
+        assert agree(expected[96:100], s.decode(tokens[96:100], 96))
+        s.cp(0, 1)
+        assert agree(expected[100:], s.decode(tokens[100:110], 100, 1))
 
 
 def test_positions_cannot_be_shifted_in_one_half(hybrid: Coded) -> None:
@@ -241,17 +277,6 @@ def test_a_state_of_a_sequence_goes_into_another(hybrid: Coded) -> None:
         assert s.rm(0, -1) and s.rm(1, -1)
         assert s.set_state(state, 1) == len(state)
         assert agree(expected[90:], s.decode(tokens[90:110], 90, 1))
-
-
-def partial_state(s: engine.Session, seq: int = 0) -> bytes:
-    buf = (ctypes.c_uint8 * C.llama_state_seq_get_size_ext(s.ctx, seq, PARTIAL))()
-    n = C.llama_state_seq_get_data_ext(s.ctx, buf, len(buf), seq, PARTIAL)
-    return bytes(buf[:n])
-
-
-def set_partial_state(s: engine.Session, data: bytes, seq: int = 0) -> int:
-    buf = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-    return int(C.llama_state_seq_set_data_ext(s.ctx, buf, len(data), seq, PARTIAL))
 
 
 def test_a_partial_state_takes_both_halves_back(hybrid: Coded) -> None:

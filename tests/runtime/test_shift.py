@@ -221,6 +221,31 @@ def test_a_shift_that_is_stopped_goes_on_where_it_was(model: engine.Model, token
         assert n > 4, "hardly anything was stopped: the test proves nothing"
 
 
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_ordinary_layers_turn_once(tiny_model: Callable[..., Any], tmp_path: Any, arch: str) -> None:
+    """Beside coded ones in the same cache, or in a sliding half: wherever a shift is stopped."""
+    from test_variants import shape_of
+
+    model = engine.Model(tiny_model(arch))
+    tokens = np.random.default_rng(3).integers(10, model.n_vocab, LENGTH + 30).tolist()
+    shapes = shape_of(model)[1:]  # of the layers that do not slide
+    k, v = ([(d, 8)] for d in shapes[0][2:])
+    n_layer = C.llama_model_n_layer(model.handle)
+    layout = engine.signed_permutations(shapes, k, v, arch=arch, block_count=n_layer, path=tmp_path / "layout.gguf")
+    expected = shifted(model, tokens, layout, window=WINDOW)
+    with session(model, layout, window=WINDOW, threads=1) as s:
+        for n in range(1, 20):
+            s.clear()
+            s.decode(tokens[:LENGTH])
+            discard(s)
+            with stopped(s, n, 1):
+                C.llama_state_seq_get_size(s.ctx, 0)
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE)), n
+            with stopped(s, 1, 1):  # as before: what is set aside comes back
+                assert s.try_decode(tokens[:5], LENGTH - GONE + 30) == 2
+    model.free()
+
+
 def test_nothing_moves_while_a_shift_is_half_done(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
     with session(model, make_layout(BANDS, BANDS), window=WINDOW, threads=1) as s:
         s.decode(tokens[:LENGTH])

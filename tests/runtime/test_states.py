@@ -13,7 +13,7 @@ import engine
 import numpy as np
 import pytest
 from engine import SUBKV, C, agree, last_error, observe_values, observed, session
-from forge import forged, window_at
+from forge import HEAD, forged, window_at
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
 import codec_numpy
@@ -119,6 +119,20 @@ def interleaved(s: engine.Session, tokens: list[int], n: int) -> None:
         for seq, count in ((0, 3), (1, 2)):
             s.decode(tokens[seq * 40 + at[seq] :][:count], at[seq], seq)
             at[seq] += count
+
+
+@pytest.mark.parametrize("seq", [None, 0])
+def test_a_head_is_of_its_state(model: engine.Model, tokens: list[int], layout: Any, seq: int | None) -> None:
+    """Any of its bits; those of how positions were moved mean nothing to whoever reads the cells."""
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:20])
+        state = s.state(seq)
+        at = state.index(b"subkvst")
+        for byte in range(at, at + HEAD - 8):
+            damaged = bytearray(state)
+            damaged[byte] ^= 1 << byte % 8
+            assert s.set_state(bytes(damaged), seq) == 0
+        assert s.state(seq) == state
 
 
 def test_a_failed_restore_leaves_the_neighbours_in_a_tile(model: engine.Model, tokens: list[int], layout: Any) -> None:

@@ -135,13 +135,12 @@ def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[Bin
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename durable where folders can be opened (not on Windows)."""
+    """Make the rename durable where folders can be opened (not on Windows), and synced (some network file systems)."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        return  # some network file systems refuse this; the file itself is already synced
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):  # the new file is there, and synced itself
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from subkv.base.errors import CacheError
 from subkv.base.threads import default_threads
 from subkv.engine.cache import CacheChoice, attached, creation_error, flash_attention
+from subkv.engine.checkpoints import Checkpoints
 from subkv.engine.memory import require_memory
 from subkv.engine.stats import context_stats
 from subkv.native.binding import C, captured_log, last_error
@@ -80,7 +81,9 @@ class Context:
         self.stats = context_stats(model, self.handle, choice, log)
         self.choice, self.n_vocab, self.n_batch = choice, n_vocab, int(params.n_batch)
         self.memory = C.llama_get_memory(self.handle)
-        plain = not (C.llama_model_n_swa(model) or C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model))
+        self._recurrent = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
+        self._marks: dict[int, Checkpoints] = {}
+        plain = not (C.llama_model_n_swa(model) or self._recurrent)
         self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
 
@@ -111,6 +114,7 @@ class Context:
 
     def clear(self) -> None:
         C.llama_memory_clear(self.memory, True)
+        self._marks.clear()
 
     def adopt(self, seq: int, to: int = 0) -> None:
         """Give the cells of a sequence to another one."""
@@ -139,9 +143,15 @@ class Context:
             reason = (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
             raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
+    def mark(self, pos: int, seq: int = 0) -> None:
+        """Let drop_tail(pos) remove what will follow `pos`, where the sequence ends now: keeps recurrent state."""
+        if self._recurrent:
+            self._marks.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
+
     def drop_tail(self, pos: int, seq: int = 0) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""
-        if not C.llama_memory_seq_rm(self.memory, seq, pos, -1):
+        marks = self._marks.get(seq)
+        if not (marks.cut(pos) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
             raise CacheError(
                 "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )

@@ -90,7 +90,7 @@ class Folder:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")
-        except FileNotFoundError:  # removed by another process meanwhile
+        except OSError:  # removed by another process meanwhile, or on a part of the disk that fails: others can be read
             return None
         except ContainerError:
             self.discard(name)
@@ -98,9 +98,14 @@ class Folder:
         return Head(tokens, more)
 
     def discard(self, name: str) -> None:
-        """Remove a damaged entry, or at least never list it again."""
-        self._damaged.add(name)
-        self.remove(name)
+        """Remove a damaged entry; where that fails never list it again. Another process may write it anew."""
+        self._unlist(name)
+        try:
+            os.unlink(self.path / name)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._damaged.add(name)
 
     def read(self, name: str) -> Entry | None:
         """An entry, checked as a whole, and marked as used now. None where another process removed it.

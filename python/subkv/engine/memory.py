@@ -20,6 +20,7 @@ from subkv.native.binding import C, captured_log
 from subkv.native.gguf import Gguf
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
+SMALL = 192 * MIB  # of a process's own limit: for want of small pieces llama.cpp ends the process
 N_SIMULATED = 1 << 18  # tokens; llama.cpp's list of cells, 50 bytes each, is made all the same
 
 _COMPUTE_LINE = re.compile(r"compute buffer size = +([\d.]+) MiB")
@@ -28,11 +29,12 @@ _COMPUTE_LINE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that this process may still take, swap included; None where the system does not say.
 
-    The least of what the machine has and what every enclosing control group (v2, v1) allows; file pages count as free.
+    The least of what the machine has, what every enclosing control group (v2, v1) allows (file pages count as free),
+    and what the process's own limits leave beside SMALL.
     """
     try:
         system = _fields((proc / "meminfo").read_text())
-        found = [1024 * (system["MemAvailable"] + system["SwapFree"])]
+        found = [1024 * (system["MemAvailable"] + system["SwapFree"]), *_own_limits(proc)]
         groups = (proc / "self/cgroup").read_text().splitlines()
     except (OSError, KeyError):
         return None
@@ -58,6 +60,17 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     return max(min(found), 0)
 
 
+def _own_limits(proc: Path) -> list[int]:
+    """What RLIMIT_AS and RLIMIT_DATA leave for what is large."""
+    try:
+        text, taken = (proc / "self/limits").read_text(), _fields((proc / "self/status").read_text())
+    except OSError:
+        return []
+    limits = re.findall(r"^Max (address space|data size) +(\d+)", text, re.MULTILINE)
+    names = {"address space": "VmSize", "data size": "VmData"}
+    return [int(limit) - 1024 * taken[names[what]] - SMALL for what, limit in limits]
+
+
 def _fields(text: str) -> dict[str, int]:
     """`Name: 12 kB` or `name 12` by line."""
     words = (line.replace(":", " ").split() for line in text.splitlines())
@@ -77,6 +90,8 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     n_ctx = params.n_ctx or numbers.get("context_length", 0)
     if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
+    if free == 0:  # not even for asking
+        raise CacheError("n_ctx", f"expected memory for a context of {n_ctx} tokens, found none available")
     sizes = needed(path, choice, params, n_ctx)
     total = sum(sizes.values())
     if total <= free:

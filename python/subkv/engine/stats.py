@@ -25,7 +25,7 @@ class KVStats:
     bytes_f16: int  # the same context with an f16 cache
     bytes_per_token: int  # rows of one cell, all layers
     bpe: float
-    kernel: str
+    kernel: str  # and of kernels for GPUs on which ones
     bytes_codes: int = 0
     bytes_window: int = 0
     bytes_stock: int = 0
@@ -92,7 +92,10 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     fingerprint = native().subkv_context_fingerprint(ctx)
     name = native().subkv_kernel_name()
     kernels = [name.decode() if name else "none"] if raw.n_layer_device < raw.n_layer_coded else []
-    kernels += [native().subkv_device_kernel_name().decode()] if raw.n_layer_device else []
+    if raw.n_layer_device:
+        kernels.append(
+            f"{native().subkv_device_kernel_name().decode()} on {native().subkv_context_devices(ctx).decode()}"
+        )
     same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
     return KVStats(
         type_k=choice.name_k,

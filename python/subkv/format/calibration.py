@@ -209,6 +209,7 @@ def read_calibration(path: Path) -> Calibration:
         with safe_open(path, framework="numpy") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise SubkvError("calibration", f"{path} is not a readable safetensors file: {error}") from error
     header = _Header(metadata)
@@ -224,7 +225,7 @@ def read_calibration(path: Path) -> Calibration:
         texts=header.texts(),
         layers=layers,
         sensitivity=sensitivity,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sha256=digest,
     )
 
 

@@ -107,6 +107,7 @@ SIGNATURES: Signatures = {
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
     "subkv_get_adapt_stats": (ctypes.c_bool, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.POINTER(AdaptStats)]),
     "subkv_context_fingerprint": (_str, [_ptr]),
+    "subkv_context_devices": (_str, [_ptr]),
     "subkv_observer_new": (_ptr, [_i32]),
     "subkv_observer_free": (None, [_ptr]),
     "subkv_observe": (ctypes.c_bool, [_ptr]),
@@ -145,6 +146,11 @@ def _unloadable(reason: str) -> str:
         return (
             f"libggml-cuda{SUFFIX}: expected NVIDIA's driver (libcuda.so.1), found none;"
             " install the driver, or subkv without -DGGML_CUDA=ON"
+        )
+    if "libvulkan.so" in reason:
+        return (
+            f"libggml-vulkan{SUFFIX}: expected the Vulkan loader (libvulkan.so.1), found none;"
+            " install it with the GPU's driver, or subkv without -DGGML_VULKAN=ON"
         )
     return f"libllama{SUFFIX}: expected a library that loads, found {reason}"
 

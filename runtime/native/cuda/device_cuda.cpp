@@ -53,6 +53,7 @@ public:
     int64_t  scratch(int64_t n_rows) const override { return n_rows * (tables_.width_k + 1); }
     uint64_t n_zero_rows() const override;
     void     wait() const override;
+    size_t   max_range() const override { return SIZE_MAX; }
 
     int          device() const { return device_; }
     const char * compute(NodeKind kind, ggml_tensor * dst, void * stream) const;

@@ -32,6 +32,7 @@ public:
     int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
     uint64_t n_zero_rows() const override;
     void     wait() const override { vulkan_wait(device_); }
+    size_t   max_range() const override { return max_range_; }
 
     ggml_backend_dev_t device() const { return device_; }
     const char *       compute(NodeKind kind, ggml_tensor * dst, vulkan::Run run, void * recorder) const;
@@ -47,6 +48,7 @@ private:
 
     const LayerNodes &      layer_;
     ggml_backend_dev_t      device_;
+    size_t                  max_range_;
     Node                    nodes_[4];
     int32_t                 width_k_        = 0;
     float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
@@ -57,10 +59,11 @@ private:
 };
 
 VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
-    layer_(layer), device_(vulkan_device(buft)), nodes_{ { NodeKind::ENCODE, this },
-                                                         { NodeKind::ATTEND, this },
-                                                         { NodeKind::COMBINE, this },
-                                                         { NodeKind::STORE_WINDOW, this } } {
+    layer_(layer), device_(vulkan_device(buft)), max_range_(vulkan_max_range(device_)),
+    nodes_{ { NodeKind::ENCODE, this },
+            { NodeKind::ATTEND, this },
+            { NodeKind::COMBINE, this },
+            { NodeKind::STORE_WINDOW, this } } {
     const LayerCodec &  codec = *layer.codec;
     vulkan::LayerTables tables;
     tables.k     = codec.k;

@@ -4,10 +4,12 @@
 #include "../../../kernels/vulkan/ops.h"
 #include "device.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 using namespace subkv;
 
@@ -17,6 +19,7 @@ constexpr size_t BEFORE = 64; // bytes: shaders add where things begin
 
 std::unique_ptr<Device> device;
 std::string             error;
+std::vector<double>     times; // ms, as many as the next op is to be run; none: once, untimed
 
 vulkan::Place place(const void * address) {
     if (!address) {
@@ -38,7 +41,8 @@ public:
     Scratch & operator=(const Scratch &) = delete;
     ~Scratch() { device->free(data_); }
 
-    uint32_t * words() { return (uint32_t *) data_; }
+    uint32_t *   words() { return (uint32_t *) data_; }
+    const void * data() const { return data_; }
 
 private:
     void * data_;
@@ -141,11 +145,25 @@ vulkan::Attend attend_of(const cuda::Attend & a, Layer & layer, Partial & partia
 // Runs what `record` records. nullptr, or what went wrong.
 template <typename Record> const char * submit(Record record) {
     try {
-        device->begin();
-        if (const char * reason = record()) {
-            return reason;
+        for (size_t i = 0; i < std::max<size_t>(1, times.size()); ++i) {
+            device->begin();
+            if (!times.empty()) {
+                device->start_timer();
+            }
+            if (const char * reason = record()) {
+                return reason;
+            }
+            if (!times.empty()) {
+                device->stop_timer();
+            }
+            if (const char * reason = device->finish()) {
+                return reason;
+            }
+            if (!times.empty()) {
+                times[i] = device->elapsed();
+            }
         }
-        return device->finish();
+        return nullptr;
     } catch (const std::exception & e) {
         error = e.what();
         return error.c_str();
@@ -169,6 +187,24 @@ const char * test_open(bool validate) {
 
 const char * test_device() {
     return device->name().c_str();
+}
+
+uint32_t test_max_range() {
+    return device->max_range();
+}
+
+// Ops run n times from now on, and are timed; 0: once.
+void test_set_times(uint32_t n) {
+    times.assign(n, 0.0);
+}
+
+const double * test_times() {
+    return times.data();
+}
+
+const char * test_copy(const size_t * size, void *) {
+    const Scratch from(*size, 0), to(*size, 0);
+    return submit([&] { return device->copy(from.data(), to.data(), *size); });
 }
 
 void * test_allocate(size_t size) {
@@ -212,6 +248,12 @@ const char * test_encode(const cuda::Encode * e, void *) {
     to.fresh          = place(e->fresh);
     to.n_tok          = e->n_tok;
     return submit([&] { return vulkan::encode(to, run, nullptr); });
+}
+
+const char * test_project_queries(const cuda::Attend * a, void *) {
+    Layer   layer(a->layer, a->n_sink, a->n_recent);
+    Partial partial(*a);
+    return submit([&] { return vulkan::project_queries(attend_of(*a, layer, partial), run, nullptr); });
 }
 
 const char * test_attend(const cuda::Attend * a, void *) {

@@ -8,6 +8,8 @@ using subkv::vulkan::Dispatch;
 
 namespace {
 
+constexpr size_t JUNK = 256 << 20; // bytes, more than a device's caches hold
+
 void check(VkResult result, const char * what) {
     if (result != VK_SUCCESS) {
         throw std::runtime_error(std::string(what) + ": VkResult " + std::to_string((int) result));
@@ -70,7 +72,9 @@ Device::Device(bool validate) {
     }
     VkPhysicalDeviceProperties properties;
     vkGetPhysicalDeviceProperties(physical_, &properties);
-    name_ = properties.deviceName;
+    name_      = properties.deviceName;
+    max_range_ = properties.limits.maxStorageBufferRange;
+    period_    = properties.limits.timestampPeriod;
 
     const float             priority = 1.0f;
     VkDeviceQueueCreateInfo queue    = {}; // family 0 computes on every device that we know
@@ -105,9 +109,26 @@ Device::Device(bool validate) {
 
     VkPhysicalDeviceMemoryProperties memory;
     vkGetPhysicalDeviceMemoryProperties(physical_, &memory);
+    // the device's own where the host sees all of it: times are to be those of its memory
     const VkMemoryPropertyFlags wanted = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
-    for (memory_type_ = 0; (memory.memoryTypes[memory_type_].propertyFlags & wanted) != wanted; ++memory_type_) {
+    memory_type_                       = UINT32_MAX;
+    for (uint32_t i = 0; i < memory.memoryTypeCount; ++i) {
+        const VkMemoryType & type  = memory.memoryTypes[i];
+        const bool           local = (type.propertyFlags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT) != 0 &&
+                                     memory.memoryHeaps[type.heapIndex].size > 1ull << 30;
+        if ((type.propertyFlags & wanted) == wanted && (local || memory_type_ == UINT32_MAX)) {
+            memory_type_ = i;
+            if (local) {
+                break;
+            }
+        }
     }
+
+    VkQueryPoolCreateInfo timer = {};
+    timer.sType                 = VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO;
+    timer.queryType             = VK_QUERY_TYPE_TIMESTAMP;
+    timer.queryCount            = 2;
+    check(vkCreateQueryPool(device_, &timer, nullptr, &timer_), "vkCreateQueryPool");
 }
 
 void * Device::allocate(size_t size, size_t before) {
@@ -117,7 +138,8 @@ void * Device::allocate(size_t size, size_t before) {
     VkBufferCreateInfo buffer = {};
     buffer.sType              = VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO;
     buffer.size               = (a.size + 3) / 4 * 4;
-    buffer.usage              = VK_BUFFER_USAGE_STORAGE_BUFFER_BIT;
+    buffer.usage =
+        VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | VK_BUFFER_USAGE_TRANSFER_SRC_BIT | VK_BUFFER_USAGE_TRANSFER_DST_BIT;
     check(vkCreateBuffer(device_, &buffer, nullptr, &a.buffer), "vkCreateBuffer");
     VkMemoryRequirements needs;
     vkGetBufferMemoryRequirements(device_, a.buffer, &needs);
@@ -238,14 +260,47 @@ const char * Device::record(const Dispatch & d) {
     vkCmdPushConstants(buffer_, p.layout, VK_SHADER_STAGE_COMPUTE_BIT, 0, 4 * d.n_push, d.push);
     vkCmdDispatch(buffer_, d.groups[0], d.groups[1], d.groups[2]);
     if (barriers) {
-        VkMemoryBarrier barrier = {};
-        barrier.sType           = VK_STRUCTURE_TYPE_MEMORY_BARRIER;
-        barrier.srcAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
-        barrier.dstAccessMask   = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
-        vkCmdPipelineBarrier(buffer_, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
-                             &barrier, 0, nullptr, 0, nullptr);
+        barrier();
     }
     return nullptr;
+}
+
+void Device::barrier() {
+    const VkPipelineStageFlags stages = VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT;
+    VkMemoryBarrier            all    = {};
+    all.sType                         = VK_STRUCTURE_TYPE_MEMORY_BARRIER;
+    all.srcAccessMask                 = VK_ACCESS_MEMORY_READ_BIT | VK_ACCESS_MEMORY_WRITE_BIT;
+    all.dstAccessMask                 = VK_ACCESS_MEMORY_READ_BIT | VK_ACCESS_MEMORY_WRITE_BIT;
+    vkCmdPipelineBarrier(buffer_, stages, stages, 0, 1, &all, 0, nullptr, 0, nullptr);
+}
+
+const char * Device::copy(const void * from, const void * to, size_t size) {
+    const VkBufferCopy all = { 0, 0, size };
+    vkCmdCopyBuffer(buffer_, of(from).buffer, of(to).buffer, 1, &all);
+    barrier();
+    return nullptr;
+}
+
+void Device::start_timer() {
+    if (!junk_) {
+        junk_ = allocate(JUNK, 0);
+    }
+    vkCmdResetQueryPool(buffer_, timer_, 0, 2);
+    vkCmdFillBuffer(buffer_, of(junk_).buffer, 0, JUNK, 0);
+    barrier();
+    vkCmdWriteTimestamp(buffer_, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, timer_, 0);
+}
+
+void Device::stop_timer() {
+    vkCmdWriteTimestamp(buffer_, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, timer_, 1);
+}
+
+double Device::elapsed() const {
+    uint64_t at[2];
+    check(vkGetQueryPoolResults(device_, timer_, 0, 2, sizeof(at), at, sizeof(at[0]),
+                                VK_QUERY_RESULT_64_BIT | VK_QUERY_RESULT_WAIT_BIT),
+          "vkGetQueryPoolResults");
+    return (double) (at[1] - at[0]) * period_ * 1e-6;
 }
 
 const char * Device::finish() {

@@ -1,5 +1,5 @@
-// device.h: the first Vulkan device of this machine, as far as tests need it: buffers that the host sees, and
-// dispatches in one command buffer with a barrier after each.
+// device.h: the first Vulkan device of this machine, as far as tests and measurements need it: buffers that the host
+// sees, and dispatches in one command buffer with a barrier after each.
 #pragma once
 
 #include "subkv/vulkan_dispatch.h"
@@ -28,6 +28,7 @@ public:
     Device & operator=(const Device &) = delete;
 
     const std::string & name() const { return name_; }
+    uint32_t            max_range() const { return max_range_; } // bytes that a shader can reach of a buffer
 
     // Memory of a buffer of its own, `before` bytes behind its beginning; filled with 0xAA.
     void * allocate(size_t size, size_t before);
@@ -38,7 +39,13 @@ public:
 
     void         begin();
     const char * record(const subkv::vulkan::Dispatch & dispatch); // buffers: Allocation
-    const char * finish();                                         // runs what was recorded
+    const char * copy(const void * from, const void * to, size_t size);
+    const char * finish(); // runs what was recorded
+
+    // What is recorded after begin() and start_timer() is timed up to stop_timer(), with cold caches; milliseconds.
+    void   start_timer();
+    void   stop_timer();
+    double elapsed() const;
 
     bool        barriers   = true;
     uint32_t    n_messages = 0; // of the validation layer
@@ -53,7 +60,13 @@ private:
 
     const Pipeline & pipeline(const subkv::vulkan::Dispatch & dispatch);
 
+    void barrier();
+
     std::string      name_;
+    uint32_t         max_range_;
+    double           period_;             // ns of a tick of the device's clock
+    void *           junk_     = nullptr; // what is written before a timed run
+    VkQueryPool      timer_    = VK_NULL_HANDLE;
     VkInstance       instance_ = VK_NULL_HANDLE;
     VkPhysicalDevice physical_ = VK_NULL_HANDLE;
     VkDevice         device_   = VK_NULL_HANDLE;

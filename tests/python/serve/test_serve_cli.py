@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,20 +20,31 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
-from serving import running
+from serving import running, waited
 
 from runtime.serve.cli import main
+from runtime.serve.server import LAST_SECONDS
 
 REPO = Path(__file__).resolve().parents[3]
 CHAT = {"messages": [{"role": "user", "content": "Say something."}], "temperature": 0}
 
 
+# the program, where a token costs a second to evaluate, and nothing to restore
+DEAR = """
+from runtime.serve import cli, prefixes
+prefixes.Pace.took = lambda pace, _, n: setattr(pace, "seconds", 1.0 if n < 4096 else 0.0)  # tokens, bytes
+cli.main()
+"""
+
+
 @contextlib.contextmanager
-def started(*arguments: Any) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
+def started(
+    *arguments: Any, program: tuple[str, str] = ("-m", "runtime.serve")
+) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
     """A server process on a free port: its address, the process, its lines on stderr so far."""
     path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.serve", "--port", "0", "-t", "1", *map(str, arguments)],
+        [sys.executable, *program, "--port", "0", "-t", "1", *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=REPO,
@@ -81,6 +93,42 @@ def test_a_signal_ends_it_with_streams_under_way(tiny_model: Callable[..., Path]
         for thread in waiting:
             thread.join()
         assert "Traceback" not in "".join(lines)
+
+
+def test_a_signal_lets_answers_finish(tiny_model: Callable[..., Path]) -> None:
+    """Those under way are whole, nobody else is let in, and the process ends with code 0."""
+    model = tiny_model("llama", n_ctx_train=32768)
+    with started("-m", model, "-np", 1, "-c", 4096) as (address, process, _):
+        body = {"prompt": "on", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            found = [next(lines)]
+            process.send_signal(signal.SIGTERM)
+            found += [line for line in lines if line]
+        assert found[-1] == "data: [DONE]"
+        last = json.loads(found[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] in ("length", "stop") and "error" not in "".join(found)
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{address}/health")
+
+
+def test_killed_and_started_again(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    """kill -9: what was idle is on the disk, whole, and the next server goes on from it."""
+    folder, body = tmp_path / "kept", {"prompt": "It was a dark night; " * 20, "max_tokens": 8, "temperature": 0}
+    kind = ("-m", coded_model(), "-np", 1, "-c", 1024, "--cache-disk", folder)
+    answers = []
+    for _ in range(2):
+        with started(*kind, program=("-c", DEAR)) as (address, process, lines):
+            answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=60).json())
+            assert waited(lambda: bool(list(folder.glob("*.prompt"))))
+            process.kill()
+            assert process.wait(30) == -signal.SIGKILL
+            assert "Traceback" not in "".join(lines)
+    first, second = answers
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached == [0, first["usage"]["prompt_tokens"] - 1]
 
 
 def test_flags_reach_the_server(coded_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -161,3 +209,17 @@ def test_the_demo_model_answers_as_the_class_does(demo_model: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(ask, bodies))
     assert found == expected
+
+
+def test_flags_of_the_examples() -> None:
+    """The recipe and the unit are not run here: what they call is there."""
+    folder = REPO / "examples" / "server"
+    recipe = (folder / "Containerfile").read_text("utf-8")
+    words = json.loads(next(line for line in recipe.splitlines() if line.startswith("ENTRYPOINT")).partition(" ")[2])
+    unit = (folder / "subkv.service").read_text("utf-8")
+    stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
+    assert stop > LAST_SECONDS and f"--stop-timeout {stop}" in recipe
+    known = {flag for option in main.params for flag in (*option.opts, *option.secondary_opts)}
+    for called in (words, re.search(r"ExecStart=(.*)", unit)[1].split()):  # type: ignore[index]
+        assert [Path(called[0]).name, called[1]] == ["subkv", "serve"]
+        assert {word for word in called if word.startswith("-")} <= known

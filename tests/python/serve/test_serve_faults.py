@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import os
+import re
 import socket
 import struct
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import Served, running
+from click.testing import CliRunner
+from serving import Served, running, waited
 
+from runtime.serve import soak
 from runtime.serve.guard import Guard
-from runtime.serve.load import load, row
+from runtime.serve.load import Reply, load, row
+from subkv.base import progress
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -43,15 +49,6 @@ def begin(served: Served, **body: Any) -> socket.socket:
         + data
     )
     return sock
-
-
-def waited(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize(
@@ -143,6 +140,18 @@ def test_a_client_that_leaves_frees_its_slot(one_slot: Served) -> None:
     assert one_slot.client.get("/slots").json()[0]["n_tokens"] < 30000  # not because the context was full
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read(one_slot: Served, stream: bool) -> None:
+    engine = one_slot.service.engine
+    with begin(one_slot, stream=stream, prompt=[1 + i % 200 for i in range(30000)]):
+        assert waited(lambda: engine.n_busy == 1 and len(engine.slots[0].tokens) > 0)
+        assert engine.slots[0].task.reading
+    assert one_slot.idle()
+    assert 0 < one_slot.client.get("/slots").json()[0]["n_tokens"] < 30000
+    answer = one_slot.client.post(TEXT, json={"prompt": "others", "max_tokens": 3})
+    assert answer.status_code == 200
+
+
 def test_a_client_that_resets_while_it_waits_for_a_whole_answer(one_slot: Served) -> None:
     with begin(one_slot, stream=False) as sock:
         assert waited(lambda: one_slot.service.engine.n_busy == 1)
@@ -204,6 +213,17 @@ def test_writes_that_block_end_the_answer() -> None:
         asyncio.run(guard({"type": "http", "path": "/", "headers": []}, receive, blocked))
 
 
+def test_the_load_program_shows_how_far_it_is(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    parts = urlsplit(served.url)
+    replies = asyncio.run(load(parts.hostname, parts.port, TEXT, [{"prompt": "x", "max_tokens": 2}] * 6, 2))
+    assert [reply.status for reply in replies] == [200] * 6
+    assert "requests:" in screen.getvalue() and "/6 [" in screen.getvalue()
+
+
 def test_a_thousand_requests_at_once(coded_model: Callable[..., Path]) -> None:
     n = 1000
     prompts = [f"{word} {word}" for word in ("one", "two", "three", "four", "five")]
@@ -224,3 +244,26 @@ def test_a_thousand_requests_at_once(coded_model: Callable[..., Path]) -> None:
         assert sum(reply.status == 200 for reply in replies) >= 600
         assert f"| {n} | " in row(replies, 1.0, None)
         assert served.idle()
+
+
+def test_a_soak_of_seconds(coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    with running(coded_model(), n_slots=2, n_ctx=1024, folder=tmp_path) as served:
+        asked = ["--url", served.url, "--pid", str(os.getpid()), "--minutes", "0.05", "--every", "0.2", "-n", "4"]
+        done = CliRunner().invoke(soak.main, [*asked, "-j", "1", "-np", "2"])
+        assert done.exit_code == 0, done.output
+        assert "faults: none" in done.output
+        for kind in ("short", "conversation", "gone", "slow", "slots", "refused"):
+            assert re.search(rf"[1-9]\d* {kind}", done.output), done.output
+        for name in ("RSS MiB", "open files", "threads", "first quarter", "last quarter"):
+            assert re.search(rf"^\| {name} \| [1-9]", done.output, re.MULTILINE), done.output
+
+
+def test_what_a_soak_sees() -> None:
+    samples = [(360.0 * k, 100.0 + k, 20, 5) for k in range(11)]  # an hour
+    assert [tuple(round(x, 6) for x in column) for column in soak.growth(samples)] == [
+        (103.0, 110.0, 10.0),
+        (20.0, 20.0, 0.0),
+        (5.0, 5.0, 0.0),
+    ]
+    replies = [(float(k), Reply(200 if k % 10 else 500, b"", 1.0 if k < 50 else 2.0)) for k in range(100)]
+    assert soak.quarters(replies, 100.0) == [(22, 1.0, 1.0), (23, 2.0, 2.0)]

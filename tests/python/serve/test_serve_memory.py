@@ -9,49 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Served, running
+from serving import KINDS, SYSTEM, Served, ask, dearly, model_of, running
 
 from runtime.serve.settings import Remembering
-from subkv.engine import checkpoints
 
-SYSTEM = "You are a clerk who answers in few words and never lies about what was said before. " * 4
-KINDS = [
-    ("llama", "f16"),
-    ("llama", "q8_0"),
-    ("llama", "subkv"),
-    ("gemma2", "subkv"),
-    ("gemma2", "f16"),
-    ("lfm2", "subkv"),
-    ("lfm2", "f16"),
-]
-
-
-@pytest.fixture(autouse=True)
-def dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models evaluate faster than anything is restored: a token costs a second here, and is never measured."""
-    monkeypatch.setattr("runtime.serve.prefixes.Pace.took", lambda *_: None)
-    monkeypatch.setattr(checkpoints, "SPACING", 64)
-    monkeypatch.setattr("runtime.serve.blocks.ROWS", 64)
-
-
-def dearly(served: Served) -> Served:
-    prefixes = served.service.engine.recall.prefixes
-    prefixes.evaluating.seconds = 1.0
-    for pace in (prefixes.setting, *prefixes.reading.values()):
-        pace.seconds = 0.0
-    return served
-
-
-def ask(served: Served, prompt: str, n: int = 8, key: str | None = None) -> tuple[str, int]:
-    """The answer, and how many tokens of the prompt were not evaluated."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    body = {"prompt": prompt, "max_tokens": n, "temperature": 0}
-    answer = served.client.post("/v1/completions", json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
-    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == found["timings"]["cache_n"]
-    return found["choices"][0]["text"], cached
+pytestmark = pytest.mark.usefixtures("dear")
 
 
 def settle(served: Served) -> None:
@@ -68,10 +30,6 @@ def settle(served: Served) -> None:
 def metric(served: Served, name: str) -> float:
     lines = served.client.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"subkv:prefix_{name}"))
-
-
-def model_of(arch: str, cache: str, coded_model: Callable[..., Path], tiny_model: Callable[..., Path]) -> Path:
-    return coded_model() if (arch, cache) == ("llama", "subkv") else tiny_model(arch)
 
 
 @pytest.mark.parametrize(("arch", "cache"), KINDS, ids=["-".join(kind) for kind in KINDS])
@@ -182,12 +140,3 @@ def test_keys_do_not_see_each_other(coded_model: Callable[..., Path], tmp_path: 
         ask(served, "another text to make room for " * 4, key="one")
         ask(served, "another text to make room for " * 4, key="two")
         assert ask(served, SYSTEM, key="one")[1] > 100
-        save = served.client.post("/slots/0?action=save", json={"filename": "kept"})
-        held = served.service.engine.slots[0].space
-        two = {"Authorization": "Bearer two"}
-        assert save.status_code == 200 or held  # 403: it is the other key's
-        if save.status_code == 200 and not shared:
-            assert held and b"one" not in (tmp_path / "kept").read_bytes()[:2000]
-            answer = served.client.post("/slots/0?action=restore", json={"filename": "kept"}, headers=two)
-            assert answer.status_code == 400 and "another's in kept" in answer.json()["error"]["message"]
-            assert served.client.post("/slots/0?action=save", json={"filename": "x"}, headers=two).status_code == 403

@@ -137,7 +137,8 @@ def test_the_table_of_limits_has_the_numbers() -> None:
         "stop strings": [s.N_STOPS, s.N_STOP],
         "`logit_bias`": [s.N_BIAS, s.N_BIAS_TEXT],
         "`logprobs`": [s.N_LOGPROBS],
-        "texts of an embeddings request": [s.N_INPUTS],
+        "texts of an embeddings or rerank request": [s.N_INPUTS],
+        "files of `/infill`": [s.N_FILES],
         "grammar": [g.N_BYTES >> 10, g.N_RULES, g.N_ALTERNATIVES, g.N_NESTED, g.N_REPEAT],
         "JSON schema": [g.N_BYTES >> 10, g.N_VALUES, g.N_DEPTH, g.N_PROPERTIES, g.N_PATTERN, g.N_REPEAT],
         "answers under way at SIGTERM": [GRACE_SECONDS],
@@ -224,6 +225,25 @@ def test_a_request_at_work_outlives_the_deadline_for_headers(tiny_model: Callabl
                 time.sleep(0.002)
         assert lines[-2] == "data: [DONE]"
         assert json.loads(lines[0].removeprefix("data: "))["object"] == "text_completion"
+
+
+def test_what_is_asked_while_the_model_loads(tiny_model: Callable[..., Path]) -> None:
+    """The port is taken before: a page that is opened then, and who asks for health, are answered once it is ready."""
+    model = tiny_model("llama")
+    sock = Listening("127.0.0.1", 0, (), None).listen(60.0, 64)
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for path in ("/", "/page.js", "/health", "/v1/health"):
+            made = stack.enter_context(socket.create_connection(sock.getsockname(), timeout=30))
+            made.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            clients.append(made)
+        clients[2].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            clients[2].recv(100)
+        clients[2].settimeout(30)
+        with running(model, n_slots=1, n_ctx=256, listening=sock):
+            for made in clients:
+                assert made.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_pages_of_other_servers(coded_model: Callable[..., Path]) -> None:

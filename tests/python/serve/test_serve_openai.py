@@ -23,6 +23,7 @@ def client(served: Any) -> Iterator[Any]:
 def test_models(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.object == "model"
+    assert model.meta["n_ctx"] == 512 and 0 < model.meta["kv_cache"]["bytes"] < model.meta["kv_cache"]["bytes_f16"]
 
 
 def test_chat_and_its_stream_say_the_same(client: Any) -> None:
@@ -224,7 +225,7 @@ def test_logit_bias_and_min_tokens(client: Any, served: Any) -> None:
         ("temperature", -1, 400),
         ("temperature", "hot", 400),
         ("top_k", 10**12, 400),
-        ("n", 2, 400),
+        ("n", 5, 400),
         ("seed", 10**30, 400),
         ("stop", ["s"] * 1000, 400),
         ("logit_bias", {"nonsense": 1.0}, 400),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.serve import blocks, prefixes
+from runtime.serve import blocks, prefixes, slots
 from runtime.serve.blocks import ROWS, Prefix, pack, unpack
 from runtime.serve.prefixes import MIB, Prefixes
 from runtime.serve.tiers import Disk, Ram
@@ -339,6 +339,82 @@ def test_two_servers_in_one_folder(tmp_path: Path) -> None:
             keep(b, prefix([i, *SYSTEM[:300]]))
         assert a.find([1, *SYSTEM], "", 0) is None  # the other's bound is smaller
         assert a.find([7, *SYSTEM], "", 0) is not None
+
+
+def test_two_servers_write_the_same(tmp_path: Path) -> None:
+    """At once, while a third reads and a fourth clears up: what is found is whole, and nothing is left half-written."""
+    texts = [prefix([i, *SYSTEM], (500,)) for i in range(2)]
+    with contextlib.ExitStack() as stack:
+        a, b, reader = (stack.enter_context(remembering(tmp_path, ram=0)) for _ in range(3))
+
+        def write(made: Prefixes) -> None:
+            for text in texts * 8:
+                made._with_disk("write", lambda disk, text=text: disk.store(*pack(made.identity(""), text)), "")
+
+        def clear() -> None:
+            for _ in range(40):
+                for path in [path for path in files(tmp_path) if path.suffix != ".tmp"][::3]:
+                    path.unlink(missing_ok=True)
+                time.sleep(0.002)
+
+        threads = [
+            threading.Thread(target=work, args=args) for work, args in ((write, (a,)), (write, (b,)), (clear, ()))
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            for i, text in enumerate(texts):
+                found = reader.find([i, *SYSTEM, 1], "", 0)
+                assert found is None or same(found.prefix, text)
+        for thread in threads:
+            thread.join()
+        assert a.counts.n_failures == b.counts.n_failures == reader.counts.n_damaged == 0
+        write(a)
+        for i, text in enumerate(texts):
+            found = reader.find([i, *SYSTEM, 1], "", 0)
+            assert found is not None and same(found.prefix, text)
+        assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_servers_of_other_versions_share_a_folder_and_nothing_in_it(tmp_path: Path) -> None:
+    with remembering(tmp_path, ram=0) as old:
+        keep(old, prefix(SYSTEM))
+        for key in ("libsubkv", "fingerprint", "n_seq_max"):
+            other = Prefixes(IDENTITY | {key: 2}, None, MOST, 0, tmp_path, MOST)
+            other.evaluating.took(1.0, 1)
+            other.measured.set()
+            assert other.find([*SYSTEM, 1], "", 0) is None
+            keep(other, prefix(SYSTEM))
+            assert other.find([*SYSTEM, 1], "", 0) is not None
+            other.close()
+        assert old.find([*SYSTEM, 1], "", 0) is not None and old.counts.n_damaged == 0
+
+
+def test_checkpoints_that_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 128 tokens apart, none where the tail can be removed anyway, six of a long text."""
+
+    def left(n: int, points: tuple[int, ...], n_removable: int | None = 32) -> list[int]:
+        made = Prefix(np.zeros(n, np.int32), memoryview(b""), prefix(SYSTEM[:5], points).points)
+        return [point.n_tokens for point in slots.thinned(made, n_removable).points]
+
+    assert left(1200, (512, 1000, 1024, 1199)) == [512, 1000]
+    assert left(1400, (512, 1000, 1024, 1199)) == [512, 1000, 1199]
+    assert left(100, (60,)) == [] and left(400, (200, 300)) == [200]
+    assert left(1200, (512, 1199), 0) == [512, 1199] and left(1200, (512,), None) == []
+    long = left(9000, (*range(512, 8500, 512), 8600, 8750))
+    assert len(long) == slots.N_POINTS and long[-2:] == [8600, 8750]
+
+
+def test_a_turn_more_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """Although it has no checkpoint where that ended; another text that begins alike stays."""
+    with remembering(tmp_path, n_removable=0) as made:
+        keep(made, prefix(SYSTEM[:600]), prefix([*SYSTEM[:300], 1, 2, 3]), prefix(SYSTEM, (256,)))
+        assert made.ram.n_entries == 2 and len(list(tmp_path.glob("*.prompt"))) == 2
+        found = made.find([*SYSTEM[:600], 9, 9], "", 0)
+        assert found is not None and found.n_reached == 256
+        far = prefix([*SYSTEM, *SYSTEM], (256,))
+        keep(made, far)
+        assert made.ram.n_entries == 3  # as much would have to be evaluated again as is worth an entry
 
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])

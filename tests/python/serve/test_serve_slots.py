@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from serving import Served, running
 
+from runtime.serve.settings import Remembering
 from subkv.base import container
 
 PROMPT = "It was a dark and stormy night; " * 4
@@ -153,3 +154,38 @@ def test_what_was_erased_is_in_no_file(coded_model: Callable[..., Path], tmp_pat
         generate(served, "x", 1)
         assert act(served, "save", "after").status_code == 200
     assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_key_has_files_of_its_own(coded_model: Callable[..., Path], tmp_path: Path, shared: bool) -> None:
+    """Of one name: neither is read, replaced or shown to be there by the other key's."""
+    kind: dict[str, Any] = {"n_slots": 1, "n_ctx": 512, "folder": tmp_path, "keys": ("one", "two")}
+    with running(coded_model(), remembering=Remembering(shared_cache=shared), **kind) as served:
+
+        def as_key(key: str, path: str, body: dict[str, Any]) -> Any:
+            return served.client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+        def write(key: str, prompt: str) -> int:
+            answer = as_key(key, "/v1/completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0})
+            assert answer.status_code == 200
+            return held(served)[0]
+
+        name = {"filename": "kept"}
+        n_one = write("one", PROMPT)
+        assert as_key("two", "/slots/0?action=save", name).status_code == (200 if shared else 403)
+        assert as_key("one", "/slots/0?action=save", name).status_code == 200
+        missing = as_key("two", "/slots/0?action=restore", name)
+        assert missing.status_code == (200 if shared else 400) and ("No such file" in missing.text) != shared
+        n_two = write("two", "another's")
+        assert as_key("two", "/slots/0?action=save", name).status_code == 200
+        expected = {"one": n_two if shared else n_one, "two": n_two}
+        for key, n in expected.items():
+            assert as_key(key, "/slots/0?action=restore", name).json()["n_restored"] == n
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert len(files) == (1 if shared else 2) and all(path.parent != tmp_path for path in files) != shared
+        if not shared:  # moved to where the other looks, or served without keys, it is refused all the same
+            mine, other = sorted(files, key=lambda path: path.stat().st_size)
+            mine.write_bytes(other.read_bytes())
+            answers = [as_key(key, "/slots/0?action=restore", name) for key in ("one", "two")]
+            assert sorted(answer.status_code for answer in answers) == [200, 400]
+            assert any("another's in kept" in answer.text for answer in answers)

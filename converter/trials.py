@@ -1,0 +1,153 @@
+"""Trials of sensing.py: what is kept of them, and the factors of all layers that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converter.decoded import Unpredictable
+from converter.residual import SIDES
+from subkv.format.arrays import F64
+from subkv.format.calibration import Calibration, LayerStats, TextSource
+
+HEARD = 1.5  # times what rounding costs: a trial that costs less tells nothing
+SILENT = 1e-3  # nats: less is no effect to learn from
+UNPREDICTABLE = (
+    "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
+    "random weights: nothing can be predicted"
+)
+MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the cells that were measured on add
+
+# Standard deviations of logarithms: of a trial, between texts, layers, the first three, and a layer's sides
+SD_TRIAL, SD_TEXTS, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.5, 0.5, 4.0, 0.6
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Noise in one layer's side ("k" or "v"): nats of KLD per scored token, and the squared norm that it adds to the
+    stream, exact. Side "": noise that is too small to matter."""
+
+    chunk: int
+    index: int
+    side: str
+    kld: float
+    energy: float
+
+
+@dataclass
+class Found:
+    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of `chunks` chunks.
+
+    moments: per layer sums over `cells` cells, as the members of LayerStats of these names, of all chunks but the first
+    `entered`, whose cells the calibration has.
+    """
+
+    sums: list[dict[str, F64]]
+    moments: list[dict[str, F64]]
+    queries: int = 0
+    chunks: int = 0
+    cells: int = 0
+    entered: int = 0
+    trials: list[Trial] = field(default_factory=list)
+
+    @classmethod
+    def none(cls, calibration: Calibration) -> Found:
+        sums = [{side: np.zeros(_size(layer, side)) for side in SIDES} for layer in calibration.layers]
+        moments = [{name: np.zeros_like(getattr(layer, name)) for name in MOMENTS} for layer in calibration.layers]
+        return cls(sums, moments)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it, to be saved."""
+        numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
+        counts = np.array([self.queries, self.chunks, self.cells, self.entered])
+        own = [sums | moments for sums, moments in zip(self.sums, self.moments, strict=True)]
+        parts = {f"{i}.{name}": part for i, layer in enumerate(own) for name, part in layer.items()}
+        return {"counts": counts, "trials": np.array(numbers).reshape(-1, 5)} | parts
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
+        """What arrays() was called on, for the same calibration. Raises what numpy does for anything else."""
+        found = cls.none(calibration)
+        found.queries, found.chunks, found.cells, found.entered = (int(n) for n in arrays["counts"])
+        found.trials = [
+            Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(moved))
+            for c, i, side, kld, moved in arrays["trials"]
+        ]
+        for layers in (found.sums, found.moments):
+            for i, own in enumerate(layers):
+                for name in own:
+                    own[name] += arrays[f"{i}.{name}"]
+        return found
+
+    def enter(self, calibration: Calibration, texts: Sequence[TextSource]) -> None:
+        """Forget the moments of those of the chunks' texts that the calibration names: their cells are in its own.
+
+        Raises ValueError for a calibration that names fewer than an earlier one.
+        """
+        named = sum(text in calibration.texts for text in texts)
+        if named < self.entered:
+            raise ValueError(f"expected a calibration with the cells of {self.entered} texts, found {named}")
+        if named > self.entered:  # all that is measured: it was written with the result
+            self.entered, self.cells = named, 0
+            for moments in self.moments:
+                for part in moments.values():
+                    part[:] = 0.0
+
+    @property
+    def floor(self) -> float:
+        """What rounding alone costs, nats per token."""
+        return max((t.kld for t in self.trials if not t.side), default=0.0)
+
+    def factors(self) -> dict[tuple[int, int, str], float]:
+        """Nats per half the stream's energy, by chunk, layer and side, of the trials that were loud enough."""
+        floors = {t.index: t.kld for t in self.trials if not t.side}
+        known = {}
+        for t in self.trials:
+            floor = float(np.interp(t.index, sorted(floors), [floors[i] for i in sorted(floors)])) if floors else 0.0
+            if t.side and t.kld > max(HEARD * floor, SILENT) and t.energy > 0.0:
+                known[t.chunk, t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
+        return known
+
+
+def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
+    d = layer.shape.d_k if side[0] == "k" else layer.shape.d_v
+    return layer.shape.n_head_kv, d, d
+
+
+def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tuple[dict[str, F64], dict[int, float]]:
+    """Factors of all layers, per side [n_layer], and of the texts, by chunk, from those of the trials, which are
+    products of both: a text whose next tokens are certain makes little of any noise.
+
+    Their logarithms change little from one layer to the next, the first two apart, and between a layer's keys and
+    values. Raises Unpredictable where none is known.
+    """
+    if not factors:
+        raise Unpredictable("model", UNPREDICTABLE)
+    texts = {chunk: 2 * n_layer + j for j, chunk in enumerate(sorted({chunk for chunk, _, _ in factors}))}
+    n = 2 * n_layer + len(texts)
+    normal, right = np.zeros((n, n)), np.zeros(n)
+
+    def expect(value: float, sd: float, plus: Sequence[int], minus: int | None = None) -> None:
+        """The sum of some logarithms, less another one."""
+        row = np.zeros(n)
+        row[list(plus)] = 1.0
+        if minus is not None:
+            row[minus] = -1.0
+        normal[:] += np.outer(row, row) / sd**2
+        right[:] += value * row / sd**2
+
+    for (chunk, i, side), factor in factors.items():
+        expect(float(np.log(factor)), SD_TRIAL, [2 * i + (side == "v"), texts[chunk]])
+    for at in texts.values():
+        expect(0.0, SD_TEXTS, [at])
+    for i in range(n_layer):
+        expect(0.0, SD_SIDES, [2 * i], 2 * i + 1)
+        for at in (2 * i, 2 * i + 1) if i + 1 < n_layer else ():
+            expect(0.0, SD_FIRST if i < 2 else SD_LAYERS, [at], at + 2)
+    found = np.exp(np.linalg.solve(normal, right))
+    sides = {"k": found[0 : 2 * n_layer : 2], "v": found[1 : 2 * n_layer : 2]}
+    return sides, {chunk: float(found[at]) for chunk, at in texts.items()}

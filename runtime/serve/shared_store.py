@@ -1,0 +1,370 @@
+"""Prefixes in a store that replicas share, behind fsspec: a folder, memory, S3, whatever has a plugin.
+
+What lies there, side by side, never changes but for the marks:
+
+    <context>-<tokens>.prompt   an entry, as in a server's folder (subkv.engine.entries)
+    <content>.rows              a blob, addressed by its content (runtime.serve.blocks)
+    <beginning>.mark            name of the newest entry whose tokens begin so
+
+There is no listing to read and no lock to take: a prompt's marks are asked for all at once, the longest one that
+is there names an entry, and this its blobs. Everything is checked when it is read. Blobs are written first, marks last,
+so a replica that stops anywhere leaves nothing that misleads; two that write one entry both write what they name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from runtime.serve.blocks import ROWS, Blobs, address, references
+from runtime.serve.deadline import Deadline
+from subkv.base.container import FIXED, N_DIGEST, START, ContainerError, Tokens, read_whole
+from subkv.base.errors import SubkvError, install
+from subkv.base.files import STALE_SECONDS, TEMPORARY, replacing
+from subkv.engine.entries import OWN, Entry, Head, prefix
+
+NAMED = re.compile(r"[0-9a-f]{64}\.(rows|mark)")
+GRAIN, N_LATEST = 32, 128  # tokens between marks, and how many of a prompt's latest are asked for
+SECONDS = 10.0  # for each call
+CALL_BYTES = 8 << 20  # that one call moves, but for a blob that is larger
+TRIES = 2  # entries that are read for a prompt
+N_KNOWN = 4096  # heads and names that are kept in mind
+PRESENT_SECONDS = 600.0  # that what was seen is taken to be there
+LOOK_SHARE = 16  # of the capacity: after so much is written the store is listed again
+DATES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+
+
+def marked(n: int) -> list[int]:
+    """Lengths of beginnings of n tokens that a mark is left at: close at first, then a quarter apart, and the end."""
+    found, at = [], GRAIN
+    while at <= n:
+        found.append(at)
+        at += max(GRAIN, 1 << max(at.bit_length() - 3, 0))
+    last = n // GRAIN * GRAIN
+    return found if not last or last in found else [*found, last]
+
+
+def asked(n: int) -> list[int]:
+    """Lengths at which a prompt of n tokens looks for marks, longest first: also where a turn before may have ended."""
+    last = n // GRAIN
+    latest = {at * GRAIN for at in range(max(last - N_LATEST, 0) + 1, last + 1)}
+    return sorted(latest.union(marked(n)), reverse=True)
+
+
+class Store:
+    """A tier of Prefixes, as tiers.Disk is, that other machines read and write, too. Methods raise OSError.
+
+    capacity: bytes, 0: the store bounds itself. Several replicas look at different times, so there may be a bit more.
+    """
+
+    def __init__(self, url: str, capacity: int, max_bytes: int, seconds: float = SECONDS) -> None:
+        """max_bytes: more than any state of this context takes. Raises SubkvError for a URL that nothing is behind."""
+        try:
+            import fsspec  # of the extra `cluster`
+        except ImportError as error:
+            raise SubkvError("cache_store", f"expected package fsspec, found none; {install('cluster')}") from error
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise SubkvError("cache_store", f"expected a URL of fsspec, found {url!r} ({error})") from error
+        self.path = url  # for messages
+        self.capacity, self.max_bytes = capacity, max_bytes
+        self.n_bytes = 0  # as of the last look
+        self.deadline = Deadline(seconds)
+        self._lock = threading.RLock()
+        self._known: OrderedDict[str, Head] = OrderedDict()
+        self._present: OrderedDict[str, float] = OrderedDict()  # names, and when they were last seen
+        self._read: OrderedDict[str, Entry] = OrderedDict()  # the latest, about to be loaded
+        self._damaged: set[str] = set()  # that could not be removed
+        self._n_written: int | None = None  # bytes since the last look
+        self._made = False
+
+    #
+    # calls
+    #
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _cat(self, names: Sequence[str], start: int, ends: Sequence[int]) -> list[bytes | None]:
+        """A range of each file; None: there is no such file."""
+        if not names:
+            return []
+        paths, begins = [self._path(name) for name in names], [start] * len(names)
+        found = self.deadline.call(lambda: self._fs.cat_ranges(paths, begins, list(ends), on_error="return"))
+        for one in found:
+            if isinstance(one, Exception) and not isinstance(one, FileNotFoundError):
+                raise OSError(f"{type(one).__name__}: {one}") from one
+        return [None if isinstance(one, Exception) else bytes(one) for one in found]
+
+    def _pipe(self, files: dict[str, bytes]) -> None:
+        self.deadline.call(lambda: self._write_now(files))
+        with self._lock:
+            for name in files:
+                self._see(name)
+            self._n_written = (self._n_written or 0) + sum(map(len, files.values()))
+
+    def _write_now(self, files: dict[str, bytes]) -> None:
+        local = "file" in ((self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol)
+        if local:  # appears whole or not at all, as an object store's does
+            Path(self._root).mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, data in files.items():
+                with replacing(Path(self._path(name))) as handle:
+                    handle.write(data)
+            return
+        if not self._made:
+            with contextlib.suppress(Exception):  # a store without folders
+                self._fs.makedirs(self._root, exist_ok=True)
+            self._made = True
+        self._fs.pipe({self._path(name): data for name, data in files.items()})
+
+    def _see(self, name: str) -> None:
+        self._present[name] = time.monotonic()
+        self._present.move_to_end(name)
+        while len(self._present) > 16 * N_KNOWN:
+            self._present.popitem(last=False)
+
+    def touch(self, name: str) -> None:
+        """Mark as used now, where the store can: else its order is that of writing."""
+        with contextlib.suppress(Exception):
+            self.deadline.call(lambda: self._fs.touch(self._path(name), truncate=False))
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._known.pop(name, None)
+            self._present.pop(name, None)
+            self._read.pop(name, None)
+        with contextlib.suppress(OSError):
+            self.deadline.call(lambda: self._fs.rm_file(self._path(name)))
+
+    def discard(self, name: str) -> None:
+        """Remove a damaged entry, or at least never read it again."""
+        self._damaged.add(name)
+        self.remove(name)
+
+    #
+    # reading
+    #
+
+    @staticmethod
+    def _mark(identity: bytes, tokens: Tokens) -> str:
+        digest = hashlib.sha256(identity)
+        digest.update(tokens.astype("<i4").tobytes())
+        return f"{digest.hexdigest()}.mark"
+
+    def heads(self, identity: bytes) -> dict[str, Head]:
+        """Of entries that this replica has seen, by name."""
+        begin = prefix(identity)
+        with self._lock:
+            return {name: head for name, head in self._known.items() if name.startswith(begin)}
+
+    def near(self, identity: bytes, tokens: Tokens) -> dict[str, Head]:
+        """Heads of the entries that have the longest beginnings in common with these tokens, by name."""
+        marks = [self._mark(identity, tokens[:n]) for n in asked(len(tokens))]
+        named: dict[str, None] = {}
+        begin = prefix(identity)
+        for found in self._cat(marks, 0, [128] * len(marks)):
+            name = (found or b"").decode("latin-1")
+            if OWN.fullmatch(name) and name.startswith(begin) and name not in self._damaged:
+                named[name] = None
+        heads: dict[str, Head] = {}
+        for name in named:
+            if len(heads) == TRIES:
+                break
+            with self._lock:
+                head = self._known.get(name)
+            if head is None:
+                try:
+                    entry = self._entry(name)
+                except ContainerError:
+                    self.discard(name)
+                    continue
+                head = None if entry is None else Head(entry.tokens, entry.more)
+            if head is not None:
+                heads[name] = head
+        return heads
+
+    def _know(self, entry: Entry) -> None:
+        name = entry.name()
+        with self._lock:
+            self._known[name] = Head(entry.tokens, entry.more)
+            self._known.move_to_end(name)
+            while len(self._known) > N_KNOWN:
+                self._known.popitem(last=False)
+
+    def _entry(self, name: str) -> Entry | None:
+        """An entry, checked as a whole; None: it is gone. Raises ContainerError."""
+        data = self._cat([name], 0, [CALL_BYTES])[0]
+        if data is None:
+            return None
+        if len(data) < START:
+            raise ContainerError("it is cut")
+        _, n_head, n_tokens, n_state = FIXED.unpack_from(data)
+        size = START + n_head + 4 * n_tokens + n_state + N_DIGEST
+        if size > 2 * self.max_bytes:
+            raise ContainerError("it is larger than any state")
+        pieces = [data]
+        for at in range(len(data), size, CALL_BYTES):
+            pieces.append(self._cat([name], at, [min(at + CALL_BYTES, size)])[0] or b"")
+        found = read_whole(io.BytesIO(b"".join(pieces)))
+        more = dict(found.head)
+        try:
+            entry = Entry(bytes.fromhex(more.pop("identity")), found.tokens, found.state, more)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ContainerError("it is bound to no context") from error
+        references(entry.more)
+        if entry.name() != name:
+            raise ContainerError("its name belongs to other tokens")
+        self._know(entry)
+        with self._lock:
+            self._read[name] = entry
+            while len(self._read) > TRIES:
+                self._read.popitem(last=False)
+        return entry
+
+    def load(self, name: str) -> tuple[Entry, Blobs] | None:
+        """An entry and what it refers to, all of it checked; None: it is gone, or a part of it is.
+
+        Raises ContainerError for a damaged one.
+        """
+        with self._lock:
+            entry = self._read.pop(name, None)
+        entry = entry or self._entry(name)
+        if entry is None:
+            self.remove(name)
+            return None
+        with self._lock:
+            self._read.pop(name, None)
+        layout, blocks, points = references(entry.more)
+        size = sum(row for _, row in layout) * ROWS
+        found: Blobs = {}
+        left = self.max_bytes
+        sizes = dict.fromkeys((f"{blob}.rows" for blob in blocks), size)
+        sizes |= dict.fromkeys((f"{blob}.rows" for _, blob in points), 0)
+        for batch in _batches(sizes):
+            most = [(sizes[blob] or left) + 1 for blob in batch]
+            for blob, data in zip(batch, self._cat(batch, 0, most), strict=True):
+                if data is None:
+                    self.remove(name)
+                    return None
+                left -= len(data)
+                if left < 0:
+                    raise ContainerError("its pieces are larger than any state")
+                if address(entry.identity, data) != blob.removesuffix(".rows"):
+                    self.remove(blob)
+                    raise ContainerError("checksum of a block differs")
+                found[blob.removesuffix(".rows")] = data
+        self.touch(name)
+        return entry, found
+
+    #
+    # writing
+    #
+
+    def store(self, entry: Entry, blobs: Blobs) -> bool:
+        """Write an entry: its blobs, itself, its marks. False where it is larger than everything may be."""
+        n = len(entry.state) + sum(map(len, blobs.values()))
+        if self.capacity and n > self.capacity:
+            return False
+        missing = self._missing({f"{name}.rows": data for name, data in blobs.items()})
+        self.make_room(len(entry.state) + sum(map(len, missing.values())), {f"{name}.rows" for name in blobs})
+        for batch in _batches({name: len(data) for name, data in missing.items()}):
+            self._pipe({name: missing[name] for name in batch})
+        name, data = entry.name(), b"".join(entry.container().pieces())
+        self._pipe({name: data})
+        self._know(entry)
+        self._damaged.discard(name)
+        tokens = entry.tokens
+        self._pipe({self._mark(entry.identity, tokens[:n]): name.encode() for n in marked(len(tokens))})
+        return True
+
+    def _missing(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Those that the store lacks, or holds at another length."""
+        since = time.monotonic() - PRESENT_SECONDS
+        with self._lock:
+            unsure = [name for name in files if self._present.get(name, since) <= since]
+        by_length: dict[int, list[str]] = {}
+        for name in unsure:
+            by_length.setdefault(len(files[name]), []).append(name)
+        missing: dict[str, bytes] = {}
+        for length, names in by_length.items():  # a byte where the file should end, and none after it
+            for name, found in zip(names, self._cat(names, max(length - 1, 0), [length + 1] * len(names)), strict=True):
+                if found is None or len(found) != min(length, 1):
+                    missing[name] = files[name]
+                else:
+                    self.touch(name)
+                    with self._lock:
+                        self._see(name)
+        return missing
+
+    def make_room(self, n: int, spared: Set[str] = frozenset()) -> None:
+        """Give up what was used longest ago until n bytes more are within the bound; looks now and then only.
+
+        spared: names of blobs that are in use.
+        """
+        if not self.capacity:
+            return
+        with self._lock:
+            written = self._n_written
+            if written is not None and written + n < self.capacity // LOOK_SHARE:
+                self.n_bytes += n
+                return
+            self._n_written = 0
+        files = dict(self._look())
+        total = sum(size for size, _ in files.values())
+        newest = max((used for _, used in files.values()), default=0.0)  # the store's clock, not ours
+        for name in sorted(files.keys() - spared, key=lambda name: files[name][1]):
+            size, used = files[name]
+            stale = TEMPORARY.fullmatch(name) and newest - used > STALE_SECONDS
+            if stale or total + n > self.capacity - self.capacity // LOOK_SHARE:
+                self.remove(name)
+                total -= size
+        self.n_bytes = total + n
+
+    def _look(self) -> Iterator[tuple[str, tuple[int, float]]]:
+        """Name, bytes and time of the latest use or writing of all that was written here; others are left alone."""
+
+        def listed() -> Any:
+            self._fs.invalidate_cache()
+            return self._fs.find(self._root, detail=True)
+
+        for path, about in self.deadline.call(listed).items():
+            name = path.rsplit("/", 1)[-1]
+            temporary = TEMPORARY.fullmatch(name)
+            own = temporary["name"] if temporary else name
+            if (OWN.fullmatch(own) or NAMED.fullmatch(own)) and about.get("type") == "file":
+                yield name, (about.get("size") or 0, _seconds(about))
+
+    @property
+    def n_entries(self) -> int:
+        return len(self._known)
+
+
+def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:
+    """Names in groups of at most CALL_BYTES together; of size 0: that nobody knows, one by one."""
+    batch: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if batch and (not size or total + size > CALL_BYTES):
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += size or CALL_BYTES
+    if batch:
+        yield batch
+
+
+def _seconds(about: dict[str, Any]) -> float:
+    """When a file was used or written last, as its store tells it; 0: it does not."""
+    value: Any = next((about[key] for key in DATES if about.get(key) is not None), 0.0)
+    with contextlib.suppress(AttributeError):
+        value = value.timestamp()
+    return float(value) if isinstance(value, (int, float)) else 0.0

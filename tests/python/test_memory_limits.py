@@ -1,0 +1,64 @@
+"""Memory that ends while a context is made: a sentence, and the process goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Prints, for every limit, how many bytes beyond what there is were allowed and what came of it.
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import subkv
+from subkv.engine.memory import SMALL
+path = sys.argv[1]
+llm = subkv.Llama(path, n_ctx=256, n_threads=1, verbose=False)
+expected = llm("a b c", max_tokens=4, temperature=0)["choices"][0]["text"]
+def pages():
+    return int(Path("/proc/self/statm").read_text().split()[0])
+def make(n_ctx):
+    try:
+        subkv.Llama(path, n_ctx=n_ctx, n_threads=1, verbose=False).close()
+        return "made"
+    except subkv.SubkvError as error:
+        return str(error)
+for n_ctx in (512, 131072):
+    sizes = []
+    for printed in (False, False, True):
+        for more in (32, 64, 128, 192, 194, 200, 224, 256, 320, 512, 1024):
+            limit = pages() * resource.getpagesize() + (more << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            said = make(n_ctx)
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert llm("a b c", max_tokens=4, temperature=0)["choices"][0]["text"] == expected
+            if printed:
+                print(n_ctx, more, said, sep="|")
+        sizes.append(pages() * resource.getpagesize() >> 10)
+    assert sizes[2] - sizes[1] < 1 << 10, f"memory stays: KiB in three rounds {sizes}"
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_a_context_under_a_tight_limit(coded_model: Callable[..., Path]) -> None:
+    """RLIMIT_AS, for want of which llama.cpp would end the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(coded_model())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line.split("|") for line in done.stdout.splitlines()]
+    assert len(found) == 22 and done.stderr == ""
+    for n_ctx, more, said in found:
+        assert said == "made" or said.startswith("n_ctx: expected "), (n_ctx, more, said)
+        assert n_ctx in said or said == "made"
+    made = [(n_ctx, int(more)) for n_ctx, more, said in found if said == "made"]
+    assert ("512", 1024) in made and ("131072", 1024) in made and min(more for _, more in made) > 192

@@ -1,0 +1,52 @@
+// failing_new.cpp: the n-th `operator new` of the thread that asked for it fails. Preloaded by test_allocations.py.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+static thread_local long g_left = 0;
+static std::atomic<long> g_live{ 0 };
+
+// Counts from now on; 0: none fails. Returns how many were left.
+extern "C" long fail_new(long n) {
+    const long left = g_left;
+    g_left          = n;
+    return left;
+}
+
+// Pieces that are allocated and not freed.
+extern "C" long live_news() {
+    return g_live;
+}
+
+void * operator new(std::size_t size) {
+    if (g_left > 0 && --g_left == 0) {
+        throw std::bad_alloc();
+    }
+    void * p = std::malloc(size ? size : 1);
+    if (!p) {
+        throw std::bad_alloc();
+    }
+    ++g_live;
+    return p;
+}
+
+void * operator new[](std::size_t size) {
+    return operator new(size);
+}
+
+void operator delete(void * p) noexcept {
+    g_live -= p != nullptr;
+    std::free(p);
+}
+
+void operator delete[](void * p) noexcept {
+    operator delete(p);
+}
+
+void operator delete(void * p, std::size_t) noexcept {
+    operator delete(p);
+}
+
+void operator delete[](void * p, std::size_t) noexcept {
+    operator delete(p);
+}

@@ -1,0 +1,180 @@
+"""Whole graphs on llama.cpp's Vulkan backend: the barriers between its nodes and ours, and what is said where there is
+no device, or one that is too small.
+
+Needs a build with -DGGML_VULKAN=ON, and a Vulkan device; lavapipe will do. Every test is a process of its own: what
+Vulkan sees is decided by the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from subkv.native import library as _lib
+
+HERE = Path(__file__).resolve().parent
+LAYER = "VK_LAYER_KHRONOS_validation"
+
+pytestmark = pytest.mark.skipif(
+    not (_lib.lib_dir() / "libggml-vulkan.so").is_file(), reason="a build without Vulkan (-DGGML_VULKAN=ON)"
+)
+
+# a layout of a tiny model's layers
+OPENED = """
+import random, sys
+from pathlib import Path
+import engine
+from engine import C, Refused, session
+model = engine.Model(Path(sys.argv[1]))
+n_layer, n_head_kv = C.llama_model_n_layer(model.handle), C.llama_model_n_head_kv(model.handle)
+layout = engine.signed_permutations([(il, n_head_kv, 32, 32) for il in range(n_layer)], [(8, 8), (8, 6), (16, 4)],
+                                    [(32, 4)], arch="llama", block_count=n_layer, path=Path(sys.argv[2]))
+tokens = [random.Random(7).randrange(10, model.n_vocab) for _ in range(60)]
+"""
+GRAPHS = """
+for flash_attn in (0, 1):
+    with session(model, layout, window=(4, 8, 4), flash_attn=flash_attn) as s:
+        s.decode(tokens, pieces=PIECES)
+        assert s.stats().n_layer_device == n_layer
+        print(SUBKV.subkv_context_devices(s.ctx).decode())
+""".replace("SUBKV", "engine.SUBKV")
+BATCHES = [40, *[1] * 10, 10]
+# 64 Ki cells by 1024 tokens: a mask of 256 MiB
+LARGE = """
+try:
+    with session(model, layout, n_ctx=1 << 16, n_ubatch=1024):
+        print("fine")
+except Refused as error:
+    print(error)
+"""
+# what the programs say of -ngl 99, and where layers are then
+WITHOUT = """
+import runtime.options as options
+options.note = print
+options.gpu_layers(99)
+with session(model, layout) as s:
+    print(bool(C.llama_supports_gpu_offload()), s.stats().n_layer_device)
+"""
+
+
+def start(code: str, model: Path, tmp_path: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
+    """A process in which llama.cpp sees the first Vulkan device, unless env (None: unset) says otherwise."""
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    given = {**os.environ, "GGML_VK_VISIBLE_DEVICES": "0", "PYTHONPATH": path, **env}
+    here = {name: value for name, value in given.items() if value is not None}
+    command = [sys.executable, "-c", OPENED + code, str(model), str(tmp_path / "layout.gguf")]
+    return subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+
+
+def run(code: str, model: Path, tmp_path: Path, **env: str | None) -> str:
+    """What a process of start() said, which went well."""
+    done = start(code, model, tmp_path, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def graphs(pieces: list[int]) -> str:
+    """GRAPHS of a text in so many tokens at a time."""
+    return GRAPHS.replace("PIECES", str(pieces)).replace("tokens, ", f"tokens[:{sum(pieces)}], ")
+
+
+def preload(name: str, tmp_path: Path) -> str:
+    """A library that stands between llama.cpp's backend and Vulkan, from its source in vulkan/."""
+    library = tmp_path / f"{name}.so"
+    build = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / f"vulkan/{name}.cpp")]
+    subprocess.run([*build, "-ldl"], check=True)
+    return str(library)
+
+
+def ours(tmp_path: Path) -> dict[str, str]:
+    """Environment in which barriers of our dispatches are the only ones that matter (vulkan/barriers.cpp)."""
+    return {"LD_PRELOAD": preload("barriers", tmp_path), "SUBKV_LIBRARY": str(_lib.lib_dir() / "libsubkv.so")}
+
+
+@pytest.fixture
+def hazards(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs GRAPHS under the validation layer's synchronisation validation: its errors."""
+    found = (
+        subprocess.run(["vulkaninfo", "--summary"], capture_output=True, text=True, check=False)
+        if shutil.which("vulkaninfo")
+        else None
+    )
+    if found is None or LAYER not in found.stdout:
+        pytest.skip("no vulkaninfo, or no validation layer (Debian: vulkan-tools vulkan-validationlayers)")
+
+    def errors(pieces: list[int], **env: str) -> list[str]:
+        log = tmp_path / "validation.txt"
+        settings = {
+            "debug_action": "VK_DBG_LAYER_ACTION_LOG_MSG",
+            "log_filename": str(log),
+            "report_flags": "error",
+            "enables": "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT",
+            "enable_message_limit": "false",
+        }
+        text = "".join(f"khronos_validation.{key} = {value}\n" for key, value in settings.items())
+        (tmp_path / "vk_layer_settings.txt").write_text(text)
+        layer = {"VK_INSTANCE_LAYERS": LAYER, "VK_LAYER_SETTINGS_PATH": str(tmp_path)}
+        run(graphs(pieces), tiny_model("llama"), tmp_path, **env, **layer)
+        return re.findall(r"SYNC-HAZARD-[A-Z-]+", log.read_text())
+
+    return errors
+
+
+def test_a_graph_has_no_hazards(hazards: Callable[..., list[str]]) -> None:
+    assert hazards([1] * 20) == []
+
+
+def test_a_graph_of_batches_has_no_hazards_of_ours(hazards: Callable[..., list[str]], tmp_path: Path) -> None:
+    """llama.cpp's matrix products bind more than they write: between its own dispatches there are barriers here."""
+    assert hazards(BATCHES, **ours(tmp_path)) == []
+
+
+def test_lost_barriers_of_a_graph_are_found(hazards: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Those behind our dispatches, taken away between the backend and Vulkan."""
+    assert "SYNC-HAZARD-READ-AFTER-WRITE" in hazards(BATCHES, **ours(tmp_path), SUBKV_LOSE="1")
+
+
+def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    said = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
+    assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", said)
+
+
+def test_a_batch_that_the_device_cannot_bind_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    said = run(LARGE, tiny_model("llama"), tmp_path)
+    if said == "fine\n":
+        pytest.skip("this device binds more than 128 MiB")
+    assert re.match(r"n_ubatch, n_ctx: tensors of at most \d+ bytes expected on the GPU, .* take smaller batches", said)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VK_ICD_FILENAMES", "/nowhere.json"),  # no driver
+        ("GGML_VK_VISIBLE_DEVICES", "7"),  # a device that is not there
+        ("GGML_VK_VISIBLE_DEVICES", None),  # lavapipe, which is a CPU
+    ],
+)
+def test_without_a_device_layers_stay_on_the_cpu_and_it_is_said(
+    tiny_model: Callable[..., Path], tmp_path: Path, variable: str, value: str | None
+) -> None:
+    said = run(WITHOUT, tiny_model("llama"), tmp_path, **{variable: value})
+    if said.startswith("True"):
+        pytest.skip("this machine has a GPU")
+    assert re.fullmatch(
+        r"-ngl 99: expected a GPU, found none \(the Vulkan backend sees none .*; all layers are on the CPU\nFalse 0\n",
+        said,
+    )
+
+
+def test_a_device_without_16_bit_storage_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """llama.cpp leaves it out; one that GGML_VK_VISIBLE_DEVICES names ends the process, with this sentence."""
+    done = start(WITHOUT, tiny_model("llama"), tmp_path, LD_PRELOAD=preload("no_16bit_storage", tmp_path))
+    assert done.returncode != 0
+    assert "does not support 16-bit storage" in done.stderr
