@@ -114,13 +114,13 @@ class Replica:
     """The application of `subkv serve` on one machine, for requests that an ingress passes on."""
 
     async def __init__(self, given: Arguments) -> None:  # type: ignore[misc]  # as Ray has it
+        key_file = None if given.api_key_file is None else Path(given.api_key_file)
+        keys = Listening("", 0, (), key_file).keys()
         self._stack = contextlib.ExitStack()
         found: Wanted = wanted.main(given.listed(), prog_name="flags", standalone_mode=False)
         self.service = self._stack.enter_context(found.checked().opened())
         from runtime.serve.app import create_app  # the extra `server`, behind a check
 
-        key_file = None if given.api_key_file is None else Path(given.api_key_file)
-        keys = Listening("", 0, (), key_file).keys()
         self.app = create_app(self.service, keys, log=given.log_format)
         self._life = self.app.router.lifespan_context(self.app)
         await self._life.__aenter__()

@@ -60,11 +60,13 @@ def loaded(path: Path, devices: Any) -> Model:
 
 
 def test_devices_of_another_process(tiny_model: Callable[..., Path], remote: Any, tmp_path: Path) -> None:
-    model = loaded(tiny_model("llama"), remote)
-    layout = exact_layout(model, "llama", tmp_path / "layout.gguf")
+    near = Model(tiny_model("llama"))
+    layout = exact_layout(near, "llama", tmp_path / "layout.gguf")
+    model = loaded(near.path, remote)
     reason = r"its device CPU is of another process \(RPC\).*use an ordinary cache type"
     with pytest.raises(Refused, match=reason), session(model, layout):
         pass
     with session(model) as ordinary:  # what llama.cpp runs there is its own affair
         assert ordinary.decode([1, 2, 3]) is not None
     model.free()
+    near.free()
