@@ -25,11 +25,18 @@ class Unpredictable(SubkvError):
 class Decoded:
     """One chunk decoded: its cells, rows of every layer and the exact distributions of the scored tokens."""
 
-    def __init__(self, session: Session, tokens: Sequence[int], n_scored: int = SCORED, latent: bool = False) -> None:
-        """latent: values are the first elements of keys, and have no rows."""
+    def __init__(
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        n_scored: int = SCORED,
+        latent: bool = False,
+        further: Sequence[int] = (),
+    ) -> None:
+        """latent: values are the first elements of keys, and have no rows. further: positions to sample queries at."""
         self.session, self.latent = session, latent
         self.scored, self.start = list(tokens[-n_scored:]), len(tokens) - n_scored
-        sampled = spread(self.start // 2, self.start, QUERIES)
+        sampled = sorted({*spread(self.start // 2, self.start, QUERIES), *further})
         after = range(self.start, len(tokens))
         marks = (0, self.start - 1)  # rows by which the others are found in the state
         session.forget()

@@ -33,6 +33,12 @@ UNSUPPORTED = (
 EXTRAS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
 
+def _not_here(reason: str) -> SubkvError:
+    """A model that this module does not follow, and what does."""
+    engine = "`subkv perplexity --compare f16,q8_0,subkv` compares caches in the engine, and takes it"
+    return SubkvError("model", f"{reason}; {engine}")
+
+
 def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, n_sink: int, n_recent: int) -> Any:
     """Causal attention in which the first n_sink and the last n_recent keys of every query are exact.
 
@@ -101,14 +107,14 @@ class Reference:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         except (ValueError, OSError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise SubkvError("model", f"{path}: transformers cannot load it: {reason}") from error
+            raise _not_here(f"{path}: transformers cannot load it: {reason.rstrip('.')}") from error
         self.model.eval().requires_grad_(False)
         config = self.model.config
         for key in UNSUPPORTED:
             if getattr(config, key, None) not in (None, 0, 1, 1.0):
-                raise SubkvError("model", f"expected plain attention and logits, found {key} in {config.model_type}")
+                raise _not_here(f"expected plain attention and logits, found {key} in {config.model_type}")
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise SubkvError("model", "expected full attention in every layer, found a sliding window")
+            raise _not_here("expected full attention in every layer, found a sliding window")
         self.n_layer = int(config.num_hidden_layers)
         self.n_head = int(config.num_attention_heads)
         self.n_head_kv = int(getattr(config, "num_key_value_heads", None) or self.n_head)
@@ -133,12 +139,11 @@ class Reference:
         except SubkvError:
             raise
         except Exception as error:
-            raise SubkvError("model", f"expected a model that runs with another attention, found {error}") from error
+            raise _not_here(f"expected a model that runs with another attention, found {error}") from error
         if seen != set(range(self.n_layer)):
-            raise SubkvError(
-                "model",
+            raise _not_here(
                 f"expected ordinary attention in {self.n_layer} layers, found it in {len(seen)} of this "
-                f"{self.model.config.model_type} model",
+                f"{self.model.config.model_type} model"
             )
 
     def _register(self, transformers: Any) -> None:
@@ -148,7 +153,7 @@ class Reference:
             scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
             extra = [name for name in EXTRAS if rest.get(name) is not None]
             if extra:
-                raise SubkvError("model", f"expected plain softmax attention, found {', '.join(extra)}")
+                raise _not_here(f"expected plain softmax attention, found {', '.join(extra)}")
             hook = module.config._subkv_hook()
             if hook is None:
                 return attend(q, k, v, None, scale, 0, 0), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import LayerShape
@@ -42,8 +43,9 @@ def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
 
 
 def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window) -> dict[str, F64]:
-    """Per KV head the matrices M with which independent errors of covariance C in every coded cell add tr(M C) to the
-    squared norm of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES.
+    """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
+    of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Errors of different cells are
+    independent, but equal values, as equal tokens have them in the first layer, are coded alike.
 
     output: W_o [n_embd, n_head·d_v]. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks.
     """
@@ -58,6 +60,7 @@ def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window) -> dict[
         out = [a @ v for a in read]
         read = [a[:, coded] for a in read]
         v = v[coded]
+        alike = _alike(v)
         for i, hi in enumerate(heads):
             for j, hj in enumerate(heads):
                 if j < i:
@@ -72,10 +75,29 @@ def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window) -> dict[
                     cost = w @ norms - np.einsum("td,td->t", mean @ metric, out[j])
                     cost -= np.einsum("td,td->t", out[i] @ metric, mean)
                     cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
+                    shared = total
+                    if alike is not None:
+                        seen_i, seen_j = (read[h] if window_less else read[h] * far for h in (i, j))
+                        shared = np.einsum("tu,tu->t", _merged(seen_i, *alike), _merged(seen_j, *alike))
                     k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
-                    for side, found in (("k", k), ("v", metric * total.sum())):
+                    for side, found in (("k", k), ("v", metric * shared.sum())):
                         sums[side + window_less][g] += found if i == j else found + found.T
     return sums
+
+
+def _alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
+    """An order of the rows in which equal ones are neighbours, and where each kind begins; None: no two are equal."""
+    _, kind = np.unique(v, axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    order = np.argsort(kind, kind="stable")
+    starts = np.flatnonzero(np.diff(kind[order], prepend=-1))
+    return None if len(starts) == len(v) else (order, starts)
+
+
+def _merged(read: F32, order: NDArray[np.intp], starts: NDArray[np.intp]) -> F32:
+    """Weights [T, n] summed over the cells that are alike, [T, kinds]."""
+    merged: F32 = np.add.reduceat(read[:, order], starts, axis=1)
+    return merged
 
 
 def energy(rows: Rows, shape: LayerShape, output: F32, error_k: F32 | None, error_v: F32 | None) -> float:

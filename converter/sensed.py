@@ -14,7 +14,7 @@ from converter import builtin
 from converter.corpus import Text, cut
 from converter.decoded import SCORED, Unpredictable
 from converter.resume import EVERY, KEPT, Stopping
-from converter.sensing import n_measured, n_trials, sense
+from converter.sensing import n_measured, n_stock, n_trials, sense
 from converter.session import Session
 from converter.trials import Found
 from subkv.base.errors import SubkvError
@@ -25,6 +25,7 @@ from subkv.native.gguf import Gguf
 
 SHORT = 512  # tokens of each of builtin.MEASURED: many kinds, rather than long ones
 CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them are measured
+FAR = 1536  # tokens of each of builtin.CORRECTING: what is read from far back needs a longer text
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Measuring:
     def lengths(self) -> list[int]:
         """Most tokens of every chunk."""
         least = 2 * self.n_recent + 4 * SCORED
-        short, long = (min(max(n, least), self.n_ctx) for n in (SHORT if self.short else LONG, LONG))
+        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT if self.short else LONG, LONG, FAR))
         if self.texts is not None:
             return [long] * max(CHUNKS, len(self.texts))
-        return [short] * builtin.MEASURED + [long] * len(builtin.CORRECTING)
+        return [short] * builtin.MEASURED + [far] * len(builtin.CORRECTING)
 
 
 def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calibration, bool]:
@@ -122,7 +123,7 @@ def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource]) 
 
 def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
     """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
-    tokens = sum(how.lengths) + how.lengths[-1] + (n_trials(n_layer) - trials) * SCORED
+    tokens = sum(how.lengths) + 2 * n_stock(how.lengths[-1]) + (n_trials(n_layer) - trials) * SCORED
     found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
     expect("sensitivities", found)
     return found

@@ -4,6 +4,10 @@ An error in a cached key or value adds to the residual stream what residual.py c
 alone; that gives a head's matrix but for the factor from the stream's energy to nats. The factor is measured: noise in
 the cells of one layer's keys or values, put into a saved state, and the KLD of the tokens that are decoded after it.
 The state is restored for every trial, so that a trial costs SCORED tokens and not the text before them.
+
+Many short texts tell more of directions than a few long ones. But how much is read from beyond the exact window depends
+on how much there is: on average over many cells errors cancel, and what is fetched from far back must be there. So the
+matrices of every layer are scaled by what two longer texts read far into them and near their beginning.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from numpy.random import Generator
 
 from converter.decoded import SCORED, Decoded, Unpredictable
 from converter.lockstep import compare
-from converter.residual import SIDES, energy, metrics
+from converter.observe import spread
+from converter.residual import SIDES, Rows, energy, metrics
 from converter.session import Session
 from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, smoothed
 from subkv.base.errors import SubkvError
@@ -25,7 +30,7 @@ from subkv.base.progress import progress_bar
 from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedLayer
-from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, TextSource
+from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
 from subkv.plan import mla
@@ -44,6 +49,8 @@ REPEATS = 2
 BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
 CLEAR = 0.004  # nats per token
 CORRECTING = 128  # tokens that are scored for a correction
+STOCK_TOKENS = 384  # that a stock type is run on at most
+LOOKING = 64  # queries at the beginning of a longer chunk
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
@@ -66,6 +73,13 @@ def _tried(n: int) -> list[tuple[int, str]]:
     others = sorted([i for i in _order(n) if i >= APART][:SPREAD])
     side = {i: "kv"[j % 2] for j, i in enumerate(others)}
     return [(i, s) for i in _order(n) for s in (side.get(i, "") if i >= APART else "kv")]
+
+
+def _covariance(stats: LayerStats, side: str) -> F64:
+    """Of keys ("k") or values ("v"), [n_head_kv, d, d]."""
+    second, first = (getattr(stats, f"{side}{power}") for power in (2, 1))
+    covariance: F64 = second - first[:, :, None] * first[:, None, :]
+    return covariance
 
 
 class Noise:
@@ -175,8 +189,7 @@ class Sensing:
         self.found.cells += chunk.start - self.window.n_sink
 
     def _noise(self, i: int, side: str) -> Noise:
-        second, first = (getattr(self.calibration.layers[i], f"{side}{power}") for power in (2, 1))
-        covariance = second - first[:, :, None] * first[:, None, :]
+        covariance = _covariance(self.calibration.layers[i], side)
         metric = self.found.sums[i][f"{side}0"]
         if self.latent:  # an error in a value is one in its key, too
             d = self.calibration.layers[i].shape.d_v
@@ -243,8 +256,8 @@ class Sensing:
         factors, texts = smoothed(known, len(self.calibration.layers))
         return float(factors[side][i]) * texts.get(c, 1.0)
 
-    def result(self) -> Calibration:
-        """The calibration with what is found; predictions are not corrected yet: corrected().
+    def result(self, stretch: F64 | None = None) -> Calibration:
+        """The calibration with what is found; predictions are not corrected yet: corrected(). stretch: as _stretch().
 
         Raises Unpredictable where no noise in the cache changes what the model says.
         """
@@ -253,13 +266,32 @@ class Sensing:
         if lost < SILENT:
             raise Unpredictable("model", UNPREDICTABLE)
         layers, moments = [], self._moments()
+        gains = np.ones((len(moments.layers), len(SIDES))) if stretch is None else np.exp(stretch)
         for i, (stats, sums) in enumerate(zip(moments.layers, self.found.sums, strict=True)):
-            scaled = {side: factors[side[0]][i] * sums[side] / self.found.queries for side in SIDES}
+            scaled = {
+                side: gain * factors[side[0]][i] * sums[side] / self.found.queries
+                for side, gain in zip(SIDES, gains[i], strict=True)
+            }
             layers.append(replace(stats, sensitivity=LayerSensitivity(**scaled)))
         tokens = SCORED * sum(trial.side != "" for trial in self.found.trials)
         n_ctx = max(len(chunk) for chunk in self.chunks)
         measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
         return replace(moments, layers=tuple(layers), sensitivity=measured, sha256="")
+
+    def _stretch(self, chunk: Decoded, near: int, far: int) -> F64:
+        """[layers, SIDES]: logarithms of what errors in cells add to the stream of a chunk's queries from position
+        `far` on, over what they add to those before `near`."""
+        logs = np.zeros((len(self.calibration.layers), len(SIDES)))
+        for of_layer, stats in zip(logs, self.calibration.layers, strict=True):
+            rows, output = chunk.rows(stats.shape.il, False), output_weights(self.base, stats.shape)
+            energies = []
+            for queries, n in ((rows.pos >= far, len(rows.k)), (rows.pos < near, near)):
+                part = Rows(rows.q[queries], rows.pos[queries], rows.k[:n], rows.v[:n])
+                found = metrics(part, stats.shape, output, self.window)
+                energies.append([np.sum(found[side] * _covariance(stats, side[0])) / len(part.q) for side in SIDES])
+            if np.min(energies) > 0.0:
+                of_layer[:] = np.log(energies[0]) - np.log(energies[1])
+        return logs
 
     def _moments(self) -> Calibration:
         """The calibration with the cells that were measured on in its moments, too: more kinds of text for nothing."""
@@ -275,33 +307,42 @@ class Sensing:
         return replace(self.calibration, layers=tuple(layers), texts=texts, tokens=tokens)
 
     def corrected(self, held_out: Sequence[Sequence[int]], n_threads: int) -> Calibration:
-        """result() with its predictions corrected by what a layout and a stock type cost on other chunks.
+        """result(), scaled by what is read from far back in longer chunks of other text, if these are longer, and with
+        its predictions corrected by what a layout and a stock type cost there.
 
         Errors of all layers together add up to more than second order says where attention is rare and decisive. The
         layout is put into a saved state; the stock type, which has no window, runs for real on a part of a chunk.
         """
-        calibration = self.result()
+        chunks, stretches = [], []
+        near = min(map(len, self.chunks)) - SCORED
+        for tokens in held_out:
+            n_scored = min(CORRECTING, len(tokens) - self.window.n_recent - 2 * SCORED)
+            far = (len(tokens) - n_scored) // 2
+            beginning = spread(near // 2, near, LOOKING) if near <= far else ()
+            chunks.append(Decoded(self.session, tokens, n_scored, self.latent, beginning))
+            if beginning:
+                stretches.append(self._stretch(chunks[-1], near, far))
+        calibration = self.result(evened(np.mean(stretches, axis=0)) if stretches else None)
         assert calibration.sensitivity is not None
         fit = Fit(self.base, calibration, Options(window=self.window, bpe_context=ROWS_ONLY))
         layers, predicted = _loud(fit)
-        found, factors = [self._cost(tokens, layers) for tokens in held_out], [1.0, 1.0]
+        found, factors = [self._cost(chunk, layers) for chunk in chunks], [1.0, 1.0]
         if max(found) > 0.0 and predicted > 0.0:
             factors[0] = float(np.mean(np.maximum(found, 0.0))) / predicted
         stock = fit.stock_error(STOCK)
         if stock:
-            tokens = held_out[0][: len(held_out[0]) * 3 // 8]
+            tokens = held_out[0][: n_stock(len(held_out[0]))]
             (kld,) = compare(self.session.model, [CacheOptions(STOCK)], tokens, n_threads)
             factors[1] = max(kld - self.found.floor, 0.0) / stock or 1.0
         measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
         return replace(calibration, sensitivity=measured)
 
-    def _cost(self, tokens: Sequence[int], layers: Sequence[CodedLayer]) -> float:
-        """KLD of a layout over the last tokens of a chunk, above what rounding costs there.
+    def _cost(self, chunk: Decoded, layers: Sequence[CodedLayer]) -> float:
+        """KLD of a layout over the scored tokens of a chunk, above what rounding costs there.
 
         The exact window stays where it is while they are read; it lies so that it is right in their middle.
         """
-        n_scored = min(CORRECTING, len(tokens) - self.window.n_recent - 2 * SCORED)
-        chunk, cells = Decoded(self.session, tokens, n_scored, self.latent), {}
+        cells, n_scored = {}, len(chunk.scored)
         coded = slice(self.window.n_sink, chunk.start - max(self.window.n_recent - n_scored // 2, 0))
         for layer in layers:
             il = layer.shape.il
@@ -313,6 +354,15 @@ class Sensing:
                     seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
                 cells[il, side] = seen
         return chunk.kld(cells) - self._rounding(chunk, len(self.chunks), 0)
+
+
+def evened(logs: F64) -> F64:
+    """Means [layers, …] with a layer's neighbours, of half its weight: two texts say little of one layer. The first
+    stands apart."""
+    others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
+    found = logs.copy()
+    found[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0
+    return found
 
 
 def _loud(fit: Fit) -> tuple[tuple[CodedLayer, ...], float]:
@@ -331,6 +381,11 @@ def n_measured(n_chunks: int) -> int:
     return n_chunks - 2 if n_chunks > 3 else n_chunks - 1
 
 
+def n_stock(n: int) -> int:
+    """Tokens of a chunk of n that a stock type is run on, beside f16."""
+    return min(n * 3 // 8, STOCK_TOKENS)
+
+
 def sense(
     session: Session,
     base: Base,
@@ -346,6 +401,8 @@ def sense(
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on n_measured() `chunks`, and corrected on the others.
 
+    Where those are at least twice as long they also say how much more, or less, is read from far back in longer texts.
+
     session: with room for a chunk. minutes: time for all of it; after LEAST trials, what there
     is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called after every
     step. texts: as Sensing. Raises SubkvError: about `n_ctx` for chunks too short, Unpredictable where nothing can be
@@ -357,7 +414,7 @@ def sense(
         raise SubkvError("n_ctx", f"expected chunks of at least {least} tokens with this exact window, found {n_ctx}")
     n = n_measured(len(chunks))
     sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n])
-    last, spent = sum(map(len, [*chunks[n:], chunks[n]])), 0  # tokens of the correction, and so far
+    last, spent = sum(map(len, chunks[n:])) + 2 * n_stock(len(chunks[n])), 0  # tokens of the correction, and so far
     with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
         for step in sensing.steps():
             keep(sensing.found)

@@ -232,7 +232,7 @@ def context_options(*options: Option) -> Option:
 #
 
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 32]"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 16]"
 )
 window_options = stack(
     click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: as converted]"),

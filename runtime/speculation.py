@@ -148,6 +148,7 @@ def main(
     from subkv.base.threads import default_threads
     from subkv.engine.drafts import DraftModel, PromptLookup
     from subkv.engine.llama import Llama
+    from subkv.format.window import N_ROLLBACK
 
     drafts: dict[str, LlamaDraftModel | None] = {"none": None}
     drafts |= {f"lookup {n}": PromptLookup(ngram, n) for n in lookups}
@@ -162,7 +163,7 @@ def main(
     models: dict[str, Llama] = {}
     try:
         for name in caches:
-            coded: dict[str, Any] = {"bases": bases, "n_rollback": max(longest, 32)} if name == "subkv" else {}
+            coded: dict[str, Any] = {"bases": bases, "n_rollback": max(longest, N_ROLLBACK)} if name == "subkv" else {}
             models[name] = Llama(
                 model,
                 kv_cache=name,

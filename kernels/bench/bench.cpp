@@ -58,7 +58,7 @@ struct Head {
         for (int i = 0; i < codec.rank * codec.d; ++i) {
             basis.push_back(half(0.125f + 0.01f * uniform()));
         }
-        codec.encode = codec.decode = basis.data();
+        codec.encode = codec.decode = { basis.data() };
     }
 };
 

@@ -31,7 +31,7 @@ BANDS = {
     "8 bits": (((128, 8),), ((128, 8),)),
     "3 bits": (((128, 3),), ((128, 3),)),
 }
-N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 32
+N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16
 PREFILL, PREFILL_CELLS = 512, 8192
 BASELINE = "torch SDPA f16"
 DEVICE = "cuda"

@@ -18,11 +18,19 @@ static inline __m256 load8(const uint16_t * m) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) m));
 }
 
+static inline __m256 load8(const int8_t * m) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) m)));
+}
+
 static inline float to_float(uint16_t h) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
 }
 
-static float dot(const uint16_t * a, const float * b, int64_t d) {
+static inline float to_float(int8_t b) {
+    return (float) b;
+}
+
+template <typename T> static float dot(const T * a, const float * b, int64_t d) {
     __m256  sum = _mm256_setzero_ps();
     int64_t j   = 0;
     for (; j + 8 <= d; j += 8) {
@@ -35,8 +43,8 @@ static float dot(const uint16_t * a, const float * b, int64_t d) {
     return total;
 }
 
-// y[k] = scale * m[k] . x for eight rows of m
-static void dot8(const uint16_t * m, int64_t d, const float * x, float scale, float * y) {
+// y[k] = scale[k] * m[k] . x for eight rows of m
+template <typename T> static void dot8(const T * m, int64_t d, const float * x, __m256 scale, float * y) {
     __m256 sum[8];
     for (int i = 0; i < 8; ++i) {
         sum[i] = _mm256_setzero_ps();
@@ -49,12 +57,12 @@ static void dot8(const uint16_t * m, int64_t d, const float * x, float scale, fl
     }
     const __m256 total = sum_pairs(_mm256_hadd_ps(sum[0], sum[1]), _mm256_hadd_ps(sum[2], sum[3]),
                                    _mm256_hadd_ps(sum[4], sum[5]), _mm256_hadd_ps(sum[6], sum[7]));
-    _mm256_storeu_ps(y, _mm256_mul_ps(total, _mm256_set1_ps(scale)));
+    _mm256_storeu_ps(y, _mm256_mul_ps(total, scale));
 }
 
 // The same for two tokens and four rows: six loads serve eight products.
-static void dot4x2(const uint16_t * m, int64_t d, const float * x0, const float * x1, float scale, float * y0,
-                   float * y1) {
+template <typename T>
+static void dot4x2(const T * m, int64_t d, const float * x0, const float * x1, __m128 scale, float * y0, float * y1) {
     __m256 a[4];
     __m256 b[4];
     for (int i = 0; i < 4; ++i) {
@@ -72,33 +80,56 @@ static void dot4x2(const uint16_t * m, int64_t d, const float * x0, const float 
     }
     const __m256 total = _mm256_mul_ps(sum_pairs(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]),
                                                  _mm256_hadd_ps(b[0], b[1]), _mm256_hadd_ps(b[2], b[3])),
-                                       _mm256_set1_ps(scale));
+                                       _mm256_set_m128(scale, scale));
     _mm_storeu_ps(y0, _mm256_castps256_ps128(total));
     _mm_storeu_ps(y1, _mm256_extractf128_ps(total, 1));
 }
 
-void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
-             int64_t ldy) {
+// scale * step of rows from i on; without steps of ones
+static inline __m256 scales8(float scale, const uint16_t * step, int64_t i) {
+    const __m256 s = _mm256_set1_ps(scale);
+    return step ? _mm256_mul_ps(s, load8(step + i)) : s;
+}
+
+static inline __m128 scales4(float scale, const uint16_t * step, int64_t i) {
+    const __m128 s = _mm_set1_ps(scale);
+    return step ? _mm_mul_ps(s, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *) (step + i)))) : s;
+}
+
+template <typename T>
+static void project_rows(const T * m, const uint16_t * step, int64_t r, int64_t d, const float * x, int64_t ldx,
+                         int64_t n, float scale, float * y, int64_t ldy) {
     const int64_t whole = d % 8 == 0 ? r / 8 * 8 : 0;
     int64_t       t     = 0;
     for (; t + 2 <= n; t += 2) {
         for (int64_t i = 0; i < whole; i += 4) {
-            dot4x2(m + i * d, d, x + t * ldx, x + (t + 1) * ldx, scale, y + t * ldy + i, y + (t + 1) * ldy + i);
+            dot4x2(m + i * d, d, x + t * ldx, x + (t + 1) * ldx, scales4(scale, step, i), y + t * ldy + i,
+                   y + (t + 1) * ldy + i);
         }
     }
     for (; t < n; ++t) {
         for (int64_t i = 0; i < whole; i += 8) {
-            dot8(m + i * d, d, x + t * ldx, scale, y + t * ldy + i);
+            dot8(m + i * d, d, x + t * ldx, scales8(scale, step, i), y + t * ldy + i);
         }
     }
     for (t = 0; t < n && whole < r; ++t) {
         for (int64_t i = whole; i < r; ++i) {
-            y[t * ldy + i] = scale * dot(m + i * d, x + t * ldx, d);
+            y[t * ldy + i] = scale * (step ? to_float(step[i]) : 1.0f) * dot(m + i * d, x + t * ldx, d);
         }
     }
 }
 
-void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o) {
+void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+             int64_t ldy) {
+    if (m.bytes) {
+        project_rows(m.bytes, m.step, r, d, x, ldx, n, scale, y, ldy);
+    } else {
+        project_rows(m.halves, nullptr, r, d, x, ldx, n, scale, y, ldy);
+    }
+}
+
+template <typename T>
+static void add_rows(const T * m, int64_t r, int64_t d, const float * e, float * o) {
     int64_t j = 0;
     for (; j + 32 <= d; j += 32) {
         __m256 sum[4];
@@ -129,6 +160,18 @@ void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, floa
         }
         o[j] += sum;
     }
+}
+
+void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o) {
+    if (!m.bytes) {
+        add_rows(m.halves, r, d, e, o);
+        return;
+    }
+    float * scaled = (float *) cpu::scratch(cpu::SLOT_STEPS, (size_t) r * sizeof(float));
+    for (int64_t i = 0; i < r; ++i) {
+        scaled[i] = e[i] * to_float(m.step[i]);
+    }
+    add_rows(m.bytes, r, d, scaled, o);
 }
 
 static void add_to_doubles(double * s, __m256 x) {

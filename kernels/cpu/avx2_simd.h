@@ -99,9 +99,9 @@ void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_str
                 float * c);
 void attend(const AttendArgs & a);
 void attend_exact(const ExactArgs & a);
-void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
-void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
+void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
 void to_half(const float * x, uint16_t * h, int64_t n);
 

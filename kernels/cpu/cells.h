@@ -14,7 +14,7 @@ namespace subkv::cpu {
 template <typename Project>
 static inline void coefficients(const Project & project, const HeadCodec & codec, const float * x, int64_t ldx,
                                 int64_t n, float * c) {
-    if (codec.encode != nullptr) {
+    if (present(codec.encode)) {
         project(codec.encode, codec.rank, codec.d, x, ldx, n, 1.0f, c, codec.rank);
         return;
     }

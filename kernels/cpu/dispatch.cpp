@@ -6,6 +6,9 @@
 #include <cstring>
 #include <string>
 
+#if defined(SUBKV_X86)
+#    include <cpuid.h>
+#endif
 #if defined(SUBKV_ARM64) && defined(__linux__)
 #    include <asm/hwcap.h>
 #    include <sys/auxv.h>
@@ -16,6 +19,12 @@ namespace subkv {
 namespace {
 
 #if defined(SUBKV_X86)
+// Not by __builtin_cpu_supports: Clang 14 does not know its name.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 bool has_avx512_bw() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -42,7 +51,7 @@ struct Choice {
         available[n++] = &ops_ref();
 #if defined(SUBKV_X86)
         __builtin_cpu_init(); // the checks below include the operating system's support of the registers
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
             available[n++] = &ops_avx2;
             if (has_avx512_bw()) {
                 available[n++] = &ops_avx512_bw;

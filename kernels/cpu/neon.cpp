@@ -15,10 +15,21 @@ static inline float to_float(uint16_t h) {
     return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0);
 }
 
+static inline float to_float(int8_t b) {
+    return (float) b;
+}
+
+// Four entries of a matrix in bytes.
+static inline float32x4_t widen(const int8_t * m) {
+    int32_t four;
+    memcpy(&four, m, sizeof(four));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+}
+
 // y[t][i] of ROWS tokens: an entry of the matrix is widened once for all of them
-template <int ROWS>
-static void project_block(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, float scale,
-                          float * y, int64_t ldy) {
+template <int ROWS, typename T>
+static void project_block(const T * m, const uint16_t * step, int64_t r, int64_t d, const float * x, int64_t ldx,
+                          float scale, float * y, int64_t ldy) {
     for (int64_t i = 0; i < r; ++i) {
         float32x4_t sum[ROWS];
         for (int t = 0; t < ROWS; ++t) {
@@ -36,23 +47,34 @@ static void project_block(const uint16_t * m, int64_t r, int64_t d, const float 
             for (int64_t k = j; k < d; ++k) {
                 total += to_float(m[i * d + k]) * x[t * ldx + k];
             }
-            y[t * ldy + i] = scale * total;
+            y[t * ldy + i] = scale * (step ? to_float(step[i]) : 1.0f) * total;
         }
     }
 }
 
-void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
-             int64_t ldy) {
+template <typename T>
+static void project_rows(const T * m, const uint16_t * step, int64_t r, int64_t d, const float * x, int64_t ldx,
+                         int64_t n, float scale, float * y, int64_t ldy) {
     int64_t t = 0;
     for (; t + 8 <= n; t += 8) {
-        project_block<8>(m, r, d, x + t * ldx, ldx, scale, y + t * ldy, ldy);
+        project_block<8>(m, step, r, d, x + t * ldx, ldx, scale, y + t * ldy, ldy);
     }
     for (; t < n; ++t) {
-        project_block<1>(m, r, d, x + t * ldx, ldx, scale, y + t * ldy, ldy);
+        project_block<1>(m, step, r, d, x + t * ldx, ldx, scale, y + t * ldy, ldy);
     }
 }
 
-void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o) {
+void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+             int64_t ldy) {
+    if (m.bytes) {
+        project_rows(m.bytes, m.step, r, d, x, ldx, n, scale, y, ldy);
+    } else {
+        project_rows(m.halves, nullptr, r, d, x, ldx, n, scale, y, ldy);
+    }
+}
+
+template <typename T>
+static void add_rows(const T * m, int64_t r, int64_t d, const float * e, float * o) {
     int64_t j = 0;
     for (; j + 16 <= d; j += 16) {
         float32x4_t sum[4];
@@ -73,6 +95,18 @@ void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, floa
             o[j] += e[i] * to_float(m[i * d + j]);
         }
     }
+}
+
+void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o) {
+    if (!m.bytes) {
+        add_rows(m.halves, r, d, e, o);
+        return;
+    }
+    float * scaled = (float *) cpu::scratch(cpu::SLOT_STEPS, (size_t) r * sizeof(float));
+    for (int64_t i = 0; i < r; ++i) {
+        scaled[i] = e[i] * to_float(m.step[i]);
+    }
+    add_rows(m.bytes, r, d, scaled, o);
 }
 
 constexpr int64_t KEYS = PAGE / 2; // at once

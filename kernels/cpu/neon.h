@@ -46,9 +46,9 @@ void    attend(const AttendArgs & a);
 void    attend_exact(const ExactArgs & a);
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride);
-void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
-             int64_t ldy);
-void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
-void to_half(const float * x, uint16_t * h, int64_t n);
+void    project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+                int64_t ldy);
+void    reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);
+void    to_half(const float * x, uint16_t * h, int64_t n);
 
 } // namespace subkv::neon

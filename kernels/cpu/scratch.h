@@ -21,6 +21,7 @@ enum Slot {
     SLOT_EXACT_AWAKE,
     SLOT_EXACT_UNSEEN, // nobody writes it
     SLOT_COEFFICIENTS, // encode
+    SLOT_STEPS,        // reconstruct
     SLOT_MOMENT_ROWS,
     SLOT_MOMENT_SUMS,
     N_SLOTS

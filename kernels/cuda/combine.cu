@@ -85,7 +85,7 @@ __global__ void combine_kernel(Combine b) {
     float o[MAX_HEAD / THREADS] = {}; // this thread's part of the output: me, me + THREADS
     for (int x = 0; x < MAX_HEAD / THREADS; ++x) {
         for (int i = 0; me + x * THREADS < l.d_v && i < codec.rank; ++i) {
-            o[x] = fmaf(coef[i], from_half(codec.decode[i * l.d_v + me + x * THREADS]), o[x]);
+            o[x] = fmaf(coef[i], from_half(codec.decode.halves[i * l.d_v + me + x * THREADS]), o[x]);
         }
     }
 

@@ -141,7 +141,7 @@ __global__ void encode_kernel(Encode a) {
     for (int i = (int) threadIdx.x / WARP; i < codec.rank; i += WARPS) {
         float total = 0.0f;
         for (int j = lane; j < codec.d; j += WARP) {
-            total = fmaf(from_half(codec.encode[i * codec.d + j]), xs[j], total);
+            total = fmaf(from_half(codec.encode.halves[i * codec.d + j]), xs[j], total);
         }
         total = warp_sum(total);
         if (codec.offset != nullptr) {

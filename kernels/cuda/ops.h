@@ -26,7 +26,7 @@ constexpr int   MAX_HEAD     = 256;             // d: shared memory holds no mor
 
 // One coded layer.
 struct Layer {
-    const HeadCodec *        k;        // [n_head_kv], their matrices on the device
+    const HeadCodec *        k;        // [n_head_kv], their matrices on the device, in halves
     const HeadCodec *        v;        // [n_head_kv]
     const int64_t *          k_offset; // [n_head_kv] byte where the head's tile starts in that of all heads
     const int64_t *          v_offset;

@@ -32,7 +32,7 @@ __global__ void project_kernel(Attend a) {
     const float *     q      = a.q + h * l.n_group * a.q_head + token * a.q_token;
     const int         i      = (int) (blockIdx.z * WARPS + threadIdx.x / WARP);
     if (i < codec.rank) {
-        project_row(a, codec.decode + (int64_t) i * codec.d, q, l.scale * l.gamma[h],
+        project_row(a, codec.decode.halves + (int64_t) i * codec.d, q, l.scale * l.gamma[h],
                     a.qt + (h * n_rows + row) * l.width_k + i, l.width_k);
     } else if (i == l.width_k) { // not times gamma: the mean is added back as it is
         float * shift = a.shift + h * n_rows + row;

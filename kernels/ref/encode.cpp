@@ -103,7 +103,7 @@ int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
     std::vector<uint8_t> row((size_t) codec.row_bytes);
     int64_t              n_bad = 0;
     for (int64_t t = 0; t < n; ++t) {
-        if (codec.encode != nullptr) {
+        if (present(codec.encode)) {
             project(codec.encode, codec.rank, codec.d, x + t * ldx, ldx, 1, 1.0f, c.data(), codec.rank);
         } else {
             c.assign(x + t * ldx, x + t * ldx + codec.rank);

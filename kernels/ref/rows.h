@@ -10,9 +10,9 @@ int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
                int64_t tile_stride);
 void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
                 float * c);
-void project(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
+void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
-void reconstruct(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
+void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);
 void attend(const AttendArgs & args);
 void attend_exact(const ExactArgs & args);
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);

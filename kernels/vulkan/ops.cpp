@@ -95,13 +95,18 @@ Tables make_tables(const LayerTables & layer) {
     struct Arrays {
         uint32_t encode, decode, offset, mean;
     };
-    std::vector<Arrays> arrays;
+    std::vector<Arrays>   arrays;
+    std::vector<uint16_t> halves;
     for (int side = 0; side < 2; ++side) {
         for (size_t h = 0; h < n_head; ++h) {
-            const HeadCodec & head   = (side == 0 ? layer.k : layer.v)[h];
-            const size_t      n      = (size_t) head.rank * (size_t) head.d;
-            const uint32_t    encode = words.add(head.encode, n), decode = words.add(head.decode, n);
-            const uint32_t    offset = words.add(head.offset, (size_t) head.rank);
+            const HeadCodec & head = (side == 0 ? layer.k : layer.v)[h];
+            const size_t      n    = (size_t) head.rank * (size_t) head.d;
+            halves.resize(n);
+            to_halves(head.encode, head.rank, head.d, halves.data());
+            const uint32_t encode = words.add(halves.data(), n);
+            to_halves(head.decode, head.rank, head.d, halves.data());
+            const uint32_t decode = words.add(halves.data(), n);
+            const uint32_t offset = words.add(head.offset, (size_t) head.rank);
             arrays.push_back(
                 { encode, decode, offset, words.add(side == 0 ? layer.mean[h] : nullptr, (size_t) head.d) });
         }

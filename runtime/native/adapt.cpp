@@ -126,7 +126,7 @@ void Adapter::decode(const ChunkBasis * chunk, const uint8_t * tiles, int64_t st
     }
     std::fill(space, space + n * rank, 0.0f);
     for (int64_t t = 0; t < n; ++t) {
-        ops_.reconstruct(chunk->rotation.data(), rank, rank, c.data() + t * rank, space + t * rank);
+        ops_.reconstruct(chunk->codec.decode, rank, rank, c.data() + t * rank, space + t * rank);
     }
 }
 
@@ -270,7 +270,7 @@ void Adapter::query(int32_t slot, const float * qt, float * out) const {
     for (int64_t i = 0; i < rank; ++i) {
         kept[(size_t) i] *= qt[i];
     }
-    ops_.project(chunk->rotation.data(), rank, rank, kept.data(), rank, 1, 1.0f, out, rank);
+    ops_.project(chunk->codec.encode, rank, rank, kept.data(), rank, 1, 1.0f, out, rank);
     for (int64_t i = 0; i < rank; ++i) {
         out[i] *= undo_[(size_t) i];
     }
@@ -288,7 +288,7 @@ void Adapter::lift(int32_t slot, const float * e, float * out) const {
         c[(size_t) i] *= e[i];
     }
     std::fill(out, out + rank, 0.0f);
-    ops_.reconstruct(chunk->rotation.data(), rank, rank, c.data(), out);
+    ops_.reconstruct(chunk->codec.decode, rank, rank, c.data(), out);
     for (int64_t i = 0; i < rank; ++i) {
         out[i] *= keep_[(size_t) i];
     }

@@ -58,8 +58,8 @@ double quantizer_distortion(int32_t bits) {
 void bind_chunk_codec(const HeadCodec & file, const float * ratio, ChunkBasis & chunk) {
     chunk.codec        = file;
     chunk.codec.d      = file.rank;
-    chunk.codec.encode = chunk.rotation.data();
-    chunk.codec.decode = chunk.rotation.data();
+    chunk.codec.encode = { chunk.rotation.data() };
+    chunk.codec.decode = chunk.codec.encode;
     chunk.codec.offset = nullptr;
     for (int32_t b = 0; b < file.n_bands; ++b) {
         chunk.codec.bands[b].ratio = ratio[b];

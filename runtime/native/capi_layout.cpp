@@ -73,7 +73,9 @@ int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head
                   (long long) (out ? n_out : 0));
         return -1;
     }
-    ggml_fp16_to_fp32_row(decode ? head->decode : head->encode, out, n);
+    std::vector<uint16_t> halves((size_t) n);
+    to_halves(decode ? head->decode : head->encode, head->rank, head->d, halves.data());
+    ggml_fp16_to_fp32_row(halves.data(), out, n);
     return n;
 }
 

@@ -326,9 +326,9 @@ std::vector<uint16_t> read_mean(int d, const std::string & name, BlockReader & b
     return mean;
 }
 
-// centre: of a key head, else nullptr.
-HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block, uint16_t *& storage,
-                    KeyCentre * centre) {
+// halves: its matrices. centre: of a key head, else nullptr.
+HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block,
+                    std::vector<uint16_t> & halves, KeyCentre * centre) {
     HeadCodec head = {};
     head.value     = centre ? 0 : 1;
     head.d         = d;
@@ -340,12 +340,12 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
     if (centre) {
         centre->mean = read_mean(d, name, block);
     }
-    const size_t n = (size_t) head.rank * (size_t) d; // a multiple of 64: the next matrix stays aligned
-    block.halves(storage, n, "E of " + name);
-    block.halves(storage + n, n, "D of " + name);
-    head.encode = storage;
-    head.decode = storage + n;
-    storage += 2 * n;
+    const size_t n = (size_t) head.rank * (size_t) d;
+    halves.resize(2 * n);
+    block.halves(halves.data(), n, "E of " + name);
+    block.halves(halves.data() + n, n, "D of " + name);
+    head.encode = { halves.data() };
+    head.decode = { halves.data() + n };
     if (centre && !centre->mean.empty()) {
         centre->offset = project_mean(head, centre->mean);
         head.offset    = centre->offset.data();
@@ -353,20 +353,33 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
     return head;
 }
 
+// Moves the matrices of a head, in halves, to storage. D stays in halves: it inverts what E was rounded to.
+void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & step) {
+    if (present(head.encode)) { // values of a latent layer have none
+        head.encode = kept_encoder(head.encode.halves, head.rank, head.d, storage, step);
+    }
+    const int64_t n = (int64_t) head.rank * head.d;
+    std::copy_n(head.decode.halves, n, storage);
+    head.decode = { storage };
+    storage += n;
+}
+
 LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uint8_t * bytes, uint16_t *& storage) {
-    BlockReader block{ key, bytes };
-    LayerCodec  layer;
+    BlockReader           block{ key, bytes };
+    LayerCodec            layer;
+    std::vector<uint16_t> k_halves, v_halves; // of a head
     layer.il        = spec.il;
     layer.n_head_kv = spec.n_head_kv;
     layer.d_k       = spec.d_k;
     layer.d_v       = spec.d_v;
     layer.latent    = spec.latent();
     layer.centre.resize((size_t) spec.n_head_kv);
+    layer.steps.resize(2 * (size_t) spec.n_head_kv);
     for (size_t h = 0; h < (size_t) spec.n_head_kv; ++h) {
         const std::string k = "k head " + std::to_string(h);
         const std::string v = "v head " + std::to_string(h);
         layer.gamma.push_back(block.positive("gamma of " + k));
-        layer.k.push_back(read_head(spec.k[h], spec.d_k, k, block, storage, &layer.centre[h]));
+        layer.k.push_back(read_head(spec.k[h], spec.d_k, k, block, k_halves, &layer.centre[h]));
         layer.k_offset.push_back(layer.k_row_bytes);
         layer.v_offset.push_back(layer.v_row_bytes);
         layer.k_row_bytes += (size_t) layer.k[h].row_bytes;
@@ -375,14 +388,16 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
                 refuse(key, "a mean of zeros in a latent layer", "another one");
             }
             std::string err;
-            layer.v.push_back(latent_values(layer.k[h], spec.d_v, storage, err));
+            layer.v.push_back(latent_values(layer.k[h], spec.d_v, v_halves, err));
             if (!err.empty()) {
                 throw Invalid{ key + ": " + err };
             }
-            continue;
+        } else {
+            layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, v_halves, nullptr));
+            layer.v_row_bytes += (size_t) layer.v[h].row_bytes;
         }
-        layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, storage, nullptr));
-        layer.v_row_bytes += (size_t) layer.v[h].row_bytes;
+        keep(layer.k[h], storage, layer.steps[2 * h]);
+        keep(layer.v[h], storage, layer.steps[2 * h + 1]);
     }
     return layer;
 }
@@ -421,6 +436,9 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
         l.layers.push_back(read_layer(spec, key, bytes.data(), storage));
         for (const KeyCentre & centre : l.layers.back().centre) {
             l.bytes_bases += centre.bytes();
+        }
+        for (const std::vector<uint16_t> & step : l.layers.back().steps) {
+            l.bytes_bases += step.size() * sizeof(uint16_t);
         }
         l.bytes_per_token += l.layers.back().k_row_bytes + l.layers.back().v_row_bytes;
     }

@@ -44,9 +44,13 @@ void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio);
 // E mean, summed in double: encode subtracts it from E x. Empty for no mean.
 std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean);
 
-// Values of a latent layer: what the first bands of its keys say of the first d_v elements. Their D [rank][d_v] is copied
-// to storage, which is moved behind it. A band is of those elements alone, or of the others: else `err` says so.
-HeadCodec latent_values(const HeadCodec & keys, int d_v, uint16_t *& storage, std::string & err);
+// Values of a latent layer: what the first bands of its keys, in halves, say of the first d_v elements. `decode` holds
+// their D [rank][d_v]. A band is of those elements alone, or of the others: else `err` says so.
+HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err);
+
+// Copies E [r][d], in halves, to storage, which is moved behind it: as bytes, with the steps of its rows in `step`, if all
+// entries of a row are whole multiples, -127 to 127, of one half.
+Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step);
 
 // Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
 bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);
@@ -60,14 +64,15 @@ struct KeyCentre {
 };
 
 struct LayerCodec {
-    int                    il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
-    std::vector<HeadCodec> k, v;            // [n_head_kv]
-    std::vector<float>     gamma;           // [n_head_kv]
-    std::vector<KeyCentre> centre;          // [n_head_kv]
-    size_t                 k_row_bytes = 0; // of one cell, all heads
-    size_t                 v_row_bytes = 0;
-    std::vector<size_t>    k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
-    bool                   latent = false; // values are the first d_v elements of keys and have no rows; one KV head
+    int                                il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
+    std::vector<HeadCodec>             k, v;   // [n_head_kv]
+    std::vector<float>                 gamma;  // [n_head_kv]
+    std::vector<KeyCentre>             centre; // [n_head_kv]
+    std::vector<std::vector<uint16_t>> steps;  // [2 n_head_kv] of the rows of E in bytes, K and V in turn; else empty
+    size_t                             k_row_bytes = 0; // of one cell, all heads
+    size_t                             v_row_bytes = 0;
+    std::vector<size_t> k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
+    bool                latent = false;     // values are the first d_v elements of keys and have no rows; one KV head
 
     const HeadCodec & head(int64_t h, bool value) const { return (value ? v : k)[(size_t) h]; }
     // Byte where the head's tile starts in the tile of all heads (subkv/tiles.h).

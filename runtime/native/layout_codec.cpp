@@ -4,6 +4,8 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 namespace subkv {
 
@@ -22,7 +24,7 @@ const LayerCodec * Layout::layer(int il) const {
 std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean) {
     std::vector<float> offset(mean.empty() ? 0 : (size_t) head.rank);
     for (size_t i = 0; i < offset.size(); ++i) {
-        const uint16_t * row   = head.encode + i * mean.size();
+        const uint16_t * row   = head.encode.halves + i * mean.size();
         double           total = 0.0;
         for (size_t j = 0; j < mean.size(); ++j) {
             total += (double) ggml_fp16_to_fp32(row[j]) * (double) ggml_fp16_to_fp32(mean[j]);
@@ -34,7 +36,7 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
 
 // Whether a band's rows of E and D are zero from element j0 to before j1.
 static bool silent(const HeadCodec & keys, const Band & band, int j0, int j1) {
-    for (const uint16_t * m : { keys.encode, keys.decode }) {
+    for (const uint16_t * m : { keys.encode.halves, keys.decode.halves }) {
         for (int i = band.first; i < band.first + band.n; ++i) {
             const uint16_t * row = m + (size_t) i * (size_t) keys.d;
             if (std::any_of(row + j0, row + j1, [](uint16_t half) { return (half & 0x7fff) != 0; })) {
@@ -45,7 +47,7 @@ static bool silent(const HeadCodec & keys, const Band & band, int j0, int j1) {
     return true;
 }
 
-HeadCodec latent_values(const HeadCodec & keys, int d_v, uint16_t *& storage, std::string & err) {
+HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err) {
     HeadCodec values = {};
     values.value     = 1;
     values.d         = d_v;
@@ -67,12 +69,55 @@ HeadCodec latent_values(const HeadCodec & keys, int d_v, uint16_t *& storage, st
               " elements, found " + std::to_string(values.rank);
         return values;
     }
+    decode.resize((size_t) values.rank * (size_t) d_v);
     for (int i = 0; i < values.rank; ++i) {
-        std::copy_n(keys.decode + (size_t) i * (size_t) keys.d, d_v, storage + (size_t) i * (size_t) d_v);
+        std::copy_n(keys.decode.halves + (size_t) i * (size_t) keys.d, d_v, decode.data() + (size_t) i * (size_t) d_v);
     }
-    values.decode = storage;
-    storage += (size_t) values.rank * (size_t) d_v;
+    values.decode = { decode.data() };
     return values;
+}
+
+// A row [d] as bytes times a half; false: it is none.
+static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t & step) {
+    float largest = 0.0f;
+    for (int64_t j = 0; j < d; ++j) {
+        largest = std::max(largest, std::fabs(ggml_fp16_to_fp32(row[j])));
+    }
+    // the largest is at least 64 times a step, or 0
+    for (int times = 127; times >= 64; --times) {
+        step          = ggml_fp32_to_fp16(largest / (float) times);
+        const float s = ggml_fp16_to_fp32(step);
+        int64_t     j = 0;
+        for (; j < d; ++j) {
+            const float x = ggml_fp16_to_fp32(row[j]);
+            const float n = s > 0.0f ? std::rint(x / s) : 0.0f;
+            if (std::fabs(n) > 127.0f || n * s != x) {
+                break;
+            }
+            bytes[j] = (int8_t) n;
+        }
+        if (j == d) {
+            return true;
+        }
+    }
+    return false;
+}
+
+Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step) {
+    std::vector<int8_t> bytes((size_t) (r * d));
+    step.resize((size_t) r);
+    for (int64_t i = 0; i < r; ++i) {
+        if (!as_bytes(halves + i * d, d, bytes.data() + i * d, step[(size_t) i])) {
+            step.clear();
+            std::copy_n(halves, r * d, storage);
+            storage += r * d;
+            return { storage - r * d };
+        }
+    }
+    auto * at = (int8_t *) storage;
+    std::memcpy(at, bytes.data(), bytes.size());
+    storage += r * d / 2; // r * d is a multiple of 64: the next matrix stays aligned
+    return { nullptr, at, step.data() };
 }
 
 } // namespace subkv

@@ -177,6 +177,41 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
     return false;
 }
 
+bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
+                             llama_pos p1) {
+    if (!base.subkv_hook || !base.subkv_hook->coded()) {
+        return true;
+    }
+    const auto [first, last] = positions(p0, p1);
+    const auto lacks         = [&](llama_seq_id s) {
+        const llama_pos             next = reader(base).max_pos_outside(s, first, last) + 1;
+        std::vector<subkv::PosCell> held, there;
+        reader(base).find(s, std::max(0, next - (llama_pos) swa.n_swa), next, held);
+        for (const auto & cell : held) {
+            const bool needed = (cell.pos < first || cell.pos >= last) &&
+                                !llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next);
+            reader(swa).find(s, cell.pos, cell.pos + 1, there);
+            if (needed && there.empty()) {
+                base.subkv_hook->report(format(
+                    "seq_rm: after removing positions from %d on of sequence %d its next token needs position %d in "
+                    "the "
+                    "layers of sliding windows, which later tokens have taken there; remove the whole sequence and "
+                    "decode it again",
+                    first, s, cell.pos));
+                return true;
+            }
+        }
+        return false;
+    };
+    const llama_seq_id begin = seq < 0 ? 0 : seq, end = seq < 0 ? (llama_seq_id) base.n_seq_max : seq + 1;
+    for (llama_seq_id s = begin; s < end; ++s) {
+        if (lacks(s)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
                            llama_seq_id dst) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded() || src == dst) {
@@ -249,7 +284,15 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
         p0 = 0;
         p1 = -1;
     }
-    const auto [first, last]   = positions(p0, p1);
+    const auto [first, last] = positions(p0, p1);
+    if (llm_arch_is_hybrid(kv.model.arch) && src != dst && reader(kv).max_pos_outside(src, first, last) >= 0) {
+        kv.subkv_hook->carried_out = false;
+        kv.subkv_hook->report(format(
+            "seq_cp: all of sequence %d expected, since its recurrent state is of its last token, positions from %d on "
+            "found; copy all of it",
+            src, first));
+        return false;
+    }
     kv.subkv_hook->carried_out = kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv));
     return kv.subkv_hook->carried_out;
 }

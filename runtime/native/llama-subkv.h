@@ -60,6 +60,9 @@ struct llama_subkv {
     // of it that a removed tail chose.
     static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
                            llama_pos p0, llama_pos p1);
+    // llama_kv_cache_iswa: ditto, and whether the sliding half still has what the window of the next token needs.
+    static bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
+                           llama_pos p1);
     static bool may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
                          llama_seq_id dst);
     static void keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq);

@@ -107,7 +107,7 @@ void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const gg
     ops.project(key.decode, key.rank, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
                 layer.scale * codec.gamma[(size_t) h], out.qt + row * out.width + first * key.rank, n_group * key.rank);
     if (key.offset) { // not times gamma: the mean is added back as it is
-        ops.project(codec.centre[(size_t) h].mean.data(), 1, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
+        ops.project({ codec.centre[(size_t) h].mean.data() }, 1, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
                     layer.scale, out.shift + row + first, n_group);
     }
 }

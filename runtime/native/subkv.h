@@ -83,7 +83,7 @@ typedef struct subkv_adapt_params {
 typedef struct subkv_cache_params {
     int32_t n_sink;     // < 0: as the layout says
     int32_t n_recent;   // < 0: as the layout says
-    int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 32
+    int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 16
     int32_t adapt;      // whose bases follow the text: 0 none, 1 keys, 2 values, 3 both
     subkv_adapt_params adaptive; // if any do; block + n_rollback must fit n_recent
 } subkv_cache_params;

@@ -176,5 +176,5 @@ def test_degenerate_statistics_give_finite_bases() -> None:
 def test_values_beyond_half_precision_are_refused() -> None:
     basis = fit_pca(np.eye(8), np.eye(8))
     huge = type(basis)(1e6 * basis.encode, basis.decode / 1e6, basis.variance, basis.importance)
-    with pytest.raises(SubkvError, match=r"^basis E: expected values within half precision, found 1e\+06"):
+    with pytest.raises(SubkvError, match=r"^basis E: expected values within half precision, found "):
         store(huge, np.eye(8), ((8, 4),))

@@ -235,7 +235,7 @@ def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path) 
         assert [head["centred"] for head in described["layers"][il]["k"]] == [True, True]
         assert all("centred" not in head for head in described["layers"][il]["v"])
     # the window and the bases count as allocated: what is left of the total is what libsubkv says it holds
-    window = 16 * (4 + 128 + 32) / 4096
+    window = 16 * (4 + 128 + 16) / 4096
     bases = found["subkv.bits_per_element"] - found["subkv.bits_per_element.rows"] - window
     assert bases * 4096 * 2 * 2 * (32 + 32) / 8 == pytest.approx(described["bytes_bases"], rel=1e-4)
 

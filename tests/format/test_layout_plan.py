@@ -110,8 +110,8 @@ def test_account_counts_every_byte() -> None:
     counted = account(heads, plan, Overhead(1000, DEFAULT))
     assert counted.bytes_per_token == (1 + 16 + 9) + (1 + 20)
     assert counted.rows == pytest.approx(8 * 47 / 96)
-    assert counted.window == pytest.approx(16 * (4 + 128 + 32) / 1000)
-    bases = 2 * 2 * (40 * 64 + 32 * 32)  # bytes of E and D in memory, f16
+    assert counted.window == pytest.approx(16 * (4 + 128 + 16) / 1000)
+    bases = (2 + 1) * (40 * 64 + 32 * 32) + 2 * (40 + 32)  # in memory: D in f16, E in bytes, steps of its rows
     assert counted.bases == pytest.approx(8 * bases / (1000 * 96))
     assert counted.total == pytest.approx(counted.rows + counted.window + counted.bases)
 

@@ -28,7 +28,16 @@ LAYOUTS: dict[str, Callable[[], list[Layer]]] = {
     "some layers": lambda: writer.random_layers(il=[1, 4, 11]),
     "many heads": lambda: writer.random_layers(1, 65, 8, 8, [(8, 4)], [(8, 4)]),
     "a different layout in every head": lambda: mixed(),
+    "E in bytes": lambda: writer.random_layers(2, 2, 64, 40, [(24, 8), (8, 3)], [(40, 4)], kind="bytes"),
+    "E in bytes but for one entry": lambda: nearly_in_bytes(),
 }
+
+
+def nearly_in_bytes() -> list[Layer]:
+    layers = writer.random_layers(1, 1, 16, 16, [(16, 4)], [(8, 4)], kind="bytes")
+    last = layers[0].k[0].encode[-1]
+    last[-1] = np.nextafter(last[0] / 2, np.float16(0))  # of more bits than a whole multiple has
+    return layers
 
 
 def mixed() -> list[Layer]:

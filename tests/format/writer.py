@@ -51,7 +51,8 @@ class Head:
     def held_bytes(self, key: bool) -> int:
         """What the native reader holds of it: E, D, and of a key head with a mean that mean and an offset."""
         centred = key and self.mean is not None and bool(self.mean.any())
-        return 2 * (self.encode.size + self.decode.size) + (2 * self.encode.shape[1] + 4 * self.rank) * centred
+        encode = self.encode.size + 2 * self.rank if all(map(in_bytes, self.encode)) else 2 * self.encode.size
+        return encode + 2 * self.decode.size + (2 * self.encode.shape[1] + 4 * self.rank) * centred
 
     def block(self, key: bool) -> bytes:
         """The head's part of the decoded basis string."""
@@ -90,6 +91,13 @@ class Layer:
         return b"".join(k.block(True) + (v.block(False) if v else b"") for k, v in zip(self.k, values, strict=True))
 
 
+def in_bytes(row: npt.NDArray[np.float16]) -> bool:
+    """Whether its entries are whole multiples of one half, the largest 64 to 127 times it."""
+    exact = row.astype(np.float64)
+    steps = [float(np.float16(np.abs(exact).max() / times)) for times in range(64, 128)]
+    return any(np.all(np.rint(exact / step) * step == exact) for step in steps)
+
+
 def orthonormal(rng: np.random.Generator, d: int) -> npt.NDArray[np.float64]:
     """A random orthonormal matrix [d, d]."""
     q, _ = np.linalg.qr(rng.standard_normal((d, d)))
@@ -99,15 +107,20 @@ def orthonormal(rng: np.random.Generator, d: int) -> npt.NDArray[np.float64]:
 def head(rng: np.random.Generator, d: int, bands: Bands, kind: str = "random") -> Head:
     """One head with bases of the given kind.
 
-    random: unrelated E and D, random ratios, gamma and mean (for the reader's tests); orthonormal: D = E = rows of a
+    random: unrelated E and D, random ratios, gamma and mean (for the reader's tests); bytes: the same, but E of whole
+    multiples of a step; orthonormal: D = E = rows of a
     random rotation, ratios 1, gamma 1; identity: D = E = leading unit vectors.
     """
     rank = sum(n for n, _ in bands)
     ratios = [1.0] * len(bands)
     gamma = 1.0
     mean = None
-    if kind == "random":
+    if kind in ("random", "bytes"):
         encode, decode = rng.standard_normal((2, rank, d))
+        if kind == "bytes":
+            codes = rng.integers(-127, 128, (rank, d))
+            codes[:, 0] = rng.integers(64, 128, rank)
+            encode = codes * 2.0 ** rng.integers(-12, 3, (rank, 1)) * rng.integers(8, 16, (rank, 1))
         ratios = [1.0 if bits == 16 else float(np.float32(rng.uniform(0.5, 2.0))) for _, bits in bands]
         gamma = float(np.float32(rng.uniform(0.5, 1.5)))
         mean = rng.standard_normal(d).astype(np.float16)
@@ -116,7 +129,7 @@ def head(rng: np.random.Generator, d: int, bands: Bands, kind: str = "random") -
     elif kind == "identity":
         encode = decode = np.eye(d)[:rank]
     else:
-        raise ValueError(f"kind: expected random, orthonormal or identity, found {kind!r}")
+        raise ValueError(f"kind: expected random, bytes, orthonormal or identity, found {kind!r}")
     return Head(list(bands), ratios, encode.astype(np.float16), decode.astype(np.float16), gamma, mean)
 
 

@@ -229,8 +229,8 @@ const Layout & small_layout() {
         }
         head.d         = 8;
         head.row_bytes = 1;
-        head.encode    = identity;
-        head.decode    = identity;
+        head.encode    = { identity };
+        head.decode    = { identity };
         add_band(head, 8, 8, 1.0f);
         layer.n_head_kv = 1;
         layer.d_k = layer.d_v = 8;

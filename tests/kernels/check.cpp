@@ -69,7 +69,7 @@ struct Head {
             }
             offset.push_back(normal());
         }
-        codec.encode = codec.decode = basis.data();
+        codec.encode = codec.decode = { basis.data() };
         codec.offset                = pick(0, 1) != 0 ? offset.data() : nullptr;
     }
 };

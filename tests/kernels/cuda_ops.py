@@ -209,7 +209,7 @@ class Heads:
         copies = []
         for head in side.heads:
             codec = o.HeadCodec.from_buffer_copy(head.codec)
-            codec.encode = codec.decode = self.memory.put(head.encode)[0]
+            codec.encode = codec.decode = o.Matrix(self.memory.put(head.encode)[0])
             codec.offset = None if head.subtracted is None else self.memory.put(head.subtracted)[0]
             copies.append(np.frombuffer(bytes(codec), np.uint8))
         return self.memory.put(np.concatenate(copies))[0]

@@ -39,6 +39,12 @@ class Band(ct.Structure):
     ]
 
 
+class Matrix(ct.Structure):
+    """Halves, or bytes with the step of every row."""
+
+    _fields_ = [("halves", ct.c_void_p), ("bytes", ct.c_void_p), ("step", ct.c_void_p)]
+
+
 class HeadCodec(ct.Structure):
     _fields_ = [
         ("value", ct.c_int32),
@@ -47,8 +53,8 @@ class HeadCodec(ct.Structure):
         ("row_bytes", ct.c_int32),
         ("n_bands", ct.c_int32),
         ("bands", Band * MAX_BANDS),
-        ("encode", ct.c_void_p),
-        ("decode", ct.c_void_p),
+        ("encode", Matrix),
+        ("decode", Matrix),
         ("offset", ct.c_void_p),
     ]
 
@@ -103,14 +109,14 @@ _P = ct.c_void_p
 
 
 class Ops(ct.Structure):
-    """References to HeadCodec, AttendArgs and ExactArgs are pointers in the C++ ABI."""
+    """References to Matrix, HeadCodec, AttendArgs and ExactArgs are pointers in the C++ ABI."""
 
     _fields_ = [
         ("name", ct.c_char_p),
         ("encode", ct.CFUNCTYPE(_I64, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P, _I64)),
         ("dequantize", ct.CFUNCTYPE(None, ct.POINTER(HeadCodec), _P, _I64, _I64, _P, _P)),
-        ("project", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _I64, _I64, ct.c_float, _P, _I64)),
-        ("reconstruct", ct.CFUNCTYPE(None, _P, _I64, _I64, _P, _P)),
+        ("project", ct.CFUNCTYPE(None, ct.POINTER(Matrix), _I64, _I64, _P, _I64, _I64, ct.c_float, _P, _I64)),
+        ("reconstruct", ct.CFUNCTYPE(None, ct.POINTER(Matrix), _I64, _I64, _P, _P)),
         ("attend", ct.CFUNCTYPE(None, ct.POINTER(AttendArgs))),
         ("attend_exact", ct.CFUNCTYPE(None, ct.POINTER(ExactArgs))),
         ("moment", ct.CFUNCTYPE(None, _P, _I64, _I64, _I64, _P, _P)),
@@ -154,6 +160,11 @@ def versions() -> dict[str, Ops]:
     return {
         lib.subkv_ops_name(i).decode(): Ops.from_address(lib.subkv_ops_table(i)) for i in range(lib.subkv_ops_count())
     }
+
+
+def halves(m: F16) -> Matrix:
+    """m [r][d], which must outlive it."""
+    return Matrix(halves=ptr(m))
 
 
 def ptr(a: npt.NDArray[Any]) -> int:
@@ -206,7 +217,7 @@ def make_head(
     assert rank <= d
     encode = (np.eye(d)[:rank] if orthonormal else rng.standard_normal((rank, d)) / np.sqrt(d)).astype(np.float16)
     ratio = (2.0 ** rng.uniform(-6, 0, len(layout))).astype(np.float32)
-    codec = HeadCodec(value=value, d=d, rank=rank, n_bands=len(layout), encode=ptr(encode), decode=ptr(encode))
+    codec = HeadCodec(value=value, d=d, rank=rank, n_bands=len(layout), encode=halves(encode), decode=halves(encode))
     first, offset = 0, 1
     for i, (n, bits) in enumerate(layout):
         codec.bands[i] = Band(n=n, bits=bits, first=first, offset=offset, ratio=float(ratio[i]))

@@ -5,40 +5,64 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import ops as o
 import pytest
 
 SHAPES = [(8, 8), (16, 64), (64, 64), (24, 40), (128, 128), (72, 80), (256, 256), (5, 12)]
 
 
+@dataclass
+class Matrix:
+    """What an op is given, its entries in double, and the arrays that both are made of."""
+
+    given: o.Matrix
+    entries: npt.NDArray[np.float64]
+    arrays: tuple[npt.NDArray[Any], ...]
+
+
+def random_matrix(rng: np.random.Generator, r: int, d: int, in_bytes: bool) -> Matrix:
+    if not in_bytes:
+        m = rng.standard_normal((r, d)).astype(np.float16)
+        return Matrix(o.halves(m), m.astype(np.float64), (m,))
+    codes = rng.integers(-127, 128, (r, d), dtype=np.int8)
+    step = rng.uniform(0.005, 0.02, r).astype(np.float16)
+    given = o.Matrix(bytes=o.ptr(codes), step=o.ptr(step))
+    return Matrix(given, step[:, None].astype(np.float64) * codes, (codes, step))
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize(("r", "d"), SHAPES)
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
-def test_project(table: o.Ops, r: int, d: int, n: int) -> None:
+def test_project(table: o.Ops, r: int, d: int, n: int, in_bytes: bool) -> None:
     rng = np.random.default_rng(r + n)
-    m = rng.standard_normal((r, d)).astype(np.float16)
+    m = random_matrix(rng, r, d, in_bytes)
     x = rng.standard_normal((n, d + 5)).astype(np.float32)
     x[:, d:] = np.nan
     y = np.full((n, r + 3), 7.0, np.float32)
-    table.project(o.ptr(m), r, d, o.ptr(x), d + 5, n, 0.125, o.ptr(y), r + 3)
-    want = 0.125 * x[:, :d].astype(np.float64) @ m.astype(np.float64).T
-    size = 0.125 * np.abs(x[:, :d]) @ np.abs(m).astype(np.float32).T
+    table.project(m.given, r, d, o.ptr(x), d + 5, n, 0.125, o.ptr(y), r + 3)
+    want = 0.125 * x[:, :d].astype(np.float64) @ m.entries.T
+    size = 0.125 * np.abs(x[:, :d]) @ np.abs(m.entries).T
     assert np.all(np.abs(y[:, :r] - want) <= 8 * o.EPS * size)
     assert np.all(y[:, r:] == 7.0)
 
 
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize(("r", "d"), SHAPES)
-def test_reconstruct(table: o.Ops, r: int, d: int) -> None:
+def test_reconstruct(table: o.Ops, r: int, d: int, in_bytes: bool) -> None:
     rng = np.random.default_rng(r)
-    m = rng.standard_normal((r, d)).astype(np.float16)
+    m = random_matrix(rng, r, d, in_bytes)
     e = rng.standard_normal(r).astype(np.float32)
     out = rng.standard_normal(d + 1).astype(np.float32)
     start = out.copy()
-    table.reconstruct(o.ptr(m), r, d, o.ptr(e), o.ptr(out))
-    want = start[:d] + e.astype(np.float64) @ m.astype(np.float64)
-    size = np.abs(start[:d]) + np.abs(e) @ np.abs(m).astype(np.float32)
+    table.reconstruct(m.given, r, d, o.ptr(e), o.ptr(out))
+    want = start[:d] + e.astype(np.float64) @ m.entries
+    size = np.abs(start[:d]) + np.abs(e) @ np.abs(m.entries)
     assert np.all(np.abs(out[:d] - want) <= r / 4 * o.EPS * size + 2 * o.EPS * size)
     assert out[d] == start[d]
 

@@ -132,7 +132,7 @@ def test_encode_writes_the_rows_of_the_format(
     """Into any cells of three tiles; coefficients are the inputs, so that every version has the same bytes."""
     rng = np.random.default_rng(seed)
     head = any_head(layout, value, rng)
-    head.codec.encode = None
+    head.codec.encode = o.Matrix()
     c = coefficients(head, n, rng)
     cells = [int(i) for i in rng.permutation(3 * TILE)[:n]]
     rows = any_bytes(rng, 3 * TILE, head.row_bytes)
@@ -162,7 +162,7 @@ def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, valu
     lib.subkv_ops_dequantize_rows(of, codec, o.ptr(rows), n, o.ptr(back))
     np.testing.assert_allclose(back[:n], codec_numpy.decode(rows[:n], layout, head.ratio), rtol=3e-7, atol=1e-30)
     assert np.array_equal(rows[n], guard) and np.all(back[n] == 7)
-    head.codec.encode = None
+    head.codec.encode = o.Matrix()
     assert lib.subkv_ops_encode_rows(of, codec, o.ptr(c), head.rank, n, o.ptr(rows)) == np.count_nonzero(
         ~np.isfinite(c).all(axis=1)
     )

@@ -18,6 +18,7 @@ from subkv import DraftModel, PromptLookup
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.drafts import NOTHING
 from subkv.engine.llama import Llama
+from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import llama_cpp
 
 # isort: split
@@ -71,7 +72,7 @@ def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> 
         DraftModel(path, n_draft),
     ):
         with opened(path, kv_cache=cache, draft_model=draft) as llm:
-            assert llm.kv_stats().n_rollback == (max(n_draft, 32) if cache == "subkv" else 0)
+            assert llm.kv_stats().n_rollback == (max(n_draft, N_ROLLBACK) if cache == "subkv" else 0)
             assert answer(llm, PROMPT) == plain, type(draft).__name__
             stats = llm.draft_stats()
             assert 0 <= stats.n_accepted <= stats.n_drafted

@@ -17,6 +17,7 @@ from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
+from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import llama_cpp
 
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # isort: skip  (subkv has to bind llama_cpp first)
@@ -124,7 +125,7 @@ def test_a_draft_model_changes_speed_only(coded_model: Models, n_draft: int) -> 
         decode = llm._ctx.decode
         llm._ctx.decode = lambda batch: (decoded.append(batch.n_tokens()), decode(batch))
         drafted = [token for token, _ in zip(llm.generate(tokens, temp=0.0), range(80), strict=False)]
-        assert llm.kv_stats().n_rollback == max(n_draft, 32)
+        assert llm.kv_stats().n_rollback == max(n_draft, N_ROLLBACK)
     assert max(decoded[1:]) > 1  # drafts were tried
     assert sum(decoded) <= len(tokens) + (1 + n_draft) * len(decoded)  # and nothing was evaluated again
     with opened(coded_model()) as llm:

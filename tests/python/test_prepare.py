@@ -419,7 +419,7 @@ def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch
     """Again only where there is more time than there was."""
     tried = []
 
-    def unpredictable(self: Sensing) -> None:
+    def unpredictable(self: Sensing, *_: Any) -> None:
         tried.append(self)
         raise Unpredictable("model", "it says the same")
 
@@ -475,9 +475,9 @@ def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
     def lengths(n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True) -> list[int]:
         return Measuring(texts, n_ctx, 1, n_recent, None, Path(), short).lengths
 
-    assert lengths(128) == [512] * 7 + [1088] * 2
-    assert lengths(400) == [1056] * 7 + [1088] * 2
-    assert set(lengths(128, short=False)) == {1088} and set(lengths(128, 320)) == {320}
+    assert lengths(128) == [512] * 7 + [1536] * 2
+    assert lengths(400) == [1056] * 7 + [1536] * 2
+    assert lengths(128, short=False) == [1088] * 7 + [1536] * 2 and set(lengths(128, 320)) == {320}
     assert lengths(128, texts=[Text(TextSource("a", "0" * 64, 0), b"")]) == [1088] * 5
 
 

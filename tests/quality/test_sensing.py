@@ -16,7 +16,7 @@ from converter.corpus import cut, read_text
 from converter.decoded import SCORED
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
-from converter.sensing import LEAST, Sensing, sense
+from converter.sensing import LEAST, Sensing, evened, sense
 from converter.session import Session
 from converter.trials import MOMENTS, Found, smoothed
 from subkv.base.errors import SubkvError
@@ -62,6 +62,20 @@ def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> Non
     metric = residual.metrics(rows, SHAPE, output, Window(2, n_recent))[side]
     assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2), rel=0.15)
     assert np.linalg.eigvalsh(metric).min() > -1e-6 * np.linalg.eigvalsh(metric).max()
+
+
+def test_equal_values_have_equal_errors() -> None:
+    rng = np.random.default_rng(3)
+    rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
+    kinds = rng.integers(0, 4, len(rows.v))
+    rows = replace(rows, v=rows.v[kinds])
+    found = 0.0
+    for _ in range(DRAWS):
+        error = np.zeros((len(rows.v), 2, 8), dtype=np.float32)
+        error[2:] = 1e-2 * rng.standard_normal((4, 2, 8))[kinds[2:]]
+        found += residual.energy(rows, SHAPE, output, None, error) * len(rows.q) / DRAWS
+    metric = residual.metrics(rows, SHAPE, output, Window(2, 0))["v0"]
+    assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
 
 
 def test_without_a_window_more_counts() -> None:
@@ -199,6 +213,35 @@ def test_texts_measured_later_enter_the_moments_too(
                     assert getattr(one, name) == pytest.approx(getattr(other, name))
         with pytest.raises(ValueError, match="the cells of 1 texts, found 0"):
             last.enter(stats, sources)
+
+
+def test_longer_texts_scale_the_matrices(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """By a number for each layer and side, as their last queries read more cells than the measured chunks have.
+
+    Random weights read them about evenly, so that errors in values cancel more as their number grows.
+    """
+    stats = read_calibration(calibration("llama"))
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+        longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
+        sensing = Sensing(session, base, stats, [longer[:N_CTX]], N_RECENT)
+        for _ in sensing.steps():
+            pass
+        same, scaled = (sensing.corrected([tokens], 1) for tokens in (longer[:N_CTX], longer))
+    for one, other in zip(same.layers, scaled.layers, strict=True):
+        assert one.sensitivity is not None and other.sensitivity is not None
+        for side in residual.SIDES:
+            before, after = (getattr(found, side) for found in (one.sensitivity, other.sensitivity))
+            gain = np.trace(after[0]) / np.trace(before[0])
+            assert np.allclose(after, gain * before)
+            assert side != "v0" or 0.1 < gain < 1.0
+
+
+def test_layers_are_evened_with_their_neighbours() -> None:
+    assert evened(np.array([9.0, 0.0, 4.0, 0.0])) == pytest.approx([9.0, 1.0, 2.0, 1.0])
+    for n in (1, 2):
+        assert evened(np.ones((n, 4))) == pytest.approx(np.ones((n, 4)))
 
 
 def test_little_time_gives_fewer_trials(

@@ -3,8 +3,8 @@
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
 16-bit bands), so they may differ by rounding only. What a coded cache refuses follows from its window alone, and beside
 recurrent state from the position that this is of; `Held` models both: it has to refuse just that. How many tokens
-recurrent state goes back (n_rs_seq) follows from more than that: what is carried out has to be right, and what is
-sure to be possible has to be carried out.
+recurrent state goes back (n_rs_seq), or what layers of sliding windows still have, follows from more than that: what
+is carried out has to be right, and what is sure to be possible has to be carried out.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         torn = self.recurrent and any(h.tail != h.last() for h in held)
         if torn or not all(h.can_decode(pos, self.adapt) for h in held):
             assert self.coded.try_decode(tokens, pos, to) != 0
-            assert "exact row" in last_error() or (torn and "recurrent state" in last_error())
+            assert torn or "exact row" in last_error()  # llama.cpp itself refuses some where halves end apart
             return None
         expected = self.plain.decode(tokens, pos, to)
         found = self.coded.decode(tokens, pos, to)
@@ -233,7 +233,9 @@ class Machine(RuleBasedStateMachine):
         if found is None:
             assert self.recurrent
             return
-        assert agree(self.fresh.decode([*before, *token])[-1:], found)
+        expected = self.fresh.decode([*before, *token])[-1:]
+        # another half rounds by how a text is split
+        assert agree(expected, found) or (self.halves and distance(expected, found) < self.bound), token
 
     @rule(seq=SEQ, n=st.integers(1, 12))
     def remove_tail(self, seq: int, n: int) -> None:
@@ -260,13 +262,23 @@ class Machine(RuleBasedStateMachine):
             assert removed or by > of[0].back, "the recurrent state goes back so far"
             assert not removed or by <= self.n_rs_seq
             able = removed
+        if able and not removed and "sliding windows" in last_error():
+            assert any(self.slid_away(i, first, last) for i in range(N_SEQ) if seq in (i, -1))
+            return
         assert removed == able
         if able:
             assert self.plain.rm(seq, p0, p1)
             for held in of:
                 held.remove(first, last)
-        if able and parts:
+        if able and seq >= 0 and self.halves:
             self.decode_anew(seq, 3)
+
+    def slid_away(self, seq: int, first: int, last: int) -> bool:
+        """The sliding half has lost what the window of the next token needs when these positions are removed."""
+        left = max((p for p in self.seqs[seq].cells if not first <= p < last), default=-1)
+        window = range(left + 2 - C.llama_model_n_swa(self.plain.model.handle), left + 1)
+        lost = range(C.llama_memory_seq_pos_min(self.plain.memory, seq))
+        return any(p in lost and p in self.seqs[seq].cells for p in window)
 
     @rule(src=SEQ, dst=SEQ, p0=st.integers(-1, N_MOST), n=st.integers(0, N_MOST), all_of_it=st.booleans())
     def copy(self, src: int, dst: int, p0: int, n: int, all_of_it: bool) -> None:
@@ -277,11 +289,11 @@ class Machine(RuleBasedStateMachine):
         first, last = max(p0, 0), EVERYTHING if p1 < 0 else p1
         copied = {p: cell for p, cell in a.cells.items() if first <= p < last}
         self.coded.cp(src, dst, p0, p1)
+        if self.recurrent and src != dst and (a.pending or b.pending or copied != a.cells):
+            assert "recurrent state" in last_error()
+            return
         if self.unified and any(b.cells.get(p, cell)[1] != cell[1] for p, cell in copied.items()):
             assert "one token per position" in last_error()
-            return
-        if self.recurrent and (a.pending or b.pending) and src != dst:
-            assert "recurrent state" in last_error()
             return
         self.plain.cp(src, dst, p0, p1)
         if src == dst:
@@ -336,8 +348,10 @@ class Machine(RuleBasedStateMachine):
         held.shift(p0, by)
         assert C.llama_memory_seq_pos_max(self.coded.memory, seq) == held.last()
         C.llama_memory_seq_add(self.plain.memory, seq, p0, -1, by)
-        self.plain.decode([10], 0, N_SEQ)  # a state of llama.cpp's would have keys that are still to be turned
-        assert self.plain.rm(N_SEQ, -1)
+        # a state of llama.cpp's would have keys that are still to be turned; the token may take a cell that slid away
+        for s in (self.plain, self.coded) if self.halves else (self.plain,):
+            s.decode([10], 0, N_SEQ)
+            assert s.rm(N_SEQ, -1)
 
     @rule()
     def clear(self) -> None:

@@ -37,6 +37,25 @@ def gemma(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     made.model.free()
 
 
+def test_a_tail_is_refused_where_the_window_before_it_is_lost(gemma: Gemma) -> None:
+    """The token of another sequence takes a cell of the sliding half that has just left the window."""
+    tokens = gemma.tokens
+    with gemma.session() as s:
+        expected = s.decode(tokens[:20])
+    for lost in (False, True):
+        with gemma.session(n_seq_max=2, unified=True, n_ctx=512) as s:
+            s.decode(tokens[:16])
+            if lost:
+                add(s, 1, 0, -1, 1)  # nothing moves, but llama.cpp looks for cells from the first one on
+            s.decode(tokens[100:101], 0, 1)
+            before = s.state(0)
+            assert s.rm(0, 15) != lost
+            if lost:
+                assert "sliding windows" in last_error() and s.state(0) == before
+            found = s.decode(tokens[15 + lost : 20], 15 + lost)
+            assert distance(expected[15 + lost :], found) < 0.02
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_damaged_state_touches_neither_half(gemma: Gemma, partial: bool) -> None:
     """Any byte of either half, or its end."""

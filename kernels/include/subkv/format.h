@@ -68,6 +68,6 @@ constexpr int MAX_RECENT     = 65536;
 // caches
 //
 
-constexpr int32_t N_ROLLBACK = 32; // exact rows beyond n_recent that a cache keeps unless it is told
+constexpr int32_t N_ROLLBACK = 16; // exact rows beyond n_recent that a cache keeps unless it is told
 
 } // namespace subkv

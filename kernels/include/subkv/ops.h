@@ -40,17 +40,28 @@ struct Band {
     float   ratio;  // step of this band relative to the row's scale
 };
 
+// A matrix [r][d] of a basis: IEEE halves, or bytes and a step of every row, m[i][j] = step[i] * bytes[i][j]. All finite.
+struct Matrix {
+    const uint16_t * halves = nullptr;
+    const int8_t *   bytes  = nullptr; // instead of halves
+    const uint16_t * step   = nullptr; // [r] IEEE half, of bytes
+};
+
+inline bool present(const Matrix & m) {
+    return m.halves != nullptr || m.bytes != nullptr;
+}
+
 // One KV head of one layer, K or V.
 struct HeadCodec {
-    int32_t          value;     // side, which orders its tiles: 0 K, 1 V
-    int32_t          d;         // head size
-    int32_t          rank;      // coefficients kept, = sum of bands[i].n, <= d
-    int32_t          row_bytes; // 1 + bytes of all planes
-    int32_t          n_bands;
-    Band             bands[MAX_BANDS];
-    const uint16_t * encode; // E [rank][d] IEEE half: c_i = sum_j E[i][j] x_j - offset[i]; nullptr: E = 1, d = rank
-    const uint16_t * decode; // D [rank][d] IEEE half: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
-    const float *    offset; // [rank], finite; nullptr: zeros. E mean, where rows are coded less their mean
+    int32_t       value;     // side, which orders its tiles: 0 K, 1 V
+    int32_t       d;         // head size
+    int32_t       rank;      // coefficients kept, = sum of bands[i].n, <= d
+    int32_t       row_bytes; // 1 + bytes of all planes
+    int32_t       n_bands;
+    Band          bands[MAX_BANDS];
+    Matrix        encode; // E [rank][d]: c_i = sum_j E[i][j] x_j - offset[i]; neither halves nor bytes: E = 1, d = rank
+    Matrix        decode; // D [rank][d]: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
+    const float * offset; // [rank], finite; nullptr: zeros. E mean, where rows are coded less their mean
 };
 
 // Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
@@ -121,13 +132,13 @@ struct Ops {
     void (*dequantize)(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n,
                        const int64_t * cells, float * c);
 
-    // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d] IEEE half, finite; x [n][ldx], y [n][ldy] f32
+    // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d]; x [n][ldx], y [n][ldy] f32
     //   Products and sums in f32 or wider: the entries of m are not rounded again.
-    void (*project)(const uint16_t * m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale,
+    void (*project)(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale,
                     float * y, int64_t ldy);
 
-    // o[j] += sum_i e[i] m[i][j];  m [r][d] IEEE half, finite; e [r], o [d] f32. The same of products and sums.
-    void (*reconstruct)(const uint16_t * m, int64_t r, int64_t d, const float * e, float * o);
+    // o[j] += sum_i e[i] m[i][j];  m [r][d]; e [r], o [d] f32. The same of products and sums.
+    void (*reconstruct)(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);
 
     void (*attend)(const AttendArgs & args);
     void (*attend_exact)(const ExactArgs & args);
@@ -155,6 +166,9 @@ void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, ui
 // Where values are the first elements of keys (latent attention), no rows hold them: their bands are the keys' first, so
 // that a row of values is the beginning of one of keys. A tile of values from one of keys.
 void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t * value_tile);
+
+// A matrix as halves [r][d], for devices that hold no others. Of one in bytes every product must be a half.
+void to_halves(const Matrix & m, int64_t r, int64_t d, uint16_t * out);
 
 // Rows [n][row_bytes] as x and c of Ops::encode and Ops::dequantize, by way of tiles.
 int64_t encode_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, uint8_t * rows);

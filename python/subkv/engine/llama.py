@@ -69,7 +69,7 @@ class Llama(llama_cpp.Llama):
     bases: a converted GGUF or a sidecar made for this model; default: the model file itself, else its sidecar.
     sidecar: look for the one that `convert` has written, beside the model or in the cache folder.
     n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
-        so that a tail of that many tokens can be removed without evaluating anything again; default: 32, or as many as
+        so that a tail of that many tokens can be removed without evaluating anything again; default: 16, or as many as
         draft_model predicts.
     draft_model: guesses tokens that are verified together (subkv.engine.drafts): the path of a smaller model of the
         same vocabulary, a DraftModel, a PromptLookup, or any LlamaDraftModel.

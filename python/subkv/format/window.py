@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from subkv.base.errors import CacheError, SubkvError
 
 AS_FILE = -1  # a number that was not asked for: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
-N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 32  # defaults; N_ROLLBACK is libsubkv's
+N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16  # defaults; N_ROLLBACK is libsubkv's
 MAX_SINK, MAX_RECENT = 4096, 65536  # FORMAT.md §1
 
 

@@ -22,6 +22,7 @@ from subkv.plan.quantizer import best_step, distortion, shared_step
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
 MEAN_TOLERANCE = 1e-4  # negative eigenvalues of a centred moment that pass for rounding, relative to the trace
+MOST_MOVED = 0.5  # share of a coefficient that may be another one's because E was rounded to bytes; 1 may be singular
 STEP_FLOOR = 1e-6  # least band step relative to the largest of the row, for bands without energy
 
 
@@ -37,6 +38,15 @@ class FullBasis:
     decode: F64
     variance: F64
     importance: F64
+
+    @functools.cached_property
+    def fits_bytes(self) -> bool:
+        """Whether bytes leave of E, mixed or not, what tells rows apart; a metric of few directions needs halves."""
+        mix = mixing_matrix(len(self.encode))
+        for encode, decode in ((self.encode, self.decode), (mix @ self.encode, mix @ self.decode)):
+            if np.linalg.norm((in_bytes(encode) - encode) @ decode.T, 2) >= MOST_MOVED:
+                return False
+        return True
 
 
 def gains(bands: Bands) -> F64:
@@ -166,7 +176,7 @@ def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
 
 
 def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) -> StoredBasis:
-    """Keep the coefficients of `bands`, mix inside bands, round to half precision, and make D fit the rounded E.
+    """Keep the coefficients of `bands`, mix inside bands, round E, to bytes if they do, and make D, in halves, fit it.
 
     At full rank D is the inverse of the rounded E. At lower rank it is the linear decoder of least expected error,
     D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data
@@ -181,7 +191,7 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) 
     for part, mix in zip(slices(bands), mixed, strict=True):
         if mix:
             encode[part] = mixing_matrix(part.stop - part.start) @ encode[part]
-    rounded = half(encode, "E")
+    rounded = half(in_bytes(encode) if basis.fits_bytes else encode, "E")
     exact = rounded.astype(np.float64)
     if len(encode) == d:
         decode = np.linalg.inv(exact).T
@@ -190,6 +200,21 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) 
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
     mean = np.zeros(d, dtype=np.float16) if mean is None else mean
     return StoredBasis(bands, rounded, half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
+
+
+def in_bytes(matrix: F64) -> F64:
+    """Rows [r, d] rounded to whole multiples, -127 to 127, of a step each: libsubkv holds them in bytes (FORMAT.md §3).
+
+    Steps have a significand of 4 bits, that of the least error, so that all multiples are halves.
+    """
+    largest = np.maximum(np.abs(matrix).max(axis=1, keepdims=True), 2.0**-14)  # a half has no finer step
+    out, least = matrix, np.full((len(matrix), 1), np.inf)
+    for significand in range(8, 16):
+        step = significand * 2.0 ** np.ceil(np.log2(largest / (127 * significand)))
+        rounded = step * np.rint(matrix / step)
+        error = np.sum((rounded - matrix) ** 2, axis=1, keepdims=True)
+        out, least = np.where(error < least, rounded, out), np.minimum(error, least)
+    return out
 
 
 def half(matrix: NDArray[np.floating], name: str) -> F16:

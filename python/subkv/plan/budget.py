@@ -43,8 +43,9 @@ WIDE_FROM = 6.0
 class Head:
     """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep.
 
-    centred: coded less a mean, which the bases then hold too. held: f16 numbers in memory of every coefficient's bases,
-    0: those of E and D, 2 d. joined: its codes go on the row of the head before it, under that one's scale.
+    centred: coded less a mean, which the bases then hold too. held: bits in memory of every coefficient's bases, 0:
+    those of a row of E, in bytes, and one of D. joined: its codes go on the row of the head before it, and under its
+    scale.
     """
 
     d: int
@@ -52,6 +53,16 @@ class Head:
     centred: bool = False
     held: int = 0
     joined: bool = False
+
+
+def encode_bits(d: int, in_bytes: bool = True) -> int:
+    """Bits in memory of a row of E: bytes, and a step in f16; else f16."""
+    return 8 * d + 16 if in_bytes else 16 * d
+
+
+def decode_bits(d: int) -> int:
+    """Of a row of D: f16."""
+    return 16 * d
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,9 @@ class Overhead:
         return 16.0 * self.window.n_exact / self.context
 
     def basis_bits(self, head: Head) -> float:
-        """Bits per token that one kept coefficient costs in libsubkv's memory: bases in f16, an offset in f32."""
-        return (16.0 * (head.held or 2 * head.d) + (32.0 if head.centred else 0.0)) / self.context
+        """Bits per token that one kept coefficient costs in libsubkv's memory: rows of bases, an offset in f32."""
+        held = head.held or encode_bits(head.d) + decode_bits(head.d)
+        return (held + (32.0 if head.centred else 0.0)) / self.context
 
     def mean_bits(self, head: Head) -> float:
         """Bits per token of a head's mean, f16."""

@@ -26,7 +26,7 @@ from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
-from subkv.plan.basis import FullBasis, band_steps, gains, half, mixing_matrix, slices, store, stored_mean
+from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, mixing_matrix, slices, store, stored_mean
 from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context, largest_context
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
@@ -205,14 +205,20 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_
 def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) -> StoredBasis:
     """As basis.store, of coordinates in an order: written down instead of multiplied and inverted, for speed."""
     steps, mixed = band_steps(bands, variance)
-    encode = np.zeros((len(order), len(order)))
+    encode, decode = np.zeros((2, len(order), len(order)))
     for part, mix in zip(slices(bands), mixed, strict=True):
         n = part.stop - part.start
-        encode[part, order[part]] = mixing_matrix(n) if mix else np.eye(n)
-    rounded = half(encode, "E")
-    exact = rounded.astype(np.float64)
-    decode = exact / np.sum(exact**2, axis=1, keepdims=True)
-    return StoredBasis(bands, rounded, half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
+        encode[part, order[part]], decode[part, order[part]] = _mixing(n) if mix else (np.eye(n), np.eye(n))
+    return StoredBasis(
+        bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean
+    )
+
+
+@functools.cache
+def _mixing(n: int) -> tuple[F64, F64]:
+    """E and D of n coordinates that are mixed."""
+    encode = in_bytes(mixing_matrix(n))
+    return encode, np.asarray(np.linalg.inv(encode).T, dtype=np.float64)
 
 
 @functools.cache

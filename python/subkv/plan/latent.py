@@ -31,14 +31,15 @@ SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget
 WHY = "bases from the weights alone read it"
 
 
-def heads(shape: LayerShape, latent: F64, turned: F64) -> list[budget.Head]:
+def heads(shape: LayerShape, latent: F64, turned: F64, in_bytes: bool = True) -> list[budget.Head]:
     """What the planner sees of a layer, of the importance of its coefficients: the latent, then the others.
 
-    Bases hold rows of d_k elements, and once more what values need of D.
+    Bases hold rows of d_k elements, and once more what values need of D. in_bytes: E is.
     """
+    both = budget.encode_bits(shape.d_k, in_bytes) + budget.decode_bits(shape.d_k)
     return [
-        budget.Head(shape.d_v, latent, held=2 * shape.d_k + shape.d_v),
-        budget.Head(shape.d_k - shape.d_v, turned, held=2 * shape.d_k, joined=True),
+        budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v)),
+        budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True),
     ]
 
 
@@ -131,7 +132,8 @@ class Fitted:
 
     def heads(self, shape: LayerShape) -> list[budget.Head]:
         """What the planner sees of it."""
-        return heads(shape, *(part.importance for part in self.bases))
+        latent, turned = self.bases
+        return heads(shape, latent.importance, turned.importance, latent.fits_bytes and turned.fits_bytes)
 
     def code(self, stats: LayerStats, planned: Sequence[Bands], method: str) -> tuple[CodedHead, str]:
         """The rounded basis and gamma for the bands of both parts, and where gamma came from."""

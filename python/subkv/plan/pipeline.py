@@ -227,8 +227,8 @@ class Fit:
             v = fit_heads(basis_v, stats.v2, cost.v, cost.output)
             self.layers.append(_Fitted(k, v, cost, mean, k2))
             for h in range(stats.shape.n_head_kv):
-                self.heads.append(Head(stats.shape.d_k, k[h].importance[:rank_k], centred=bool(mean[h].any())))
-                self.heads.append(Head(stats.shape.d_v, v[h].importance[:rank_v]))
+                self.heads.append(_head(k[h], rank_k, centred=bool(mean[h].any())))
+                self.heads.append(_head(v[h], rank_v))
 
     def plan(self, kv_bits: float) -> list[Bands]:
         """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
@@ -376,6 +376,13 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
             means.append(stored_mean(stats.k1[h]))
             moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
     return np.stack(means), np.stack(moments)
+
+
+def _head(basis: FullBasis, rank: int, centred: bool = False) -> Head:
+    """What the planner sees of a basis of which at most `rank` coefficients may be kept."""
+    d = len(basis.importance)
+    held = budget.encode_bits(d, basis.fits_bytes) + budget.decode_bits(d)
+    return Head(d, basis.importance[:rank], centred, held)
 
 
 def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:

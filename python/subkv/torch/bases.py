@@ -44,7 +44,7 @@ def load(
     path: str, model: Any, kv_bits: float | None = None, n_sink: int | None = None, n_recent: int | None = None
 ) -> Bases:
     """Arguments and errors of SubspaceCache.from_file."""
-    config = model.config.get_text_config(decoder=True)
+    config = _config(model)
     try:
         with open(path, "rb") as handle:
             converted = handle.read(4) == b"GGUF"
@@ -83,7 +83,7 @@ def from_weights(
     model: Any, kv_bits: float | None = None, n_sink: int | None = None, n_recent: int | None = None
 ) -> Bases:
     """Arguments and errors of SubspaceCache.from_model."""
-    config = model.config.get_text_config(decoder=True)
+    config = _config(model)
     arch = _arch(config.model_type)
     asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
     facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **asked)
@@ -96,6 +96,25 @@ def from_weights(
         order = np.arange(d) if arch is None else transformers_order(arch, d)
         layers[layer.shape.il] = _codecs(layer.heads, order)
     return Bases(layers, window, None, config)
+
+
+def _config(model: Any) -> Any:
+    """The decoder's. Raises CacheError where its layers do not all have keys and values of their own, of one size."""
+    config = model.config.get_text_config(decoder=True)
+    found = None
+    if getattr(config, "kv_lora_rank", None):
+        found = "latent attention (MLA)"
+    elif shared := getattr(config, "num_kv_shared_layers", None):
+        found = f"{shared} that read those of others"
+    elif getattr(config, "is_heterogeneous", False):
+        found = "heads of several sizes"
+    if found:
+        raise CacheError(
+            "model",
+            f"expected layers with keys and values of their own, of one head size, found {found}; of a GGUF of it "
+            f"subkv.Llama(kv_cache='subkv') holds coefficients",
+        )
+    return config
 
 
 def _arch(model_type: str) -> str | None:
@@ -136,6 +155,9 @@ WEIGHTS = {
     "attn_k_norm": "k_norm",
     "attn_norm": "input_layernorm",  # of the layer
 }
+
+
+NORMS_PLUS_1 = ("gemma", "qwen3next", "qwen35")  # norms of these multiply by 1 + weight in transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +233,7 @@ class ModelFacts:
         d = int(self._values[f"{self._arch}.attention.key_length"])
         if part in ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm") and self._arch in NEIGHBOURS:
             index = index.reshape(-1, d)[:, transformers_order(self._arch, d)].ravel()
-        plus = 1.0 if part.endswith("_norm") and self._arch.startswith("gemma") else 0.0  # norms multiply by 1 + weight
+        plus = 1.0 if part.endswith("_norm") and self._arch.startswith(NORMS_PLUS_1) else 0.0
         return _Rows(weight if weight.ndim == 2 else weight[:, None], index, plus)
 
     def has_tensor(self, name: str) -> bool:

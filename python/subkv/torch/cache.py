@@ -214,7 +214,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
     """A cache of coefficients for one model; SubspaceCache(cache.bases) is another, empty one for the same model.
 
     Works with generate (greedy, sampling, beams, assisted), plain forward calls, prompts in parts, and batches with
-    left padding. The first n_sink tokens of every sequence and the last n_recent are exact; a tail of 32 tokens can be
+    left padding. The first n_sink tokens of every sequence and the last n_recent are exact; a tail of 16 tokens can be
     cropped. Raises CacheError, one sentence, for what it cannot do.
     """
 

@@ -104,9 +104,11 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     const auto offset_of = [](const void * p) { return (size_t) (uintptr_t) p; };
     for (Side & side : sides) {
         for (HeadCodec & head : side.heads) {
-            const size_t n = (size_t) head.rank * (size_t) head.d;
-            head.encode    = (const uint16_t *) (uintptr_t) blob.add(head.encode, n);
-            head.decode    = (const uint16_t *) (uintptr_t) blob.add(head.decode, n);
+            for (Matrix * m : { &head.encode, &head.decode }) {
+                std::vector<uint16_t> halves((size_t) head.rank * (size_t) head.d);
+                to_halves(*m, head.rank, head.d, halves.data());
+                *m = { (const uint16_t *) (uintptr_t) blob.add(halves) };
+            }
             if (head.offset) {
                 head.offset = (const float *) (uintptr_t) blob.add(head.offset, (size_t) head.rank);
             }
@@ -143,8 +145,9 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     const auto   address = [&](size_t at) { return base + at; };
     for (Side & side : sides) {
         for (HeadCodec & head : side.heads) {
-            head.encode = (const uint16_t *) address(offset_of(head.encode));
-            head.decode = (const uint16_t *) address(offset_of(head.decode));
+            for (Matrix * m : { &head.encode, &head.decode }) {
+                m->halves = (const uint16_t *) address(offset_of(m->halves));
+            }
             head.offset = head.offset ? (const float *) address(offset_of(head.offset)) : nullptr;
         }
         blob.put(side.at, side.heads.data(), side.heads.size() * sizeof(HeadCodec));

@@ -1,0 +1,98 @@
+"""What prepares and measures a model, on one architecture of every family: it works, or says why and what does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import virtual
+from click.testing import CliRunner
+
+from converter.calibrate import main as calibrate
+from converter.cli import main as convert
+from converter.evaluate import main as evaluate
+from converter.sensitivity import main as sensitivity
+from runtime.inspect import main as inspect
+from runtime.perplexity import main as perplexity
+
+FAMILIES = {  # layers with bases
+    "lfm2": 1,  # hybrid
+    "qwen35": 1,  # hybrid with M-RoPE
+    "falcon-h1": 2,  # both in every layer
+    "qwen2vl": 2,  # M-RoPE
+    "gemma4": 1,  # shared rows beside a sliding window
+    "deepseek2": 2,  # latent attention
+    "kimi-linear": 1,  # hybrid with latent attention
+}
+WHOLE_BLOCKS = {  # q4_0, which predictions are corrected with, takes no sliding layers with heads of 16
+    f"{name}_swa": 32 for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = ["the", "of", "and", "in", "to", "was", "that", "them"]
+    path.write_text(" ".join(random.Random(3).choices(words, k=2500)))
+    return path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def prepared(
+    request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Path, Path]:
+    """Architecture, model, calibration, sidecar."""
+    folder = tmp_path_factory.mktemp("steps")
+    model = virtual.write(folder / "model.gguf", request.param, context_length=8192, **WHOLE_BLOCKS)
+    bases, sidecar = folder / "calib.safetensors", folder / "bases.gguf"
+    run(calibrate, "-m", model, "-f", text, "-o", bases, "-c", 256, "-t", 1)
+    run(convert, "--bases", bases, "--sidecar", model, "-o", sidecar, "--kv-bits", 6)
+    return request.param, model, bases, sidecar
+
+
+def run(program: click.Command, *arguments: object, code: int = 0) -> str:
+    """What it says."""
+    found = CliRunner().invoke(program, [str(a) for a in arguments])
+    assert found.exit_code == code, found.output
+    return found.output
+
+
+def test_inspect(prepared: tuple[str, Path, Path, Path]) -> None:
+    arch, model, _, sidecar = prepared
+    layout = json.loads(run(inspect, sidecar, "-o", "json"))
+    assert (layout["arch"], len(layout["layers"])) == (arch, FAMILIES[arch])
+    run(inspect, sidecar, "--bands")
+
+
+def test_caches_are_compared_in_the_engine(prepared: tuple[str, Path, Path, Path], text: Path) -> None:
+    _, model, _, sidecar = prepared
+    caches = f"f16,subkv,subkv:{sidecar}"
+    out = run(perplexity, "-m", model, "-f", text, "-c", 256, "--chunks", 1, "-t", 1, "-o", "json", "--compare", caches)
+    found = json.loads(out[out.index("[\n") :])
+    klds = {row["name"]: row["mean_kld"] for row in found}
+    assert all(math.isfinite(kld) and kld < 1.0 for kld in klds.values() if kld is not None), klds
+    assert len(klds) == 4 and any(kld is not None and kld > 0.0 for kld in klds.values())
+
+
+def test_sensitivities(prepared: tuple[str, Path, Path, Path], text: Path, tmp_path: Path) -> None:
+    _, model, bases, _ = prepared
+    out = tmp_path / "sensed.safetensors"
+    command = ("-m", model, "--bases", bases, "-f", text, "-o", out, "-c", 448, "-t", 1, "--chunks", 1)
+    assert "sensitivities of" in run(sensitivity, *command)
+    run(convert, "--bases", out, "--sidecar", model, "-o", tmp_path / "sensed.gguf", "--kv-bits", 6)
+
+
+def test_evaluate_names_what_takes_the_model(
+    prepared: tuple[str, Path, Path, Path], text: Path, tiny_model: Callable[..., Path]
+) -> None:
+    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "accelerate")):
+        pytest.skip("extra torch is not installed")
+    arch, model, bases, _ = prepared
+    out = run(evaluate, "-m", model, "--bases", bases, "-f", text, "-c", 256, "-t", 1, code=1)
+    assert out.splitlines()[-1].startswith("-m: ") and "`subkv perplexity --compare f16,q8_0,subkv`" in out, out
