@@ -1,0 +1,160 @@
+// llama-subkv-seq.cpp: operations on sequences, of coded cells and of what lies beside them: both or neither. Part of libllama.
+#include "llama-subkv-cells.h"
+
+#include "llama-impl.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <vector>
+
+bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    return kv.subkv_hook->remove(seq, p0, p1, reader(kv));
+}
+
+bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
+                             llama_pos p0, llama_pos p1) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    const auto [first, last] = positions(p0, p1);
+    if (!kv.subkv_hook->can_remove(seq, first, last, reader(kv))) {
+        return false;
+    }
+    const llama_pos tail = seq < 0 ? -1 : recurrent.seq_pos_max(seq);
+    if (first == 0 || first > tail || last <= tail) { // nothing of the state, or all of it
+        return true;
+    }
+    const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
+    const auto   kept  = kv.subkv_hook->snapshots.find(seq);
+    if (kept != kv.subkv_hook->snapshots.end() && tail + 1 - first <= kept->second && state.seq_id.size() == 1) {
+        return true;
+    }
+    recurrent_stays(kv, seq, p0);
+    return false;
+}
+
+bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
+                             llama_pos p1) {
+    if (!base.subkv_hook || !base.subkv_hook->coded()) {
+        return true;
+    }
+    const auto [first, last] = positions(p0, p1);
+    const auto lacks         = [&](llama_seq_id s) {
+        const llama_pos             next = reader(base).max_pos_outside(s, first, last) + 1;
+        std::vector<subkv::PosCell> held, there;
+        reader(base).find(s, std::max(0, next - (llama_pos) swa.n_swa), next, held);
+        for (const auto & cell : held) {
+            const bool needed = (cell.pos < first || cell.pos >= last) &&
+                                !llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next);
+            reader(swa).find(s, cell.pos, cell.pos + 1, there);
+            if (needed && there.empty()) {
+                base.subkv_hook->report(format(
+                    "seq_rm: after removing positions from %d on of sequence %d its next token needs position %d in "
+                    "the "
+                    "layers of sliding windows, which later tokens have taken there; remove the whole sequence and "
+                    "decode it again",
+                    first, s, cell.pos));
+                return true;
+            }
+        }
+        return false;
+    };
+    const llama_seq_id begin = seq < 0 ? 0 : seq, end = seq < 0 ? (llama_seq_id) base.n_seq_max : seq + 1;
+    for (llama_seq_id s = begin; s < end; ++s) {
+        if (lacks(s)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
+                           llama_seq_id dst) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded() || src == dst) {
+        return true;
+    }
+    for (const llama_seq_id seq : { src, dst }) {
+        if (seq >= 0 && (size_t) seq < recurrent.rs_idx.size() && recurrent.rs_idx[(size_t) seq] != 0) {
+            kv.subkv_hook->report(format(
+                "seq_cp: recurrent state of its last token expected in sequence %d, a snapshot found that the next "
+                "token begins with; decode one, or remove the whole sequence",
+                seq));
+            return false;
+        }
+    }
+    return true;
+}
+
+bool llama_subkv::carried_out(const llama_kv_cache & kv) {
+    return !kv.subkv_hook || kv.subkv_hook->carried_out;
+}
+
+void llama_subkv::recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        kv.subkv_hook->report(format(
+            "seq_rm: removing positions from %d on of sequence %d needs the recurrent state before them, which is "
+            "not kept; remove the whole sequence and decode it again, or restore a state",
+            p0, seq));
+    }
+}
+
+bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,
+                          const std::vector<llama_ubatch> & ubatches) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    for (const auto & ubatch : ubatches) {
+        for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
+            const llama_seq_id seq  = ubatch.seq_id_unq[i];
+            const llama_pos    last = kv.seq_pos_max(seq);
+            if (last != recurrent.seq_pos_max(seq)) {
+                kv.subkv_hook->report(format(
+                    "decode: recurrent state of position %d expected in sequence %d, where its cells end, that of "
+                    "%d found; remove the whole sequence and decode it again",
+                    last, seq, recurrent.seq_pos_max(seq)));
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    if (kv.seq_to_stream[src] != kv.seq_to_stream[dst]) { // llama.cpp then copies everything
+        p0 = 0;
+        p1 = -1;
+    }
+    const auto [first, last] = positions(p0, p1);
+    if (llm_arch_is_hybrid(kv.model.arch) && src != dst && reader(kv).max_pos_outside(src, first, last) >= 0) {
+        kv.subkv_hook->carried_out = false;
+        kv.subkv_hook->report(format(
+            "seq_cp: all of sequence %d expected, since its recurrent state is of its last token, positions from %d on "
+            "found; copy all of it",
+            src, first));
+        return false;
+    }
+    kv.subkv_hook->carried_out = kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv));
+    return kv.subkv_hook->carried_out;
+}
+
+void llama_subkv::seq_keep(llama_kv_cache & kv, llama_seq_id seq) {
+    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+        kv.subkv_hook->keep(seq, reader(kv));
+    }
+}
+
+bool llama_subkv::refuses(const llama_kv_cache & kv, const char * what) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return false;
+    }
+    kv.subkv_hook->carried_out = false;
+    kv.subkv_hook->refuse(what);
+    return true;
+}
