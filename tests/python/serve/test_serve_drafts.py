@@ -16,6 +16,7 @@ from runtime.serve.completion import RequestLlama
 from runtime.serve.slots_llama import SlotsLlama
 from subkv import DraftModel, PromptLookup
 from subkv.base.errors import SubkvError
+from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import llama_cpp
 
 Models = Callable[..., Path]
@@ -68,7 +69,7 @@ def test_answers_are_those_without(coded_model: Models, tiny_model: Models, kind
             _, timings = ask(engine)
             assert 0 < timings["draft_n_accepted"] <= timings["draft_n"]
             n_removable = engine.llm.kv_stats().n_rollback
-            assert kind == "f16" or n_removable == max(draft.num_pred_tokens, 32)
+            assert kind == "f16" or n_removable == max(draft.num_pred_tokens, N_ROLLBACK)
 
 
 def test_slots_draft_side_by_side(coded_model: Models) -> None:
