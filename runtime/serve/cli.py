@@ -6,6 +6,7 @@ python -m runtime.serve -m model.subkv.gguf -c 32768 -np 4 --api-key SECRET
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import resource
@@ -196,7 +197,9 @@ def main(listening: Listening, **flags: Any) -> None:
     keys = listening.keys()
     limits = dataclasses.replace(wanted.limits, n_connections=_n_connections(wanted.limits.n_connections))
     wanted = dataclasses.replace(wanted, limits=limits)
-    with listening.listen(limits.timeout, limits.n_connections) as sock, wanted.opened() as service:
+    with listening.listen(limits.timeout, limits.n_connections) as sock, contextlib.ExitStack() as ending:
+        ending.callback(faulthandler.cancel_dump_traceback_later)  # Server's, once nothing is left that might not end
+        service = ending.enter_context(wanted.opened())
         from runtime.serve.app import create_app  # what the service needs is loaded now, and not for a --help
         from runtime.serve.guard import Hosts
         from runtime.serve.server import Server, configuration
@@ -211,11 +214,7 @@ def main(listening: Listening, **flags: Any) -> None:
         # uvicorn ends on these and then raises them once more, for whoever had them before
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        try:
-            Server(configuration(app, limits), engine).run(sockets=[sock])
-        finally:
-            engine.close()
-            faulthandler.cancel_dump_traceback_later()  # Server's: nothing is left that might not end
+        Server(configuration(app, limits), engine).run(sockets=[sock])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from subkv.engine.context import ContextOptions  # noqa: E402
 from subkv.engine.model import Model  # noqa: E402
 from subkv.format import metadata  # noqa: E402
 from subkv.format.calibration import read_calibration  # noqa: E402
-from subkv.format.window import N_SINK, Window  # noqa: E402
+from subkv.format.window import N_ROLLBACK, N_SINK, Window  # noqa: E402
 from subkv.native.gguf import Gguf  # noqa: E402
 from subkv.plan.pipeline import Fit, Options  # noqa: E402
 
@@ -116,7 +116,7 @@ def test_logits_are_the_references(
 def test_logits_are_the_engines(
     arch: str, made: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
 ) -> None:
-    """Within a tenth of what the codec changes: the engine's other layers and its window are half precision."""
+    """Within an eighth of what the codec changes: the engine's other layers and its window are half precision."""
     model, cache, sidecar = made(arch)
     with Model(str(tiny_model(arch))) as m:
         choice = parse_cache(f"subkv:{sidecar}", m.path)
@@ -125,7 +125,7 @@ def test_logits_are_the_engines(
         native = context.stats
         context.close()
     ours = logits(model, cache)[0]
-    assert rms(ours.numpy() - theirs) < 0.1 * rms(ours - logits(model, None)[0])
+    assert rms(ours.numpy() - theirs) < 0.125 * rms(ours - logits(model, None)[0])
     found = cache.kv_stats()
     same = ("bytes_codes", "bytes_per_token", "n_layer_coded", "n_cells", "n_sink", "n_recent", "fingerprint")
     assert {name: getattr(found, name) for name in same} == {name: getattr(native, name) for name in same}
@@ -165,14 +165,14 @@ def test_left_padding_does_not_show(splits: list[int], llama: tuple[Any, Subspac
 def test_a_tail_can_be_cropped_while_exact_cells_are_left(llama: tuple[Any, SubspaceCache]) -> None:
     model, cache = llama
     whole = logits(model, cache)
-    cache.crop(-30)
-    torch.testing.assert_close(logits(model, cache, IDS[:, 130:]), whole[:, 130:], atol=1e-4, rtol=0.0)
-    with pytest.raises(CacheError, match="crop: expected to remove 0 to 32 tokens, .* found -33"):
-        cache.crop(-33)
+    cache.crop(-14)
+    torch.testing.assert_close(logits(model, cache, IDS[:, 146:]), whole[:, 146:], atol=1e-4, rtol=0.0)
+    with pytest.raises(CacheError, match="crop: expected to remove 0 to 16 tokens, .* found -17"):
+        cache.crop(-17)
     assert cache.get_seq_length() == 160
     short = SubspaceCache(cache.bases)
-    logits(model, short, IDS[:, :40])
-    short.crop(-39)  # all of it is exact; the sinks go, too
+    logits(model, short, IDS[:, :20])
+    short.crop(-19)  # all of it is exact; the sinks go, too
     torch.testing.assert_close(logits(model, short, IDS[:, 1:]), whole[:, 1:], atol=1e-4, rtol=0.0)
     short.reset()
     torch.testing.assert_close(logits(model, short), whole, atol=1e-4, rtol=0.0)
@@ -231,19 +231,19 @@ def test_bytes_are_those_allocated(llama: tuple[Any, SubspaceCache]) -> None:
     assert stats.bytes_f16 == 2 * 3 * stats.n_cells * per_token
     assert stats.bytes_codes == 3 * stats.n_cells * stats.bytes_per_token
     assert stats.bpe == pytest.approx(16 * stats.bytes_kv / stats.bytes_f16)
-    held = 4 + N_RECENT + 32
+    held = 4 + N_RECENT + N_ROLLBACK
     assert stats.bytes_window == 3 * held * per_token * 4  # a float32 model has a float32 window
 
 
 def test_half_precision_models(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], llama: tuple[Any, SubspaceCache]
 ) -> None:
-    """With many bits, the cache changes less than the model's own rounding does."""
+    """With many bits, the cache changes little more than the model's own rounding does, which falls out otherwise."""
     half = load(tiny_model("llama"), "llama", dtype=torch.bfloat16)
     found = logits(half, SubspaceCache.from_file(calibration("llama"), half, kv_bits=14.0, n_recent=N_RECENT))
     assert found.dtype == torch.bfloat16
     rounded = logits(half, None).float()
-    assert rms(found.float() - rounded) < rms(rounded - logits(llama[0], None))
+    assert rms(found.float() - rounded) < 2 * rms(rounded - logits(llama[0], None))
 
 
 def test_a_row_with_nan_is_a_zero_row(llama: tuple[Any, SubspaceCache]) -> None:

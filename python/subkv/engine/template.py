@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jinja2
-
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
 from subkv.native.binding import C
@@ -34,5 +32,5 @@ class Template:
         self.formatter.add_generation_prompt = answer
         try:
             return str(self.formatter(messages=messages).prompt)  # type: ignore[arg-type]
-        except (ValueError, jinja2.TemplateError) as error:
+        except Exception as error:  # whatever a template does with messages of a form that it does not know
             raise TemplateError(KEY, f"the model's template refuses the conversation: {error}") from error

@@ -32,6 +32,13 @@ def metric(served: Served, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"subkv:prefix_{name}"))
 
 
+def clear(served: Served, prompt: str) -> bool:
+    """Whether the likeliest of the first tokens of an answer is so by far more than rounding."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    found = served.client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]  # None: no tokens
+    return found is None or all(max(top.values()) - min(top.values()) > 0.02 for top in found["top_logprobs"])
+
+
 @pytest.mark.parametrize(("arch", "cache"), KINDS, ids=["-".join(kind) for kind in KINDS])
 def test_answers_do_not_depend_on_it(
     arch: str, cache: str, coded_model: Callable[..., Path], tiny_model: Callable[..., Path], tmp_path: Path
@@ -48,7 +55,9 @@ def test_answers_do_not_depend_on_it(
             served.client.post("/slots/0?action=erase")
             return ask(served, prompt)[0]
 
-        expected = {prompt: cold(prompt) for prompt in prompts}
+        # an answer may turn at a tie, which llama.cpp's own sliding halves decide by how a prompt is split
+        expected = {prompt: cold(prompt) for prompt in prompts if clear(served, prompt)}
+        order = [prompt for prompt in order if prompt in expected]
     n_restored = 0
     for begin in range(0, len(order), 7):
         with running(model, remembering=Remembering(1, tmp_path), **kind) as served:
