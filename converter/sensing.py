@@ -54,6 +54,7 @@ LOOKING = 64  # queries at the beginning of a longer chunk
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
+MOST_STRETCH = 2.0  # logarithm, of a layer that reads next to nothing in one of two places: four standard deviations
 UNSEEN = 1.4  # times what texts cost that have set the scales: what others do (NOTES.md has six kinds of text)
 APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
 
@@ -291,7 +292,7 @@ class Sensing:
                 found = metrics(part, stats.shape, output, self.window)
                 energies.append([np.sum(found[side] * _covariance(stats, side[0])) / len(part.q) for side in SIDES])
             if np.min(energies) > 0.0:
-                of_layer[:] = np.log(energies[0]) - np.log(energies[1])
+                of_layer[:] = np.clip(np.log(energies[0]) - np.log(energies[1]), -MOST_STRETCH, MOST_STRETCH)
         return logs
 
     def _moments(self) -> Calibration:

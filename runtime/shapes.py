@@ -260,11 +260,13 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
     from subkv.format.window import DEFAULT
     from subkv.native.gguf import Gguf, write_sidecar
     from subkv.plan import budget, latent
+    from subkv.plan.basis import in_bytes
     from subkv.plan.pipeline import default_context
 
     d, n = shape.head_size, shape.kv_heads
     random = np.random.default_rng(SEED)
-    rotation = np.linalg.qr(random.standard_normal((d, d)))[0]
+    encode = in_bytes(np.linalg.qr(random.standard_normal((d, d)))[0])
+    decode = np.linalg.inv(encode).T.astype(np.float64)
     layers, joint = [], _random_latent(random, shape) if shape.latent else None
     for il in shape.coded:
         if joint:
@@ -272,7 +274,7 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
             layers.append(CodedLayer(LayerShape(il, shape.heads, 1, *sizes, 1.0, 0), (joint,), latent=True))
             continue
         layer = LayerShape(il, shape.heads, n, d, d, d**-0.5, 0)
-        layers.append(CodedLayer(layer, tuple(_random_head(random, rotation) for _ in range(n))))
+        layers.append(CodedLayer(layer, tuple(_random_head(random, encode, decode) for _ in range(n))))
     text = TextSource(NO_CALIBRATION, "0" * 64, 0)
     nothing = Calibration(
         arch=shape.arch,
@@ -298,19 +300,19 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
         write_sidecar(base, path, metadata.keys(layers, nothing, settings, counted))
 
 
-def _random_head(random: np.random.Generator, rotation: NDArray[np.float64]) -> CodedHead:
-    """A head whose bases are rows of a rotation in another order, with other signs of the columns."""
+def _random_head(random: np.random.Generator, encode: NDArray[np.float64], decode: NDArray[np.float64]) -> CodedHead:
+    """A head whose bases are rows of these, both in another order and with other signs of the columns."""
     import numpy as np
 
     from subkv.format.bases import CodedHead, StoredBasis
 
     def basis(widths: tuple[tuple[int, int], ...], mean: Any) -> StoredBasis:
-        signs = random.choice((-1.0, 1.0), d)
-        own = (rotation[random.permutation(d)] * signs).astype(np.float16)  # decompositions of every head take minutes
+        signs, order = random.choice((-1.0, 1.0), d), random.permutation(d)  # decompositions of every head take minutes
+        own, back = ((matrix[order] * signs).astype(np.float16) for matrix in (encode, decode))
         steps = np.array([1 / (2**bits - 1) for _, bits in widths])  # all bands reach as far
-        return StoredBasis(widths, own, own, (steps / steps.max()).astype(np.float32), mean)
+        return StoredBasis(widths, own, back, (steps / steps.max()).astype(np.float32), mean)
 
-    d = len(rotation)
+    d = len(encode)
     of_k, of_v = bands(d)
     mean = (0.1 * random.standard_normal(d)).astype(np.float16)  # centred keys cost more than others
     return CodedHead(basis(of_k, mean), basis(of_v, np.zeros(d, np.float16)), 1.0)

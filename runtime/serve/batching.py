@@ -119,6 +119,7 @@ class Engine:
         self._candidates = internals.LlamaTokenDataArray(n_vocab=llm.n_vocab())
         self._n_vocab = llm.n_vocab()
         self._waiting: deque[Task] = deque()
+        self._later: list[Task] = []  # out of it while others are admitted
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._job: Future[Any] | None = None  # at work
         self._stopping = False
@@ -184,7 +185,7 @@ class Engine:
         for slot in self.slots:
             if (task := slot.task) is not None:
                 task.cancel(error)
-        for task in list(self._waiting):
+        for task in [*self._later, *self._waiting]:
             task.cancel(error)
         for future in (self._job, *(future for _, future in list(self._jobs))):
             with contextlib.suppress(InvalidStateError):  # it has just ended
@@ -279,7 +280,7 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         """Give slots to those that wait, but for who will find more of its prompt in another slot soon."""
-        later: list[Task] = []
+        later = self._later
         try:
             while self._waiting and self.n_busy < len(self.slots):
                 task = self._waiting.popleft()
@@ -295,6 +296,7 @@ class Engine:
                     raise
         finally:
             self._waiting.extendleft(reversed(later))
+            later.clear()
 
     def _awaits(self, task: Task) -> bool:
         """Whether a task waits for another one, which reads what both begin with."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-N_LATE = 4  # calls that may hang at a time: each holds a thread
+N_LATE = 4  # late calls that may hang at a time: each holds a thread
 PAUSE_SECONDS = 10.0  # that nothing is asked after a call that came too late
 
 
@@ -40,11 +40,14 @@ class Deadline:
             except BaseException as error:
                 future.set_exception(error)
             with self._lock:
-                self._hanging -= 1
+                self._hanging -= late.is_set()
+                ended.set()
 
-        with self._lock:
-            self._hanging += 1
-        threading.Thread(target=run, name="store", daemon=True).start()
+        late, ended = threading.Event(), threading.Event()
+        try:
+            threading.Thread(target=run, name="store", daemon=True).start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
         try:
             return future.result(self.seconds)
         except LateError as error:
@@ -52,6 +55,9 @@ class Deadline:
                 raise OSError(f"{type(error).__name__}: {error}") from error
             with self._lock:
                 self._closed_until = time.monotonic() + self.pause
+                if not ended.is_set():
+                    late.set()
+                    self._hanging += 1
             raise OSError(f"expected an answer within {self.seconds:g} s, found none") from None
         except OSError:
             raise

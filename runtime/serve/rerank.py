@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +17,8 @@ from runtime.serve.service import Service
 from runtime.serve.slots_llama import SlotsLlama
 from subkv.native.binding import C
 
+MOST_LETTERS = 64  # of a text for each token that a batch holds: more is refused before it is cut into tokens
+
 
 class RerankRequest(BaseModel):
     """POST /v1/rerank. top_n: how many of the best to tell, default: all."""
@@ -24,13 +28,17 @@ class RerankRequest(BaseModel):
     top_n: int | None = Field(None, ge=1)
 
 
-def pair(made: RequestLlama, query: str, document: str) -> list[int]:
-    """Tokens of a query and a text, by the model's own template or as cross-encoders have them. Raises ApiError."""
+def pairs(made: RequestLlama, query: str, documents: Iterable[str]) -> Iterator[list[int]]:
+    """Tokens of a query and each text, by the model's own template or as cross-encoders have them. Raises ApiError."""
     opened, vocab = made.llm.opened, made.llm._model.vocab
     template = C.llama_model_chat_template(opened.handle, b"rerank")
     if template:
-        text = template.decode("utf-8", "replace").replace("{query}", query).replace("{document}", document)
-        return made.tokenize(text.encode("utf-8", "replace"), special=True)
+        form = template.decode("utf-8", "replace")
+        for document in documents:
+            given = {"{query}": query, "{document}": document}
+            text = re.sub(r"\{query\}|\{document\}", lambda found: given[found[0]], form)  # noqa: B023
+            yield made.tokenize(text.encode("utf-8", "replace"), special=True)
+        return
 
     def plain(text: str) -> list[int]:
         return made.tokenize(text.encode("utf-8", "replace"), add_bos=False)
@@ -40,7 +48,9 @@ def pair(made: RequestLlama, query: str, document: str) -> list[int]:
     begin = [C.llama_vocab_bos(vocab)] if C.llama_vocab_get_add_bos(vocab) else []
     end = [eos] if C.llama_vocab_get_add_eos(vocab) else []
     between = [*end, *([sep] if C.llama_vocab_get_add_sep(vocab) else [])]
-    return [*begin, *plain(query), *between, *plain(document), *end]
+    asked = [*begin, *plain(query), *between]
+    for document in documents:
+        yield [*asked, *plain(document), *end]
 
 
 def scores(llm: SlotsLlama, pairs: Sequence[Sequence[int]]) -> list[float]:
@@ -60,13 +70,19 @@ def rank(made: RequestLlama, query: str, documents: Sequence[str]) -> tuple[list
     llm = made.llm
     if not llm.ranks:
         raise ApiError(400, "this model ranks no texts; start the server with --pooling rank and one that does")
-    pairs = [pair(made, query, document) for document in documents]
-    lengths = [len(tokens) for tokens in pairs]
-    if max(lengths) > llm.n_batch or not min(lengths):
-        raise bad_field(
-            "documents", f"expected 1 to {llm.n_batch} tokens with the query (-b, -c), found {max(lengths)}"
-        )
-    return made.engine.call(lambda: scores(llm, pairs)).result(), sum(lengths)
+    most = MOST_LETTERS * llm.n_batch
+    if len(query) + max(map(len, documents)) > most:
+        raise bad_field("documents", f"expected at most {most} letters with the query, found one of more")
+    found = []
+    for tokens in pairs(made, query, documents):
+        if made.cancelled:
+            raise CancelledError
+        if not 1 <= len(tokens) <= llm.n_batch:
+            raise bad_field(
+                "documents", f"expected 1 to {llm.n_batch} tokens with the query (-b, -c), found {len(tokens)}"
+            )
+        found.append(tokens)
+    return made.engine.call(lambda: scores(llm, found)).result(), sum(map(len, found))
 
 
 def add_rerank(app: FastAPI, service: Service) -> None:

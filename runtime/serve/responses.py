@@ -46,9 +46,7 @@ class ResponseRequest(schema.Common):
         """The same as a chat. Raises ApiError, RequestValidationError."""
         for name in NOT_THERE:
             if found := getattr(self, name):
-                raise bad_field(
-                    name, f"expected none, as this server keeps no responses and has no tools, found {found!r:.80}"
-                )
+                raise bad_field(name, "expected none, as this server keeps no responses and has no tools, found one")
         same = self.model_dump(exclude_unset=True, include={*schema.Common.model_fields, "top_p", "stream"} - {"n"})
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
         if self.instructions is not None:

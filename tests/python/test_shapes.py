@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from runtime import shapes
 from subkv.engine.llama import Llama
 from subkv.format import metadata
+from subkv.plan.basis import in_bytes
 
 SMALL = ("--layers", 2, "--heads", 4, "--kv-heads", 2, "--embd", 128, "--ff", 160, "--vocab", 300)
 N_CTX = 384  # beyond the exact window
@@ -112,9 +113,10 @@ def test_bands_are_as_documented(tmp_path: Path, d: int) -> None:
             assert of_v == [(eighth, 6), (5 * eighth, 4), (2 * eighth, 3)]
     heads = [head for layer in metadata.read_heads(bases).values() for head in layer]
     for side in (basis for head in heads for basis in (head.k, head.v)):
-        rotation = side.encode.astype(np.float64)
-        assert np.abs(rotation @ rotation.T - np.eye(d)).max() < 2e-3
-        assert np.array_equal(side.encode, side.decode)
+        encode, decode = side.encode.astype(np.float64), side.decode.astype(np.float64)
+        assert np.abs(encode @ decode.T - np.eye(d)).max() < 2e-3
+        assert np.abs(encode @ encode.T - np.eye(d)).max() < 0.05  # a rotation in bytes
+        assert np.array_equal(in_bytes(encode), encode)
     assert len({head.k.encode.tobytes() for head in heads}) == len(heads)
 
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-N_PROGRAMS = int(os.environ.get("SUBKV_PROGRAMS", "0"))
+N_PROGRAMS, N_CALLS = (int(os.environ.get(f"SUBKV_{name}", n)) for name, n in (("PROGRAMS", "0"), ("CALLS", "20")))
 N_SEQ = 3  # and one that makes llama.cpp carry out its copies
 N_MOST = 110  # tokens of a sequence
 N_SINK, N_RECENT, N_ROLLBACK = WINDOW = (4, 16, 8)
@@ -463,7 +463,7 @@ def run_programs(model: engine.Model, layout: Any, n: int, **options: Any) -> No
         lambda: Machine(model, layout, most, **options),
         settings=settings(
             max_examples=N_PROGRAMS or n,
-            stateful_step_count=20,
+            stateful_step_count=N_CALLS,
             deadline=None,
             database=None,
             derandomize=not N_PROGRAMS,
