@@ -191,6 +191,23 @@ def test_texts_by_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert vectors.status_code == 400 and "/v1/rerank" in vectors.json()["error"]["message"]
 
 
+def test_a_query_is_no_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds is text, also where it looks like a place of the model's template; what is too long is not read."""
+    monkeypatch.setattr("runtime.serve.rerank.C.llama_model_chat_template", lambda *_: b"{query} and {document}")
+    with running(ranking(tmp_path, monkeypatch), n_slots=1, n_ctx=256, embeddings=True, kv_cache="f16") as served:
+
+        def ask(query: str, document: str) -> Any:
+            return served.client.post("/v1/rerank", json={"query": query, "documents": [document]})
+
+        document = "many words " * 10
+        n_short, n_long = (ask("a", text).json()["usage"]["total_tokens"] for text in ("a", document))
+        found = ask("{document}" * 4, document).json()["usage"]["total_tokens"]
+        assert n_short < n_long < found < n_long + 4 * len("{document}")
+        monkeypatch.setattr("runtime.serve.rerank.pairs", None)  # nothing is cut into tokens
+        answer = ask("x" * 200_000, "a")
+        assert answer.status_code == 400 and "letters with the query" in answer.json()["error"]["message"]
+
+
 def test_models_that_rank_nothing(tiny_model: Callable[..., Path], served: Served) -> None:
     body = {"query": "which?", "documents": ["one"]}
     answer = served.client.post("/v1/rerank", json=body)
