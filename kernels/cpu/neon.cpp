@@ -5,6 +5,7 @@
 
 #    include "../ref/rows.h"
 #    include "attend_tiles.h"
+#    include "matrix.h"
 #    include "neon.h"
 
 #    include <string.h>
@@ -66,11 +67,8 @@ static void project_rows(const T * m, const uint16_t * step, int64_t r, int64_t 
 
 void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy) {
-    if (m.bytes) {
-        project_rows(m.bytes, m.step, r, d, x, ldx, n, scale, y, ldy);
-    } else {
-        project_rows(m.halves, nullptr, r, d, x, ldx, n, scale, y, ldy);
-    }
+    cpu::by_entries(
+        m, [&](const auto * rows, const uint16_t * step) { project_rows(rows, step, r, d, x, ldx, n, scale, y, ldy); });
 }
 
 template <typename T>
@@ -98,15 +96,9 @@ static void add_rows(const T * m, int64_t r, int64_t d, const float * e, float *
 }
 
 void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o) {
-    if (!m.bytes) {
-        add_rows(m.halves, r, d, e, o);
-        return;
-    }
-    float * scaled = (float *) cpu::scratch(cpu::SLOT_STEPS, (size_t) r * sizeof(float));
-    for (int64_t i = 0; i < r; ++i) {
-        scaled[i] = e[i] * to_float(m.step[i]);
-    }
-    add_rows(m.bytes, r, d, scaled, o);
+    cpu::by_entries(m, [&](const auto * rows, const uint16_t * step) {
+        add_rows(rows, r, d, cpu::with_steps(e, step, r, [](uint16_t half) { return to_float(half); }), o);
+    });
 }
 
 constexpr int64_t KEYS = PAGE / 2; // at once

@@ -353,17 +353,6 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
     return head;
 }
 
-// Moves the matrices of a head, in halves, to storage. D stays in halves: it inverts what E was rounded to.
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & step) {
-    if (present(head.encode)) { // values of a latent layer have none
-        head.encode = kept_encoder(head.encode.halves, head.rank, head.d, storage, step);
-    }
-    const int64_t n = (int64_t) head.rank * head.d;
-    std::copy_n(head.decode.halves, n, storage);
-    head.decode = { storage };
-    storage += n;
-}
-
 LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uint8_t * bytes, uint16_t *& storage) {
     BlockReader           block{ key, bytes };
     LayerCodec            layer;

@@ -48,9 +48,10 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
 // their D [rank][d_v]. A band is of those elements alone, or of the others: else `err` says so.
 HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err);
 
-// Copies E [r][d], in halves, to storage, which is moved behind it: as bytes, with the steps of its rows in `step`, if all
-// entries of a row are whole multiples, -127 to 127, of one half.
-Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step);
+// Moves the matrices of a head, in halves, to storage, which is moved behind them. E becomes bytes, with the steps of its
+// rows in `step`, if all entries of a row are whole multiples, -127 to 127, of one half. D stays in halves: it inverts
+// what E was rounded to.
+void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & step);
 
 // Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
 bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);

@@ -103,7 +103,10 @@ static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t &
     return false;
 }
 
-Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step) {
+// Copies E [r][d], in halves, to storage, which is moved behind it: as bytes, with the steps of its rows in `step`, if all
+// entries of a row are whole multiples, -127 to 127, of one half.
+static Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage,
+                           std::vector<uint16_t> & step) {
     std::vector<int8_t> bytes((size_t) (r * d));
     step.resize((size_t) r);
     for (int64_t i = 0; i < r; ++i) {
@@ -118,6 +121,16 @@ Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& s
     std::memcpy(at, bytes.data(), bytes.size());
     storage += r * d / 2; // r * d is a multiple of 64: the next matrix stays aligned
     return { nullptr, at, step.data() };
+}
+
+void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & step) {
+    if (present(head.encode)) { // values of a latent layer have none
+        head.encode = kept_encoder(head.encode.halves, head.rank, head.d, storage, step);
+    }
+    const int64_t n = (int64_t) head.rank * head.d;
+    std::copy_n(head.decode.halves, n, storage);
+    head.decode = { storage };
+    storage += n;
 }
 
 } // namespace subkv

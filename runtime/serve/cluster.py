@@ -33,6 +33,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime import options
 from runtime.serve.cli import serving_options
+from runtime.serve.guard import disconnected
 from runtime.serve.opened import Wanted
 from runtime.serve.refusals import ApiError, body
 from runtime.serve.sessions import Load, messages, scope_of, session
@@ -164,7 +165,7 @@ class Forwarded(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._pass_on(scope, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -220,11 +221,6 @@ class Forwarded(Response):
 async def _nothing() -> Message:
     await asyncio.Event().wait()
     raise AssertionError
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 @serve.ingress()

@@ -41,9 +41,8 @@ class Deadline:
                 future.set_exception(error)
             with self._lock:
                 self._hanging -= late.is_set()
-                ended.set()
 
-        late, ended = threading.Event(), threading.Event()
+        late = threading.Event()
         try:
             threading.Thread(target=run, name="store", daemon=True).start()
         except RuntimeError as error:
@@ -55,7 +54,7 @@ class Deadline:
                 raise OSError(f"{type(error).__name__}: {error}") from error
             with self._lock:
                 self._closed_until = time.monotonic() + self.pause
-                if not ended.is_set():
+                if not future.done():
                     late.set()
                     self._hanging += 1
             raise OSError(f"expected an answer within {self.seconds:g} s, found none") from None

@@ -24,6 +24,12 @@ PUBLIC = PATHS | HEALTH
 BEARER = re.compile(rb"bearer +", re.IGNORECASE)
 
 
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Hosts:
     """The names that a server answers to beside localhost and loopback addresses.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +14,7 @@ from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.schema import N_INPUTS
 from runtime.serve.service import Service
 from runtime.serve.slots_llama import SlotsLlama
+from runtime.serve.task import CancelledError
 from subkv.native.binding import C
 
 MOST_LETTERS = 64  # of a text for each token that a batch holds: more is refused before it is cut into tokens

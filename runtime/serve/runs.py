@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.serve import refusals
 from runtime.serve.completion import RequestLlama
-from runtime.serve.guard import Places
+from runtime.serve.guard import Places, disconnected
 from runtime.serve.task import CancelledError
 
 PING_SECONDS = 15.0
@@ -80,7 +80,7 @@ class Run:
         Raises what the work raised; CancelledError when the client has gone.
         """
         answers: dict[int, Any] = {}
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             while len(answers) < len(self.llms):
                 i, found = await self._unless(gone)
@@ -129,11 +129,6 @@ class Run:
         if isinstance(event, Exception):
             raise event
         return event
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(StreamingResponse):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,18 @@ def written(folder: Path, *arguments: Any) -> tuple[Path, Path]:
     return model, folder / "m.subkv-sidecar.gguf"
 
 
+@contextlib.contextmanager
+def evaluated(model: Path, bases: Path, kind: str) -> Iterator[tuple[Llama, Any]]:
+    """A model that has read tokens beyond the exact window, and its logits, which are of a sound spread."""
+    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
+    llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
+    llm.eval(tokens)
+    scores = np.array(llm.scores[: len(tokens)])
+    assert np.isfinite(scores).all() and 0.1 < scores.std() < 10
+    yield llm, scores
+    llm.close()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "d"),
     [
@@ -42,34 +56,25 @@ def written(folder: Path, *arguments: Any) -> tuple[Path, Path]:
 )
 def test_loads_and_generates(tmp_path: Path, name: str, options: tuple[Any, ...], d: int) -> None:
     model, bases = written(tmp_path, name, *options)
-    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
     for kind in ("f16", "subkv"):
-        llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
-        llm.eval(tokens)
-        scores = np.array(llm.scores[: len(tokens)])
-        assert np.isfinite(scores).all()
-        assert scores.shape[1] == 300 and 0.1 < scores.std() < 10
-        assert len(list(zip(range(8), llm.generate([2], reset=False, top_k=1), strict=False))) == 8
-        stats = llm.kv_stats()
-        assert stats.type_k == kind
-        assert stats.bytes_per_token == 2 * 2 * (4 * d if kind == "f16" else 2 + (34 + 32) * d // 64)
-        llm.close()
+        with evaluated(model, bases, kind) as (llm, scores):
+            assert scores.shape[1] == 300
+            assert len(list(zip(range(8), llm.generate([2], reset=False, top_k=1), strict=False))) == 8
+            stats = llm.kv_stats()
+            assert stats.type_k == kind
+            assert stats.bytes_per_token == 2 * 2 * (4 * d if kind == "f16" else 2 + (34 + 32) * d // 64)
 
 
 def test_latent_attention(tmp_path: Path) -> None:
     model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"
     small = [*SMALL, "--kv-heads", 1, "--head-size", 64]
     assert run("deepseek-v2-lite", *small, "-o", model).exit_code == 0
-    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
     scores = []
     for kind in ("f16", "subkv"):
-        llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
-        llm.eval(tokens)
-        scores.append(np.array(llm.scores[: len(tokens)]))
-        assert np.isfinite(scores[-1]).all() and 0.1 < scores[-1].std() < 10
-        row = 2 * (512 + 64) if kind == "f16" else 1 + 512 * 17 // 32 + 64 // 2
-        assert llm.kv_stats().bytes_per_token == 2 * row
-        llm.close()
+        with evaluated(model, bases, kind) as (llm, found):
+            scores.append(found)
+            row = 2 * (512 + 64) if kind == "f16" else 1 + 512 * 17 // 32 + 64 // 2
+            assert llm.kv_stats().bytes_per_token == 2 * row
     assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
     described = metadata.read(bases)
     assert described["bytes_per_token"] == 2 * (1 + 272 + 32) and described["version"] == 3
@@ -81,16 +86,12 @@ def test_hybrid(tmp_path: Path) -> None:
     """Of four layers the third attends and has rows; a shape without any is refused."""
     model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"
     assert run("lfm2-350m", *SMALL, "--layers", 4, "--embd", 256, "-o", model).exit_code == 0
-    tokens = [1 + i % 255 for i in range(N_CTX - 16)]
     scores = []
     for kind in ("f16", "subkv"):
-        llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
-        llm.eval(tokens)
-        scores.append(np.array(llm.scores[: len(tokens)]))
-        assert np.isfinite(scores[-1]).all() and 0.1 < scores[-1].std() < 10
-        row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp says hundredths of a MiB of the first
-        assert llm.kv_stats().bytes_per_token == pytest.approx(2 * 2 * row, rel=0.05 if kind == "f16" else 1e-9)
-        llm.close()
+        with evaluated(model, bases, kind) as (llm, found):
+            scores.append(found)
+            row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp says hundredths of a MiB of the first
+            assert llm.kv_stats().bytes_per_token == pytest.approx(2 * 2 * row, rel=0.05 if kind == "f16" else 1e-9)
     assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
     refused = run("lfm2-350m", *SMALL, "--layers", 4, "-o", tmp_path / "other.gguf")
     assert refused.stderr.startswith("--embd: expected 256, all heads together, found 128")

@@ -47,16 +47,22 @@ def same(a: Prefix, b: Prefix) -> bool:
 
 
 @contextlib.contextmanager
-def remembering(
-    folder: Path | None = None, ram: int = MOST, disk: int = MOST, n_removable: int | None = None
-) -> Iterator[Prefixes]:
-    made = Prefixes(IDENTITY, n_removable, MOST, ram, folder, disk)
-    made.evaluating.took(1.0, 1)  # a second a token: restoring is faster
+def keeping(made: Prefixes) -> Iterator[Prefixes]:
+    """For which restoring is always faster than a second a token."""
+    made.evaluating.took(1.0, 1)
     made.measured.set()
     try:
         yield made
     finally:
         made.close()
+
+
+@contextlib.contextmanager
+def remembering(
+    folder: Path | None = None, ram: int = MOST, disk: int = MOST, n_removable: int | None = None
+) -> Iterator[Prefixes]:
+    with keeping(Prefixes(IDENTITY, n_removable, MOST, ram, folder, disk)) as made:
+        yield made
 
 
 def keep(made: Prefixes, *given: Prefix, space: str = "") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from serving import running
-from test_serve_prefixes import MOST, SYSTEM, keep, prefix, same
+from test_serve_prefixes import MOST, SYSTEM, keep, keeping, prefix, same
 
 from runtime.serve.deadline import Deadline
 from runtime.serve.prefixes import Prefixes
@@ -75,13 +75,8 @@ def faulty() -> Iterator[str]:
 def replica(
     url: str, ram: int = 0, capacity: int = 0, identity: dict[str, Any] = IDENTITY, n_removable: int | None = None
 ) -> Iterator[Prefixes]:
-    made = Prefixes(identity, n_removable, MOST, ram, url, capacity)
-    made.evaluating.took(1.0, 1)  # a second a token: restoring is faster
-    made.measured.set()
-    try:
+    with keeping(Prefixes(identity, n_removable, MOST, ram, url, capacity)) as made:
         yield made
-    finally:
-        made.close()
 
 
 def store_of(made: Prefixes) -> Store:
