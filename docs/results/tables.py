@@ -223,6 +223,16 @@ ORDER = (  # what matters most comes first
         group="shapes_prefill",
     ),
     Table(
+        "shapes_whole",
+        "Generation in a whole model of 8 billion weights",
+        LEFT_OUT,
+        10,
+        shapes.whole,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes_whole",
+    ),
+    Table(
         "shapes_deep",
         "Generation at 128000 tokens",
         LEFT_OUT,
