@@ -226,7 +226,7 @@ ORDER = (  # what matters most comes first
         "shapes_whole",
         "Generation in a whole model of 8 billion weights",
         LEFT_OUT,
-        10,
+        22,
         shapes.whole,
         shapes.markdown,
         shapes.shape_numbers,
