@@ -149,7 +149,7 @@ def server_handover(lab: Any) -> Rows:
             taken, n = client.seconds(tokens[: n_prefix + n_turn])
             assert n >= n_prefix - 1
             client.kept(1)
-        saved = evaluated * (1 - n_turn / n_prefix) - taken
+        saved = evaluated * (1 + n_turn / n_prefix) - taken  # the turn is evaluated by both
         rows.append(
             {
                 "cache": name,
