@@ -12,6 +12,7 @@ from typing import Any
 
 import cluster_tables as clusters
 import prefix_tables as prefixes
+import queue_tables as queues
 import research_tables as research
 import score_tables as scores
 import shape_tables as shapes
@@ -152,6 +153,20 @@ ORDER = (  # what matters most comes first
         clusters.cluster_load,
         clusters.markdown,
         group="cluster",
+    ),
+    Table(
+        "cluster_queues",
+        "Queues of a cluster",
+        f"Simulated: {queues.N_USERS:,} users, a turn a minute each, of {queues.N_READ} new tokens and "
+        f"{queues.N_WRITTEN} of an answer, at random times; for 20 minutes. Machines of {queues.N_SLOTS} slots as "
+        "the tables of the server measured them, with work shared equally and the time of taking over a conversation "
+        "from the store. Whom a request goes to says the ring of Ray's own router; where the first has twice as many "
+        "requests as slots the next two are asked, and then all again.",
+        0.5,
+        queues.cluster_queues,
+        queues.markdown,
+        queues.numbers,
+        group="queues",
     ),
     Table(
         "other_texts",
