@@ -108,7 +108,8 @@ def asked_for(shader: Path) -> tuple[list[int], list[str]]:
     """Capabilities and extensions that its SPIR-V wants of a device."""
     done = subprocess.run(["glslc", *GLSLC_FLAGS, "-o", "-", str(shader)], capture_output=True, check=True)
     words = np.frombuffer(done.stdout, "<u4")
-    capabilities, extensions = [], []
+    capabilities: list[int] = []
+    extensions: list[str] = []
     at = 5  # behind the header
     while at < len(words):
         n, op = divmod(int(words[at]), 1 << 16)
