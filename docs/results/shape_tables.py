@@ -27,9 +27,16 @@ SHAPES = {  # name of runtime.shapes → name in numbers, what tables say of it
         "**LFM2-350M**, a hybrid: 6 of its 16 layers attend, with 16 query heads and 8 KV heads of 64, the others are "
         "short convolutions; its vocabulary of 65536 tokens.",
     ),
+    "deepseek-v2-lite": (
+        "mla",
+        "**DeepSeek-V2-Lite**, 4 of its 27 layers: latent attention (MLA), 16 query heads read one row of 512 + 64 "
+        "elements; feed-forward layers with as many weights as a token's experts have, a vocabulary of 32000 instead "
+        "of 102400.",
+    ),
 }
 HYBRIDS = ["lfm2-350m"]
-OTHERS = [name for name in SHAPES if name not in HYBRIDS]
+LATENT = ["deepseek-v2-lite"]
+OTHERS = [name for name in SHAPES if name not in (*HYBRIDS, *LATENT)]
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
 
 
@@ -56,6 +63,11 @@ def hybrids(lab: Any) -> Rows:
     """Every token is evaluated: cells are not copied where layers are recurrent."""
     size = lab.pick(("-n", "8", "-d", "64,2048,8000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
     return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size, shapes=HYBRIDS)
+
+
+def latent(lab: Any) -> Rows:
+    size = lab.pick(("-n", "8", "-d", "64,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=LATENT)
 
 
 def prefill(lab: Any) -> Rows:
