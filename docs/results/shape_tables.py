@@ -31,6 +31,12 @@ SHAPES = {  # file → name in numbers, what tables say of it
         "8b_whole",
         "**Llama-3.1-8B**, all of its 32 layers and 128256 tokens: 4.2 GiB of weights.",
     ),
+    "deepseek-v2-lite": (
+        "mla",
+        "**DeepSeek-V2-Lite**, 4 of its 27 layers: latent attention (MLA), 16 query heads read one row of 512 + 64 "
+        "elements; feed-forward layers with as many weights as a token's experts have, a vocabulary of 32000 instead "
+        "of 102400.",
+    ),
 }
 OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
 SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: runtime.shapes' own
@@ -61,6 +67,11 @@ def hybrids(lab: Any) -> Rows:
     """Every token is evaluated: cells are not copied where layers are recurrent."""
     size = lab.pick(("-n", "8", "-d", "64,2048,8000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
     return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size, shapes=["lfm2-350m"])
+
+
+def latent(lab: Any) -> Rows:
+    size = lab.pick(("-n", "8", "-d", "64,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=["deepseek-v2-lite"])
 
 
 def prefill(lab: Any) -> Rows:

@@ -228,6 +228,16 @@ ORDER = (  # what matters most comes first
         group="shapes_hybrids",
     ),
     Table(
+        "shapes_mla",
+        "Generation with latent attention",
+        SHAPES,
+        4,
+        shapes.latent,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes_mla",
+    ),
+    Table(
         "shapes_prefill",
         "Prompts of 512 tokens in models of other shapes",
         LEFT_OUT,
