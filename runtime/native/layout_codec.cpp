@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 
 namespace subkv {
 
@@ -78,37 +77,30 @@ HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> &
     return values;
 }
 
-// A finite half in units of 2^-24, of which all are multiples.
-static int64_t units(uint16_t half) {
-    const int     exponent = (half >> 10) & 31;
-    const int64_t size     = exponent == 0 ? half & 1023 : (int64_t) ((half & 1023) | 1024) << (exponent - 1);
-    return half & 0x8000 ? -size : size;
-}
-
-// A row [d] as bytes times a half, the smallest that does; false: there is none.
+// A row [d] as bytes times a half; false: it is none.
 static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t & step) {
-    uint16_t top = 0; // without their signs halves are ordered as integers are
+    float largest = 0.0f;
     for (int64_t j = 0; j < d; ++j) {
-        top = std::max(top, (uint16_t) (row[j] & 0x7fff));
+        largest = std::max(largest, std::fabs(ggml_fp16_to_fp32(row[j])));
     }
-    const int64_t largest = units(top);
-    int64_t       common  = largest; // the largest half of which all entries are multiples
-    for (int64_t j = 0; j < d && largest <= 127 * common; ++j) {
-        common = std::gcd(common, units(row[j]));
+    // the largest is at least 64 times a step, or 0
+    for (int times = 127; times >= 64; --times) {
+        step          = ggml_fp32_to_fp16(largest / (float) times);
+        const float s = ggml_fp16_to_fp32(step);
+        int64_t     j = 0;
+        for (; j < d; ++j) {
+            const float x = ggml_fp16_to_fp32(row[j]);
+            const float n = s > 0.0f ? std::rint(x / s) : 0.0f;
+            if (std::fabs(n) > 127.0f || n * s != x) {
+                break;
+            }
+            bytes[j] = (int8_t) n;
+        }
+        if (j == d) {
+            return true;
+        }
     }
-    if (largest > 127 * common) {
-        return false;
-    }
-    int64_t n = largest == 0 ? 1 : 127 * common / largest;
-    while (common % n != 0) {
-        --n;
-    }
-    const int64_t part = common / n;
-    step               = ggml_fp32_to_fp16(std::ldexp((float) part, -24));
-    for (int64_t j = 0; j < d; ++j) {
-        bytes[j] = part == 0 ? (int8_t) 0 : (int8_t) (units(row[j]) / part);
-    }
-    return true;
+    return false;
 }
 
 // Copies E [r][d], in halves, to storage, which is moved behind it: as bytes, with the steps of its rows in `step`, if all
