@@ -162,6 +162,14 @@ void Cache::check(const CacheDesc & desc) const {
     if (n_coded == 0) {
         throw std::runtime_error("subkv.layout: none of its layers has a full-attention K/V cache in this model");
     }
+    for (const auto & codec : l.layers) {
+        const auto same = [&](const LayerDesc & layer) { return layer.il == codec.il; };
+        if (std::none_of(desc.layers.begin(), desc.layers.end(), same)) {
+            fail("subkv.layout: bases for layers with a full-attention K/V cache of their own expected, found some for "
+                 "layer %d, which has none in this model",
+                 codec.il);
+        }
+    }
     if (ops_error()) {
         throw std::runtime_error(ops_error());
     }
