@@ -147,4 +147,8 @@ namespace subkv {
 const HeadCodec * coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                              bool value);
 
+// As coded_head, one with an E of its own, which values of a latent layer have not.
+const HeadCodec * encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+                                bool value);
+
 } // namespace subkv
