@@ -30,7 +30,7 @@ from subkv.base.progress import progress_bar
 from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedLayer
-from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
+from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
 from subkv.plan import mla
@@ -174,13 +174,18 @@ class Sensing:
 
     def _accumulate(self, chunk: Decoded) -> None:
         for stats, sums in zip(self.calibration.layers, self.found.sums, strict=True):
-            output = output_weights(self.base, stats.shape)
-            for side, part in metrics(chunk.rows(stats.shape.il, False), stats.shape, output, self.window).items():
+            for side, part in self._metrics(chunk.rows(stats.shape.il, False), stats.shape).items():
                 sums[side] += part
         if self.found.chunks >= self.found.entered:
             self._add_moments(chunk)
         self.found.queries += chunk.n_sampled
         self.found.chunks += 1
+
+    def _metrics(self, rows: Rows, shape: LayerShape) -> dict[str, F64]:
+        if not self.latent:
+            return metrics(rows, shape, output_weights(self.base, shape), self.window)
+        output, values = mla.read_weights(self.base, shape)
+        return metrics(rows, shape, output, self.window, values)
 
     def _add_moments(self, chunk: Decoded) -> None:
         for stats, moments in zip(self.calibration.layers, self.found.moments, strict=True):
@@ -285,11 +290,11 @@ class Sensing:
         `far` on, over what they add to those before `near`."""
         logs = np.zeros((len(self.calibration.layers), len(SIDES)))
         for of_layer, stats in zip(logs, self.calibration.layers, strict=True):
-            rows, output = chunk.rows(stats.shape.il, False), output_weights(self.base, stats.shape)
+            rows = chunk.rows(stats.shape.il, False)
             energies = []
             for queries, n in ((rows.pos >= far, len(rows.k)), (rows.pos < near, near)):
                 part = Rows(rows.q[queries], rows.pos[queries], rows.k[:n], rows.v[:n])
-                found = metrics(part, stats.shape, output, self.window)
+                found = self._metrics(part, stats.shape)
                 energies.append([np.sum(found[side] * _covariance(stats, side[0])) / len(part.q) for side in SIDES])
             if np.min(energies) > 0.0:
                 of_layer[:] = np.clip(np.log(energies[0]) - np.log(energies[1]), -MOST_STRETCH, MOST_STRETCH)
