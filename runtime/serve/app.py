@@ -165,10 +165,19 @@ def create_app(
     # tokens
     #
 
+    def piece(token: int) -> str | list[int]:
+        """A token's text, its bytes where they are a part of a character only."""
+        found = llm.opened.piece(token, special=True)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return list(found)
+
     @app.post("/tokenize")
     def tokenize(body: schema.TokenizeRequest) -> Any:
         text = body.content.encode("utf-8", "replace")
-        return {"tokens": llm.tokenize(text, add_bos=body.add_special, special=body.parse_special)}
+        tokens = llm.tokenize(text, add_bos=body.add_special, special=body.parse_special)
+        return {"tokens": [{"id": token, "piece": piece(token)} for token in tokens] if body.with_pieces else tokens}
 
     @app.post("/extras/tokenize")
     def extras_tokenize(body: types.TokenizeInputRequest) -> Any:

@@ -63,6 +63,8 @@ def begin(served: Served, **body: Any) -> socket.socket:
         (TEXT, b'{"prompt": "x", "temperature": NaN}', 400),
         (TEXT, b'{"prompt": "x", "temperature": 1e999}', 400),
         (TEXT, b'{"prompt": {"a": 1}}', 400),
+        (TEXT, b'{"promt": "misspelt"}', 400),
+        ("/completion", b'{"promt": "misspelt"}', 400),
         ("/tokenize", b'{"content": 1}', 400),
         ("/detokenize", b'{"tokens": [99999999]}', 400),
         ("/slots/9?action=erase", b"", 404),

@@ -60,6 +60,17 @@ def test_properties(served: Served) -> None:
         assert served.client.post("/apply-template", json=wrong).status_code == 400
 
 
+def test_tokens_with_their_pieces(served: Served) -> None:
+    text = "Hello, wörld 🙂"
+    plain, pieces = (
+        served.client.post("/tokenize", json={"content": text, "with_pieces": how}).json()["tokens"]
+        for how in (False, True)
+    )
+    assert [found["id"] for found in pieces] == plain
+    parts = [p.encode() if isinstance(p, str) else bytes(p) for p in (found["piece"] for found in pieces)]
+    assert b"".join(parts).decode().strip() == text
+
+
 def test_a_template_applied_by_hand(served: Served) -> None:
     """Its prompt gets the answer that the conversation gets."""
     messages = [

@@ -406,6 +406,15 @@ def test_urls_of_nothing(tmp_path: Path) -> None:
         Remembering(cache_disk=tmp_path, cache_store="memory://x").check()
 
 
+def test_what_a_token_costs_is_measured_at_the_start(coded_model: Callable[..., Path]) -> None:
+    """And nothing is restored before that is known."""
+    with running(coded_model(), n_slots=1, n_ctx=512, remembering=Remembering(16)) as served:
+        prefixes = served.service.engine.recall.prefixes
+        assert prefixes.measured.wait(20)
+        assert prefixes.evaluating.seconds > 0 and prefixes.setting.seconds > 0
+        assert served.client.get("/slots").json()[0]["n_tokens"] == 0  # it leaves nothing behind
+
+
 def test_two_servers_answer_as_one(coded_model: Callable[..., Path], tmp_path: Path) -> None:
     """A conversation that changes its server is not evaluated again, and gets the answer that it would have got."""
     text = "The quick brown fox jumps over the lazy dog. " * 12
