@@ -244,6 +244,8 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
 }
 
 bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) {
+    clear_error(); // as in add()
+
     if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // elsewhere dst loses the cells that it has
         std::vector<PosCell> copied, there;
         cells.find(src, p0, p1, copied);

@@ -150,6 +150,34 @@ def test_a_state_that_went_back_is_not_copied_before_its_next_token(hybrid: Code
         assert agree(expected[100:], s.decode(tokens[100:110], 100, 1))
 
 
+@pytest.mark.parametrize("n", [100, 60])
+def test_snapshots_are_of_one_state(hybrid: Coded, n: int) -> None:
+    """A copy in the place of a sequence of n tokens that had some has none; it may end where that did."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[:110])
+    with hybrid.session(n_rs_seq=6, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:100], 0, 1, pieces=[99, 1])
+        s.decode(tokens[100 : 100 + n], 0, 0)
+        assert s.rm(0, -1)
+        s.cp(1, 0)
+        assert s.rm(1, -1)
+        assert not s.rm(0, 97)
+        assert "recurrent state" in last_error()
+        assert agree(expected[100:], s.decode(tokens[100:110], 100, 0))
+
+
+def test_a_snapshot_that_was_chosen_goes_with_all_positions(hybrid: Coded) -> None:
+    """However their end is told. llama.cpp forgets it for an open one alone."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[50:90])
+    with hybrid.session(n_rs_seq=6) as s:
+        s.decode(tokens[:100])
+        assert s.rm(0, 96) and s.rm(0, 0, 96)
+        assert agree(expected, s.decode(tokens[50:90]))
+
+
 def test_positions_cannot_be_shifted_in_one_half(hybrid: Coded) -> None:
     if hybrid.name == "qwen35":
         pytest.skip("llama.cpp aborts: shifting is defined for one position per token")
