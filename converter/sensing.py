@@ -24,13 +24,13 @@ from converter import correcting
 from converter.correcting import CORRECTING, PLANNED, evened
 from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
 from converter.observe import spread
-from converter.residual import SIDES, alike, energy, metrics
+from converter.residual import SIDES, Rows, alike, energy, metrics
 from converter.session import Session
 from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, smoothed
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
 from subkv.format.arrays import F32, F64
-from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
+from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
 from subkv.plan import mla
@@ -201,14 +201,13 @@ class Sensing:
         """Errors in cells that are read over the first `near` ones count, in longer chunks as in others."""
         stretch = np.zeros((len(self.calibration.layers), len(SIDES)))
         for stats, sums, logs in zip(self.calibration.layers, self.found.sums, stretch, strict=True):
-            output = output_weights(self.base, stats.shape)
             rows = chunk.rows(stats.shape.il, False)
-            found = metrics(rows.until(self.near), stats.shape, output, self.window)
+            found = self._metrics(rows.until(self.near), stats.shape)
             for side, part in found.items():
                 sums[side] += part
             if c in self.longer:
                 near, far = len(rows.until(self.near).q), rows.beyond(self.near)
-                beyond = metrics(far, stats.shape, output, self.window)
+                beyond = self._metrics(far, stats.shape)
                 energies = np.array([_energies(beyond, stats) / len(far.q), _energies(found, stats) / near])
                 if np.min(energies) > 0.0:
                     logs[:] = np.clip(np.log(energies[0] / energies[1]), -MOST_STRETCH, MOST_STRETCH)
@@ -218,6 +217,12 @@ class Sensing:
             self._add_moments(chunk)
         self.found.queries += int(np.sum(chunk.pos[: chunk.n_sampled] < self.near))
         self.found.done.append(c)
+
+    def _metrics(self, rows: Rows, shape: LayerShape) -> dict[str, F64]:
+        if not self.latent:
+            return metrics(rows, shape, output_weights(self.base, shape), self.window)
+        output, values = mla.read_weights(self.base, shape)
+        return metrics(rows, shape, output, self.window, values)
 
     def _add_moments(self, chunk: Decoded) -> None:
         """The cells of every text count alike: kinds of text differ more than parts of one do."""

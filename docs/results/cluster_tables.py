@@ -1,4 +1,4 @@
-"""What replicas on Ray Serve give on one machine, and how evenly its router spreads conversations over many."""
+"""What replicas on Ray Serve give on one machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import socket
-from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -60,19 +59,6 @@ def _config(lab: Any, flags: tuple[str, ...], replicas: int, cpus: int) -> tuple
     (lab.folder / f"cluster{replicas}.yaml").write_text(json.dumps(config), "utf-8")  # JSON is YAML
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     return ("serve", "run", f"cluster{replicas}.yaml"), port
-
-
-def imbalance(n_sessions: int, n_replicas: int) -> float:
-    """Conversations of the fullest replica over the mean, on the ring of Ray's own router."""
-    from ray.serve._private.common import DeploymentID, ReplicaID
-    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-
-    router = ConsistentHashRouter.__new__(ConsistentHashRouter)
-    router._num_virtual_nodes, router._num_fallback_replicas = 100, 2
-    router._deployment_id = DeploymentID("Replica")
-    router._rebuild_ring(frozenset(ReplicaID(f"replica{i}", router._deployment_id) for i in range(n_replicas)))
-    counts = Counter(router._lookup_ranked_replicas(f"session {i}")[0] for i in range(n_sessions))
-    return max(counts.values()) * n_replicas / n_sessions
 
 
 def markdown(rows: Rows) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import cluster_tables as clusters
 import prefix_tables as prefixes
+import queue_tables as queues
 import research_tables as research
 import score_tables as scores
 import shape_tables as shapes
@@ -154,6 +155,20 @@ ORDER = (  # what matters most comes first
         group="cluster",
     ),
     Table(
+        "cluster_queues",
+        "Queues of a cluster",
+        f"Simulated: {queues.N_USERS:,} users, a turn a minute each, of {queues.N_READ} new tokens and "
+        f"{queues.N_WRITTEN} of an answer, at random times; for 20 minutes. Machines of {queues.N_SLOTS} slots as "
+        "the tables of the server measured them, with work shared equally and the time of taking over a conversation "
+        "from the store. Whom a request goes to says the ring of Ray's own router; where the first has twice as many "
+        "requests as slots the next two are asked, and then all again.",
+        0.5,
+        queues.cluster_queues,
+        queues.markdown,
+        queues.numbers,
+        group="queues",
+    ),
+    Table(
         "other_texts",
         "Texts far from the calibration",
         f"{MODEL}; a novel, and argparse.py of the Python that runs; the codec {FLOAT32}, one chunk each.",
@@ -213,6 +228,16 @@ ORDER = (  # what matters most comes first
         group="shapes_hybrids",
     ),
     Table(
+        "shapes_mla",
+        "Generation with latent attention",
+        SHAPES,
+        4,
+        shapes.latent,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes_mla",
+    ),
+    Table(
         "shapes_prefill",
         "Prompts of 512 tokens in models of other shapes",
         LEFT_OUT,
@@ -221,6 +246,16 @@ ORDER = (  # what matters most comes first
         shapes.markdown,
         shapes.shape_numbers,
         group="shapes_prefill",
+    ),
+    Table(
+        "shapes_whole",
+        "Generation in a whole model of 8 billion weights",
+        LEFT_OUT,
+        22,
+        shapes.whole,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes_whole",
     ),
     Table(
         "shapes_deep",

@@ -15,19 +15,19 @@ import anyio.to_thread
 import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from runtime.serve import metrics, refusals, schema, slots
+from runtime.serve import metrics, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
 from runtime.serve.guard import Guard, Hosts
 from runtime.serve.llama_server import add_llama_server, kv_cache
 from runtime.serve.page_routes import add_page
-from runtime.serve.refusals import ApiError, bad_field
+from runtime.serve.refusals import ApiError, bad_field, refused
 from runtime.serve.requests import RequestLog
 from runtime.serve.rerank import add_rerank
 from runtime.serve.responses import add_responses
@@ -41,11 +41,6 @@ from subkv.native.binding import llama_cpp
 from llama_cpp.server import types
 
 UNION_MEMBER = re.compile(r"[\[A-Z]|^constrained-")  # pydantic puts union members' types between the fields' names
-
-
-async def refused(_: Request, error: Exception) -> Response:
-    refusal = refusals.refusal(error)
-    return JSONResponse(refusals.body(refusal), refusal.status_code, refusal.headers)
 
 
 async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -148,6 +143,7 @@ def create_app(
         return await service.complete(request, body, work)
 
     @app.post("/v1/chat/completions")
+    @app.post("/chat/completions", include_in_schema=False)
     async def chat(request: Request, body: schema.ChatRequest) -> Response:
         return await service.complete(request, body, chat_work(llm, body))
 

@@ -26,9 +26,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime import options
@@ -36,14 +34,13 @@ from runtime.serve.cli import serving_options
 from runtime.serve.guard import disconnected
 from runtime.serve.opened import Wanted
 from runtime.serve.refusals import ApiError, body
-from runtime.serve.sessions import Load, messages, scope_of, session
+from runtime.serve.sessions import Load, door, messages, scope_of
 from runtime.serve.settings import Limits, Listening
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 N_TRIES = 2  # replicas that a request is given to, where the first is lost before it said anything
-METHODS = ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +96,10 @@ class Arguments:
                 raise SubkvError(name, f"expected a number, found {value!r:.80}") from None
         return Arguments(**found)
 
+    def keys(self) -> list[str]:
+        """Of api_key_file, as it is on this machine. Raises SubkvError."""
+        return Listening("", 0, (), None if self.api_key_file is None else Path(self.api_key_file)).keys()
+
     def listed(self) -> list[str]:
         return shlex.split(self.flags) if isinstance(self.flags, str) else [str(flag) for flag in self.flags]
 
@@ -115,8 +116,7 @@ class Replica:
     """The application of `subkv serve` on one machine, for requests that an ingress passes on."""
 
     async def __init__(self, given: Arguments) -> None:  # type: ignore[misc]  # as Ray has it
-        key_file = None if given.api_key_file is None else Path(given.api_key_file)
-        keys = Listening("", 0, (), key_file).keys()
+        keys = given.keys()
         self._stack = contextlib.ExitStack()
         found: Wanted = wanted.main(given.listed(), prog_name="flags", standalone_mode=False)
         self.service = self._stack.enter_context(found.checked().opened())
@@ -227,29 +227,18 @@ async def _nothing() -> Message:
 class Ingress:
     """Gives every conversation's requests to one replica, by Ray's consistent hashing."""
 
-    def __init__(self, engines: DeploymentHandle[Any], max_body: int) -> None:
-        self.engines = engines
-        self.max_body = max_body
+    def __init__(self, engines: DeploymentHandle[Any], given: Arguments, limits: Limits) -> None:
+        self.engines, self.limits, self.keys = engines, limits, given.keys()
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return Starlette(routes=[Route("/{path:path}", self.forward, methods=METHODS)])
-
-    async def forward(self, request: Request) -> Response:
-        asked = bytearray()
-        async for piece in request.stream():
-            asked += piece
-            if len(asked) > self.max_body:
-                error = ApiError(413, f"expected at most {self.max_body} bytes of body, found more")
-                return JSONResponse(body(error), error.status_code)
-        key = session(request.headers.raw, bytes(asked))
-        return Forwarded(self.engines, key, bytes(asked))
+        return door(lambda key, asked: Forwarded(self.engines, key, asked), self.keys, self.limits)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application for `serve run` and config files. Raises SubkvError and click's errors for wrong arguments."""
     given = Arguments.of(args)
     context = wanted.make_context("flags", given.listed())
-    limits = Limits(max_body=context.params["max_body"])
+    limits = Limits(max_body=context.params["max_body"], timeout=context.params["timeout"])
     n_slots = context.params["parallel"]
     policy = AutoscalingPolicy(
         policy_function="runtime.serve.sessions:QueuedTokens",
@@ -275,4 +264,4 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=max(given.max_queued_requests + 2 * n_slots * given.max_replicas, 1000),
         ray_actor_options=given.ingress_options(),
     )
-    return ingress.bind(replica.bind(given), limits.max_body)
+    return ingress.bind(replica.bind(given), given, limits)

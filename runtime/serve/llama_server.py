@@ -137,7 +137,7 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
     @app.post("/apply-template")
     def apply_template(body: schema.TemplateRequest) -> Any:
         try:
-            return {"prompt": Template(llm.opened).render(body.messages)}
+            return {"prompt": Template(llm.opened).render(body.messages, tools=body.tools)}
         except SubkvError as error:
             raise bad_field("messages", str(error)) from error
 

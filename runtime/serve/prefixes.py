@@ -217,8 +217,7 @@ class Prefixes:
     def _covered(self, tier: Tier, identity: bytes, tokens: Tokens) -> bool:
         """Whether an entry serves as well as one of these tokens would; it is then marked as used."""
         for name, head in tier.near(identity, tokens).items():
-            if self._reach(head, tokens) == len(tokens):
-                tier.touch(name)
+            if self._reach(head, tokens) == len(tokens) and tier.touch(name):
                 return True
         return False
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from runtime.serve.sampling import SamplingError
 from subkv.base.errors import StateError
@@ -60,3 +62,9 @@ def body(error: HTTPException) -> dict[str, Any]:
     kind = getattr(error, "kind", None) or TYPES.get(error.status_code, "server_error")
     fields = {"message": error.detail, "type": kind, "param": getattr(error, "param", None), "code": error.status_code}
     return {"error": fields | getattr(error, "numbers", {})}
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """What an application answers to what it raises."""
+    found = refusal(error)
+    return JSONResponse(body(found), found.status_code, found.headers)

@@ -160,6 +160,7 @@ async def events(run: Run, answer: Answer) -> AsyncIterator[dict[str, Any] | str
 
 def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
+    @app.post("/responses", include_in_schema=False)
     async def responses(request: Request, body: ResponseRequest) -> Response:
         chat, answer = body.chat(), Answer(service.name, body)
         run, (found, *_) = await service.begin(request, chat_work(service.llm, chat), body.n or 1)

@@ -193,6 +193,7 @@ class TemplateRequest(BaseModel):
     """POST /apply-template."""
 
     messages: Annotated[list[Any], Field(max_length=N_MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=N_TOOLS)] | None = None
 
     @field_validator("messages", mode="after")
     @classmethod

@@ -7,16 +7,27 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Scope
+
+from runtime.serve.guard import Guard
+from runtime.serve.refusals import refused
+from runtime.serve.settings import Limits
 
 SESSION = "x-session-id"
 OWNERS = ("authorization", "x-api-key")
 N_OPENING = 512  # characters of a prompt without turns that tell conversations apart
 N_WAITING = 64  # messages that an answer may be ahead of its reader
 BYTES_PER_TOKEN = 4  # of a body, about
+METHODS = ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE"]
 # what of a request's scope goes to another process
 FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 
@@ -55,6 +66,27 @@ def _opening(body: bytes) -> str:
         turns = turns[: users[0] + 1] if users else turns[:1]
         return json.dumps([asked.get("instructions"), [[turn.get("role"), turn.get("content")] for turn in turns]])
     return json.dumps(turns[:N_OPENING]) if isinstance(turns, (str, list)) and turns else ""
+
+
+def door(forward: Callable[[str, bytes], Response], keys: Sequence[str], limits: Limits) -> Starlette:
+    """The application of an ingress: forward(session, body) makes the answer to a request that may come in.
+
+    Keys are checked, and a body's size where it is told, before anything of it is read; all of it is there in time.
+    """
+
+    async def enter(request: Request) -> Response:
+        try:
+            asked = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=499)  # as proxies log it; nobody reads it
+        return forward(session(request.headers.raw, asked), asked)
+
+    guard = Middleware(Guard, keys=keys, max_body=limits.max_body, timeout=limits.timeout, shared=True)
+    return Starlette(
+        routes=[Route("/{path:path}", enter, methods=METHODS)],
+        middleware=[guard],
+        exception_handlers={HTTPException: refused},
+    )
 
 
 class Load:

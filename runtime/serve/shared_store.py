@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import re
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 from runtime.serve.blocks import ROWS, Blobs, address, references
 from runtime.serve.deadline import Deadline
+from runtime.serve.tiers import looked
 from subkv.base.container import FIXED, N_DIGEST, START, ContainerError, Tokens, read_whole
 from subkv.base.errors import SubkvError, install
 from subkv.base.files import STALE_SECONDS, TEMPORARY, replacing
@@ -75,12 +77,14 @@ class Store:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise SubkvError("cache_store", f"expected a URL of fsspec, found {url!r} ({error})") from error
+        protocols = self._fs.protocol
+        self._local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
         self.path = url  # for messages
         self.capacity, self.max_bytes = capacity, max_bytes
         self.n_bytes = 0  # as of the last look
         self.deadline = Deadline(seconds)
         self._lock = threading.RLock()
-        self._known: OrderedDict[str, Head] = OrderedDict()
+        self._known: OrderedDict[str, tuple[bytes, Head]] = OrderedDict()  # identities and heads of entries
         self._present: OrderedDict[str, float] = OrderedDict()  # names, and when they were last seen
         self._read: OrderedDict[str, Entry] = OrderedDict()  # the latest, about to be loaded
         self._damaged: set[str] = set()  # that could not be removed
@@ -100,10 +104,19 @@ class Store:
             return []
         paths, begins = [self._path(name) for name in names], [start] * len(names)
         found = self.deadline.call(lambda: self._fs.cat_ranges(paths, begins, list(ends), on_error="return"))
-        for one in found:
-            if isinstance(one, Exception) and not isinstance(one, FileNotFoundError):
-                raise OSError(f"{type(one).__name__}: {one}") from one
-        return [None if isinstance(one, Exception) else bytes(one) for one in found]
+        return [self._answer(path, start, one) for path, one in zip(paths, found, strict=True)]
+
+    def _answer(self, path: str, start: int, found: Any) -> bytes | None:
+        """What a file has from `start` on; some stores refuse a range behind its end."""
+        if not isinstance(found, Exception):
+            return bytes(found)
+        if isinstance(found, FileNotFoundError):
+            return None
+        with contextlib.suppress(OSError):
+            size = self.deadline.call(lambda: self._fs.info(path)).get("size")
+            if size is not None and size <= start:
+                return b""
+        raise OSError(f"{type(found).__name__}: {found}") from found
 
     def _pipe(self, files: dict[str, bytes]) -> None:
         self.deadline.call(lambda: self._write_now(files))
@@ -113,8 +126,7 @@ class Store:
             self._n_written = (self._n_written or 0) + sum(map(len, files.values()))
 
     def _write_now(self, files: dict[str, bytes]) -> None:
-        local = "file" in ((self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol)
-        if local:  # appears whole or not at all, as an object store's does
+        if self._local:  # appears whole or not at all, as an object store's does
             Path(self._root).mkdir(mode=0o700, parents=True, exist_ok=True)
             for name, data in files.items():
                 with replacing(Path(self._path(name))) as handle:
@@ -132,16 +144,41 @@ class Store:
         while len(self._present) > 16 * N_KNOWN:
             self._present.popitem(last=False)
 
-    def touch(self, name: str) -> None:
-        """Mark as used now, where the store can: else its order is that of writing."""
-        with contextlib.suppress(Exception):
-            self.deadline.call(lambda: self._fs.touch(self._path(name), truncate=False))
+    def touch(self, name: str) -> bool:
+        """Mark an entry and what belongs to it as used now; False: some of what it holds is gone."""
+        with self._lock:
+            identity, head = self._known.get(name, (b"", None))
+        if head is None:
+            return False
+        held = [name, *_blobs(head.more)]
+        if None in self._cat(held, 0, [1] * len(held)):
+            self._forget(held)
+            return False
+        self._use([*held, *self._marks(identity, head.tokens)])
+        return True
+
+    def _use(self, names: Sequence[str]) -> None:
+        """Mark files as used now, where the store has a time for that: else their order is that of writing."""
+
+        def mark() -> None:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.utime(self._path(name), follow_symlinks=False)
+
+        if self._local:
+            with contextlib.suppress(OSError):
+                self.deadline.call(mark)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """What is not there, or may not be, is looked for again."""
+        with self._lock:
+            for name in names:
+                self._known.pop(name, None)
+                self._present.pop(name, None)
+                self._read.pop(name, None)
 
     def remove(self, name: str) -> None:
-        with self._lock:
-            self._known.pop(name, None)
-            self._present.pop(name, None)
-            self._read.pop(name, None)
+        self._forget([name])
         with contextlib.suppress(OSError):
             self.deadline.call(lambda: self._fs.rm_file(self._path(name)))
 
@@ -160,11 +197,15 @@ class Store:
         digest.update(tokens.astype("<i4").tobytes())
         return f"{digest.hexdigest()}.mark"
 
+    def _marks(self, identity: bytes, tokens: Tokens) -> list[str]:
+        """Of an entry of these tokens."""
+        return [self._mark(identity, tokens[:n]) for n in marked(len(tokens))]
+
     def heads(self, identity: bytes) -> dict[str, Head]:
         """Of entries that this replica has seen, by name."""
         begin = prefix(identity)
         with self._lock:
-            return {name: head for name, head in self._known.items() if name.startswith(begin)}
+            return {name: head for name, (_, head) in self._known.items() if name.startswith(begin)}
 
     def near(self, identity: bytes, tokens: Tokens) -> dict[str, Head]:
         """Heads of the entries that have the longest beginnings in common with these tokens, by name."""
@@ -176,26 +217,28 @@ class Store:
             if OWN.fullmatch(name) and name.startswith(begin) and name not in self._damaged:
                 named[name] = None
         heads: dict[str, Head] = {}
-        for name in named:
-            if len(heads) == TRIES:
-                break
+        left = list(named)
+        while left and len(heads) < TRIES:
+            name = left.pop(0)
             with self._lock:
-                head = self._known.get(name)
+                _, head = self._known.get(name, (b"", None))
             if head is None:
                 try:
-                    entry = self._entry(name)
+                    head = None if (entry := self._entry(name)) is None else Head(entry.tokens, entry.more)
                 except ContainerError:
                     self.discard(name)
                     continue
-                head = None if entry is None else Head(entry.tokens, entry.more)
             if head is not None:
                 heads[name] = head
+            elif left:  # where one is gone others may be, too: they are asked for at once
+                there = self._cat(left, 0, [1] * len(left))
+                left = [name for name, found in zip(left, there, strict=True) if found is not None]
         return heads
 
     def _know(self, entry: Entry) -> None:
         name = entry.name()
         with self._lock:
-            self._known[name] = Head(entry.tokens, entry.more)
+            self._known[name] = entry.identity, Head(entry.tokens, entry.more)
             self._known.move_to_end(name)
             while len(self._known) > N_KNOWN:
                 self._known.popitem(last=False)
@@ -253,6 +296,7 @@ class Store:
             most = [(sizes[blob] or left) + 1 for blob in batch]
             for blob, data in zip(batch, self._cat(batch, 0, most), strict=True):
                 if data is None:
+                    self._forget([blob])
                     self.remove(name)
                     return None
                 left -= len(data)
@@ -262,7 +306,7 @@ class Store:
                     self.remove(blob)
                     raise ContainerError("checksum of a block differs")
                 found[blob.removesuffix(".rows")] = data
-        self.touch(name)
+        self._use([name, *sizes, *self._marks(entry.identity, entry.tokens)])
         return entry, found
 
     #
@@ -282,8 +326,7 @@ class Store:
         self._pipe({name: data})
         self._know(entry)
         self._damaged.discard(name)
-        tokens = entry.tokens
-        self._pipe({self._mark(entry.identity, tokens[:n]): name.encode() for n in marked(len(tokens))})
+        self._pipe(dict.fromkeys(self._marks(entry.identity, entry.tokens), name.encode()))
         return True
 
     def _missing(self, files: dict[str, bytes]) -> dict[str, bytes]:
@@ -294,15 +337,17 @@ class Store:
         by_length: dict[int, list[str]] = {}
         for name in unsure:
             by_length.setdefault(len(files[name]), []).append(name)
-        missing: dict[str, bytes] = {}
+        missing, there = dict[str, bytes](), list[str]()
         for length, names in by_length.items():  # a byte where the file should end, and none after it
             for name, found in zip(names, self._cat(names, max(length - 1, 0), [length + 1] * len(names)), strict=True):
                 if found is None or len(found) != min(length, 1):
                     missing[name] = files[name]
                 else:
-                    self.touch(name)
-                    with self._lock:
-                        self._see(name)
+                    there.append(name)
+        self._use(there)
+        with self._lock:
+            for name in there:
+                self._see(name)
         return missing
 
     def make_room(self, n: int, spared: Set[str] = frozenset()) -> None:
@@ -317,8 +362,9 @@ class Store:
             if written is not None and written + n < self.capacity // LOOK_SHARE:
                 self.n_bytes += n
                 return
-            self._n_written = 0
         files = dict(self._look())
+        with self._lock:  # what could not be looked at is looked at next time
+            self._n_written = (self._n_written or 0) - (written or 0)
         total = sum(size for size, _ in files.values())
         newest = max((used for _, used in files.values()), default=0.0)  # the store's clock, not ours
         for name in sorted(files.keys() - spared, key=lambda name: files[name][1]):
@@ -331,21 +377,33 @@ class Store:
 
     def _look(self) -> Iterator[tuple[str, tuple[int, float]]]:
         """Name, bytes and time of the latest use or writing of all that was written here; others are left alone."""
-
-        def listed() -> Any:
-            self._fs.invalidate_cache()
-            return self._fs.find(self._root, detail=True)
-
-        for path, about in self.deadline.call(listed).items():
-            name = path.rsplit("/", 1)[-1]
+        for name, size, used in self.deadline.call(self._listed):
             temporary = TEMPORARY.fullmatch(name)
             own = temporary["name"] if temporary else name
-            if (OWN.fullmatch(own) or NAMED.fullmatch(own)) and about.get("type") == "file":
-                yield name, (about.get("size") or 0, _seconds(about))
+            if OWN.fullmatch(own) or NAMED.fullmatch(own):
+                yield name, (size, used)
+
+    def _listed(self) -> list[tuple[str, int, float]]:
+        """Name, bytes and time of every file; folders beside them are others'."""
+        try:
+            if self._local:
+                return [(name, file.n_bytes, file.used) for name, file in looked(Path(self._root)).items()]
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:  # nothing was written yet
+            return []
+        files = (about for about in found if about.get("type") == "file")
+        return [(about["name"].rsplit("/", 1)[-1], about.get("size") or 0, _seconds(about)) for about in files]
 
     @property
     def n_entries(self) -> int:
         return len(self._known)
+
+
+def _blobs(more: dict[str, Any]) -> list[str]:
+    """Names of what an entry refers to."""
+    _, blocks, points = references(more)
+    return list(dict.fromkeys(f"{blob}.rows" for blob in (*blocks, *(blob for _, blob in points))))
 
 
 def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:

@@ -97,10 +97,12 @@ class Ram:
         n_tokens = {name: len(entry.tokens) for name, entry in self._entries.items()}
         return _worst(self._used, own, n_tokens, time.monotonic())
 
-    def touch(self, name: str) -> None:
+    def touch(self, name: str) -> bool:
+        """Mark an entry as used now; False: it is gone."""
         with self._lock:
             if name in self._used:
                 self._used[name] = time.monotonic()
+            return name in self._used
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -126,6 +128,18 @@ class Ram:
 class _File:
     used: float
     n_bytes: int
+
+
+def looked(folder: Path) -> dict[str, _File]:
+    """The files of a folder, by name; others may remove some meanwhile. Raises OSError."""
+    found = {}
+    with os.scandir(folder) as files:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                if file.is_file(follow_symlinks=False):
+                    status = file.stat(follow_symlinks=False)
+                    found[file.name] = _File(status.st_mtime, status.st_size)
+    return found
 
 
 class Disk(Folder):
@@ -231,14 +245,11 @@ class Disk(Folder):
     def _look(self) -> dict[str, _File]:
         """The files that were written here, by name; others are left alone."""
         found = {}
-        with os.scandir(self.path) as files:
-            for file in files:
-                temporary = TEMPORARY.fullmatch(file.name)
-                name = temporary["name"] if temporary else file.name
-                if (OWN.fullmatch(name) or BLOB.fullmatch(name)) and file.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = file.stat(follow_symlinks=False)
-                        found[file.name] = _File(status.st_mtime, status.st_size)
+        for name, file in looked(self.path).items():
+            temporary = TEMPORARY.fullmatch(name)
+            own = temporary["name"] if temporary else name
+            if OWN.fullmatch(own) or BLOB.fullmatch(own):
+                found[name] = file
         return found
 
     def make_room(self, n: int, spared: Set[str] = frozenset()) -> None:

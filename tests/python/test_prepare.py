@@ -318,6 +318,7 @@ def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
     shown = CliRunner().invoke(cli.main, ["inspect", str(model), "-c", "32768"])
     assert shown.exit_code == 0, shown.output
     assert "a context of 32768 tokens takes " in shown.stdout
+    assert re.search(r"of them for the exact window and bases, which take \S+ MiB at any length", shown.stdout)
     assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
     assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]

@@ -127,10 +127,15 @@ class Folder:
         self.touch(name)
         return entry
 
-    def touch(self, name: str) -> None:
-        """Mark an entry as used now; in a folder that cannot be written the order of use is not kept."""
-        with contextlib.suppress(OSError):
+    def touch(self, name: str) -> bool:
+        """Mark an entry as used now; False: it is gone. Where nothing can be written the order of use is not kept."""
+        try:
             os.utime(self.path / name)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def _unlist(self, name: str) -> None:
         self._known = {other: head for other, head in self._known.items() if other != name}  # others may read it now

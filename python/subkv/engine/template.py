@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
 from subkv.native.binding import C
@@ -27,10 +29,13 @@ class Template:
         )
         self.formatter = Jinja2ChatFormatter(model.chat_template(), eos, bos)
 
-    def render(self, messages: list[Message], answer: bool = True) -> str:
-        """The prompt; it ends where the assistant's answer begins, or with the last message. Raises TemplateError."""
+    def render(self, messages: list[Message], answer: bool = True, tools: list[Any] | None = None) -> str:
+        """The prompt; it ends where the assistant's answer begins, or with the last message. Raises TemplateError.
+
+        tools: as OpenAI has them, for templates that tell the model of them.
+        """
         self.formatter.add_generation_prompt = answer
         try:
-            return str(self.formatter(messages=messages).prompt)  # type: ignore[arg-type]
+            return str(self.formatter(messages=messages, tools=tools).prompt)  # type: ignore[arg-type]
         except Exception as error:  # whatever a template does with messages of a form that it does not know
             raise TemplateError(KEY, f"the model's template refuses the conversation: {error}") from error

@@ -216,6 +216,9 @@ def test_flags_of_the_examples() -> None:
     folder = REPO / "examples" / "server"
     recipe = (folder / "Containerfile").read_text("utf-8")
     words = json.loads(next(line for line in recipe.splitlines() if line.startswith("ENTRYPOINT")).partition(" ")[2])
+    install = re.search(r"CMAKE_ARGS=(\S+) \S*pip install .*'\S+\[server\]'", recipe)
+    documented = re.search(r"CMAKE_ARGS=(\S+) pip install '\.\[demo,server\]'", (REPO / "README.md").read_text("utf-8"))
+    assert install and documented and install[1] == documented[1]
     unit = (folder / "subkv.service").read_text("utf-8")
     stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
     assert stop > LAST_SECONDS and f"--stop-timeout {stop}" in recipe

@@ -24,14 +24,14 @@ from subkv.base.errors import SubkvError  # noqa: E402
 pytestmark = pytest.mark.slow
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
-SECONDS = 60.0
+SECONDS, KEY = 60.0, "secret"
 
 
 class Front:
     """The cluster's address, and what its nodes are called."""
 
     def __init__(self, url: str, cluster: Any, nodes: dict[str, Any], folder: Path) -> None:
-        self.client = httpx.Client(base_url=url, timeout=SECONDS)
+        self.client = httpx.Client(base_url=url, timeout=SECONDS, headers={"Authorization": f"Bearer {KEY}"})
         self.url, self.cluster, self.nodes, self.folder = url, cluster, nodes, folder
 
     def tokens(self, text: str) -> list[int]:
@@ -86,6 +86,8 @@ def front(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     from runtime.serve.cluster import build
 
     folder = tmp_path_factory.mktemp("shared") / "store"
+    keys = folder.with_name("keys")
+    keys.write_text(KEY)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -104,6 +106,7 @@ def front(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         flags = ["-m", str(coded_model()), "-np", "2", "-c", "16384", "-t", "1"]
         given = {
             "flags": [*flags, "-cram", "0", "--cache-store", f"file://{folder}"],
+            "api_key_file": str(keys),
             "min_replicas": 2,
             "max_replicas": 2,
             "max_queued_requests": 6,
@@ -135,6 +138,10 @@ def test_refusals_are_the_server_s(front: Front) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
     assert front.client.get("/nothing").status_code == 404
     assert front.client.post("/v1/completions", content=b" " * (9 << 20)).status_code == 413
+    with httpx.Client(base_url=front.url) as stranger:
+        refused = stranger.post("/v1/completions", json={"prompt": [1]})
+        assert refused.status_code == 401 and "x-replica" not in refused.headers  # nobody was asked
+        assert stranger.get("/health").status_code == 200
 
 
 def test_streams_and_who_leaves_them(front: Front) -> None:
@@ -153,7 +160,7 @@ def test_more_than_all_can_take(front: Front) -> None:
 
     def one(i: int) -> httpx.Response:
         body = {"prompt": TEXT, "max_tokens": 200, "min_tokens": 200}
-        return httpx.post(f"{front.url}/v1/completions", json=body, timeout=4 * SECONDS)
+        return front.client.post("/v1/completions", json=body, timeout=4 * SECONDS)
 
     with ThreadPoolExecutor(48) as pool:
         answers = list(pool.map(one, range(48)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from serving import Served, running
 from starlette.datastructures import Headers
 
 from runtime.serve import grammar_limits, schema
+from runtime.serve.cli import _n_connections
 from runtime.serve.guard import Hosts
 from runtime.serve.refusals import ApiError
 from runtime.serve.server import GRACE_SECONDS, LAST_SECONDS
@@ -212,6 +214,23 @@ def test_idle_connections_make_room(hasty: Served) -> None:
             sock = stack.enter_context(connected(hasty))
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in sock.recv(4096)  # the newest is always served
+
+
+def test_a_thousand_connections(tiny_model: Callable[..., Path]) -> None:
+    """Most say nothing, some begin and do not go on: who asks beside them is answered at once."""
+    n = 1000
+    with running(tiny_model("llama"), n_slots=1, n_ctx=256) as served, contextlib.ExitStack() as stack:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        if _n_connections(2 * n) < 2 * n:  # both ends are this process's
+            pytest.skip("needs two thousand files")
+        socks = [stack.enter_context(connected(served)) for _ in range(n)]
+        for sock in socks[::10]:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+        answer = served.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "temperature": 0})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        socks[1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in socks[1].recv(4096)  # nobody was sent away
 
 
 def test_a_request_at_work_outlives_the_deadline_for_headers(tiny_model: Callable[..., Path]) -> None:

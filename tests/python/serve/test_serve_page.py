@@ -56,8 +56,23 @@ def test_properties(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
     prompt = served.client.post("/apply-template", json={"messages": messages}).json()["prompt"]
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    for wrong in ({"messages": [1]}, {"messages": [{"role": "user"}] * 9000}, {}):
+    for wrong in ({"messages": [1]}, {"messages": [{"role": "user"}] * 9000}, {}, {"messages": messages, "tools": "x"}):
         assert served.client.post("/apply-template", json=wrong).status_code == 400
+
+
+def test_a_template_applied_by_hand(served: Served) -> None:
+    """Its prompt gets the answer that the conversation gets."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    how = {"temperature": 0, "max_tokens": 12}
+    prompt = served.client.post("/apply-template", json={"messages": messages}).json()["prompt"]
+    answer = served.client.post("/completion", json=how | {"prompt": prompt}).json()
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        chat = served.client.post(path, json=how | {"messages": messages}).json()
+        assert answer["content"] == chat["choices"][0]["message"]["content"] != ""
+        assert answer["tokens_evaluated"] == chat["usage"]["prompt_tokens"]
 
 
 def test_llama_servers_completion(served: Served) -> None:
@@ -258,3 +273,54 @@ def test_a_key_is_asked_for(browser: Any, coded_model: Any) -> None:
         browser.find_element("css selector", "#dialog button").click()
         wait(browser, "document.getElementById('model').textContent === 'tiny'")
         assert ask(browser, "hello").strip()
+
+
+def test_by_keyboard_and_by_ear(browser: Any, served: Served) -> None:
+    """The first that a key reaches leads to the message; whatever can be used has a name that is read out."""
+    loaded(browser, served.url)
+    first = browser.find_element("css selector", "a, button, textarea, input")
+    browser.execute_script("arguments[0].focus()", first)
+    assert first.text == "Skip to your message" and first.is_displayed()
+    first.send_keys("\n")
+    wait(browser, "document.activeElement.id === 'words'")
+    usable = browser.find_elements("css selector", "a, button, textarea, meter, nav, [role=log]")
+    seen = [found for found in usable if found.is_displayed()]
+    assert len(seen) > 6 and all(found.accessible_name for found in seen)
+    dialog = browser.find_element("id", "dialog")
+    browser.find_element("id", "settings").click()
+    fields = dialog.find_elements("css selector", "input, textarea, button")
+    assert all(field.accessible_name for field in fields) and dialog.accessible_name == "Settings"
+    browser.switch_to.active_element.send_keys("\ue00c")  # Escape
+    wait(browser, "!document.getElementById('dialog').open")
+
+
+CONTRAST = """
+    const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map(Number).map((c) => c / 255)
+        .map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const style = getComputedStyle(document.body);
+    const [a, b] = [style.color, style.backgroundColor].map(light).sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_by_day_and_night(browser: Any, served: Served, scheme: str) -> None:
+    """Nothing is wider than the screen, the conversations are behind a button, text stands out."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        loaded(browser, served.url)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 360
+        assert browser.execute_script(CONTRAST) > 7
+        dark = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (dark == "rgb(25, 26, 28)") == (scheme == "dark")
+        menu, side = browser.find_element("id", "menu"), browser.find_element("id", "side")
+        assert menu.is_displayed() and not side.is_displayed()
+        menu.click()
+        assert side.is_displayed() and menu.get_attribute("aria-expanded") == "true"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

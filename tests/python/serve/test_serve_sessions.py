@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime.serve.sessions import Load, QueuedTokens, messages, scope_of, session
+from runtime.serve.sessions import Load, QueuedTokens, door, messages, scope_of, session
+from runtime.serve.settings import Limits
 
 SYSTEM, FIRST = {"role": "system", "content": "You help."}, {"role": "user", "content": "Hello"}
 MORE = [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on"}]
@@ -108,6 +111,56 @@ def test_who_stops_reading_has_gone(waits: str) -> None:
 
     run(work)
     assert seen[-1] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("headers", "most", "status", "n_read"),
+    [
+        ({}, 100, 401, 0),
+        ({"Authorization": "Bearer wrong"}, 100, 401, 0),
+        ({"X-Api-Key": "secret", "Content-Length": "101"}, 100, 413, 0),
+        ({"X-Api-Key": "secret"}, 15, 413, 2),  # its length is not told
+        ({"X-Api-Key": "secret"}, 100, 408, 3),
+    ],
+)
+def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: int) -> None:
+    """A stranger's body is not read, nobody's for longer than the limit, or further."""
+    pieces = []
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            pieces.append(b"0123456789")
+            yield pieces[-1]
+        await asyncio.Event().wait()
+
+    app = door(lambda key, asked: pytest.fail("it went on"), ["secret"], Limits(max_body=most, timeout=0.2))
+
+    async def work() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post("/v1/completions", content=slowly(), headers=headers)
+
+    answer = run(work)
+    assert answer.status_code == status and len(pieces) == n_read
+    assert answer.json()["error"]["code"] == status
+
+
+def test_what_comes_in() -> None:
+    went_on = []
+
+    def forward(key: str, asked: bytes) -> Response:
+        went_on.append((key, asked))
+        return Response(b"an answer")
+
+    app = door(forward, ["secret"], Limits())
+
+    async def work() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            named = {"x-session-id": "7", "Authorization": "Bearer secret"}
+            return [await client.post("/v1/completions", content=b"{}", headers=named), await client.get("/health")]
+
+    assert [answer.content for answer in run(work)] == [b"an answer"] * 2
+    key = session([(b"x-session-id", b"7"), (b"authorization", b"Bearer secret")], b"")
+    assert went_on == [(key, b"{}"), ("", b"")]
 
 
 def test_tokens_that_wait() -> None:

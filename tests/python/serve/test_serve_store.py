@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import running
 from test_serve_prefixes import MOST, SYSTEM, keep, keeping, prefix, same
@@ -52,14 +53,28 @@ class FaultyFileSystem(memory.MemoryFileSystem):  # type: ignore[misc]
         super().pipe_file(path, *args, **kwargs)
 
 
+class StrictFileSystem(memory.MemoryFileSystem):  # type: ignore[misc]
+    """Memory that refuses ranges behind a file's end, as S3 does."""
+
+    protocol = "strict"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    cachable = False
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        if start is not None and start >= self.info(path)["size"]:
+            raise OSError(22, "The requested range is not satisfiable")
+        return super().cat_file(path, start, end, **kwargs)  # type: ignore[no-any-return]
+
+
 fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+fsspec.register_implementation("strict", StrictFileSystem, clobber=True)
 
 
-@pytest.fixture(params=["memory", "file", "faulty"])
+@pytest.fixture(params=["memory", "file", "strict"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    FaultyFileSystem.store.clear()
-    FaultyFileSystem.fault = None
-    return {"memory": next(URLS), "file": f"file://{tmp_path}/store", "faulty": "faulty://prefixes"}[request.param]
+    StrictFileSystem.store.clear()
+    return {"memory": next(URLS), "file": f"file://{tmp_path}/store", "strict": "strict://prefixes"}[request.param]
 
 
 @pytest.fixture
@@ -168,6 +183,92 @@ def test_what_was_harmed_costs_time_only(url: str, harm: str, kind: str, capfd: 
     with replica(url) as c:
         found = c.find([*SYSTEM, 1], "", 0)
         assert (found is not None and same(found.prefix, text)) or kind == ".rows"
+
+
+@pytest.mark.parametrize("kind", [".prompt", ".rows", ".mark"])
+def test_what_another_gave_up_is_written_again(url: str, kind: str) -> None:
+    """Although who has written it a moment ago knows it by heart."""
+    text = prefix(SYSTEM, (500,))
+    with replica(url) as a, replica(url) as b:
+        keep(a, text)
+        for name in names(b):
+            if name.endswith(kind):
+                store_of(b).remove(name)
+        keep(a, text)
+        found = b.find([*SYSTEM, 1], "", 0)
+        assert found is not None and same(found.prefix, text)
+
+
+def test_what_is_gone_is_not_marked_as_used(url: str) -> None:
+    with replica(url) as made:
+        keep(made, prefix(SYSTEM, (500,)))
+        (entry,) = (name for name in names(made) if name.endswith(".prompt"))
+        assert store_of(made).touch(entry)
+        for name in names(made):
+            store_of(made)._fs.rm_file(store_of(made)._path(name))
+        assert not store_of(made).touch(entry) and not names(made)
+
+
+def test_what_is_used_stays_as_a_whole(tmp_path: Path) -> None:
+    """With its blocks and its marks: an entry without them is of no use to anybody."""
+    text, other = prefix(SYSTEM, (500,)), prefix([9, *SYSTEM])
+    with replica(f"file://{tmp_path}") as made:
+        keep(made, text)
+        own = set(names(made))
+        keep(made, other)
+        for path in tmp_path.iterdir():
+            os.utime(path, (1e9, 1e9))
+        assert made.find([*SYSTEM, 1], "", 0) is not None
+        assert {path.name for path in tmp_path.iterdir() if path.stat().st_mtime > 1e9} == own
+        for path in tmp_path.iterdir():
+            os.utime(path, (1e9, 1e9))
+        keep(made, other)  # it is there: that is a use, too
+        assert {path.name for path in tmp_path.iterdir() if path.stat().st_mtime > 1e9} == set(names(made)) - own
+
+
+def test_marks_that_lead_nowhere_cost_one_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = prefix(SYSTEM[:300])
+    with replica(url) as a, replica(url) as b:
+        keep(a, text)
+        store, identity, asked_for = store_of(a), a.identity(""), [*SYSTEM, 1]
+        gone = {store._mark(identity, np.array(SYSTEM[:n], np.int32)): n for n in range(320, 1000, GRAIN)}
+        begin = next(name for name in names(a) if name.endswith(".prompt")).partition("-")[0]
+        store._pipe({name: f"{begin}-{n:032x}.prompt".encode() for name, n in gone.items()})
+        calls, call = [], store_of(b).deadline.call
+        monkeypatch.setattr(store_of(b).deadline, "call", lambda work: calls.append(work) or call(work))
+        found = b.find(asked_for, "", 0)
+        assert found is not None and found.n_reached == 300 and same(found.prefix, text)
+        assert len(calls) <= 6  # marks, an entry that is gone, which others are, an entry, its blocks, their use
+
+
+def test_a_look_that_fails_is_made_up_for(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    one = prefix(SYSTEM[:300]).n_bytes + 4000
+    capacity = 5 * one
+    with replica(url, capacity=capacity) as made:
+        store = store_of(made)
+        listed = store._listed
+
+        def refused() -> Any:
+            raise OSError("no list today")
+
+        for i in range(12):
+            store._listed = refused if i % 2 else listed  # type: ignore[method-assign]
+            keep(made, prefix([i, *SYSTEM[:300]]))
+        store._listed = listed  # type: ignore[method-assign]
+        keep(made, prefix([12, *SYSTEM[:300]]))
+        assert sum(size for _, (size, _) in store._look()) <= capacity
+        assert "no list today" in capfd.readouterr().err
+
+
+def test_folders_in_a_store_are_others(url: str) -> None:
+    one = prefix(SYSTEM[:300]).n_bytes + 4000
+    with replica(f"{url}/inner") as inner, replica(url, capacity=5 * one) as made:
+        keep(inner, *(prefix([i, *SYSTEM[:300]]) for i in range(8)))
+        before = names(inner)
+        for i in range(12):
+            keep(made, prefix([i, *SYSTEM[:300]]))
+            assert made.find([i, *SYSTEM[:300], 7], "", 0) is not None
+        assert names(inner) == before
 
 
 def test_a_store_that_is_down(faulty: str, capfd: pytest.CaptureFixture[str]) -> None:
