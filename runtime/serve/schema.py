@@ -195,6 +195,11 @@ class TemplateRequest(BaseModel):
     messages: Annotated[list[Any], Field(max_length=N_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=N_TOOLS)] | None = None
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def as_in_chat(cls, tools: Any) -> Any:
+        return ChatRequest.with_parameters(whole_characters(tools))
+
     @field_validator("messages", mode="after")
     @classmethod
     def plain(cls, messages: list[Any]) -> list[Any]:

@@ -185,7 +185,7 @@ def test_what_was_harmed_costs_time_only(url: str, harm: str, kind: str, capfd: 
         assert (found is not None and same(found.prefix, text)) or kind == ".rows"
 
 
-@pytest.mark.parametrize("kind", [".prompt", ".rows", ".mark"])
+@pytest.mark.parametrize("kind", [".prompt", ".rows", ".mark", ""])
 def test_what_another_gave_up_is_written_again(url: str, kind: str) -> None:
     """Although who has written it a moment ago knows it by heart."""
     text = prefix(SYSTEM, (500,))
@@ -309,6 +309,22 @@ def test_a_store_that_is_full(faulty: str, at: str, capfd: pytest.CaptureFixture
         assert b.find([*SYSTEM, 1], "", 0) is None
         keep(b, text)
         found = b.find([*SYSTEM, 1], "", 0)
+        assert found is not None and same(found.prefix, text)
+
+
+def test_a_store_whose_listing_takes_long(faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than any other call may: it is waited for, and nothing is closed to those who read."""
+
+    def slow(self: FaultyFileSystem, path: str, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return memory.MemoryFileSystem.ls(self, path, **kwargs)
+
+    text = prefix(SYSTEM, (500,))
+    with replica(faulty, capacity=MOST) as made:
+        store_of(made).deadline.seconds = 0.1
+        monkeypatch.setattr(FaultyFileSystem, "ls", slow)
+        keep(made, text)
+        found = made.find([*SYSTEM, 1], "", 0)
         assert found is not None and same(found.prefix, text)
 
 
