@@ -62,7 +62,8 @@ def sentences(
     total, exact = cost.bytes(n_ctx), n_ctx * cost.f16
     yield (
         f"a context of {n_ctx} tokens takes {total / MIB:.1f} MiB instead of {exact / MIB:.1f} MiB in f16: "
-        f"{16 * total / exact:.2f} bits per element instead of 16"
+        f"{16 * total / exact:.2f} bits per element instead of 16, {16 * cost.fixed / exact:.3f} of them for the exact "
+        f"window and bases, which take {cost.fixed / MIB:.1f} MiB at any length"
     )
     if predicted:
         yield _quality(predicted)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
     from numpy.typing import NDArray
 
-    from subkv.format.bases import CodedHead, StoredBasis
+    from subkv.format.bases import Bands, CodedHead, StoredBasis
+    from subkv.plan.budget import Head
 
 SEED = 1234
 BLOCK = 32  # weights of a quantized block
@@ -241,13 +242,31 @@ def random_blocks(random: np.random.Generator, rows: int, columns: int, kind: st
     return blocks.reshape(rows, -1)
 
 
-def bands(d: int) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+def bands(d: int) -> tuple[Bands, Bands]:
     """Of every head's K and V: 4.25 and 4 bits per coefficient."""
     eighth = d // 8
     return (
         ((eighth, 8), (eighth, 6), (2 * eighth, 4), (4 * eighth, 3)),
         ((eighth, 6), (5 * eighth, 4), (2 * eighth, 3)),
     )
+
+
+def planned(shape: Shape) -> tuple[list[Head], list[Bands]]:
+    """The heads of all layers as the planner sees them, and their bands."""
+    import numpy as np  # not for a --help
+
+    from subkv.format.calibration import LayerShape
+    from subkv.plan import latent
+    from subkv.plan.budget import Head
+
+    if shape.latent:
+        row = LayerShape(0, shape.heads, 1, shape.latent + shape.turned, shape.latent, 1.0, 0)
+        heads = latent.heads(row, np.ones(shape.latent), np.ones(shape.turned))
+        plan: list[Bands] = [bands(shape.latent)[0], bands(shape.turned)[1]]
+        return heads * len(shape.coded), plan * len(shape.coded)
+    heads = [Head(shape.head_size, np.ones(shape.head_size), centred=key) for key in (True, False)]
+    n = len(shape.coded) * shape.kv_heads
+    return heads * n, list(bands(shape.head_size)) * n
 
 
 def write_bases(model: Path, path: Path, shape: Shape) -> None:
@@ -259,7 +278,7 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
     from subkv.format.calibration import Calibration, LayerShape, TextSource
     from subkv.format.window import DEFAULT
     from subkv.native.gguf import Gguf, write_sidecar
-    from subkv.plan import budget, latent
+    from subkv.plan import budget
     from subkv.plan.basis import in_bytes
     from subkv.plan.pipeline import default_context
 
@@ -290,12 +309,7 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
         sha256="0" * 64,
     )
     with Gguf(model) as base:
-        heads = [budget.Head(d, np.ones(d), centred=key) for _ in range(len(layers) * n) for key in (True, False)]
-        plan = [side for _ in range(len(layers) * n) for side in bands(d)]
-        if joint:
-            one = latent.heads(layers[0].shape, np.ones(shape.latent), np.ones(shape.turned))
-            heads, plan = one * len(layers), [bands(shape.latent)[0], bands(shape.turned)[1]] * len(layers)
-        counted = budget.account(heads, plan, budget.Overhead(default_context(base), DEFAULT))
+        counted = budget.account(*planned(shape), budget.Overhead(default_context(base), DEFAULT))
         settings = metadata.Settings("banded", "pca", "pca", "one", DEFAULT)
         write_sidecar(base, path, metadata.keys(layers, nothing, settings, counted))
 
@@ -306,7 +320,7 @@ def _random_head(random: np.random.Generator, encode: NDArray[np.float64], decod
 
     from subkv.format.bases import CodedHead, StoredBasis
 
-    def basis(widths: tuple[tuple[int, int], ...], mean: Any) -> StoredBasis:
+    def basis(widths: Bands, mean: Any) -> StoredBasis:
         signs, order = random.choice((-1.0, 1.0), d), random.permutation(d)  # decompositions of every head take minutes
         own, back = ((matrix[order] * signs).astype(np.float16) for matrix in (encode, decode))
         steps = np.array([1 / (2**bits - 1) for _, bits in widths])  # all bands reach as far
@@ -328,8 +342,7 @@ def _random_latent(random: np.random.Generator, shape: Shape) -> CodedHead:
 
     turns = [np.linalg.qr(random.standard_normal((d, d)))[0] for d in (shape.latent, shape.turned)]
     parts = [FullBasis(turn, turn, np.ones(len(turn)), np.ones(len(turn))) for turn in turns]
-    planned = [bands(shape.latent)[0], bands(shape.turned)[1]]
-    keys = stored(parts, [np.eye(len(turn)) for turn in turns], planned)
+    keys = stored(parts, [np.eye(len(turn)) for turn in turns], planned(shape)[1][:2])
     return CodedHead(keys, first_values(keys, shape.latent), 1.0)
 
 

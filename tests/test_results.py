@@ -145,6 +145,8 @@ def test_every_shape_has_its_table_and_numbers() -> None:
         ("shapes_prefill", {"llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"}),
         ("shapes_deep", {"llama-3.2-1b"}),
         ("shapes_hybrids", {"lfm2-350m"}),
+        ("shapes_whole", {"llama-3.1-8b-whole"}),
+        ("shapes_mla", {"deepseek-v2-lite"}),
     ],
 )
 def test_shapes_are_measured(name: str, shapes: set[str], tmp_path: Path) -> None:

@@ -171,10 +171,13 @@ class Lab:
             self.run(*command)
         return name
 
-    def shape(self, name: str, *sizes: str) -> tuple[str, ...]:
-        """Options of programs for a model of a shape with random weights and its bases; made once, as sidecar()."""
+    def shape(self, name: str, *words: str) -> tuple[str, ...]:
+        """Options of programs for a model with random weights and its bases; made once, as sidecar().
+
+        name: of its files. words: what runtime.shapes is told.
+        """
         model, bases = f"{name}.gguf", f"{name}-bases.gguf"
-        command = ("python", "-m", "runtime.shapes", name, *sizes, "-o", model, "--bases", bases)
+        command = ("python", "-m", "runtime.shapes", *words, "-o", model, "--bases", bases)
         if (self.folder / bases).exists():
             self._record(command, None)
         else:

@@ -8,7 +8,7 @@ from typing import Any
 from render import RANDOM, Numbers, Rows, wrapped
 from speed_tables import bench, by_depth, numbers
 
-SHAPES = {  # name of runtime.shapes → name in numbers, what tables say of it
+SHAPES = {  # file → name in numbers, what tables say of it
     "llama-3.2-1b": (
         "1b",
         "**Llama-3.2-1B**: 16 layers, 32 query heads, 8 KV heads of 64, its vocabulary of 128256 tokens.",
@@ -27,9 +27,19 @@ SHAPES = {  # name of runtime.shapes → name in numbers, what tables say of it
         "**LFM2-350M**, a hybrid: 6 of its 16 layers attend, with 16 query heads and 8 KV heads of 64, the others are "
         "short convolutions; its vocabulary of 65536 tokens.",
     ),
+    "llama-3.1-8b-whole": (
+        "8b_whole",
+        "**Llama-3.1-8B**, all of its 32 layers and 128256 tokens: 4.2 GiB of weights.",
+    ),
+    "deepseek-v2-lite": (
+        "mla",
+        "**DeepSeek-V2-Lite**, 4 of its 27 layers: latent attention (MLA), 16 query heads read one row of 512 + 64 "
+        "elements; feed-forward layers with as many weights as a token's experts have, a vocabulary of 32000 instead "
+        "of 102400.",
+    ),
 }
-HYBRIDS = ["lfm2-350m"]
-OTHERS = [name for name in SHAPES if name not in HYBRIDS]
+OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
+SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: runtime.shapes' own
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
 
 
@@ -40,7 +50,8 @@ def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS) -> Rows:
     """Rows of some shapes, each with the name of its shape."""
     rows = []
     for name in shapes:
-        model = lab.shape(name, *lab.pick((), SMALL))
+        shape, *sizes = SIZES.get(name, (name,))
+        model = lab.shape(name, shape, *lab.pick(sizes, SMALL))
         for row in bench(lab, *words, "-fa", "on,off", model=model):
             cache = RANDOM if row["cache"] == "subkv" else row["cache"]
             rows.append({**row, "cache": cache, "shape": name})
@@ -55,7 +66,12 @@ def decode(lab: Any) -> Rows:
 def hybrids(lab: Any) -> Rows:
     """Every token is evaluated: cells are not copied where layers are recurrent."""
     size = lab.pick(("-n", "8", "-d", "64,2048,8000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
-    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size, shapes=HYBRIDS)
+    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size, shapes=["lfm2-350m"])
+
+
+def latent(lab: Any) -> Rows:
+    size = lab.pick(("-n", "8", "-d", "64,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=["deepseek-v2-lite"])
 
 
 def prefill(lab: Any) -> Rows:
@@ -66,6 +82,11 @@ def prefill(lab: Any) -> Rows:
 def deep(lab: Any) -> Rows:
     size = lab.pick(("-n", "8", "-d", "32000,128000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
     return _measure(lab, "-ctk", "f16,subkv", "-p", "0", *size, shapes=[DEEP])
+
+
+def whole(lab: Any) -> Rows:
+    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "2"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,subkv", "-p", "0", *size, shapes=["llama-3.1-8b-whole"])
 
 
 def _by_shape(rows: Rows) -> dict[str, Rows]:

@@ -228,6 +228,16 @@ ORDER = (  # what matters most comes first
         group="shapes_hybrids",
     ),
     Table(
+        "shapes_mla",
+        "Generation with latent attention",
+        SHAPES,
+        4,
+        shapes.latent,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes_mla",
+    ),
+    Table(
         "shapes_prefill",
         "Prompts of 512 tokens in models of other shapes",
         LEFT_OUT,
@@ -236,6 +246,16 @@ ORDER = (  # what matters most comes first
         shapes.markdown,
         shapes.shape_numbers,
         group="shapes_prefill",
+    ),
+    Table(
+        "shapes_whole",
+        "Generation in a whole model of 8 billion weights",
+        LEFT_OUT,
+        22,
+        shapes.whole,
+        shapes.markdown,
+        shapes.shape_numbers,
+        group="shapes_whole",
     ),
     Table(
         "shapes_deep",

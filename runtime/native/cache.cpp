@@ -162,6 +162,14 @@ void Cache::check(const CacheDesc & desc) const {
     if (n_coded == 0) {
         throw std::runtime_error("subkv.layout: none of its layers has a full-attention K/V cache in this model");
     }
+    for (const auto & codec : l.layers) {
+        const auto same = [&](const LayerDesc & layer) { return layer.il == codec.il; };
+        if (std::none_of(desc.layers.begin(), desc.layers.end(), same)) {
+            fail("subkv.layout: bases for layers with a full-attention K/V cache of their own expected, found some for "
+                 "layer %d, which has none in this model",
+                 codec.il);
+        }
+    }
     if (ops_error()) {
         throw std::runtime_error(ops_error());
     }
@@ -236,6 +244,8 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
 }
 
 bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) {
+    clear_error(); // as in add()
+
     if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // elsewhere dst loses the cells that it has
         std::vector<PosCell> copied, there;
         cells.find(src, p0, p1, copied);

@@ -41,7 +41,7 @@ std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt
         set_error("adapt: expected a layout and parameters, found NULL");
         return nullptr;
     }
-    const HeadCodec * codec = coded_head("adapt", layout, il, head_kv, value);
+    const HeadCodec * codec = encoding_head("adapt", layout, il, head_kv, value);
     if (!codec) {
         return nullptr;
     }

@@ -27,6 +27,17 @@ const HeadCodec * subkv::coded_head(const char * function, const subkv_layout * 
     return &(value ? layer->v : layer->k)[(size_t) head_kv];
 }
 
+const HeadCodec * subkv::encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+                                       bool value) {
+    const HeadCodec * head = coded_head(function, layout, il, head_kv, value);
+    if (head && !present(head->encode)) {
+        set_error("%s: value: expected false in layer %d, whose values are coded with its keys, found true", function,
+                  (int) il);
+        return nullptr;
+    }
+    return head;
+}
+
 extern "C" {
 
 int32_t subkv_layout_present(const char * path) {
@@ -63,7 +74,8 @@ const char * subkv_layout_json(const subkv_layout * layout) {
 
 int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
                            float * out, int64_t n_out) {
-    const HeadCodec * head = coded_head("subkv_layout_basis", layout, il, head_kv, value);
+    const auto        find = decode ? coded_head : encoding_head;
+    const HeadCodec * head = find("subkv_layout_basis", layout, il, head_kv, value);
     if (!head) {
         return -1;
     }
@@ -81,7 +93,7 @@ int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head
 
 int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, const float * x,
                              int64_t n, float * c) {
-    const HeadCodec * head = coded_head("subkv_layout_project", layout, il, head_kv, value);
+    const HeadCodec * head = encoding_head("subkv_layout_project", layout, il, head_kv, value);
     if (!head) {
         return -1;
     }

@@ -155,9 +155,15 @@ class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
-    // By sequence: how many of the last tokens recurrent state beside the cells, if it has snapshots, can lose. A snapshot is of
-    // a token of the last ubatch, not before its first; sequences of other ubatches may have lost theirs.
-    std::map<int32_t, int32_t> snapshots;
+    // How many of the last tokens recurrent state beside the cells, if it has snapshots, can lose while a sequence ends at
+    // `last`. A snapshot is of a token of the last ubatch, not before its first; sequences of other ubatches, which are not
+    // here, may have lost theirs.
+    struct Snapshots {
+        int32_t n    = -1;
+        int32_t last = -1;
+    };
+
+    std::map<int32_t, Snapshots> snapshots; // by sequence
 
     bool carried_out = true; // the last copy_seq, add or refuse()d call, to which llama.cpp's callers get no answer
 

@@ -16,7 +16,7 @@ bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, ll
 }
 
 bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
-                             llama_pos p0, llama_pos p1) {
+                             llama_pos p0, llama_pos & p1) {
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
     }
@@ -25,12 +25,16 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
         return false;
     }
     const llama_pos tail = seq < 0 ? -1 : recurrent.seq_pos_max(seq);
+    if (seq >= 0 && first == 0 && last > std::max(tail, kv.seq_pos_max(seq))) {
+        p1 = -1;
+    }
     if (first == 0 || first > tail || last <= tail) { // nothing of the state, or all of it
         return true;
     }
     const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
     const auto   kept  = kv.subkv_hook->snapshots.find(seq);
-    if (kept != kv.subkv_hook->snapshots.end() && tail + 1 - first <= kept->second && state.seq_id.size() == 1) {
+    if (kept != kv.subkv_hook->snapshots.end() && kept->second.last == tail && tail + 1 - first <= kept->second.n &&
+        state.seq_id.size() == 1) {
         return true;
     }
     recurrent_stays(kv, seq, p0);
@@ -43,33 +47,38 @@ bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache &
         return true;
     }
     const auto [first, last] = positions(p0, p1);
-    const auto lacks         = [&](llama_seq_id s) {
-        const llama_pos             next = reader(base).max_pos_outside(s, first, last) + 1;
-        std::vector<subkv::PosCell> held, there;
-        reader(base).find(s, std::max(0, next - (llama_pos) swa.n_swa), next, held);
-        for (const auto & cell : held) {
-            const bool needed = (cell.pos < first || cell.pos >= last) &&
-                                !llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next);
-            reader(swa).find(s, cell.pos, cell.pos + 1, there);
-            if (needed && there.empty()) {
-                base.subkv_hook->report(format(
-                    "seq_rm: after removing positions from %d on of sequence %d its next token needs position %d in "
-                    "the "
-                    "layers of sliding windows, which later tokens have taken there; remove the whole sequence and "
-                    "decode it again",
-                    first, s, cell.pos));
-                return true;
-            }
-        }
-        return false;
-    };
     const llama_seq_id begin = seq < 0 ? 0 : seq, end = seq < 0 ? (llama_seq_id) base.n_seq_max : seq + 1;
     for (llama_seq_id s = begin; s < end; ++s) {
-        if (lacks(s)) {
+        const llama_pos next = reader(base).max_pos_outside(s, first, last) + 1;
+        const llama_pos gone = slid_away(base, swa, { { s, 0, std::min(first, next) }, { s, last, next } }, next);
+        if (gone >= 0) {
+            base.subkv_hook->report(format(
+                "seq_rm: after removing positions from %d on of sequence %d its next token needs position %d in the "
+                "layers of sliding windows, which later tokens have taken there; remove the whole sequence and decode "
+                "it again",
+                first, s, gone));
             return false;
         }
     }
     return true;
+}
+
+llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
+                                 const std::vector<piece> & pieces, llama_pos next) {
+    std::vector<subkv::PosCell> held, there;
+    for (const auto & [seq, first, last] : pieces) {
+        reader(base).find(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
+        for (const auto & cell : held) {
+            if (llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next)) {
+                continue;
+            }
+            reader(swa).find(seq, cell.pos, cell.pos + 1, there);
+            if (there.empty()) {
+                return cell.pos;
+            }
+        }
+    }
+    return -1;
 }
 
 bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
@@ -87,6 +96,32 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
         }
     }
     return true;
+}
+
+bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
+                           llama_pos p0, llama_pos p1) {
+    const auto & streams = base.seq_to_stream;
+    if (!base.subkv_hook || !base.subkv_hook->coded() || (size_t) std::max(src, dst) >= streams.size() ||
+        std::min(src, dst) < 0 || src == dst || streams[src] != streams[dst]) {
+        return true; // between streams llama.cpp copies everything; of no sequence, it says so
+    }
+    const auto [first, last] = positions(p0, p1);
+    std::vector<subkv::PosCell> copied;
+    reader(base).find(src, first, last, copied);
+    if (copied.empty() || reader(base).max_pos_outside(src, first, last) < 0) {
+        return true; // nothing, or everything: dst is as good as src
+    }
+    const llama_pos next = std::max(base.seq_pos_max(dst), copied.back().pos) + 1;
+    const llama_pos gone = slid_away(base, swa, { { src, first, std::min(last, next) } }, next);
+    if (gone < 0) {
+        return true;
+    }
+    base.subkv_hook->carried_out = false;
+    base.subkv_hook->report(format(
+        "seq_cp: with positions from %d on of sequence %d the next token of sequence %d needs position %d in the "
+        "layers of sliding windows, which later tokens have taken there; copy the whole sequence",
+        first, src, dst, gone));
+    return false;
 }
 
 bool llama_subkv::carried_out(const llama_kv_cache & kv) {
@@ -141,6 +176,9 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
         return false;
     }
     kv.subkv_hook->carried_out = kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv));
+    if (kv.subkv_hook->carried_out && src != dst) {
+        kv.subkv_hook->snapshots.erase(dst);
+    }
     return kv.subkv_hook->carried_out;
 }
 

@@ -14,7 +14,6 @@
 #include <cstring>
 #include <set>
 #include <stdexcept>
-#include <type_traits>
 #include <unordered_map>
 
 namespace {
@@ -205,6 +204,7 @@ public:
 
     // of: the cache whose cells these are to be, kv or its other half.
     void check(const llama_kv_cache & of, llama_seq_id seq) const;
+    void check(const llama_memory_recurrent & of, llama_seq_id seq) const;
 
     void read(void * data, size_t size) override { std::memcpy(data, at.take(size), size); }
 
@@ -234,13 +234,19 @@ private:
     cursor               at;
 };
 
+static void demand(bool held, const std::string & expected, int64_t found) {
+    if (!held) {
+        throw std::runtime_error("state: " + expected + " expected, " + std::to_string(found) + " found");
+    }
+}
+
+static void demand_position(llama_pos pos) {
+    demand(pos >= 0 && pos < subkv::MAX_POSITION, "positions from 0 to " + std::to_string(subkv::MAX_POSITION - 1),
+           pos);
+}
+
 // What llama.cpp takes on trust: positions and sequences of cells, one cell for each, and the widths of rows.
 void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq) const {
-    const auto demand = [](bool held, const std::string & expected, int64_t found) {
-        if (!held) {
-            throw std::runtime_error("state: " + expected + " expected, " + std::to_string(found) + " found");
-        }
-    };
     cursor     in(bytes);
     const auto n_stream = in.value<uint32_t>();
     demand(n_stream == of.n_stream, std::to_string(of.n_stream) + " streams", n_stream);
@@ -254,8 +260,7 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
         for (uint32_t i = 0; i < n_cells; ++i) {
             const auto pos   = in.value<llama_pos>();
             const auto n_seq = in.value<uint32_t>();
-            demand(pos >= 0 && pos < subkv::MAX_POSITION,
-                   "positions from 0 to " + std::to_string(subkv::MAX_POSITION - 1), pos);
+            demand_position(pos);
             demand(n_seq >= 1 && n_seq <= (seq < 0 ? of.n_seq_max : 1), "a cell of its sequences", n_seq);
             in.take(of.has_cell_ext() ? sizeof(llama_kv_cell_ext) : 0);
             for (uint32_t j = 0; j < n_seq; ++j) {
@@ -291,6 +296,20 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
                 in.take(n_cells * t->nb[1]);
             }
         }
+    }
+}
+
+// And of recurrent state: it ends the process over a second cell of a sequence.
+void llama_subkv::row_reader::check(const llama_memory_recurrent &, llama_seq_id seq) const {
+    cursor         in(bytes);
+    const uint32_t most    = seq < 0 ? kv.n_seq_max : 1;
+    const auto     n_cells = in.value<uint32_t>();
+    demand(n_cells <= most, "recurrent state of at most " + std::to_string(most) + " sequences", n_cells);
+    for (uint32_t i = 0; i < n_cells; ++i) {
+        demand_position(in.value<llama_pos>());
+        const auto n_seq = in.value<uint32_t>();
+        demand(n_seq <= (seq < 0 ? most : 0), "recurrent state of its sequences", n_seq);
+        in.take(n_seq * sizeof(llama_seq_id));
     }
 }
 
@@ -419,9 +438,7 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
         of_base.check(base, seq);
     }
     row_reader of_other(base, io);
-    if constexpr (std::is_same_v<Half, llama_kv_cache>) {
-        of_other.check(other, seq);
-    }
+    of_other.check(other, seq);
     base.subkv_hook->snapshots.clear();
     try {
         if (!partial) {

@@ -10,6 +10,7 @@
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -199,7 +200,9 @@ public:
         snapshots.clear();
         for (const auto & token : tokens) {
             for (int32_t i = 0; i < token.n_seq; ++i) {
-                snapshots.try_emplace(token.seq[i], -1).first->second++;
+                auto & of_sequence = snapshots[token.seq[i]];
+                of_sequence.n++;
+                of_sequence.last = std::max(of_sequence.last, token.pos);
             }
         }
         for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {

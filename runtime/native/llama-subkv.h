@@ -54,15 +54,18 @@ struct llama_subkv {
                             ggml_tensor * k_shift, uint32_t il);
 
     // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer, and whether llama.cpp has
-    // the snapshot that its recurrent state would go back to; may_copy: whether neither state has gone back, of which a
-    // copy would not know; recurrent_stays reports that the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone:
-    // llama.cpp keeps the cells of sequences that have streams of their own, not their recurrent state but the snapshot
-    // of it that a removed tail chose.
+    // the snapshot that its recurrent state would go back to; an end p1 behind everything becomes open, for which alone
+    // llama.cpp forgets the snapshot that the next token would begin with; may_copy: whether neither state has gone back,
+    // of which a copy would not know; recurrent_stays reports that the other half refused; in_step: no half is behind the
+    // other in a sequence of this batch; keep_alone: llama.cpp keeps the cells of sequences that have streams of their
+    // own, not their recurrent state but the snapshot of it that a removed tail chose.
     static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
-                           llama_pos p0, llama_pos p1);
+                           llama_pos p0, llama_pos & p1);
     // llama_kv_cache_iswa: ditto, and whether the sliding half still has what the window of the next token needs.
     static bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                            llama_pos p1);
+    static bool may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
+                         llama_pos p0, llama_pos p1);
     static bool may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
                          llama_seq_id dst);
     static void keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq);
@@ -138,7 +141,17 @@ struct llama_subkv {
     static bool halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     template <typename Half> static void halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq);
-    static graph_input *                 inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
-    static subkv::CacheHook *            hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
-    static bool                          rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
+
+    struct piece { // positions [first, last) of a sequence
+        llama_seq_id seq;
+        llama_pos    first, last;
+    };
+
+    // A position of the pieces that the sliding window of the token behind them, at `next`, has and the sliding half no
+    // longer; -1: none.
+    static llama_pos          slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
+                                        const std::vector<piece> & pieces, llama_pos next);
+    static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
+    static subkv::CacheHook * hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
+    static bool               rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
 };

@@ -90,6 +90,8 @@ class Library:
             raise ContainerError("expected an embedding in its head, found none") from error
         if embedding.shape != self.centre.shape:
             raise ContainerError(f"expected an embedding of {len(self.centre)} numbers, found {len(embedding)}")
+        if not np.isfinite(embedding).all():
+            raise ContainerError("expected an embedding of finite numbers, found NaN or infinity")
         return Remembered(name, head.tokens, embedding)
 
     def _centred(self, embedding: F32) -> F32:

@@ -275,6 +275,7 @@ class _Header:
         text = self.text(key)
         try:
             value = json.loads(text)
+            json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for halves of characters
         except (ValueError, RecursionError) as error:
             raise SubkvError(PREFIX + key, f"expected JSON, found text that does not parse ({error})") from error
         if not fits(value):

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import damage
 import numpy as np
 import pytest
 from calib_synthetic import random_calibration
+from hypothesis import given
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -111,6 +113,32 @@ def damaged(tmp_path: Path) -> Callable[..., str]:
     return sentence
 
 
+def test_files_of_somebody(tmp_path: Path) -> None:
+    """Refused with a sentence that can be printed, or read and written again as they were."""
+    path = tmp_path / "c.safetensors"
+    write_calibration(path, with_sensitivities(random_calibration(n_layer=1)))
+    whole, n_read = path.read_bytes(), 0
+
+    @damage.SETTINGS
+    @given(damage.safetensors(whole))
+    def check(data: bytes) -> None:
+        nonlocal n_read
+        path.write_bytes(data)
+        try:
+            found = read_calibration(path)
+        except SubkvError as error:
+            assert str(error).encode()
+            return
+        n_read += 1
+        write_calibration(path, found)
+        again = read_calibration(path)
+        assert replace(again, layers=(), sha256="") == replace(found, layers=(), sha256="")
+        assert [layer.shape for layer in again.layers] == [layer.shape for layer in found.layers]
+
+    check()
+    assert n_read > 0
+
+
 @pytest.mark.parametrize("key", [*MOMENTS, *SAMPLES])
 def test_missing_tensor(damaged: Callable[..., str], key: str) -> None:
     assert damaged(lambda t, m: t.pop(f"blk.1.{key}")) == f"blk.1.{key}: expected this tensor, found none"
@@ -169,6 +197,7 @@ def test_rounding_is_not_called_indefinite(tmp_path: Path) -> None:
         ("model_sha256", "ABC", "expected 64 lower-case hex digits, found 'ABC'"),
         ("texts", "[1]", "expected a JSON list of objects"),
         ("texts", '[{"name": "a"}]', "expected objects {name, sha256, bytes}"),
+        ("texts", '[{"name": "\\ud800"}]', "expected a JSON list, found text that does not parse ('utf-8' codec"),
         ("layers", "{", "expected a JSON list, found text that does not parse"),
         ("layers", "[" * 5000, "expected a JSON list, found text that does not parse"),
         ("layers", "[]", "expected at least one layer, found none"),
@@ -213,6 +242,7 @@ def test_missing_metadata(damaged: Callable[..., str], key: str) -> None:
         ("tokens", 0, "expected tokens to be an integer from 1"),
         ("scale", 0, "expected scale to be a positive number, found 0"),
         ("scale", float("nan"), "expected scale to be a positive number, found nan"),
+        ("scale", 10**400, "expected scale to be a positive number, found 1000"),
         ("scale", "1", "expected scale to be a positive number, found '1'"),
     ],
 )

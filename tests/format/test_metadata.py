@@ -29,14 +29,30 @@ LAYOUTS: dict[str, Callable[[], list[Layer]]] = {
     "many heads": lambda: writer.random_layers(1, 65, 8, 8, [(8, 4)], [(8, 4)]),
     "a different layout in every head": lambda: mixed(),
     "E in bytes": lambda: writer.random_layers(2, 2, 64, 40, [(24, 8), (8, 3)], [(40, 4)], kind="bytes"),
-    "E in bytes but for one entry": lambda: nearly_in_bytes(),
+    "E in bytes but for one entry": lambda: nearly_in_bytes(-1),
+    "E in bytes of any step": lambda: steps(),
+    "E and D in bytes from a row on": lambda: nearly_in_bytes(9),
 }
 
 
-def nearly_in_bytes() -> list[Layer]:
+def nearly_in_bytes(row: int) -> list[Layer]:
+    layers = writer.random_layers(1, 1, 64, 64, [(40, 4)], [(8, 4)], kind="bytes")
+    key = layers[0].k[0]
+    key.decode[:] = key.encode
+    for matrix in (key.encode, key.decode):
+        of_row = matrix[row]
+        of_row[-1] = np.nextafter(of_row[0] / 2, np.float16(0))  # of more bits than a whole multiple has
+    return layers
+
+
+def steps() -> list[Layer]:
+    """From the smallest half to one that takes all bits; entries have other whole multiples in common, too."""
     layers = writer.random_layers(1, 1, 16, 16, [(16, 4)], [(8, 4)], kind="bytes")
-    last = layers[0].k[0].encode[-1]
-    last[-1] = np.nextafter(last[0] / 2, np.float16(0))  # of more bits than a whole multiple has
+    multiples = np.array([[64, 32], [90, 45], [100, 1], [120, 60], [126, 21], [127, 127], [105, 35], [96, 72]])
+    half_steps = 2.0**-24 * np.array([1, 3]), np.array([1023 * 2.0**-10, 2047 * 2.0**-5])
+    rows = [row * step for step in np.concatenate(half_steps) for row in multiples]
+    layers[0].k[0].encode = np.tile(rows[::2], 8).astype(np.float16)
+    layers[0].v[0].encode = np.tile(rows[1::4], 8).astype(np.float16)
     return layers
 
 

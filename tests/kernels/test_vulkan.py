@@ -7,6 +7,7 @@ validation layer barriers; not speed, nor what other compilers make of the shade
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import layers
 import numpy as np
@@ -77,6 +78,11 @@ def test_encode_large_heads(library: v.Library, large: str, orthonormal: bool) -
     test_encode(library, large, orthonormal)
 
 
+@pytest.mark.parametrize("shape", [Shape(group=71, n_kv=65), Shape(group=128, n_kv=65, n_split=1)], ids=str)
+def test_large_groups(library: v.Library, shape: Shape) -> None:
+    t.check_attend(library, "one_head", shape)
+
+
 def test_combine_large_heads(library: v.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layers.LAYERS, "planned", LARGE["576"])
     test_combine(library, Shape(n_tps=3, group=2, n_kv=100), True)
@@ -97,6 +103,15 @@ def test_a_lost_barrier_is_found(opened: v.Library) -> None:
     n, last = opened.messages()
     assert n > 0
     assert "SYNC-HAZARD-READ-AFTER-WRITE" in last
+
+
+@pytest.mark.parametrize("shader", v.SHADERS, ids=lambda path: path.stem)
+def test_no_feature_is_asked_for(shader: Path) -> None:
+    """Neither subgroups of any width nor integer dot products, halves or small integers: devices with them and without
+    run the same instructions."""
+    if reason := v.missing():
+        pytest.skip(reason)
+    assert v.asked_for(shader) == ([1], [])  # Shader, which every device has
 
 
 def test_places_are_checked(opened: v.Library) -> None:

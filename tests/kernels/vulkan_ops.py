@@ -102,3 +102,20 @@ def build(folder: Path) -> Path:
     command = ["c++", *flags, "-shared", "-o", "libvulkan_ops.so", *map(str, sources), "-lvulkan"]
     subprocess.run(command, cwd=folder, check=True)
     return folder / "libvulkan_ops.so"
+
+
+def asked_for(shader: Path) -> tuple[list[int], list[str]]:
+    """Capabilities and extensions that its SPIR-V wants of a device."""
+    done = subprocess.run(["glslc", *GLSLC_FLAGS, "-o", "-", str(shader)], capture_output=True, check=True)
+    words = np.frombuffer(done.stdout, "<u4")
+    capabilities: list[int] = []
+    extensions: list[str] = []
+    at = 5  # behind the header
+    while at < len(words):
+        n, op = divmod(int(words[at]), 1 << 16)
+        if op == 17:  # OpCapability
+            capabilities.append(int(words[at + 1]))
+        elif op == 10:  # OpExtension
+            extensions.append(words[at + 1 : at + n].tobytes().partition(b"\0")[0].decode())
+        at += n
+    return capabilities, extensions

@@ -53,6 +53,13 @@ def test_readme_lists_exactly_the_hunks(pin: Path) -> None:
     assert all(text.strip() for row in rows for text in row)
 
 
+def test_a_backend_gets_few_lines(pin: Path) -> None:
+    """What a GPU needs lives in runtime/native; its backend hands over."""
+    for name in ("ggml-cuda.cu.patch", "ggml-vulkan.cpp.patch"):
+        patch = (pin / "patches" / name).read_text(encoding="utf-8").splitlines()
+        assert sum(line.startswith("+") and not line.startswith("+++") for line in patch) <= 90, name
+
+
 def test_pin_is_the_dependency(repo: Path, pin: Path) -> None:
     version = s.read_version(pin)
     assert f'"{version["package"]}=={version["version"]}"' in (repo / "pyproject.toml").read_text(encoding="utf-8")

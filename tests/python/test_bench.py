@@ -104,6 +104,24 @@ def test_recurrent_state_goes_back(tiny_model: Models, arch: str) -> None:
                 assert np.array_equal(logits[0], logits[1]) and np.array_equal(logits[0], logits[2])
 
 
+@pytest.mark.parametrize("arch", ["lfm2", "mamba"])
+def test_a_tail_without_a_mark_stays(tiny_model: Models, arch: str) -> None:
+    path = tiny_model(arch)
+    with Model(path) as model, model.context(parse_cache("f16", path), ContextOptions(256, n_threads=1)) as context:
+        tokens = bench.Tokens(model)
+        bench.prompt(context, tokens, 0, 100)
+        context.mark(100)
+        context.decode([7], 100, 0)
+        expected = context.logits(1).copy()
+        bench.generate(context, tokens, 101, 9)
+        with pytest.raises(CacheError, match="n_rollback: expected a tail that can be removed"):
+            context.drop_tail(99)
+        assert C.llama_memory_seq_pos_max(context.memory, 0) == 109
+        context.drop_tail(100)
+        context.decode([7], 100, 0)
+        assert np.array_equal(expected, context.logits(1))
+
+
 def test_markdown_and_csv(tiny_model: Models) -> None:
     arguments = ("-m", tiny_model("llama"), "-p", "4", "-n", "0", "-ctk", "f16,q8_0", "-fa", "on,off", "-r", 2, "-t", 1)
     result = run(*arguments)

@@ -102,6 +102,24 @@ def test_ten_turns_of_chat(llm: Llama) -> None:
         n_held = len(talk.tokens)
 
 
+@pytest.mark.parametrize(("kept", "again"), [(True, 250), (False, 5330)])
+def test_what_ten_turns_evaluate(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, kept: bool, again: int) -> None:
+    """Messages of about 70 tokens, answers of 24, each asked for twice; docs/limits.md quotes the sums."""
+    if not kept:
+        monkeypatch.setattr(Checkpoints, "take", lambda self, n: None)
+    evaluated = []
+    with opened(tiny_model("lfm2"), kv_cache="subkv", n_ctx=1024) as made:
+        talk = Conversation(made, "Be brief.", Sampling(temp=0.0, seed=1))
+        for i in range(10):
+            question = f"Question {i}: " + "what happens then? " * 3
+            for pieces in (talk.ask(question, 24, lambda: False, Turn()), talk.regenerate(24, lambda: False, Turn())):
+                with counting(made) as lengths:
+                    "".join(pieces)
+                evaluated.append(sum(lengths))
+        assert len(talk.tokens) == 957
+    assert (sum(evaluated[::2]), sum(evaluated[1::2])) == (956, again)
+
+
 def test_a_state_of_another_text_leaves_no_checkpoint(llm: Llama) -> None:
     llm.eval(prompt(60))
     state = llm.save_state()

@@ -12,7 +12,7 @@ from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
-from subkv.engine.llama import Llama
+from subkv.engine.llama import Llama, forgettable
 
 Models = Callable[..., Path]
 
@@ -196,6 +196,17 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
             assert llm.input_ids[:151].tolist() == [*prompt(200)[:10], *prompt(200)[60:], 11]
             with pytest.raises(CacheError, match="n_discard: expected tokens after 10 of 151 in the context, found 0"):
                 llm.discard(10, 0)
+
+
+@pytest.mark.parametrize("room", [256, 257, 4092])
+@pytest.mark.parametrize("n_recent", [0, 128])
+def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> None:
+    """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
+    turns = np.zeros(room, dtype=int)
+    for _ in range(20):
+        gone = forgettable(room, n_recent)
+        turns = np.concatenate([turns[gone:] + 1, np.zeros(gone, dtype=int)])
+        assert turns.max() == 1 + (turns[0] > 1) and (turns > 1).sum() <= room % 2
 
 
 def test_too_many_tokens(tiny_model: Models) -> None:

@@ -17,6 +17,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from runtime import shapes
 from subkv.engine.llama import Llama
 from subkv.format import metadata
+from subkv.format.window import DEFAULT
+from subkv.plan import budget
 from subkv.plan.basis import in_bytes
 
 SMALL = ("--layers", 2, "--heads", 4, "--kv-heads", 2, "--embd", 128, "--ff", 160, "--vocab", 300)
@@ -44,6 +46,15 @@ def evaluated(model: Path, bases: Path, kind: str) -> Iterator[tuple[Llama, Any]
     assert np.isfinite(scores).all() and 0.1 < scores.std() < 10
     yield llm, scores
     llm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [(name, 0.2 if name.startswith("deepseek") else 0.05) for name in shapes.SHAPES]
+)
+def test_side_costs_vanish_in_long_contexts(name: str, most: float) -> None:
+    """Exact window and bases at 128k tokens; a layer of latent attention has a single row beside its bases."""
+    counted = budget.account(*shapes.planned(shapes.SHAPES[name]), budget.Overhead(131072, DEFAULT))
+    assert 0.0 < counted.window + counted.bases < most
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,19 @@ def _body(state: bytes, half: int) -> tuple[int, int]:
     return at, int(struct.unpack_from("<Q", state, at)[0])
 
 
+def body(state: bytes, half: int = 0) -> bytes:
+    at, size = _body(state, half)
+    return state[at + 8 :][:size]
+
+
+def with_body(state: bytes, body: bytes, half: int = 0) -> bytes:
+    """`state` with another body, of any size; half 1: the sliding, or recurrent, half's."""
+    at, size = _body(state, half)
+    covered = b"" if half else state[8:HEAD]
+    parts = struct.pack("<Q", len(body)), body, struct.pack("<Q", checksum(covered + body))
+    return state[:at] + b"".join(parts) + state[at + 8 + size + 8 :]
+
+
 def body_value(state: bytes, offset: int, half: int = 0) -> int:
     """The i32 at an offset of a body."""
     return int(struct.unpack_from("<i", state, _body(state, half)[0] + 8 + offset)[0])
@@ -35,17 +48,12 @@ def body_value(state: bytes, offset: int, half: int = 0) -> int:
 
 def forged(state: bytes, values: dict[int, int], half: int = 0) -> bytes:
     """`state` with i32 values at these offsets of its body; half 1: of the sliding half's."""
-    at, size = _body(state, half)
-    body = bytearray(state[at + 8 :][:size])
+    changed = bytearray(body(state, half))
     for offset, value in values.items():
-        struct.pack_into("<i", body, offset, value)
-    covered = b"" if half else state[8:HEAD]
-    return state[: at + 8] + bytes(body) + struct.pack("<Q", checksum(covered + body)) + state[at + 8 + size + 8 :]
+        struct.pack_into("<i", changed, offset, value)
+    return with_body(state, bytes(changed), half)
 
 
 def window_at(state: bytes, n_slots: int) -> int:
     """Offset in the body of the positions of the window of one sequence: i32 [n_slots], after their number."""
-    (size,) = struct.unpack_from("<Q", state, HEAD)
-    body = state[HEAD + 8 :][:size]
-    at = body.rindex(struct.pack("<2i", n_slots, 0))  # a window's first slot is that of position 0
-    return at + 4
+    return body(state).rindex(struct.pack("<2i", n_slots, 0)) + 4  # a window's first slot is that of position 0

@@ -263,7 +263,8 @@ class Machine(RuleBasedStateMachine):
             assert not removed or by <= self.n_rs_seq
             able = removed
         if able and not removed and "sliding windows" in last_error():
-            assert any(self.slid_away(i, first, last) for i in range(N_SEQ) if seq in (i, -1))
+            left = {i: [p for p in self.seqs[i].cells if not first <= p < last] for i in range(N_SEQ) if seq in (i, -1)}
+            assert any(self.slid_away(i, positions, max(positions, default=-1) + 1) for i, positions in left.items())
             return
         assert removed == able
         if able:
@@ -273,12 +274,11 @@ class Machine(RuleBasedStateMachine):
         if able and seq >= 0 and self.halves:
             self.decode_anew(seq, 3)
 
-    def slid_away(self, seq: int, first: int, last: int) -> bool:
-        """The sliding half has lost what the window of the next token needs when these positions are removed."""
-        left = max((p for p in self.seqs[seq].cells if not first <= p < last), default=-1)
-        window = range(left + 2 - C.llama_model_n_swa(self.plain.model.handle), left + 1)
+    def slid_away(self, seq: int, positions: Iterable[int], end: int) -> bool:
+        """The sliding half has lost one of these that the window of a token at `end` needs."""
+        window = range(end + 1 - C.llama_model_n_swa(self.plain.model.handle), end)
         lost = range(C.llama_memory_seq_pos_min(self.plain.memory, seq))
-        return any(p in lost and p in self.seqs[seq].cells for p in window)
+        return any(p in lost and p in window for p in positions)
 
     @rule(src=SEQ, dst=SEQ, p0=st.integers(-1, N_MOST), n=st.integers(0, N_MOST), all_of_it=st.booleans())
     def copy(self, src: int, dst: int, p0: int, n: int, all_of_it: bool) -> None:
@@ -295,6 +295,10 @@ class Machine(RuleBasedStateMachine):
         if self.unified and any(b.cells.get(p, cell)[1] != cell[1] for p, cell in copied.items()):
             assert "one token per position" in last_error()
             return
+        if "sliding windows" in last_error():
+            assert self.slid_away(src, copied, max((*copied, b.last())) + 1)
+            return
+        assert not last_error()
         self.plain.cp(src, dst, p0, p1)
         if src == dst:
             return
@@ -304,7 +308,8 @@ class Machine(RuleBasedStateMachine):
             a.back = 0
             self.seqs[dst] = copy.deepcopy(a)
             return
-        b.whole = copied == a.cells and a.whole and set(b.cells) <= set(copied) if copied else b.whole
+        begins = first == 0 and (len(copied) < len(a.cells) or a.whole) and sorted(copied) == list(range(len(copied)))
+        b.whole = begins and set(b.cells) <= set(copied) if copied else b.whole
         b.tail, b.back, a.back = a.tail, 0, 0
         if not b.cells or a.moves == b.moves:
             b.moves = a.moves
@@ -314,6 +319,8 @@ class Machine(RuleBasedStateMachine):
         for p in a.rows.values():
             if p in copied and b.rows.get(b.slot(p), -1) <= p:
                 b.rows[b.slot(p)] = p
+        if self.halves:
+            self.decode_anew(dst, 3)
 
     @rule(seq=SEQ)
     def keep(self, seq: int) -> None:

@@ -56,6 +56,27 @@ def test_a_tail_is_refused_where_the_window_before_it_is_lost(gemma: Gemma) -> N
             assert distance(expected[15 + lost :], found) < 0.02
 
 
+def test_a_part_is_not_copied_where_the_window_before_its_end_is_lost(gemma: Gemma) -> None:
+    tokens = gemma.tokens
+    with gemma.session() as s:
+        expected = s.decode(tokens[:20])
+    for lost in (False, True):
+        with gemma.session(n_seq_max=3, unified=True, n_ctx=512) as s:
+            s.decode(tokens[:16])
+            if lost:
+                add(s, 1, 0, -1, 1)  # as above
+            s.decode(tokens[100:101], 0, 1)
+            s.cp(0, 2, 0, 15)
+            assert last_error().startswith("seq_cp: with positions from 0 on" if lost else "")
+            assert ("sliding windows" in last_error()) == lost
+            assert C.llama_memory_seq_pos_max(s.memory, 2) == (-1 if lost else 14)
+            if lost:
+                s.cp(0, 2)  # all of it
+                assert not last_error()
+            found = s.decode(tokens[15 + lost : 20], 15 + lost, 2)
+            assert distance(expected[15 + lost :], found) < 0.02
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_damaged_state_touches_neither_half(gemma: Gemma, partial: bool) -> None:
     """Any byte of either half, or its end."""

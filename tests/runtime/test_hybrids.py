@@ -150,6 +150,34 @@ def test_a_state_that_went_back_is_not_copied_before_its_next_token(hybrid: Code
         assert agree(expected[100:], s.decode(tokens[100:110], 100, 1))
 
 
+@pytest.mark.parametrize("n", [100, 60])
+def test_snapshots_are_of_one_state(hybrid: Coded, n: int) -> None:
+    """A copy in the place of a sequence of n tokens that had some has none; it may end where that did."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[:110])
+    with hybrid.session(n_rs_seq=6, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:100], 0, 1, pieces=[99, 1])
+        s.decode(tokens[100 : 100 + n], 0, 0)
+        assert s.rm(0, -1)
+        s.cp(1, 0)
+        assert s.rm(1, -1)
+        assert not s.rm(0, 97)
+        assert "recurrent state" in last_error()
+        assert agree(expected[100:], s.decode(tokens[100:110], 100, 0))
+
+
+def test_a_snapshot_that_was_chosen_goes_with_all_positions(hybrid: Coded) -> None:
+    """However their end is told. llama.cpp forgets it for an open one alone."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[50:90])
+    with hybrid.session(n_rs_seq=6) as s:
+        s.decode(tokens[:100])
+        assert s.rm(0, 96) and s.rm(0, 0, 96)
+        assert agree(expected, s.decode(tokens[50:90]))
+
+
 def test_positions_cannot_be_shifted_in_one_half(hybrid: Coded) -> None:
     if hybrid.name == "qwen35":
         pytest.skip("llama.cpp aborts: shifting is defined for one position per token")
@@ -316,6 +344,17 @@ def test_a_partial_state_of_other_bases_is_refused(hybrid: Coded, tmp_path: Path
         assert set_partial_state(s, kept) == 0
         assert "fingerprint" in last_error()
         assert s.state(0) == before
+
+
+def test_bases_of_another_hybrids_layers_are_refused(hybrid: Coded, tmp_path: Path) -> None:
+    """One of them attends here, too, the other is recurrent."""
+    shapes = [(0, 1, 32, 32), (1, 1, 32, 32)]
+    other = engine.signed_permutations(
+        shapes, BANDS, BANDS, arch=hybrid.name, block_count=4, path=tmp_path / "other.gguf"
+    )
+    with pytest.raises(engine.Refused) as refused, session(hybrid.model, other, window=WINDOW):
+        pass
+    assert "found some for layer 0, which has none in this model" in str(refused.value)
 
 
 def test_a_kept_sequence_leaves_no_snapshot_to_the_others(hybrid: Coded) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import capi
 import engine
 import numpy as np
 import pytest
 import writer
 from engine import Refused, distance, session
+
+from subkv.native.library import AdaptParams
 
 WINDOW = (4, 16, 8)
 D_V, D_ROT = 32, 16  # of the tiny model
@@ -133,6 +137,18 @@ def test_bad_layouts(tmp_path: Path, change: str, why: str) -> None:
         head.mean = np.ones(48, np.float16)
     assert not load(tmp_path / "bad.gguf", layers, version=2 if change == "version" else 3)
     assert why in engine.last_error()
+
+
+def test_values_have_no_encoder_of_their_own(make_layout: Any) -> None:
+    layout, x, params = make_layout([(32, 8), (16, 8)]), np.ones(48 * 48, np.float32), AdaptParams()
+    subkv, at = capi.load(), x.ctypes.data
+    assert subkv.subkv_layout_basis(layout, 0, 0, True, True, at, x.size) == 32 * 32
+    assert subkv.subkv_layout_basis(layout, 0, 0, True, False, at, x.size) == -1
+    assert "value: expected false in layer 0" in engine.last_error()
+    assert subkv.subkv_layout_project(layout, 1, 0, True, at, 1, at) == -1
+    assert "value: expected false in layer 1" in engine.last_error()
+    assert not subkv.subkv_adapt_new(layout, ctypes.byref(params), 0, 0, True)
+    assert "value: expected false in layer 0" in engine.last_error()
 
 
 def test_bases_of_the_other_kind_are_refused(model: engine.Model, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,10 +48,9 @@ for flash_attn in (0, 1):
         print(SUBKV.subkv_context_devices(s.ctx).decode())
 """.replace("SUBKV", "engine.SUBKV")
 BATCHES = [40, *[1] * 10, 10]
-# 64 Ki cells by 1024 tokens: a mask of 256 MiB
 LARGE = """
 try:
-    with session(model, layout, n_ctx=1 << 16, n_ubatch=1024):
+    with session(model, layout, OPTIONS):
         print("fine")
 except Refused as error:
     print(error)
@@ -64,13 +65,16 @@ with session(model, layout) as s:
 """
 
 
-def start(code: str, model: Path, tmp_path: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
+def python(*args: str, **env: str | None) -> subprocess.CompletedProcess[str]:
     """A process in which llama.cpp sees the first Vulkan device, unless env (None: unset) says otherwise."""
     path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     given = {**os.environ, "GGML_VK_VISIBLE_DEVICES": "0", "PYTHONPATH": path, **env}
     here = {name: value for name, value in given.items() if value is not None}
-    command = [sys.executable, "-c", OPENED + code, str(model), str(tmp_path / "layout.gguf")]
-    return subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *args], env=here, capture_output=True, text=True, check=False)
+
+
+def start(code: str, model: Path, tmp_path: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
+    return python("-c", OPENED + code, str(model), str(tmp_path / "layout.gguf"), **env)
 
 
 def run(code: str, model: Path, tmp_path: Path, **env: str | None) -> str:
@@ -99,8 +103,8 @@ def ours(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def hazards(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., list[str]]:
-    """Runs GRAPHS under the validation layer's synchronisation validation: its errors."""
+def hazards(tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs a process under the validation layer's synchronisation validation: its errors."""
     found = (
         subprocess.run(["vulkaninfo", "--summary"], capture_output=True, text=True, check=False)
         if shutil.which("vulkaninfo")
@@ -109,7 +113,7 @@ def hazards(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., li
     if found is None or LAYER not in found.stdout:
         pytest.skip("no vulkaninfo, or no validation layer (Debian: vulkan-tools vulkan-validationlayers)")
 
-    def errors(pieces: list[int], **env: str) -> list[str]:
+    def errors(process: Callable[..., object], **env: str) -> list[str]:
         log = tmp_path / "validation.txt"
         settings = {
             "debug_action": "VK_DBG_LAYER_ACTION_LOG_MSG",
@@ -121,24 +125,44 @@ def hazards(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., li
         text = "".join(f"khronos_validation.{key} = {value}\n" for key, value in settings.items())
         (tmp_path / "vk_layer_settings.txt").write_text(text)
         layer = {"VK_INSTANCE_LAYERS": LAYER, "VK_LAYER_SETTINGS_PATH": str(tmp_path)}
-        run(graphs(pieces), tiny_model("llama"), tmp_path, **env, **layer)
+        process(**env, **layer)
         return re.findall(r"SYNC-HAZARD-[A-Z-]+", log.read_text())
 
     return errors
 
 
-def test_a_graph_has_no_hazards(hazards: Callable[..., list[str]]) -> None:
-    assert hazards([1] * 20) == []
+@pytest.fixture
+def decode(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Any]:
+    """Of so many tokens at a time, for hazards()."""
+    return lambda pieces: partial(run, graphs(pieces), tiny_model("llama"), tmp_path)
 
 
-def test_a_graph_of_batches_has_no_hazards_of_ours(hazards: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_graph_has_no_hazards(hazards: Callable[..., list[str]], decode: Callable[..., Any]) -> None:
+    assert hazards(decode([1] * 20)) == []
+
+
+def test_a_graph_of_batches_has_no_hazards_of_ours(
+    hazards: Callable[..., list[str]], decode: Callable[..., Any], tmp_path: Path
+) -> None:
     """llama.cpp's matrix products bind more than they write: between its own dispatches there are barriers here."""
-    assert hazards(BATCHES, **ours(tmp_path)) == []
+    assert hazards(decode(BATCHES), **ours(tmp_path)) == []
 
 
-def test_lost_barriers_of_a_graph_are_found(hazards: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_lost_barriers_of_a_graph_are_found(
+    hazards: Callable[..., list[str]], decode: Callable[..., Any], tmp_path: Path
+) -> None:
     """Those behind our dispatches, taken away between the backend and Vulkan."""
-    assert "SYNC-HAZARD-READ-AFTER-WRITE" in hazards(BATCHES, **ours(tmp_path), SUBKV_LOSE="1")
+    assert "SYNC-HAZARD-READ-AFTER-WRITE" in hazards(decode(BATCHES), **ours(tmp_path), SUBKV_LOSE="1")
+
+
+def test_sequences_and_states_have_no_hazards_of_ours(hazards: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The tests of one tiny model: tails removed, sequences copied and side by side, states written and read."""
+
+    def sequences(**env: str) -> None:
+        done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_sequences.py"), **env)
+        assert done.returncode == 0, done.stdout
+
+    assert hazards(sequences, **ours(tmp_path)) == []
 
 
 def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -146,11 +170,23 @@ def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) ->
     assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", said)
 
 
-def test_a_batch_that_the_device_cannot_bind_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    said = run(LARGE, tiny_model("llama"), tmp_path)
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        # a mask of 256 MiB
+        ("n_ctx=1 << 16, n_ubatch=1024", r"n_ubatch, n_ctx: tensors of at most \d+ bytes expected .* smaller batches"),
+        # keys of 184 MiB
+        ("n_ctx=1 << 22", r"n_ctx: at most \d+ bytes of K or V per layer expected on Vulkan0, .* a smaller context"),
+    ],
+    ids=["batch", "context"],
+)
+def test_what_the_device_cannot_bind_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path, options: str, refusal: str
+) -> None:
+    said = run(LARGE.replace("OPTIONS", options), tiny_model("llama"), tmp_path)
     if said == "fine\n":
         pytest.skip("this device binds more than 128 MiB")
-    assert re.match(r"n_ubatch, n_ctx: tensors of at most \d+ bytes expected on the GPU, .* take smaller batches", said)
+    assert re.match(refusal, said), said
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import damage
 import numpy as np
 import pytest
+from hypothesis import given
 
 from runtime.warmstart.frame import Frame
 from runtime.warmstart.pooled import Plan, Slots
@@ -155,6 +157,33 @@ def test_heads_that_lie(tmp_path: Path) -> None:
         library.folder.write(dataclasses.replace(whole, more={**whole.more, "embedding": embedding}))
         assert opened(tmp_path).entries() == []
         assert not (tmp_path / entry.name).exists()
+
+
+def test_entries_of_somebody(tmp_path: Path) -> None:
+    """Any bytes, or heads of any kind whose checksums fit: dropped, or a summary of numbers."""
+    library = opened(tmp_path)
+    entry = library.add([1, 2], vector(1), summary())
+    path = tmp_path / entry.name
+    data, whole = path.read_bytes(), library.folder.read(entry.name)
+    assert whole is not None
+
+    @damage.SETTINGS
+    @given(damage.damaged(data) | damage.changed(whole.more).filter(lambda more: isinstance(more, dict)))
+    def check(damaged: Any) -> None:
+        if isinstance(damaged, bytes):
+            path.write_bytes(damaged)
+        else:
+            library.folder.write(dataclasses.replace(whole, more=damaged))
+        fresh = opened(tmp_path)
+        try:
+            ((found, similarity),) = fresh.nearest(vector(1), 1) or [(None, 0.0)]
+            assert np.isfinite(similarity)
+            assert found is None or all(np.isfinite(rows).all() for rows in fresh.load(found).k)
+        except SubkvError as error:
+            assert str(error).encode()
+            assert fresh.entries() == [] and not path.exists()
+
+    check()
 
 
 def test_the_folder_is_bounded(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import damage
 import numpy as np
 import pytest
+from hypothesis import given
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from starting import trained_without
@@ -67,6 +69,30 @@ def test_the_file_holds_what_the_format_says(whole: Path) -> None:
         assert {name: list(handle.get_tensor(name).shape) for name in handle.keys()} == TENSORS  # noqa: SIM118
         assert set(handle.metadata()) == {PREFIX + key for key in KEYS}
     assert read(whole, FRAME).layers[1].shape == HeadShape(2, 8, 4)
+
+
+def test_files_of_somebody(whole: Path, tmp_path: Path) -> None:
+    """Refused with a sentence that can be printed, or read and written again as they were."""
+    path, n_read = tmp_path / "warm.safetensors", 0
+
+    @damage.SETTINGS
+    @given(damage.safetensors(whole.read_bytes()))
+    def check(data: bytes) -> None:
+        nonlocal n_read
+        path.write_bytes(data)
+        try:
+            found = read(path, FRAME)
+        except SubkvError as error:
+            assert str(error).encode()
+            return
+        n_read += 1
+        found.save(path)
+        first = path.read_bytes()
+        read(path, FRAME).save(path)
+        assert path.read_bytes() == first
+
+    check()
+    assert n_read > 0
 
 
 @pytest.mark.parametrize("name", TENSORS)

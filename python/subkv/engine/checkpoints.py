@@ -71,14 +71,20 @@ class Checkpoints:
         """How many of the first n tokens, fewer than are held, cut(n) would leave."""
         return max((point.n_tokens for point in self._held if point.n_tokens <= n), default=0)
 
-    def cut(self, n: int) -> int:
-        """Remove the cells from position n on, or from an earlier checkpoint on. Returns how many are left."""
+    def cut(self, n: int, exactly: bool = False) -> int:
+        """Remove the cells from position n on, or from an earlier checkpoint on. Returns how many are left.
+
+        exactly: from position n on, or none where neither the cache nor a checkpoint has what that takes.
+        """
         memory = C.llama_get_memory(self._context)
         n_held: int = C.llama_memory_seq_pos_max(memory, self._seq) + 1
         if n_held <= n and not self._torn:
             return n_held
+        simple = n > 0 and n >= self.floor and not self._torn and C.llama_memory_seq_rm(memory, self._seq, n, -1)
+        if exactly and not simple and self.reach(n) < n:
+            return n_held
         self._held = [point for point in self._held if point.n_tokens <= n]
-        if n > 0 and n >= self.floor and not self._torn and C.llama_memory_seq_rm(memory, self._seq, n, -1):
+        if simple:
             return n
         self._parted = n
         while self._held:

@@ -149,9 +149,11 @@ class Context:
             self._marks.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
-        """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that."""
+        """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that, or
+        recurrent state has no mark there; all cells are still there then.
+        """
         marks = self._marks.get(seq)
-        if not (marks.cut(pos) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
+        if not (marks.cut(pos, exactly=True) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
             raise CacheError(
                 "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )

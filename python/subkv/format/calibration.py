@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -265,6 +266,7 @@ class _Header:
         text = self._text(key)
         try:
             value = json.loads(text)
+            json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for halves of characters
         except (ValueError, RecursionError) as error:
             raise SubkvError(PREFIX + key, f"expected a JSON list, found text that does not parse ({error})") from error
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -334,7 +336,7 @@ def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
             key, f"expected n_head to be a multiple of n_head_kv, found {item['n_head']} and {item['n_head_kv']}"
         )
     scale = item["scale"]
-    if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
+    if type(scale) not in (int, float) or not 0 < scale <= sys.float_info.max:
         raise SubkvError(key, f"expected scale to be a positive number, found {scale!r}")
     return LayerShape(**{**item, "scale": float(scale)})
 
