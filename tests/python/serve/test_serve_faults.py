@@ -80,6 +80,23 @@ def test_nonsense_is_refused_in_openai_shape(served: Served, path: str, content:
     assert error["code"] == status and error["message"] and error["type"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "sentence"),
+    [
+        (
+            "application/json",
+            b'{"prompt": "x"',
+            "expected JSON, found an error at character 14: Expecting ',' delimiter",
+        ),
+        ("text/plain", b'{"prompt": "x"}', "expected Content-Type application/json, found 'text/plain'"),
+        ("application/json", b'{"promt": "x"}', "prompt: Field required"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Served, kind: str, content: bytes, sentence: str) -> None:
+    answer = served.client.post(TEXT, content=content, headers={"Content-Type": kind})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == sentence
+
+
 def test_lone_surrogates_are_text_with_replacements(served: Served) -> None:
     content = b'{"prompt": "half \\ud83d of a pair", "max_tokens": 4, "temperature": 0}'
     answer = served.client.post(TEXT, content=content, headers={"Content-Type": "application/json"})
