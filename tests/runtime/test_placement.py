@@ -57,6 +57,16 @@ def on_gpu(place: str) -> bool:
     return place.startswith(("CUDA", "EMULATED", "Vulkan")) and not place.endswith("_Host")
 
 
+def on_lavapipe() -> bool:
+    """Whether a GPU is Mesa's on the CPU."""
+    lib = engine.SUBKV
+    lib.ggml_backend_dev_count.restype = ctypes.c_size_t
+    lib.ggml_backend_dev_get.argtypes, lib.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
+    describe = lib.ggml_backend_dev_description
+    describe.argtypes, describe.restype = [ctypes.c_void_p], ctypes.c_char_p
+    return any(b"llvmpipe" in describe(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count()))
+
+
 @pytest.mark.parametrize("flash_attn", [0, 1])
 @pytest.mark.parametrize(
     ("arch", "n_gpu_layers", "offload_kqv"),
@@ -80,6 +90,8 @@ def test_nodes_run_where_their_cache_lies(
     offload_kqv: bool,
     flash_attn: int,
 ) -> None:
+    if arch == "gpt-oss" and flash_attn and on_lavapipe():
+        pytest.skip("gpt-oss with flash attention crashes in Mesa 22.3's lavapipe, with an f16 cache, too")
     path = tiny_model(arch, n_layer=N_LAYER)
     model, places = engine.Model(path, n_gpu_layers), Places()
     rng = random.Random(11)
