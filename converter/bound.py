@@ -52,8 +52,6 @@ def bound_bits(fit: Fit, kld: float) -> float | None:
 
     None where costs are not measured in nats.
     """
-    measured = fit.calibration.sensitivity
-    if measured is None or kld <= 0.0:
+    if fit.calibration.sensitivity is None or kld <= 0.0:
         return None
-    correction = measured.correction if fit.windowed else measured.correction0
-    return rate(spectrum(fit), kld / correction) + fit.overhead.window_bits
+    return rate(spectrum(fit), kld / fit.correction(fit.near)) + fit.overhead.window_bits

@@ -28,7 +28,7 @@ from subkv.format.calibration import TextSource
 
 FOLDER = Path(__file__).resolve().parent / "texts"
 MEASURED = 7  # the first blocks, for sensitivities; their cells enter the statistics, too
-CORRECTING = (6, 5)  # indices of blocks of which more tokens than are measured scale matrices and correct predictions
+LONGER = (3, 5)  # indices of those of which more tokens scale matrices and correct predictions
 TOKENS = 2048  # that other statistics are made of, of BLOCKS blocks alike
 BLOCKS = 8  # the first ones, or the others where sensitivities add to them
 _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)

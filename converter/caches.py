@@ -129,9 +129,9 @@ def evicting_caches(specs: Sequence[evictions.Spec], fit: Fit, n_ctx: int) -> li
 
 def _coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
     """A layout at a budget, and what it takes."""
-    plan = fit.plan(kv_bits)
-    layers, _ = fit.code(plan)
-    return layers, fit.account(plan)
+    plan, narrow = fit.plan(kv_bits), fit.narrow(kv_bits)
+    layers, _ = fit.code(plan, narrow)
+    return layers, fit.account(plan, narrow)
 
 
 def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:

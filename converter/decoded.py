@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from subkv.format.arrays import F16, F32
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
 QUERIES = 128  # of a chunk, spread over the second half of what comes before
+
+
+def silent(n: int) -> None:
+    """Told how many tokens were decoded."""
 
 
 class Unpredictable(SubkvError):
@@ -32,8 +36,12 @@ class Decoded:
         n_scored: int = SCORED,
         latent: bool = False,
         further: Sequence[int] = (),
+        told: Callable[[int], None] = silent,
     ) -> None:
-        """latent: values are the first elements of keys, and have no rows. further: positions to sample queries at."""
+        """latent: values are the first elements of keys, and have no rows. further: positions to sample queries at.
+
+        told: called meanwhile as tokens are decoded; what it raises ends it.
+        """
         self.session, self.latent = session, latent
         self.scored, self.start = list(tokens[-n_scored:]), len(tokens) - n_scored
         sampled = sorted({*spread(self.start // 2, self.start, QUERIES), *further})
@@ -43,9 +51,12 @@ class Decoded:
         session.mode(SAMPLE, (*marks, *after), (*sampled, *after))
         session.clear()
         for first in range(0, self.start, UBATCH):
-            session.decode(tokens[first : min(first + UBATCH, self.start)], first)
+            last = min(first + UBATCH, self.start)
+            session.decode(tokens[first:last], first)
+            told(last - first)
         self.saved = session.cells()
         self.exact = session.logits(self.scored, self.start).copy()
+        told(n_scored)
         session.mode(PAUSE)
         self.n_sampled, self.pos = len(sampled), np.array([*sampled, *after], dtype=np.float64)
         self.layers = session.layers()
@@ -91,8 +102,9 @@ class Decoded:
         k, v = (np.concatenate(pair) for pair in zip((k, v), own, strict=True))
         return Rows(q[self.n_sampled :], self.pos[self.n_sampled :], k, v)
 
-    def kld(self, cells: Mapping[tuple[int, str], F32]) -> float:
-        """Mean KLD of the scored tokens with other `cells` [start, n_head_kv, d], by layer and side."""
+    def kld(self, cells: Mapping[tuple[int, str], F32], n: int | None = None) -> float:
+        """Mean KLD of the first n of the scored tokens with other `cells` [start, n_head_kv, d], by layer and side."""
+        scored = self.scored[:n]
         exact = {at: self.view(*at).copy() for at in cells}
         try:
             for at, other in cells.items():
@@ -101,7 +113,7 @@ class Decoded:
         finally:
             for at, own in exact.items():
                 self.view(*at)[:] = own
-        return mean_kld(self.exact, self.session.logits(self.scored, self.start))
+        return mean_kld(self.exact[: len(scored)], self.session.logits(scored, self.start))
 
 
 def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:

@@ -7,7 +7,7 @@ some KLD already (SmolLM2 Q4_1: 2e-3 to 4e-3). What is measured here must be wel
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,8 +28,17 @@ def mean_kld(exact: Logits, other: Logits) -> float:
     return total / len(exact)
 
 
-def compare(model: Model, caches: Sequence[CacheOptions], chunk: Sequence[int], n_threads: int | None) -> list[float]:
-    """Mean KLD of every cache from f16 over the second half of `chunk`, decoded by all of them batch by batch."""
+def compare(
+    model: Model,
+    caches: Sequence[CacheOptions],
+    chunk: Sequence[int],
+    n_threads: int | None,
+    told: Callable[[int], None] = lambda n: None,
+) -> list[float]:
+    """Mean KLD of every cache from f16 over the second half of `chunk`, decoded by all of them batch by batch.
+
+    told: called as tokens are decoded, each once for every cache and once for f16.
+    """
     first, sums = len(chunk) // 2, np.zeros(len(caches))
     options = ContextOptions(len(chunk), BATCH, BATCH, n_threads)
     with contextlib.ExitStack() as opened:
@@ -45,4 +54,5 @@ def compare(model: Model, caches: Sequence[CacheOptions], chunk: Sequence[int], 
                 context.decode(tokens, start, skipped)
                 if n:
                     sums[i] += n * mean_kld(exact.logits(n), context.logits(n))
+            told(len(tokens) * (1 + len(others)))
     return [float(kld) for kld in sums / (len(chunk) - first)]

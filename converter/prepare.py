@@ -16,6 +16,7 @@ from pathlib import Path
 
 from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text
+from converter.correcting import PLANNED
 from converter.observe import calibrate_file
 from converter.resume import Checkpoints
 from converter.sensed import Measuring, refused, seconds, sensed, stopped_at
@@ -30,7 +31,7 @@ from subkv.native.gguf import Gguf, sha256
 from subkv.plan.pipeline import TOKENS_PER_RANK
 from subkv.plan.positions import can_spread, head_size
 
-HASHED, PLANNED = 1e9, 4.0  # bytes per second; layers per second: first guesses, which the bar corrects as it goes
+HASHED = 1e9  # bytes per second: a first guess, which the bar corrects as it goes
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,15 @@ class Rows:
     k: F32
     v: F32
 
+    def until(self, pos: int) -> Rows:
+        """Queries before a position, and the cells that they see."""
+        near = self.pos < pos
+        return Rows(self.q[near], self.pos[near], self.k[:pos], self.v[:pos])
+
+    def beyond(self, pos: int) -> Rows:
+        """The other queries, and all cells."""
+        return Rows(self.q[self.pos >= pos], self.pos[self.pos >= pos], self.k, self.v)
+
     @property
     def seen(self) -> F32:
         """[T, n]: 0 for cells that a query may look at, −inf for others."""
@@ -42,14 +51,17 @@ def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
     return logits
 
 
-def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window) -> dict[str, F64]:
+def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window, values: F32 | None = None) -> dict[str, F64]:
     """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
     of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Errors of different cells are
-    independent, but equal values, as equal tokens have them in the first layer, are coded alike.
+    independent, but equal tokens of the first layer, known by their equal values, are coded alike: values, and keys but
+    for what their positions turn.
 
-    output: W_o [n_embd, n_head·d_v]. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks.
+    output: W_o [n_embd, n_head·d]. values: what heads make of a row before it reads them, [n_head, d, d_v]; None: they
+    are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks.
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
+    d = output.shape[1] // shape.n_head
     sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}
     seen, coded = rows.seen, slice(window.n_sink, None)
     far = (np.arange(len(rows.k))[coded] <= rows.pos[:, None] - window.n_recent).astype(np.float32)
@@ -57,35 +69,35 @@ def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window) -> dict[
         heads = range(g * group, (g + 1) * group)
         v = np.ascontiguousarray(rows.v[:, g])
         read = [weights(rows.q[:, h], rows.k[:, g], seen, shape.scale) for h in heads]
-        out = [a @ v for a in read]
-        read = [a[:, coded] for a in read]
-        v = v[coded]
-        alike = _alike(v)
+        own = [v] * group if values is None else [v @ values[h].T for h in heads]
+        out = [a @ u for a, u in zip(read, own, strict=True)]
+        kinds = alike(v[coded])
+        first = slice(None) if kinds is None else kinds[0][kinds[1]]
+        read, own = [a[:, coded] for a in read], [u[coded][first] for u in own]
         for i, hi in enumerate(heads):
             for j, hj in enumerate(heads):
                 if j < i:
                     continue
-                metric = output[:, hi * d_v : (hi + 1) * d_v].T @ output[:, hj * d_v : (hj + 1) * d_v]
-                norms = np.einsum("nd,nd->n", v @ metric, v)
-                both = read[i] * read[j]
+                metric = output[:, hi * d : (hi + 1) * d].T @ output[:, hj * d : (hj + 1) * d]
+                norms = np.einsum("nd,nd->n", own[i] @ metric, own[j])
+                both_read = metric if values is None else values[hi].T @ (metric @ values[hj])
                 for window_less in ("", "0"):
-                    w = both if window_less else both * far
-                    # Σ w (v − o_i)ᵀ A (v − o_j) for every query
-                    mean, total = w @ v, w.sum(axis=1)
+                    seen_i, seen_j = (read[h] if window_less else read[h] * far for h in (i, j))
+                    if kinds is not None:
+                        seen_i, seen_j = _merged(seen_i, *kinds), _merged(seen_j, *kinds)
+                    w = seen_i * seen_j
+                    # Σ w (v_i − o_i)ᵀ A (v_j − o_j) for every query
+                    mean, shared = w @ own[i], w.sum(axis=1)
                     cost = w @ norms - np.einsum("td,td->t", mean @ metric, out[j])
-                    cost -= np.einsum("td,td->t", out[i] @ metric, mean)
-                    cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
-                    shared = total
-                    if alike is not None:
-                        seen_i, seen_j = (read[h] if window_less else read[h] * far for h in (i, j))
-                        shared = np.einsum("tu,tu->t", _merged(seen_i, *alike), _merged(seen_j, *alike))
+                    cost -= np.einsum("td,td->t", out[i] @ metric, mean if values is None else w @ own[j])
+                    cost += shared * np.einsum("td,td->t", out[i] @ metric, out[j])
                     k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
-                    for side, found in (("k", k), ("v", metric * shared.sum())):
+                    for side, found in (("k", k), ("v", both_read * shared.sum())):
                         sums[side + window_less][g] += found if i == j else found + found.T
     return sums
 
 
-def _alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
+def alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
     """An order of the rows in which equal ones are neighbours, and where each kind begins; None: no two are equal."""
     _, kind = np.unique(v, axis=0, return_inverse=True)
     kind = kind.reshape(-1)

@@ -12,9 +12,10 @@ import numpy as np
 
 from converter import builtin
 from converter.corpus import Text, cut
+from converter.correcting import PLANNED
 from converter.decoded import SCORED, Unpredictable
 from converter.resume import EVERY, KEPT, Stopping
-from converter.sensing import n_measured, n_stock, n_trials, sense
+from converter.sensing import ahead, n_measured, n_trials, sense
 from converter.session import Session
 from converter.trials import Found
 from subkv.base.errors import SubkvError
@@ -23,9 +24,9 @@ from subkv.base.progress import duration, expect, note
 from subkv.format.calibration import Calibration, TextSource
 from subkv.native.gguf import Gguf
 
-SHORT = 512  # tokens of each of builtin.MEASURED: many kinds, rather than long ones
+SHORT = 512  # tokens of most of builtin.MEASURED: many kinds, rather than long ones
+FAR = 2048  # tokens of each of builtin.LONGER: what is read from far back needs a longer text
 CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them are measured
-FAR = 1536  # tokens of each of builtin.CORRECTING: what is read from far back needs a longer text
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class Measuring:
     def lengths(self) -> list[int]:
         """Most tokens of every chunk."""
         least = 2 * self.n_recent + 4 * SCORED
-        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT if self.short else LONG, LONG, FAR))
+        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT, LONG, FAR))
         if self.texts is not None:
             return [long] * max(CHUNKS, len(self.texts))
-        return [short] * builtin.MEASURED + [far] * len(builtin.CORRECTING)
+        if not self.short:
+            return [long] * builtin.MEASURED
+        return [short] * (builtin.MEASURED - len(builtin.LONGER)) + [far] * len(builtin.LONGER)
 
 
 def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calibration, bool]:
@@ -58,10 +61,12 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
     """
     with Gguf(model) as base, Session(model, max(how.lengths), how.n_threads, calibration.n_skip) as session:
         chunks, texts = _chunks(session, how)
-        found = _earlier(how.kept, calibration, texts) or Found.none(calibration)
+        lengths = [len(chunk) for chunk in chunks]
+        measured = texts[: n_measured(lengths)]
+        found = _earlier(how.kept, calibration, measured, lengths) or Found.none(calibration)
         _foretell(session, how, len(calibration.layers), found)
         with Stopping() as stopping:
-            keep = Keeping(how.kept, stopping)
+            keep = Keeping(how.kept, stopping, lengths)
             try:
                 result = sense(
                     session,
@@ -80,12 +85,13 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
                 if stopping.pressed:
                     keep(found)
                 if isinstance(error, Unpredictable):
-                    _write(how.kept, found, math.inf if how.minutes is None else how.minutes, error.reason)
+                    minutes = math.inf if how.minutes is None else how.minutes
+                    _write(how.kept, found, lengths, minutes, error.reason)
                 raise
             keep(found)
-        complete = len(found.trials) >= n_trials(len(calibration.layers)) and found.chunks >= n_measured(len(chunks))
+        complete = len(found.trials) >= n_trials(len(calibration.layers)) and len(found.done) >= n_measured(lengths)
         if not complete:
-            _write(how.kept, found, how.minutes or 0.0)
+            _write(how.kept, found, lengths, how.minutes or 0.0)
             note(f"there was time for {len(found.trials)} of {n_trials(len(calibration.layers))} sensitivities")
         return result, complete
 
@@ -95,23 +101,31 @@ def _chunks(session: Session, how: Measuring) -> tuple[list[tuple[int, ...]], li
 
     Raises SubkvError about `files`.
     """
-    short, *_, long = how.lengths
     if how.texts is not None:
+        long = how.lengths[0]
         found = cut(session, how.texts, long, len(how.lengths))
         if len(found) < 2:
             raise SubkvError("files", f"they need at least 2 chunks of {long} tokens, found 1")
         return found, []
     blocks = builtin.read(session.template)
-    measured, others = blocks[: builtin.MEASURED], [blocks[i] for i in builtin.CORRECTING]
-    chunks = [*cut(session, measured, short, len(measured)), *cut(session, others, long, len(others))]
-    return chunks, [block.source for block in measured] if how.short else []
+    order = sorted(range(builtin.MEASURED), key=lambda i: i in builtin.LONGER)
+    chunks = [
+        chunk
+        for i, n in zip(order, how.lengths, strict=True)
+        for chunk in cut(session, [blocks[i]], n, 1, whole=i not in builtin.LONGER)
+    ]
+    return chunks, [blocks[i].source for i in order] if how.short else []
 
 
-def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource]) -> Found | None:
-    """What an earlier run has measured. texts: as of Sensing."""
+def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource], lengths: Sequence[int]) -> Found | None:
+    """What an earlier run has measured. texts: as of Sensing; lengths: of its chunks."""
     try:
         with np.load(kept, allow_pickle=False) as arrays:
+            if "lengths" not in arrays or arrays["lengths"].tolist() != list(lengths):
+                raise ValueError(f"expected chunks of {', '.join(map(str, lengths))} tokens, found others")
             found = Found.of(arrays, calibration)
+        if not {*found.done, *found.stretches, *(trial.chunk for trial in found.trials)} <= set(range(len(lengths))):
+            raise ValueError(f"expected numbers of {len(lengths)} chunks, found others")
         found.enter(calibration, texts)
         return found
     except FileNotFoundError:
@@ -121,18 +135,18 @@ def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource]) 
         return None
 
 
-def seconds(how: Measuring, n_layer: int, speed: float, trials: int = 0) -> float:
-    """That sensed() will take at so many tokens per second. trials: that are done. Also makes it the bar's guess."""
-    tokens = sum(how.lengths) + 2 * n_stock(how.lengths[-1]) + (n_trials(n_layer) - trials) * SCORED
-    found = min(tokens / speed, 60 * how.minutes if how.minutes is not None else math.inf)
-    expect("sensitivities", found)
-    return found
+def seconds(how: Measuring, n_layer: int, speed: float, found: Found | None = None) -> float:
+    """That sensed() will take at so many tokens per second, after what is found. Also makes it the bar's guess."""
+    tokens = ahead(how.lengths, n_layer, found)
+    left = min(tokens / speed + n_layer / PLANNED, 60 * how.minutes if how.minutes is not None else math.inf)
+    expect("sensitivities", left)
+    return left
 
 
 def _foretell(session: Session, how: Measuring, n_layer: int, found: Found) -> None:
     """Says what the run will take, unless that is a moment."""
     trials = len(found.trials)
-    left = seconds(how, n_layer, session.speed(), trials)
+    left = seconds(how, n_layer, session.speed(), found)
     if trials:
         note(f"going on after {trials} of {n_trials(n_layer)} sensitivities")
     if left > 10:
@@ -140,17 +154,17 @@ def _foretell(session: Session, how: Measuring, n_layer: int, found: Found) -> N
 
 
 class Keeping:
-    """Called after every step: writes what is found from time to time, and when the user wants to stop."""
+    """Called as tokens are decoded: writes what is found from time to time, and when the user wants to stop."""
 
-    def __init__(self, path: Path, stopping: Stopping) -> None:
-        self._path, self._stopping = path, stopping
+    def __init__(self, path: Path, stopping: Stopping, lengths: Sequence[int]) -> None:
+        self._path, self._stopping, self._lengths = path, stopping, lengths
         self._written = time.monotonic()
 
     def __call__(self, found: Found) -> None:
         stop = self._stopping.pressed
         if stop or time.monotonic() - self._written > EVERY:
             try:
-                _write(self._path, found)
+                _write(self._path, found, self._lengths)
                 if stop:
                     note(KEPT)
             except SubkvError as error:
@@ -162,10 +176,11 @@ class Keeping:
             raise KeyboardInterrupt
 
 
-def _write(path: Path, found: Found, minutes: float = 0.0, refused: str = "") -> None:
-    """minutes: that there was no more time than; 0: interrupted. refused: why there can be no sensitivities."""
+def _write(path: Path, found: Found, lengths: Sequence[int], minutes: float = 0.0, refused: str = "") -> None:
+    """lengths: of the chunks. minutes: that there was no more time than; 0: interrupted. refused: why there can be no
+    sensitivities."""
     with atomic_file(path) as handle:
-        values = {"minutes": np.array(minutes), "refused": np.array(refused)}
+        values = {"minutes": np.array(minutes), "refused": np.array(refused), "lengths": np.array(lengths)}
         np.savez(handle, allow_pickle=False, **values, **found.arrays())
 
 

@@ -6,38 +6,35 @@ the cells of one layer's keys or values, put into a saved state, and the KLD of 
 The state is restored for every trial, so that a trial costs SCORED tokens and not the text before them.
 
 Many short texts tell more of directions than a few long ones. But how much is read from beyond the exact window depends
-on how much there is: on average over many cells errors cancel, and what is fetched from far back must be there. So the
-matrices of every layer are scaled by what two longer texts read far into them and near their beginning.
+on how much there is: on average over many cells errors cancel, and what is fetched from far back must be there. So
+some chunks are longer: their beginnings are measured as the others are, and the matrices of every layer are scaled by
+what is read far into them, over what is read there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.random import Generator
 
-from converter.decoded import SCORED, Decoded, Unpredictable
-from converter.lockstep import compare
+from converter import correcting
+from converter.correcting import CORRECTING, PLANNED, evened
+from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
 from converter.observe import spread
-from converter.residual import SIDES, Rows, energy, metrics
+from converter.residual import SIDES, Rows, alike, energy, metrics
 from converter.session import Session
 from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, smoothed
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
-from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32, F64
-from subkv.format.bases import CodedLayer
-from subkv.format.calibration import Calibration, LayerSensitivity, LayerStats, Sensitivity, TextSource
+from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
 from subkv.native.gguf import Base
 from subkv.plan import mla
-from subkv.plan.budget import budget_range
 from subkv.plan.costs import output_weights
-from subkv.plan.pipeline import Fit, Options
-from subkv.plan.predict import reconstructed
 
 TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
@@ -46,16 +43,9 @@ QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated
 MOST_CHANGE = 100.0  # of its energy
 NEAR = 1.5  # times the energy that was wanted: texts differ by more, and finding out costs no trial
 REPEATS = 2
-BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
-CLEAR = 0.004  # nats per token
-CORRECTING = 128  # tokens that are scored for a correction
-STOCK_TOKENS = 384  # that a stock type is run on at most
-LOOKING = 64  # queries at the beginning of a longer chunk
-ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
-STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
+REPEATED = 1.4  # trials that one takes on average
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
 MOST_STRETCH = 2.0  # logarithm, of a layer that reads next to nothing in one of two places: four standard deviations
-UNSEEN = 1.4  # times what texts cost that have set the scales: what others do (NOTES.md has six kinds of text)
 APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
 
 
@@ -136,15 +126,20 @@ class Sensing:
         n_recent: int,
         found: Found | None = None,
         texts: Sequence[TextSource] = (),
+        told: Callable[[int], None] = silent,
     ) -> None:
         """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
-        chunks, one each, if these are to enter the moments; the first ones, which the calibration names, are in them.
+        chunks, one each, if these are to enter the moments; those that the calibration names are in them.
+        told: called as tokens are decoded.
         """
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
         self.texts = tuple(texts)
         self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
         self.found = found or Found.none(calibration)
         self.found.enter(calibration, texts)
+        self.told = told
+        self.near = min(map(len, chunks)) - SCORED  # cells that every chunk has
+        self.held: dict[int, Decoded] = {}  # longer chunks, and the latest
 
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
@@ -158,37 +153,87 @@ class Sensing:
         """Tokens that all steps decode, if no trial is repeated."""
         return sum(map(len, self.chunks)) + SCORED * len(self.plan())
 
-    def steps(self) -> Iterator[int]:
-        """Yields after every step the tokens that it decoded; found can be kept between any two."""
+    @property
+    def longer(self) -> list[int]:
+        """Chunks of whose second half no query is as near as the last ones of the shortest chunk."""
+        return [c for c, tokens in enumerate(self.chunks) if (len(tokens) - CORRECTING) // 2 >= self.near]
+
+    def steps(self, late: Callable[[int], bool] = lambda tokens: False) -> Iterator[int]:
+        """Yields after every step the tokens that it decoded; found can be kept between any two.
+
+        late: whether there is no time for so many tokens more; asked after LEAST trials. What is longer is worth more
+        than further trials, so there is time left for it.
+        """
         tried = {(t.chunk, t.index, t.side) for t in self.found.trials}
         for c, tokens in enumerate(self.chunks):
             left = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
-            if not left and c < self.found.chunks:
+            if not left and c in self.found.done:
                 continue
-            chunk = Decoded(self.session, tokens, latent=self.latent)
-            if c >= self.found.chunks:
-                self._accumulate(chunk)
+            behind = sum(len(self.chunks[other]) for other in self.longer if other > c)
+            if self._enough and late(len(tokens) + behind):
+                continue
+            chunk = self.decoded(c)
             yield len(tokens)
             for i, side in left:
-                yield SCORED * (self._try(chunk, c, i, side) if side else self._floor(chunk, c, i))
+                if self._enough and late((1 + REPEATS) * SCORED + behind):
+                    break
+                n_tried = self._try(chunk, c, i, side) if side else self._floor(chunk, c, i)
+                self.told(SCORED * n_tried)
+                yield SCORED * n_tried
 
-    def _accumulate(self, chunk: Decoded) -> None:
-        for stats, sums in zip(self.calibration.layers, self.found.sums, strict=True):
-            output = output_weights(self.base, stats.shape)
-            for side, part in metrics(chunk.rows(stats.shape.il, False), stats.shape, output, self.window).items():
+    @property
+    def _enough(self) -> bool:
+        return len(self.found.trials) >= LEAST
+
+    def decoded(self, c: int) -> Decoded:
+        """A chunk, which enters the matrices if it has not yet. Only the latest one's rows can be read."""
+        self.held = {other: chunk for other, chunk in self.held.items() if other in self.longer}
+        longer = c in self.longer
+        beginning = spread(self.near // 2, self.near, QUERIES) if longer else ()
+        n_scored = CORRECTING if longer else SCORED
+        chunk = Decoded(self.session, self.chunks[c], n_scored, self.latent, beginning, self.told)
+        if c not in self.found.done:
+            self._accumulate(c, chunk)
+        self.held[c] = chunk
+        return chunk
+
+    def _accumulate(self, c: int, chunk: Decoded) -> None:
+        """Errors in cells that are read over the first `near` ones count, in longer chunks as in others."""
+        stretch = np.zeros((len(self.calibration.layers), len(SIDES)))
+        for stats, sums, logs in zip(self.calibration.layers, self.found.sums, stretch, strict=True):
+            rows = chunk.rows(stats.shape.il, False)
+            found = self._metrics(rows.until(self.near), stats.shape)
+            for side, part in found.items():
                 sums[side] += part
-        if self.found.chunks >= self.found.entered:
+            if c in self.longer:
+                near, far = len(rows.until(self.near).q), rows.beyond(self.near)
+                beyond = self._metrics(far, stats.shape)
+                energies = np.array([_energies(beyond, stats) / len(far.q), _energies(found, stats) / near])
+                if np.min(energies) > 0.0:
+                    logs[:] = np.clip(np.log(energies[0] / energies[1]), -MOST_STRETCH, MOST_STRETCH)
+        if c in self.longer:
+            self.found.stretches[c] = stretch
+        if c not in self.found.entered:
             self._add_moments(chunk)
-        self.found.queries += chunk.n_sampled
-        self.found.chunks += 1
+        self.found.queries += int(np.sum(chunk.pos[: chunk.n_sampled] < self.near))
+        self.found.done.append(c)
+
+    def _metrics(self, rows: Rows, shape: LayerShape) -> dict[str, F64]:
+        if not self.latent:
+            return metrics(rows, shape, output_weights(self.base, shape), self.window)
+        output, values = mla.read_weights(self.base, shape)
+        return metrics(rows, shape, output, self.window, values)
 
     def _add_moments(self, chunk: Decoded) -> None:
+        """The cells of every text count alike: kinds of text differ more than parts of one do."""
+        n = chunk.start - self.window.n_sink
+        weight = (self.near - self.window.n_sink) / n
         for stats, moments in zip(self.calibration.layers, self.found.moments, strict=True):
             for side in "kv":
                 cells = chunk.view(stats.shape.il, side)[self.window.n_sink :].astype(np.float64).transpose(1, 0, 2)
-                moments[f"{side}2"] += cells.transpose(0, 2, 1) @ cells
-                moments[f"{side}1"] += cells.sum(axis=1)
-        self.found.cells += chunk.start - self.window.n_sink
+                moments[f"{side}2"] += weight * (cells.transpose(0, 2, 1) @ cells)
+                moments[f"{side}1"] += weight * cells.sum(axis=1)
+        self.found.cells += self.near - self.window.n_sink
 
     def _noise(self, i: int, side: str) -> Noise:
         covariance = _covariance(self.calibration.layers[i], side)
@@ -200,27 +245,38 @@ class Sensing:
         return Noise(covariance, metric / self.found.queries)
 
     def _noisy(self, chunk: Decoded, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
-        """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d]."""
-        cells = chunk.view(self.calibration.layers[i].shape.il, side).astype(np.float32)
-        cells[self.window.n_sink :] += draw(len(cells) - self.window.n_sink, np.random.default_rng([seed, i]))
+        """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d].
+
+        Equal tokens of the first layer get equal noise, as they are coded alike.
+        """
+        il, coded = self.calibration.layers[i].shape.il, slice(self.window.n_sink, None)
+        cells = chunk.view(il, side).astype(np.float32)
+        values = chunk.view(il, "v")[coded].astype(np.float32)
+        noise = draw(len(values), np.random.default_rng([seed, i]))
+        if (kinds := alike(values.reshape(len(values), -1))) is not None:
+            order, starts = kinds
+            of = np.repeat(order[starts], np.diff(starts, append=len(order)))
+            noise[order] = noise[of]
+        cells[coded] += noise
         noisy: F32 = cells.astype(np.float16).astype(np.float32)
         return noisy
 
-    def _rounding(self, chunk: Decoded, c: int, i: int) -> float:
-        """What rounding alone costs: noise too small to matter."""
+    def rounding(self, chunk: Decoded, c: int, i: int, n: int | None = None) -> float:
+        """What rounding alone costs the first n scored tokens: noise too small to matter."""
         noise = self._noise(i, "v")
         cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
-        return chunk.kld({(self.calibration.layers[i].shape.il, "v"): cells})
+        return chunk.kld({(self.calibration.layers[i].shape.il, "v"): cells}, n)
 
     def _floor(self, chunk: Decoded, c: int, i: int) -> int:
         """Rounding as a trial; returns how many it took."""
-        self.found.trials.append(Trial(c, i, "", self._rounding(chunk, c, i), 0.0))
+        self.found.trials.append(Trial(c, i, "", self.rounding(chunk, c, i, SCORED), 0.0))
         return 1
 
     def _try(self, chunk: Decoded, c: int, i: int, side: str) -> int:
         """Returns how many trials it took."""
         shape = self.calibration.layers[i].shape
-        noise, rows, output = self._noise(i, side), chunk.rows(shape.il, True), output_weights(self.base, shape)
+        noise, output = self._noise(i, side), output_weights(self.base, shape)
+        rows = chunk.rows(shape.il, True).until(chunk.start + SCORED)
         exact = chunk.view(shape.il, side).astype(np.float32)
         most = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
 
@@ -241,7 +297,7 @@ class Sensing:
             cells, moved = noisy(wanted)
         while True:
             n_tried += 1
-            kld = chunk.kld({(shape.il, side): cells})
+            kld = chunk.kld({(shape.il, side): cells}, SCORED)
             done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
@@ -258,8 +314,8 @@ class Sensing:
         factors, texts = smoothed(known, len(self.calibration.layers))
         return float(factors[side][i]) * texts.get(c, 1.0)
 
-    def result(self, stretch: F64 | None = None) -> Calibration:
-        """The calibration with what is found; predictions are not corrected yet: corrected(). stretch: as _stretch().
+    def result(self) -> Calibration:
+        """The calibration with what is found; predictions are not corrected yet.
 
         Raises Unpredictable where no noise in the cache changes what the model says.
         """
@@ -268,7 +324,9 @@ class Sensing:
         if lost < SILENT:
             raise Unpredictable("model", UNPREDICTABLE)
         layers, moments = [], self._moments()
-        gains = np.ones((len(moments.layers), len(SIDES))) if stretch is None else np.exp(stretch)
+        gains = np.ones((len(moments.layers), len(SIDES)))
+        if self.found.stretches:
+            gains = np.exp(evened(np.mean(list(self.found.stretches.values()), axis=0)))
         for i, (stats, sums) in enumerate(zip(moments.layers, self.found.sums, strict=True)):
             scaled = {
                 side: gain * factors[side[0]][i] * sums[side] / self.found.queries
@@ -280,112 +338,40 @@ class Sensing:
         measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
         return replace(moments, layers=tuple(layers), sensitivity=measured, sha256="")
 
-    def _stretch(self, chunk: Decoded, near: int, far: int) -> F64:
-        """[layers, SIDES]: logarithms of what errors in cells add to the stream of a chunk's queries from position
-        `far` on, over what they add to those before `near`."""
-        logs = np.zeros((len(self.calibration.layers), len(SIDES)))
-        for of_layer, stats in zip(logs, self.calibration.layers, strict=True):
-            rows, output = chunk.rows(stats.shape.il, False), output_weights(self.base, stats.shape)
-            energies = []
-            for queries, n in ((rows.pos >= far, len(rows.k)), (rows.pos < near, near)):
-                part = Rows(rows.q[queries], rows.pos[queries], rows.k[:n], rows.v[:n])
-                found = metrics(part, stats.shape, output, self.window)
-                energies.append([np.sum(found[side] * _covariance(stats, side[0])) / len(part.q) for side in SIDES])
-            if np.min(energies) > 0.0:
-                of_layer[:] = np.clip(np.log(energies[0]) - np.log(energies[1]), -MOST_STRETCH, MOST_STRETCH)
-        return logs
-
     def _moments(self) -> Calibration:
         """The calibration with the cells that were measured on in its moments, too: more kinds of text for nothing."""
         n, layers = self.found.cells, []
+        new = sorted(set(self.found.done) - set(self.found.entered))
         if not self.texts or not n:
             return self.calibration
         for stats, sums in zip(self.calibration.layers, self.found.moments, strict=True):
             tokens = stats.shape.tokens
             mixed = {name: (tokens * getattr(stats, name) + sums[name]) / (tokens + n) for name in MOMENTS}
             layers.append(replace(stats, shape=replace(stats.shape, tokens=tokens + n), **mixed))
-        texts = (*self.calibration.texts, *self.texts[self.found.entered : self.found.chunks])
+        texts = (*self.calibration.texts, *(self.texts[c] for c in new))
         tokens = self.calibration.tokens + n
         return replace(self.calibration, layers=tuple(layers), texts=texts, tokens=tokens)
 
-    def corrected(self, held_out: Sequence[Sequence[int]], n_threads: int) -> Calibration:
-        """result(), scaled by what is read from far back in longer chunks of other text, if these are longer, and with
-        its predictions corrected by what a layout and a stock type cost there.
 
-        Errors of all layers together add up to more than second order says where attention is rare and decisive. The
-        layout is put into a saved state; the stock type, which has no window, runs for real on a part of a chunk.
-        """
-        chunks, stretches = [], []
-        near = min(map(len, self.chunks)) - SCORED
-        for tokens in held_out:
-            n_scored = min(CORRECTING, len(tokens) - self.window.n_recent - 2 * SCORED)
-            far = (len(tokens) - n_scored) // 2
-            beginning = spread(near // 2, near, LOOKING) if near <= far else ()
-            chunks.append(Decoded(self.session, tokens, n_scored, self.latent, beginning))
-            if beginning:
-                stretches.append(self._stretch(chunks[-1], near, far))
-        calibration = self.result(evened(np.mean(stretches, axis=0)) if stretches else None)
-        assert calibration.sensitivity is not None
-        fit = Fit(self.base, calibration, Options(window=self.window, bpe_context=ROWS_ONLY))
-        layers, predicted = _loud(fit)
-        found, factors = [self._cost(chunk, layers) for chunk in chunks], [1.0, 1.0]
-        if max(found) > 0.0 and predicted > 0.0:
-            factors[0] = float(np.mean(np.maximum(found, 0.0))) / predicted * (UNSEEN if stretches else 1.0)
-        stock = fit.stock_error(STOCK)
-        if stock:
-            tokens = held_out[0][: n_stock(len(held_out[0]))]
-            (kld,) = compare(self.session.model, [CacheOptions(STOCK)], tokens, n_threads)
-            factors[1] = max(kld - self.found.floor, 0.0) / stock or 1.0
-        measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
-        return replace(calibration, sensitivity=measured)
-
-    def _cost(self, chunk: Decoded, layers: Sequence[CodedLayer]) -> float:
-        """KLD of a layout over the scored tokens of a chunk, above what rounding costs there.
-
-        The exact window stays where it is while they are read; it lies so that it is right in their middle.
-        """
-        cells, n_scored = {}, len(chunk.scored)
-        coded = slice(self.window.n_sink, chunk.start - max(self.window.n_recent - n_scored // 2, 0))
-        for layer in layers:
-            il = layer.shape.il
-            for side in "k" if layer.latent else "kv":
-                seen = chunk.view(il, side).astype(np.float32)
-                for h, head in enumerate(layer.heads):
-                    stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
-                    gamma = 1.0 if layer.latent else gamma  # which multiplies keys alone
-                    seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
-                cells[il, side] = seen
-        return chunk.kld(cells) - self._rounding(chunk, len(self.chunks), 0)
+def _energies(found: Mapping[str, F64], stats: LayerStats) -> F64:
+    """Of residual.metrics(): what errors as large as keys and values add to the stream, for each of SIDES."""
+    return np.array([np.sum(found[side] * _covariance(stats, side[0])) for side in SIDES])
 
 
-def evened(logs: F64) -> F64:
-    """Means [layers, …] with a layer's neighbours, of half its weight: two texts say little of one layer. The first
-    stands apart."""
-    others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
-    found = logs.copy()
-    found[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0
-    return found
+def n_measured(lengths: Sequence[int]) -> int:
+    """How many of chunks of such lengths are measured on, the first ones: all of them where predictions are corrected
+    on longer ones; else but for two of other text if there are enough."""
+    if max(lengths) - CORRECTING >= 2 * (min(lengths) - SCORED):
+        return len(lengths)
+    return len(lengths) - 2 if len(lengths) > 3 else len(lengths) - 1
 
 
-def _loud(fit: Fit) -> tuple[tuple[CodedLayer, ...], float]:
-    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; and that."""
-    least, _ = budget_range(fit.heads, fit.overhead)
-    for bits in [bits for bits in BITS if bits >= least.total]:
-        layers, _ = fit.code(fit.plan(bits))
-        predicted = fit.error(layers) or 0.0
-        if predicted >= CLEAR:
-            break
-    return layers, predicted
-
-
-def n_measured(n_chunks: int) -> int:
-    """How many of so many chunks are measured on; predictions are corrected on the others, two if there are enough."""
-    return n_chunks - 2 if n_chunks > 3 else n_chunks - 1
-
-
-def n_stock(n: int) -> int:
-    """Tokens of a chunk of n that a stock type is run on, beside f16."""
-    return min(n * 3 // 8, STOCK_TOKENS)
+def ahead(lengths: Sequence[int], n_layer: int, found: Found | None = None) -> int:
+    """Tokens that sense() decodes on chunks of such lengths. found: what an earlier run had."""
+    done = found.done if found else []
+    chunks = sum(n for c, n in enumerate(lengths) if c not in done or n == max(lengths))
+    trials = n_trials(n_layer) - (len(found.trials) if found else 0)
+    return chunks + int(REPEATED * trials) * SCORED + correcting.ahead(lengths[n_measured(lengths) :], lengths)
 
 
 def sense(
@@ -403,30 +389,38 @@ def sense(
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on n_measured() `chunks`, and corrected on the others.
 
-    Where those are at least twice as long they also say how much more, or less, is read from far back in longer texts.
+    Where some of them are more than twice as long these are measured, too, and predictions corrected there.
 
     session: with room for a chunk. minutes: time for all of it; after LEAST trials, what there
-    is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called after every
-    step. texts: as Sensing. Raises SubkvError: about `n_ctx` for chunks too short, Unpredictable where nothing can be
-    predicted.
+    is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called whenever tokens
+    were decoded, and may raise KeyboardInterrupt. texts: as Sensing. Raises SubkvError: about `n_ctx` for chunks too
+    short, Unpredictable where nothing can be predicted.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
     if n_ctx < least:
         raise SubkvError("n_ctx", f"expected chunks of at least {least} tokens with this exact window, found {n_ctx}")
-    n = n_measured(len(chunks))
-    sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n])
-    last, spent = sum(map(len, chunks[n:])) + 2 * n_stock(len(chunks[n])), 0  # tokens of the correction, and so far
-    with progress_bar("sensitivities", sensing.tokens + last, "tok", progress) as bar:
-        for step in sensing.steps():
+    lengths = [len(chunk) for chunk in chunks]
+    n = n_measured(lengths)
+    total, spent = ahead(lengths, len(calibration.layers), found), 0
+    with progress_bar("sensitivities", total, "tok", progress) as bar:
+
+        def told(tokens: int) -> None:
+            nonlocal spent
+            spent += tokens
+            bar.update(tokens)
             keep(sensing.found)
-            bar.update(step)
-            spent += step
+
+        def late(tokens: int) -> bool:
+            left = tokens + correcting.ahead(lengths[n:], lengths)
             passed = time.monotonic() - start
-            late = minutes is not None and passed * (1.0 + (last + step) / spent) > 60.0 * minutes
-            if late and len(sensing.found.trials) >= LEAST:
-                break
-        return sensing.corrected(chunks[n:], n_threads)
+            needed = passed * (1.0 + left / max(spent, 1)) + len(calibration.layers) / PLANNED
+            return minutes is not None and needed > 60.0 * minutes
+
+        sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n], told)
+        for _ in sensing.steps(late):
+            pass
+        return correcting.corrected(sensing, chunks[n:], n_threads, told)
 
 
 def _order(n: int) -> list[int]:

@@ -40,19 +40,21 @@ class Trial:
 
 @dataclass
 class Found:
-    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of `chunks` chunks.
+    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of the chunks `done`.
 
-    moments: per layer sums over `cells` cells, as the members of LayerStats of these names, of all chunks but the first
-    `entered`, whose cells the calibration has.
+    moments: per layer sums over `cells` cells, as the members of LayerStats of these names, of all of them but those
+    `entered`, whose cells the calibration has. stretches: of longer chunks, logarithms [layers, SIDES] of what errors
+    in cells add to the stream far into them, over what they add near the beginning.
     """
 
     sums: list[dict[str, F64]]
     moments: list[dict[str, F64]]
     queries: int = 0
-    chunks: int = 0
     cells: int = 0
-    entered: int = 0
+    done: list[int] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
+    stretches: dict[int, F64] = field(default_factory=dict)
 
     @classmethod
     def none(cls, calibration: Calibration) -> Found:
@@ -63,16 +65,23 @@ class Found:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All of it, to be saved."""
         numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
-        counts = np.array([self.queries, self.chunks, self.cells, self.entered])
+        lists = {name: np.array(getattr(self, name), dtype=np.int64) for name in ("done", "entered")}
+        lists["counts"] = np.array([self.queries, self.cells])
+        stretches = {f"stretch.{chunk}": logs for chunk, logs in self.stretches.items()}
         own = [sums | moments for sums, moments in zip(self.sums, self.moments, strict=True)]
         parts = {f"{i}.{name}": part for i, layer in enumerate(own) for name, part in layer.items()}
-        return {"counts": counts, "trials": np.array(numbers).reshape(-1, 5)} | parts
+        return {"trials": np.array(numbers).reshape(-1, 5)} | lists | stretches | parts
 
     @classmethod
     def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
         """What arrays() was called on, for the same calibration. Raises what numpy does for anything else."""
         found = cls.none(calibration)
-        found.queries, found.chunks, found.cells, found.entered = (int(n) for n in arrays["counts"])
+        found.queries, found.cells = (int(n) for n in arrays["counts"])
+        found.done, found.entered = ([int(chunk) for chunk in arrays[name]] for name in ("done", "entered"))
+        found.stretches = {int(name[8:]): arrays[name] for name in arrays if name.startswith("stretch.")}
+        size = (len(calibration.layers), len(SIDES))
+        if any(logs.shape != size for logs in found.stretches.values()):
+            raise ValueError(f"expected numbers of {size[0]} layers for every longer text, found others")
         found.trials = [
             Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(moved))
             for c, i, side, kld, moved in arrays["trials"]
@@ -88,10 +97,10 @@ class Found:
 
         Raises ValueError for a calibration that names fewer than an earlier one.
         """
-        named = sum(text in calibration.texts for text in texts)
-        if named < self.entered:
-            raise ValueError(f"expected a calibration with the cells of {self.entered} texts, found {named}")
-        if named > self.entered:  # all that is measured: it was written with the result
+        named = [chunk for chunk, text in enumerate(texts) if text in calibration.texts]
+        if not set(named) >= set(self.entered):
+            raise ValueError(f"expected a calibration with the cells of {len(self.entered)} texts, found {len(named)}")
+        if named != self.entered:  # all that is measured: it was written with the result
             self.entered, self.cells = named, 0
             for moments in self.moments:
                 for part in moments.values():

@@ -122,8 +122,9 @@ static void project_rows(const T * m, const uint16_t * step, int64_t r, int64_t 
 
 void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy) {
-    cpu::by_entries(
-        m, [&](const auto * rows, const uint16_t * step) { project_rows(rows, step, r, d, x, ldx, n, scale, y, ldy); });
+    cpu::by_entries(m, r, [&](const auto * rows, const uint16_t * step, int64_t first, int64_t count) {
+        project_rows(rows, step, count, d, x, ldx, n, scale, y + first, ldy);
+    });
 }
 
 template <typename T>
@@ -161,8 +162,9 @@ static void add_rows(const T * m, int64_t r, int64_t d, const float * e, float *
 }
 
 void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o) {
-    cpu::by_entries(m, [&](const auto * rows, const uint16_t * step) {
-        add_rows(rows, r, d, cpu::with_steps(e, step, r, [](uint16_t half) { return to_float(half); }), o);
+    cpu::by_entries(m, r, [&](const auto * rows, const uint16_t * step, int64_t first, int64_t count) {
+        const auto of_half = [](uint16_t half) { return to_float(half); };
+        add_rows(rows, count, d, cpu::with_steps(e + first, step, count, of_half), o);
     });
 }
 

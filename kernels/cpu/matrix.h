@@ -9,12 +9,14 @@
 
 namespace subkv::cpu {
 
-// rows(entries [r][d], step): halves and nullptr, or bytes and the steps [r] of their rows.
-template <typename Rows> static inline void by_entries(const Matrix & m, const Rows & rows) {
-    if (m.bytes) {
-        rows(m.bytes, m.step);
-    } else {
-        rows(m.halves, (const uint16_t *) nullptr);
+// rows(entries [n][d], step, first, n) of the n rows from `first` on: halves and nullptr, and bytes and their steps [n].
+template <typename Rows> static inline void by_entries(const Matrix & m, int64_t r, const Rows & rows) {
+    const int64_t n_halves = m.bytes ? m.n_halves : r;
+    if (n_halves > 0) {
+        rows(m.halves, (const uint16_t *) nullptr, (int64_t) 0, n_halves);
+    }
+    if (n_halves < r) {
+        rows(m.bytes, m.step, n_halves, r - n_halves);
     }
 }
 

@@ -9,8 +9,11 @@
 namespace subkv::ref {
 
 static double entry(const Matrix & m, int64_t i, int64_t j, int64_t d) {
-    const int64_t at = i * d + j;
-    return m.bytes ? (double) half_to_float(m.step[i]) * m.bytes[at] : (double) half_to_float(m.halves[at]);
+    if (!m.bytes || i < m.n_halves) {
+        return (double) half_to_float(m.halves[i * d + j]);
+    }
+    const int64_t row = i - m.n_halves;
+    return (double) half_to_float(m.step[row]) * m.bytes[row * d + j];
 }
 
 void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,

@@ -65,9 +65,9 @@ class Lab:
         """The layout at kv_bits, in libsubkv and here."""
         if not self._loaded:
             fit = self.fit()
-            plan = fit.plan(self.kv_bits)
-            layers, _ = fit.code(plan)
-            where = loaded(self.base, fit.calibration, fit.settings, fit.account(plan), layers)
+            plan, narrow = fit.plan(self.kv_bits), fit.narrow(self.kv_bits)
+            layers, _ = fit.code(plan, narrow)
+            where = loaded(self.base, fit.calibration, fit.settings, fit.account(plan, narrow), layers)
             self._loaded.append((self.stack.enter_context(where), layers))
         return self._loaded[0]
 

@@ -363,7 +363,7 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
     layer.d_v       = spec.d_v;
     layer.latent    = spec.latent();
     layer.centre.resize((size_t) spec.n_head_kv);
-    layer.steps.resize(2 * (size_t) spec.n_head_kv);
+    layer.steps.resize(4 * (size_t) spec.n_head_kv);
     for (size_t h = 0; h < (size_t) spec.n_head_kv; ++h) {
         const std::string k = "k head " + std::to_string(h);
         const std::string v = "v head " + std::to_string(h);
@@ -385,8 +385,8 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
             layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, v_halves, nullptr));
             layer.v_row_bytes += (size_t) layer.v[h].row_bytes;
         }
-        keep(layer.k[h], storage, layer.steps[2 * h]);
-        keep(layer.v[h], storage, layer.steps[2 * h + 1]);
+        keep(layer.k[h], storage, layer.steps[4 * h], layer.steps[4 * h + 1]);
+        keep(layer.v[h], storage, layer.steps[4 * h + 2], layer.steps[4 * h + 3]);
     }
     return layer;
 }

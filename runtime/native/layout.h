@@ -48,10 +48,10 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
 // their D [rank][d_v]. A band is of those elements alone, or of the others: else `err` says so.
 HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err);
 
-// Moves the matrices of a head, in halves, to storage, which is moved behind them. E becomes bytes, with the steps of its
-// rows in `step`, if all entries of a row are whole multiples, -127 to 127, of one half. D stays in halves: it inverts
-// what E was rounded to.
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & step);
+// Moves the matrices of a head, in halves, to storage, which is moved behind them. Their last rows become bytes, as far as
+// all entries of a row are whole multiples, -127 to 127, of one half; these steps of E and of D go to two vectors.
+void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
+          std::vector<uint16_t> & decode_step);
 
 // Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
 bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);
@@ -69,7 +69,7 @@ struct LayerCodec {
     std::vector<HeadCodec>             k, v;   // [n_head_kv]
     std::vector<float>                 gamma;  // [n_head_kv]
     std::vector<KeyCentre>             centre; // [n_head_kv]
-    std::vector<std::vector<uint16_t>> steps;  // [2 n_head_kv] of the rows of E in bytes, K and V in turn; else empty
+    std::vector<std::vector<uint16_t>> steps;  // [4 n_head_kv] of rows in bytes, E and D of K, of V, head by head
     size_t                             k_row_bytes = 0; // of one cell, all heads
     size_t                             v_row_bytes = 0;
     std::vector<size_t> k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row

@@ -103,34 +103,37 @@ static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t &
     return false;
 }
 
-// Copies E [r][d], in halves, to storage, which is moved behind it: as bytes, with the steps of its rows in `step`, if all
-// entries of a row are whole multiples, -127 to 127, of one half.
-static Matrix kept_encoder(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage,
-                           std::vector<uint16_t> & step) {
+// Copies a matrix [r][d], in halves, to storage, which is moved behind it. Groups of 8 rows at its end whose entries are
+// whole multiples, -127 to 127, of a half of their row become bytes, with these halves in `step`.
+static Matrix kept(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step) {
+    constexpr int64_t   GROUP = 8;
     std::vector<int8_t> bytes((size_t) (r * d));
     step.resize((size_t) r);
-    for (int64_t i = 0; i < r; ++i) {
-        if (!as_bytes(halves + i * d, d, bytes.data() + i * d, step[(size_t) i])) {
-            step.clear();
-            std::copy_n(halves, r * d, storage);
-            storage += r * d;
-            return { storage - r * d };
-        }
+    int64_t first = r; // row in bytes
+    while (first > 0 &&
+           as_bytes(halves + (first - 1) * d, d, bytes.data() + (first - 1) * d, step[(size_t) first - 1])) {
+        --first;
+    }
+    first = (first + GROUP - 1) / GROUP * GROUP; // 8 * d is a multiple of 64: all parts are aligned
+    step.erase(step.begin(), step.begin() + first);
+    std::copy_n(halves, first * d, storage);
+    const uint16_t * of_first = storage;
+    storage += first * d;
+    if (first == r) {
+        return { of_first };
     }
     auto * at = (int8_t *) storage;
-    std::memcpy(at, bytes.data(), bytes.size());
-    storage += r * d / 2; // r * d is a multiple of 64: the next matrix stays aligned
-    return { nullptr, at, step.data() };
+    std::memcpy(at, bytes.data() + first * d, (size_t) ((r - first) * d));
+    storage += (r - first) * d / 2;
+    return { of_first, at, step.data(), first };
 }
 
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & step) {
+void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
+          std::vector<uint16_t> & decode_step) {
     if (present(head.encode)) { // values of a latent layer have none
-        head.encode = kept_encoder(head.encode.halves, head.rank, head.d, storage, step);
+        head.encode = kept(head.encode.halves, head.rank, head.d, storage, encode_step);
     }
-    const int64_t n = (int64_t) head.rank * head.d;
-    std::copy_n(head.decode.halves, n, storage);
-    head.decode = { storage };
-    storage += n;
+    head.decode = kept(head.decode.halves, head.rank, head.d, storage, decode_step);
 }
 
 } // namespace subkv

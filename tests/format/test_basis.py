@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from subkv.base.errors import SubkvError
 from subkv.format.bases import StoredBasis
 from subkv.format.codec import round_trip
-from subkv.plan.basis import F64, band_step, fit_metric, fit_pca, gains, mixing_matrix, store
+from subkv.plan.basis import F64, N_HALVES, band_step, fit_metric, fit_pca, gains, in_bytes, mixing_matrix, store
 from subkv.plan.quantizer import CODED_WIDTHS, best_step, distortion, gaussian_distortion, shared_step
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -171,6 +171,29 @@ def test_degenerate_statistics_give_finite_bases() -> None:
                     assert np.isfinite(stored.encode).all()
                     assert np.isfinite(stored.decode).all()
                     assert (stored.ratio > 0).all()
+    narrow = store(fit_metric(zero, zero), zero, ((16, 4),), narrow=True)
+    assert np.isfinite(narrow.decode).all()
+
+
+@given(SEEDS)
+@settings(max_examples=10, deadline=None)
+def test_decoders_in_bytes(seed: int) -> None:
+    """Rows behind the first are whole multiples of a step, with errors that cost less than rounding alone."""
+    rng = np.random.default_rng(seed)
+    d, bands = 64, ((8, 8), (24, 4), (32, 2))
+    moment, metric = random_moment(rng, d, decay=5.0), random_moment(rng, d)
+    basis = fit_metric(moment, metric)
+    wide, narrow = store(basis, moment, bands), store(basis, moment, bands, narrow=True)
+    exact, found = wide.decode.astype(np.float64), narrow.decode.astype(np.float64)
+    assert np.array_equal(narrow.encode, wide.encode) and np.array_equal(found[:N_HALVES], exact[:N_HALVES])
+    np.testing.assert_array_equal(in_bytes(found[N_HALVES:]), found[N_HALVES:])
+
+    def cost(decode: F64) -> float:
+        return float(np.einsum("id,de,ie->", decode - exact, metric, decode - exact))
+
+    plain = np.concatenate([exact[:N_HALVES], in_bytes(exact[N_HALVES:])])
+    assert cost(found) < cost(plain)
+    assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
 
 
 def test_values_beyond_half_precision_are_refused() -> None:

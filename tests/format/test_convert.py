@@ -220,9 +220,11 @@ def centred_calibration(size: float = 2.0, **overrides: Any) -> Calibration:
     return replace(calibration, layers=tuple(with_key_means(layer, size) for layer in calibration.layers))
 
 
-def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path) -> None:
+@pytest.mark.parametrize(("kv_bits", "row"), [("6", 2 * 32), ("4", 32 + 2)])
+def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path, kv_bits: str, row: int) -> None:
+    """row: bytes of a row of D behind its first 8, which a small budget holds in bytes."""
     calibration = centred_calibration()
-    result = run(calibration=calibration)
+    result = run("--kv-bits", kv_bits, calibration=calibration)
     assert result.exit_code == 0, result.output
     target = base.with_name("m.subkv.gguf")
     described, found = read(target), fields(target)
@@ -238,6 +240,10 @@ def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path) 
     window = 16 * (4 + 128 + 16) / 4096
     bases = found["subkv.bits_per_element"] - found["subkv.bits_per_element.rows"] - window
     assert bases * 4096 * 2 * 2 * (32 + 32) / 8 == pytest.approx(described["bytes_bases"], rel=1e-4)
+    ranks = [head["rank"] for layer in described["layers"] for side in "kv" for head in layer[side]]
+    encoders, means = sum(ranks) * (32 + 2), sum(2 * 32 + 4 * rank for rank in ranks) / 2
+    decoders = sum(8 * 2 * 32 + (rank - 8) * row for rank in ranks)
+    assert described["bytes_bases"] == pytest.approx(encoders + decoders + means, rel=0.02)
 
 
 def test_centring_is_as_good_as_keys_without_a_mean(run: Callable[..., Result], base: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from converter.cli import main as convert
 from converter.decoded import Decoded
 from converter.lockstep import compare
-from converter.residual import energy, metrics
+from converter.residual import Rows, energy, metrics
 from converter.sensing import Sensing
 from converter.session import Session
 from subkv.base.errors import SubkvError
@@ -26,6 +27,7 @@ from subkv.format.calibration import Calibration, LayerShape, read_calibration
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
 from subkv.plan import datafree, latent, mla, predict
+from subkv.plan.basis import fit_metric
 from subkv.plan.budget import Overhead, plan_banded
 from subkv.plan.pipeline import Fit, Options
 from subkv.plan.positions import rotation
@@ -131,6 +133,45 @@ def test_output_weights_are_of_the_latent(base: Gguf, calibration: Calibration) 
         np.testing.assert_allclose(
             found[:, 32 * h : 32 * (h + 1)], w_o[:, 32 * h : 32 * (h + 1)] @ w_v[h], rtol=1e-4, atol=1e-5
         )
+
+
+def test_metrics_are_those_of_the_product_of_both_weights(base: Gguf, calibration: Calibration) -> None:
+    """In fewer multiplications: heads' own outputs are smaller than a latent."""
+    shape, rng = calibration.layers[0].shape, np.random.default_rng(7)
+    q, k = (rng.standard_normal(size).astype(np.float32) for size in ((6, shape.n_head, shape.d_k), (40, 1, shape.d_k)))
+    k[9] = k[30]  # cells of equal values are coded alike
+    rows = Rows(q, np.arange(34.0, 40.0), k, k[..., : shape.d_v])
+    output, values = mla.read_weights(base, shape)
+    found = metrics(rows, shape, output, WINDOW, values)
+    expected = metrics(rows, shape, mla.output_weights(base, shape), WINDOW)
+    for side, matrix in expected.items():
+        np.testing.assert_allclose(found[side], matrix, rtol=1e-3, atol=1e-4 * np.abs(matrix).max())
+
+
+def test_a_row_costs_alike_in_all_coefficients(base: Gguf, calibration: Calibration) -> None:
+    """As its one scale is the one of least squared error."""
+    joint = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000)).layers[0]
+    assert isinstance(joint, latent.Fitted)
+    prices = []
+    for part in joint.bases:
+        strong = part.importance > 1e-2 * part.importance.max()
+        prices += (part.importance / part.variance)[strong].tolist()
+    np.testing.assert_allclose(prices, np.median(prices), rtol=0.1)
+
+
+def test_what_nothing_reads_is_worth_nothing(base: Gguf, calibration: Calibration) -> None:
+    """Directions of a latent that no head looks at: not a coefficient's worth of bits, whatever they hold."""
+    fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
+    cost, read = fit.layers[0].cost, np.arange(32) >= 8
+    blind = replace(cost, k=cost.k.copy(), v=cost.v * read * read[:, None])
+    blind.k[0, :8] = blind.k[0, :, :8] = 0.0
+    stats = fit.calibration.layers[0]
+    alone = np.diag(np.where(read, np.exp(-np.arange(32.0) / 4), 1e3))  # loud, and apart from the others
+    k2 = stats.k2.copy()
+    k2[0, :32, :32] = alone
+    found = latent.Fitted.of(replace(stats, k2=k2), blind, "kld-aware").bases[0].importance
+    ridged = fit_metric(alone, blind.k[0, :32, :32] + blind.v[0]).importance
+    assert (np.diff(found) <= 0).all() and found[24:].max() < 1e-6 * found[0] < ridged[24:].max()
 
 
 def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibration: Calibration) -> None:

@@ -14,6 +14,7 @@ from subkv.format.bases import Bands
 from subkv.format.codec import rank
 from subkv.format.window import DEFAULT, Window
 from subkv.plan.budget import GROUP, Head, Overhead, account, check_rank, loss, plan_banded, plan_int8
+from subkv.plan.costs import near_share
 from subkv.plan.quantizer import WIDTHS
 
 OVERHEAD = Overhead(8192, DEFAULT)
@@ -153,3 +154,12 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
     for bad in (0, -8, 12):
         with pytest.raises(SubkvError, match=rf"^rank: expected a positive multiple of 8, found {bad}$"):
             check_rank(bad, 64, 0)
+
+
+def test_what_a_smaller_window_leaves() -> None:
+    """All of the readings of near cells without a window, none with the measured one, few with half of it."""
+    shares = [near_share(n, 128) for n in (0, 1, 8, 32, 64, 127, 128, 500)]
+    assert shares[0] == 1.0 and shares[-2:] == [0.0, 0.0]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.01 < shares[4] < shares[3] < 0.1
+    assert near_share(0, 0) == near_share(9, 0) == 0.0

@@ -29,15 +29,19 @@ LAYOUTS: dict[str, Callable[[], list[Layer]]] = {
     "many heads": lambda: writer.random_layers(1, 65, 8, 8, [(8, 4)], [(8, 4)]),
     "a different layout in every head": lambda: mixed(),
     "E in bytes": lambda: writer.random_layers(2, 2, 64, 40, [(24, 8), (8, 3)], [(40, 4)], kind="bytes"),
-    "E in bytes but for one entry": lambda: nearly_in_bytes(),
+    "E in bytes but for one entry": lambda: nearly_in_bytes(-1),
     "E in bytes of any step": lambda: steps(),
+    "E and D in bytes from a row on": lambda: nearly_in_bytes(9),
 }
 
 
-def nearly_in_bytes() -> list[Layer]:
-    layers = writer.random_layers(1, 1, 16, 16, [(16, 4)], [(8, 4)], kind="bytes")
-    last = layers[0].k[0].encode[-1]
-    last[-1] = np.nextafter(last[0] / 2, np.float16(0))  # of more bits than a whole multiple has
+def nearly_in_bytes(row: int) -> list[Layer]:
+    layers = writer.random_layers(1, 1, 64, 64, [(40, 4)], [(8, 4)], kind="bytes")
+    key = layers[0].k[0]
+    key.decode[:] = key.encode
+    for matrix in (key.encode, key.decode):
+        of_row = matrix[row]
+        of_row[-1] = np.nextafter(of_row[0] / 2, np.float16(0))  # of more bits than a whole multiple has
     return layers
 
 

@@ -51,8 +51,8 @@ class Head:
     def held_bytes(self, key: bool) -> int:
         """What the native reader holds of it: E, D, and of a key head with a mean that mean and an offset."""
         centred = key and self.mean is not None and bool(self.mean.any())
-        encode = self.encode.size + 2 * self.rank if all(map(in_bytes, self.encode)) else 2 * self.encode.size
-        return encode + 2 * self.decode.size + (2 * self.encode.shape[1] + 4 * self.rank) * centred
+        bases = matrix_bytes(self.encode) + matrix_bytes(self.decode)
+        return bases + (2 * self.encode.shape[1] + 4 * self.rank) * centred
 
     def block(self, key: bool) -> bytes:
         """The head's part of the decoded basis string."""
@@ -96,6 +96,13 @@ def in_bytes(row: npt.NDArray[np.float16]) -> bool:
     exact = row.astype(np.float64)
     steps = [float(np.float16(np.abs(exact).max() / times)) for times in range(64, 128)]
     return any(np.all(np.rint(exact / step) * step == exact) for step in steps)
+
+
+def matrix_bytes(matrix: npt.NDArray[np.float16]) -> int:
+    """What the native reader holds of E or D [r, d]: halves, but of its last groups of 8 rows that allow it bytes."""
+    first = max((i + 1 for i, row in enumerate(matrix) if not in_bytes(row)), default=0)
+    first = -(-first // 8) * 8
+    return 2 * matrix[:first].size + matrix[first:].size + 2 * len(matrix[first:])
 
 
 def orthonormal(rng: np.random.Generator, d: int) -> npt.NDArray[np.float64]:

@@ -40,9 +40,9 @@ class Band(ct.Structure):
 
 
 class Matrix(ct.Structure):
-    """Halves, or bytes with the step of every row."""
+    """Halves, and behind the first n_halves rows bytes with the step of every row."""
 
-    _fields_ = [("halves", ct.c_void_p), ("bytes", ct.c_void_p), ("step", ct.c_void_p)]
+    _fields_ = [("halves", ct.c_void_p), ("bytes", ct.c_void_p), ("step", ct.c_void_p), ("n_halves", ct.c_int64)]
 
 
 class HeadCodec(ct.Structure):

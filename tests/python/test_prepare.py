@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 import subkv
-from converter import builtin, resume
+from converter import builtin, correcting, resume
 from converter.cli import main as convert
 from converter.corpus import Corpus, Text
 from converter.decoded import Unpredictable
@@ -367,6 +367,46 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
 
+def test_interrupted_corrections_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once Ctrl-C is pressed while predictions are corrected: what is measured is kept, and not measured again."""
+    cost, attempt, pressed, tried = correcting._cost, Sensing._try, [], []
+
+    def pressing(*arguments: Any) -> float:
+        if not pressed:
+            os.kill(os.getpid(), signal.SIGINT)
+        pressed.append(arguments)
+        return cost(*arguments)
+
+    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+        tried.append((c, i, side))
+        return attempt(self, chunk, c, i, side)
+
+    monkeypatch.setattr(correcting, "_cost", pressing)
+    monkeypatch.setattr(Sensing, "_try", counted)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 130
+    assert KEPT in result.stderr and len(pressed) == 1, "at the next tokens, not at the end"
+    assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    assert "going on after 6 of 6 sensitivities" in result.stderr and "predicted KLD" in result.stdout
+    assert len(tried) == 4, "nothing is measured twice"
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an earlier version kept them."""
+    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
+    (kept,) = store.folder().glob("*.sensing.npz")
+    with np.load(kept) as arrays:
+        old = {name: arrays[name] for name in arrays if name not in ("lengths", "done", "entered")}
+    np.savez(kept, **old)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 0, result.output
+    sentence = f"note: {kept} cannot be gone on from (expected chunks of 320, 320"
+    assert sentence in result.stderr and "predicted KLD" in result.stdout
+
+
 @pytest.mark.parametrize("error", [b"PK no archive", IndexError, TypeError])
 def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).exit_code == 0
@@ -476,9 +516,9 @@ def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
     def lengths(n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True) -> list[int]:
         return Measuring(texts, n_ctx, 1, n_recent, None, Path(), short).lengths
 
-    assert lengths(128) == [512] * 7 + [1536] * 2
-    assert lengths(400) == [1056] * 7 + [1536] * 2
-    assert lengths(128, short=False) == [1088] * 7 + [1536] * 2 and set(lengths(128, 320)) == {320}
+    assert lengths(128) == [512] * 5 + [2048] * 2
+    assert lengths(400) == [1056] * 5 + [2048] * 2
+    assert lengths(128, short=False) == [1088] * 7 and set(lengths(128, 320)) == {320}
     assert lengths(128, texts=[Text(TextSource("a", "0" * 64, 0), b"")]) == [1088] * 5
 
 

@@ -113,6 +113,9 @@ def test_parts_are_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] = 10.0
             bar.update(5)
         assert whole.bar.n == pytest.approx(10 / 20)
+        for _ in progress.tracked("second", range(2), "layer", show=False):  # part of something that has its own
+            pass
+        assert whole.bar.n == pytest.approx(10 / 20) and whole.bar.desc == "first of all"
         for _ in progress.tracked("second", range(2), "layer"):
             now[0] += 5.0
         assert whole.bar.n == pytest.approx(1.0)

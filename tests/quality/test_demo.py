@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from engine import session
 
+from converter.lockstep import mean_kld
+
 CALIBRATION = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.calib.safetensors"
 
 pytestmark = pytest.mark.quality
@@ -106,3 +108,31 @@ def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, text: Path, t
     assert by_type["subkv"]["bpe"] < by_type["q4_0"]["bpe"]
     # no recent window here: the codes alone, on technical text, calibrated on prose. Measured: 0.044 against 0.063
     assert by_type["subkv"]["mean_kld"] < by_type["q4_0"]["mean_kld"]
+
+
+KEPT, GONE, SHIFTS = 4, 32, 8
+
+
+def shifted(model: engine.Model, layout: Any, tokens: list[int], n: int) -> Any:
+    """Logits of GONE tokens behind n others, and after every one of SHIFTS shifts that make room for as many more."""
+    out = []
+    with session(model, layout, n_ctx=512, n_ubatch=512, threads=1) as s:
+        assert s.try_decode(tokens[:n], 0, logits=False) == 0
+        for i in range(SHIFTS + 1):
+            if i:
+                assert s.rm(0, KEPT, KEPT + GONE)
+                engine.C.llama_memory_seq_add(s.memory, 0, KEPT + GONE, -1, -GONE)
+            out.append(s.decode(tokens[n + GONE * i : n + GONE * (i + 1)], n))
+    return np.stack(out)
+
+
+def test_what_repeated_shifts_cost(model: engine.Model, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Every shift codes the older keys once more, which costs about as much again. NOTES.md has more of them."""
+    layout = engine.SUBKV.subkv_layout_load(str(convert(demo_model, tmp_path / "b.gguf", "--kv-bits", "4.5")).encode())
+    tokens = model.tokenize(text.read_text())
+    exact, coded = (shifted(model, cache, tokens, 416) for cache in (None, layout))
+    engine.SUBKV.subkv_layout_free(layout)
+    klds = np.array([mean_kld(*pair) for pair in zip(exact, coded, strict=True)])
+    print([round(float(part.mean()), 4) for part in np.split(klds, [1, 3, 5])])
+    assert klds[1:3].mean() < 3 * klds[0]
+    assert klds[5:].mean() < (1 + SHIFTS) * klds[0]

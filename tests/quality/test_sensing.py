@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from converter import residual, sensitivity
+from converter import correcting, residual, sensitivity
 from converter.corpus import cut, read_text
+from converter.correcting import evened
 from converter.decoded import SCORED
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
-from converter.sensing import LEAST, Sensing, evened, sense
+from converter.sensing import LEAST, Sensing, ahead, n_measured, sense
 from converter.session import Session
 from converter.trials import MOMENTS, Found, smoothed
 from subkv.base.errors import SubkvError
@@ -64,17 +65,19 @@ def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> Non
     assert np.linalg.eigvalsh(metric).min() > -1e-6 * np.linalg.eigvalsh(metric).max()
 
 
-def test_equal_values_have_equal_errors() -> None:
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_equal_tokens_have_equal_errors(side: str) -> None:
     rng = np.random.default_rng(3)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
-    kinds = rng.integers(0, 4, len(rows.v))
+    kinds, d = rng.integers(0, 4, len(rows.v)), 16 if side == "k" else 8
     rows = replace(rows, v=rows.v[kinds])
     found = 0.0
-    for _ in range(DRAWS):
-        error = np.zeros((len(rows.v), 2, 8), dtype=np.float32)
-        error[2:] = 1e-2 * rng.standard_normal((4, 2, 8))[kinds[2:]]
-        found += residual.energy(rows, SHAPE, output, None, error) * len(rows.q) / DRAWS
-    metric = residual.metrics(rows, SHAPE, output, Window(2, 0))["v0"]
+    for _ in range(4 * DRAWS):
+        error = np.zeros((len(rows.v), 2, d), dtype=np.float32)
+        error[2:] = 1e-2 * rng.standard_normal((4, 2, d))[kinds[2:]]
+        errors = (error, None) if side == "k" else (None, error)
+        found += residual.energy(rows, SHAPE, output, *errors) * len(rows.q) / (4 * DRAWS)
+    metric = residual.metrics(rows, SHAPE, output, Window(2, 0))[f"{side}0"]
     assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
 
 
@@ -196,7 +199,7 @@ def test_texts_measured_later_enter_the_moments_too(
             kept = None if found is None else Found.of(found.arrays(), start)
             sensing = Sensing(session, base, start, chunks, N_RECENT, kept, sources)
             for _ in sensing.steps():
-                if sensing.found.chunks == n_chunks and sensing.found.factors():
+                if len(sensing.found.done) == n_chunks and sensing.found.factors():
                     break
             return sensing.result(), sensing.found
 
@@ -218,17 +221,23 @@ def test_texts_measured_later_enter_the_moments_too(
 def test_longer_texts_scale_the_matrices(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """By a number for each layer and side, as their last queries read more cells than the measured chunks have.
+    """By a number for each layer and side, as their last queries read more cells than the other chunks have.
 
     Random weights read them about evenly, so that errors in values cancel more as their number grows.
     """
     stats = read_calibration(calibration("llama"))
     with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
-        sensing = Sensing(session, base, stats, [longer[:N_CTX]], N_RECENT)
+        sensing = Sensing(session, base, stats, [longer[:N_CTX], longer], N_RECENT)
+        assert sensing.longer == [1]
         for _ in sensing.steps():
             pass
-        same, scaled = (sensing.corrected([tokens], 1) for tokens in (longer[:N_CTX], longer))
+        assert sensing.found.cells == 2 * (N_CTX - SCORED - stats.n_skip), "both texts count alike"
+        assert list(sensing.held) == [1]
+        scaled = sensing.result()
+        again = Found.of(sensing.found.arrays(), stats)
+        assert np.array_equal(again.stretches.pop(1), sensing.found.stretches[1])
+        same = Sensing(session, base, stats, sensing.chunks, N_RECENT, again).result()
     for one, other in zip(same.layers, scaled.layers, strict=True):
         assert one.sensitivity is not None and other.sensitivity is not None
         for side in residual.SIDES:
@@ -236,6 +245,31 @@ def test_longer_texts_scale_the_matrices(
             gain = np.trace(after[0]) / np.trace(before[0])
             assert np.allclose(after, gain * before)
             assert side != "v0" or 0.1 < gain < 1.0
+
+
+def test_beginnings_of_longer_chunks_are_measured_as_others_are(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    stats = read_calibration(calibration("llama"))
+    found = []
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+        longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
+        for chunks in ([longer[:N_CTX]], [longer[:N_CTX], longer]):
+            sensing = Sensing(session, base, stats, chunks, N_RECENT)
+            sensing.decoded(len(chunks) - 1)
+            found.append(sensing.found)
+    one, other = found
+    assert one.queries == other.queries
+    for first, second in zip(one.sums, other.sums, strict=True):
+        for side in residual.SIDES:
+            assert first[side] == pytest.approx(second[side], rel=1e-2, abs=1e-2 * np.abs(first[side]).max())
+
+
+def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
+    assert n_measured([320] * 5) == 3 and n_measured([320] * 2) == 1
+    assert n_measured([512] * 5 + [2048] * 2) == 7
+    for lengths in ([320] * 5, [512] * 5 + [2048] * 2):
+        assert sum(lengths) < ahead(lengths, 2) < ahead(lengths, 30)
 
 
 def test_layers_are_evened_with_their_neighbours() -> None:
@@ -262,6 +296,52 @@ def test_little_time_gives_fewer_trials(
     assert found.sensitivity is not None
     assert found.sensitivity.tokens == (LEAST - 2) * SCORED
     assert all(np.trace(layer.sensitivity.k[0]) > 0.0 for layer in found.layers if layer.sensitivity)
+
+
+def test_time_is_left_for_longer_chunks_and_the_correction(
+    calibration: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that ticks once a token: what there is time for is over in time, and trials give way first."""
+    stats, now = read_calibration(calibration("llama")), [0]
+
+    def ticking(name: str) -> None:
+        decode = getattr(Session, name)
+
+        def counted(self: Session, tokens: Any, first_pos: int) -> Any:
+            now[0] += len(tokens)
+            return decode(self, tokens, first_pos)
+
+        monkeypatch.setattr(Session, name, counted)
+
+    def compared(model: Any, caches: Any, chunk: Any, n_threads: int, told: Callable[[int], None]) -> list[float]:
+        now[0] += 2 * len(chunk)
+        told(2 * len(chunk))
+        return [0.1]
+
+    ticking("decode")
+    ticking("logits")
+    monkeypatch.setattr("converter.sensing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(correcting, "compare", compared)
+    monkeypatch.setattr("converter.sensing.LEAST", 3)
+    done = []
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+        longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
+        chunks = [*(longer[i : i + N_CTX] for i in (0, 200, 400, 500, 600)), longer]
+        whole = ahead([len(chunk) for chunk in chunks], 2)
+        for tokens in (1, whole * 3 // 4, 2 * whole):
+            now[0], found = 0, Found.none(stats)
+            result = sense(session, base, stats, chunks, N_RECENT, 1, tokens / 60, found)
+            assert result.sensitivity is not None and result.sensitivity.correction != 1.0
+            assert now[0] < tokens or tokens == 1
+            done.append(found)
+    least, some, every = done
+    assert len(least.trials) == 3 and not least.stretches
+    assert 3 <= len(some.trials) < len(every.trials) == 6
+    assert list(some.stretches) == list(every.stretches) == [5]
+    assert len(every.done) == 6
 
 
 def test_factors_are_filled_in_between_layers() -> None:

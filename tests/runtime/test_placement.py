@@ -123,6 +123,33 @@ def test_bases_that_follow_the_text_stay_off_the_gpu(
     model.free()
 
 
+def test_latent_attention_stays_off_the_gpu(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = engine.Model(tiny_model("deepseek2"))
+    layers = engine.latent_layers([(32, 8), (16, 8)], d_k=48, d_v=32, n_layer=2)
+    layout = engine.load_latent(tmp_path / "layout.gguf", layers, arch="deepseek2", block_count=2)
+    with (
+        pytest.raises(Refused, match=r"no coefficient kernels for latent attention .* on \w+; .*-ngl 0"),
+        session(model, layout, window=WINDOW),
+    ):
+        pass
+    with session(model, layout, window=WINDOW, offload_kqv=False) as s:
+        s.decode([1, 2, 3])
+        assert s.stats().n_layer_device == 0
+    model.free()
+
+
+def test_positions_on_the_gpu_are_not_shifted(tiny_model: Callable[..., Path], make_layout: Callable[..., Any]) -> None:
+    model = engine.Model(tiny_model("llama"))
+    with session(model, make_layout(), window=WINDOW) as s:
+        s.decode([1, 2, 3, 4])
+        assert not C.llama_memory_can_shift(s.memory)
+        before = s.state(0)
+        C.llama_memory_seq_add(s.memory, 0, 2, -1, 1)
+        assert "lies on a GPU" in engine.last_error() and "-ctk f16" in engine.last_error()
+        assert s.state(0) == before
+    model.free()
+
+
 @pytest.mark.parametrize("from_gpu", [True, False])
 def test_a_state_moves_between_gpu_and_cpu(
     tiny_model: Callable[..., Path], make_layout: Callable[..., Any], from_gpu: bool

@@ -40,11 +40,13 @@ struct Band {
     float   ratio;  // step of this band relative to the row's scale
 };
 
-// A matrix [r][d] of a basis: IEEE halves, or bytes and a step of every row, m[i][j] = step[i] * bytes[i][j]. All finite.
+// A matrix [r][d] of a basis: IEEE halves; or these for the first rows, and for the others, i from n_halves on, bytes and a
+// step of every row, m[i][j] = step[i - n_halves] * bytes[i - n_halves][j]. All finite.
 struct Matrix {
-    const uint16_t * halves = nullptr;
-    const int8_t *   bytes  = nullptr; // instead of halves
-    const uint16_t * step   = nullptr; // [r] IEEE half, of bytes
+    const uint16_t * halves   = nullptr;
+    const int8_t *   bytes    = nullptr; // [r - n_halves][d]; nullptr: all rows in halves
+    const uint16_t * step     = nullptr; // [r - n_halves] IEEE half
+    int64_t          n_halves = 0;       // a multiple of 8, beside bytes
 };
 
 inline bool present(const Matrix & m) {

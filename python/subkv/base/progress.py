@@ -20,10 +20,10 @@ DELAY = 1.0  # seconds before a bar appears: what is quicker leaves the screen a
 def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
     """A tqdm bar with the time left, on stderr and only where that is a terminal; it leaves no line behind.
 
-    Large units ("B", "tok") are scaled. show False: never a bar. Inside overall() its part of that one bar.
+    Large units ("B", "tok") are scaled. show False: never a bar. Else inside overall() its part of that one bar.
     """
     whole = _whole.get()
-    if whole is not None:
+    if whole is not None and show:
         return _Part(whole, what, total)
     return tqdm(
         total=total,

@@ -23,6 +23,8 @@ METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
 MEAN_TOLERANCE = 1e-4  # negative eigenvalues of a centred moment that pass for rounding, relative to the trace
 MOST_MOVED = 0.5  # share of a coefficient that may be another one's because E was rounded to bytes; 1 may be singular
+N_HALVES = 8  # first rows of D that stay in halves: their coefficients are the largest, and cells share D's errors
+NARROW_RIDGE = 1e-6  # as METRIC_RIDGE, of the metric that shapes the rounding of D to bytes
 STEP_FLOOR = 1e-6  # least band step relative to the largest of the row, for bands without energy
 
 
@@ -175,8 +177,10 @@ def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
     return steps, mixed
 
 
-def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) -> StoredBasis:
+def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, narrow: bool = False) -> StoredBasis:
     """Keep the coefficients of `bands`, mix inside bands, round E, to bytes if they do, and make D, in halves, fit it.
+
+    narrow: of D, too, the rows behind the first N_HALVES become bytes.
 
     At full rank D is the inverse of the rounded E. At lower rank it is the linear decoder of least expected error,
     D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data
@@ -198,8 +202,11 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None) 
     else:
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
+    decode = decode / gains(bands)[:, None]
+    if narrow:
+        decode[N_HALVES:] = shaped_bytes(decode[N_HALVES:], basis.encode.T @ basis.encode)
     mean = np.zeros(d, dtype=np.float16) if mean is None else mean
-    return StoredBasis(bands, rounded, half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean)
+    return StoredBasis(bands, rounded, half(decode, "D"), steps.astype(np.float32), mean)
 
 
 def in_bytes(matrix: F64) -> F64:
@@ -214,6 +221,22 @@ def in_bytes(matrix: F64) -> F64:
         rounded = step * np.rint(matrix / step)
         error = np.sum((rounded - matrix) ** 2, axis=1, keepdims=True)
         out, least = np.where(error < least, rounded, out), np.minimum(error, least)
+    return out
+
+
+def shaped_bytes(matrix: F64, metric: F64) -> F64:
+    """As in_bytes(), for rows [r, d] whose error e costs e M eᵀ: what an entry's rounding cost is taken off those that
+    are still to be rounded (Babai's nearest plane). metric: M [d, d].
+    """
+    d = matrix.shape[1]
+    lower = np.linalg.cholesky(_ridged(metric, NARROW_RIDGE))  # e M eᵀ = |e L|²
+    largest = np.maximum(np.abs(matrix).max(axis=1), 2.0**-14)
+    exponent = np.floor(np.log2(largest / 127))
+    step = np.ceil(largest / 127 / 2.0**exponent * 8) / 8 * 2.0**exponent  # a significand of 4 bits
+    out = np.zeros_like(matrix)
+    for j in range(d - 1, -1, -1):
+        owed = (matrix - out)[:, j + 1 :] @ lower[j + 1 :, j] / lower[j, j]
+        out[:, j] = step * np.clip(np.rint((matrix[:, j] + owed) / step), -127, 127)
     return out
 
 

@@ -44,14 +44,15 @@ class Head:
     """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep.
 
     centred: coded less a mean, which the bases then hold too. held: bits in memory of every coefficient's bases, 0:
-    those of a row of E, in bytes, and one of D. joined: its codes go on the row of the head before it, and under its
-    scale.
+    those of a row of E, in bytes, and one of D. more: what its first coefficients take beyond that. joined: its codes
+    go on the row of the head before it, and under its scale.
     """
 
     d: int
     importance: F64
     centred: bool = False
     held: int = 0
+    more: int = 0
     joined: bool = False
 
 
@@ -60,9 +61,9 @@ def encode_bits(d: int, in_bytes: bool = True) -> int:
     return 8 * d + 16 if in_bytes else 16 * d
 
 
-def decode_bits(d: int) -> int:
-    """Of a row of D: f16."""
-    return 16 * d
+def decode_bits(d: int, in_bytes: bool = False) -> int:
+    """Of a row of D: f16; else as encode_bits()."""
+    return encode_bits(d, in_bytes)
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class Overhead:
         held = head.held or encode_bits(head.d) + decode_bits(head.d)
         return (held + (32.0 if head.centred else 0.0)) / self.context
 
-    def mean_bits(self, head: Head) -> float:
-        """Bits per token of a head's mean, f16."""
-        return 16.0 * head.d / self.context if head.centred else 0.0
+    def head_bits(self, head: Head) -> float:
+        """Bits per token of what a head holds whatever its rank: its mean, f16, and `more` of its bases."""
+        return ((16.0 * head.d if head.centred else 0.0) + head.more) / self.context
 
 
 def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -> Account:
@@ -92,7 +93,7 @@ def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -
     elements = sum(head.d for head in heads)
     n_bytes = sum(row_bytes(b) - head.joined for head, b in zip(heads, bands, strict=True))
     bases = sum(
-        overhead.mean_bits(head) + overhead.basis_bits(head) * rank(b) for head, b in zip(heads, bands, strict=True)
+        overhead.head_bits(head) + overhead.basis_bits(head) * rank(b) for head, b in zip(heads, bands, strict=True)
     )
     return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
 

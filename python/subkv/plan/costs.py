@@ -32,6 +32,9 @@ SHRINKAGE = 0.2
 KEY_WEIGHT = 0.4
 
 
+NEAR = 3.0  # tokens, near_share()
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """Per KV head of one layer. k, v: [n_head_kv, d, d]; an error e costs eᵀ M e. query, output: structural metrics."""
@@ -107,11 +110,25 @@ def value_metrics(base: Base, shape: LayerShape, basis_v: str) -> F64:
     return output_metrics(base, shape)
 
 
-def layer_cost(stats: LayerStats, output: F64, exact_window: bool) -> LayerCost:
-    """The cost matrices of a layer. output: value_metrics; exact_window: the recent one is at least the calibrated."""
+def near_share(n_recent: int, measured: int) -> float:
+    """Share of what reading the last `measured` cells adds to sensitivities that an exact window of n_recent leaves.
+
+    Nearly all of it is reading the last few. SmolLM2-135M, 2048 tokens, measured for 128: 0.03 (keys) and 0.04 (values)
+    at 64, 0.06 and 0.07 at 32, where this says 0.02 and 0.06; 1 without a window, 0 from `measured` on.
+    """
+
+    def left(n: int) -> float:
+        return NEAR / (NEAR + n)
+
+    least = left(measured)
+    return max(left(n_recent) - least, 0.0) / (1.0 - least) if measured else 0.0
+
+
+def layer_cost(stats: LayerStats, output: F64, near: float) -> LayerCost:
+    """The cost matrices of a layer. output: value_metrics; near: near_share() of the exact window, 1 without one."""
     measured = stats.sensitivity
     if measured is not None:
-        k, v = (measured.k, measured.v) if exact_window else (measured.k0, measured.v0)
+        k, v = measured.k + near * (measured.k0 - measured.k), measured.v + near * (measured.v0 - measured.v)
         k, v = 0.5 * _shrunk(k, stats.q2, stats.k2), 0.5 * _shrunk(v, output, stats.v2)
         return LayerCost(k, v, stats.q2, output)
     centred = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]

@@ -9,7 +9,7 @@ are mixed evenly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from subkv.format.codec import rank
 from subkv.format.metadata import Account
 from subkv.native.gguf import Base
 from subkv.plan import budget
-from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, mixing_matrix, slices, store
+from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, mixing_matrix, repriced, slices, store
 from subkv.plan.costs import LayerCost
 from subkv.plan.gamma import gamma_of
 
@@ -128,7 +128,8 @@ class Fitted:
         both = [cost.k[0, :d, :d] + cost.v[0], cost.k[0, d:, d:]]
         moments = [stats.k2[0, :d, :d], stats.k2[0, d:, d:]]
         fit = fit_pca if kind == "pca" else fit_metric
-        return cls([fit(*pair) for pair in zip(moments, both, strict=True)], moments, both, cost)
+        parts = _in_one_unit([fit(*pair) for pair in zip(moments, both, strict=True)])
+        return cls([_priced(*pair) for pair in zip(parts, both, strict=True)], moments, both, cost)
 
     def heads(self, shape: LayerShape) -> list[budget.Head]:
         """What the planner sees of it."""
@@ -140,6 +141,27 @@ class Fitted:
         keys = stored(self.bases, self.moments, planned)
         gamma, source = gamma_of(method, stats, 0, keys, stats.k2[0])
         return CodedHead(keys, first_values(keys, stats.shape.d_v), gamma), source
+
+
+def _in_one_unit(parts: list[FullBasis]) -> list[FullBasis]:
+    """Scaled so that an error of 1 costs the same in coefficients of both: a row has one scale, and of its candidates
+    the one of least squared error is taken, all coefficients counting alike."""
+    if not all(part.importance.any() for part in parts):
+        return parts
+    units = [float(part.variance.sum() / part.importance.sum()) for part in parts]
+    factors = [(np.prod(units) ** 0.5 / unit) ** 0.5 for unit in units]
+    return [
+        replace(part, encode=f * part.encode, decode=part.decode / f, variance=f**2 * part.variance)
+        for part, f in zip(parts, factors, strict=True)
+    ]
+
+
+def _priced(part: FullBasis, cost: F64) -> FullBasis:
+    """By what errors cost, without a ridge: under one, directions of a latent that nothing reads get bits, and as bits
+    are few there, decide a row's scale. Dearest first."""
+    part = repriced(part, cost)
+    order = np.argsort(-part.importance, kind="stable")
+    return FullBasis(part.encode[order], part.decode[order], part.variance[order], part.importance[order])
 
 
 def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence[Bands]) -> StoredBasis:

@@ -27,6 +27,17 @@ def sizes(base: Base) -> tuple[int, int]:
 def output_weights(base: Base, shape: LayerShape) -> F32:
     """What a head's sum of latents becomes in the residual stream, W_o,h W_v,h: [n_embd, n_head·d_v], as W_o.
 
+    Raises as read_weights().
+    """
+    w_o, heads = read_weights(base, shape)
+    per_head = w_o.reshape(len(w_o), shape.n_head, -1).transpose(1, 0, 2) @ heads
+    out: F32 = per_head.transpose(1, 0, 2).reshape(len(w_o), -1)
+    return out
+
+
+def read_weights(base: Base, shape: LayerShape) -> tuple[F32, F32]:
+    """W_o [n_embd, n_head·d] and all heads' W_v [n_head, d, d_v], which makes a head's output of its sum of latents.
+
     A gate that some models put between the two is left out. Raises SubkvError for tensors that are missing or misfit.
     """
     output, values = (f"blk.{shape.il}.{name}.weight" for name in ("attn_output", "attn_v_b"))
@@ -36,7 +47,4 @@ def output_weights(base: Base, shape: LayerShape) -> F32:
             values,
             f"expected {w_o.shape[1]} rows of {shape.d_v} (all heads' outputs, the latent), found {list(w_v.shape)}",
         )
-    heads = w_v.reshape(shape.n_head, -1, shape.d_v)
-    per_head = w_o.reshape(len(w_o), shape.n_head, -1).transpose(1, 0, 2) @ heads
-    out: F32 = per_head.transpose(1, 0, 2).reshape(len(w_o), -1)
-    return out
+    return w_o, w_v.reshape(shape.n_head, -1, shape.d_v)

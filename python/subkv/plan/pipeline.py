@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from subkv.format.metadata import Account, Settings
 from subkv.format.window import DEFAULT, Window
 from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict
-from subkv.plan.basis import FullBasis, centred_moment, store, stored_mean
+from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, store, stored_mean
 from subkv.plan.budget import Head, Overhead
-from subkv.plan.costs import LayerCost, fit_heads, layer_cost, resolve_bases, value_metrics
+from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_share, resolve_bases, value_metrics
 from subkv.plan.gamma import gamma_of
 from subkv.plan.positions import spread
 
@@ -31,6 +31,11 @@ TARGET = "q8_0"  # the stock type whose quality the default budget matches
 FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
 TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
 BUDGET_STEP = 0.05  # default budgets are multiples of it
+
+# Bits per element that bytes instead of halves in D must save where rows have 4 bits, and 4 times as many for every bit
+# more, since all cells share what that does to D. SmolLM2-135M, KLD at 8192 tokens with the 0.05 bits that it saves not
+# yet spent: +2% at 3.0 bits, +6% at 4.25. Spent they are worth 8%.
+NARROW_FROM, NARROW_AT = 0.05, 4.0
 
 # A stock type whose errors cost more than this share of what losing all that keys and values tell of their tokens would
 # cost is no measure of quality: its steps follow a constant part that tells nothing (random weights, large biases).
@@ -196,11 +201,11 @@ class Fit:
         context = default_context(base) if options.bpe_context is None else options.bpe_context
         self.overhead = Overhead(context, window)
         measured = calibration.sensitivity
-        self.windowed = measured is not None and window.n_recent >= measured.n_recent
-        if measured is not None and not self.windowed:
+        self.near = near_share(window.n_recent, measured.n_recent) if measured else 1.0
+        if measured is not None and self.near > 0.0:
             reason = (
                 f"expected at least {measured.n_recent}, for which sensitivities were measured, found "
-                f"{window.n_recent}: those without a recent window are used"
+                f"{window.n_recent}: what that leaves of those without a recent window is estimated"
             )
             self.notes.append(SubkvError("n_recent", reason))
         self.layers: list[_Fitted | latent.Fitted] = []
@@ -213,8 +218,8 @@ class Fit:
             with concerning(rank="rank_v"):
                 rank_v = budget.check_rank(options.rank_v, stats.shape.d_v, stats.shape.il)
             output = value_metrics(base, stats.shape, basis_v)
-            cost = layer_cost(stats, output, self.windowed)
-            self._stock_costs.append(layer_cost(stats, output, False) if self.windowed else cost)
+            cost = layer_cost(stats, output, self.near)
+            self._stock_costs.append(layer_cost(stats, output, 1.0))
             self._lost += _cost_of_means(stats, self._stock_costs[-1])
             if self.latent:
                 with _of_head(stats.shape.il, 0):
@@ -229,21 +234,34 @@ class Fit:
             for h in range(stats.shape.n_head_kv):
                 self.heads.append(_head(k[h], rank_k, centred=bool(mean[h].any())))
                 self.heads.append(_head(v[h], rank_v))
+        self._narrow = self.heads if self.latent else [_narrowed(head) for head in self.heads]
 
     def plan(self, kv_bits: float) -> list[Bands]:
         """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
         if self.settings.codec == "int8":
             return budget.plan_int8(self.heads)
-        planned = budget.plan_banded(self.heads, kv_bits, self.overhead)
+        planned = budget.plan_banded(self._held(self.narrow(kv_bits)), kv_bits, self.overhead)
         return latent.joined(self.heads, planned) if self.latent else planned
 
-    def account(self, plan: Sequence[Bands]) -> Account:
-        return budget.account(self.heads, plan, self.overhead)
+    def narrow(self, kv_bits: float) -> bool:
+        """Whether D, too, is in bytes at a budget: NARROW_FROM."""
+        if self.settings.codec == "int8":
+            return False
+        (_, wide), (_, narrow) = (budget.budget_range(heads, self.overhead) for heads in (self.heads, self._narrow))
+        rows = kv_bits - wide.window - wide.bases
+        return wide.bases - narrow.bases >= NARROW_FROM * 4.0 ** (rows - NARROW_AT)
 
-    def code(self, plan: Sequence[Bands]) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
-        """Rounded bases and gammas for a plan, and the number of heads per source of gamma."""
+    def account(self, plan: Sequence[Bands], narrow: bool = False) -> Account:
+        return budget.account(self._held(narrow), plan, self.overhead)
+
+    def _held(self, narrow: bool) -> list[Head]:
+        """The heads with bases as they are held in memory."""
+        return self._narrow if narrow else self.heads
+
+    def code(self, plan: Sequence[Bands], narrow: bool = False) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
+        """Rounded bases and gammas for a plan, and the number of heads per source of gamma. narrow: D in bytes."""
         sources: Counter[str] = Counter()
-        bands = iter(plan)
+        bands, held = iter(plan), iter(self._held(narrow))
         layers = []
         for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
             coded = []
@@ -254,7 +272,8 @@ class Fit:
                 layers.append(CodedLayer(stats.shape, (head,), latent=True))
                 continue
             for h in range(stats.shape.n_head_kv):
-                head, source = _code_head(stats, fit, h, next(bands), next(bands), self.settings.gamma)
+                of_k, of_v = ((next(bands), next(held).more > 0) for _ in "kv")
+                head, source = _code_head(stats, fit, h, of_k, of_v, self.settings.gamma)
                 sources[source] += 1
                 coded.append(head)
             layers.append(CodedLayer(stats.shape, tuple(coded)))
@@ -263,18 +282,19 @@ class Fit:
     def error(self, layers: Sequence[CodedLayer]) -> float | None:
         """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples."""
         error = predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
-        return self._corrected(error, self.windowed)
+        return None if error is None else error * self.correction(self.near)
 
     def stock_error(self, kind: str) -> float | None:
         """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
         error = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
-        return self._corrected(error, False)
+        return None if error is None else error * self.correction(1.0)
 
-    def _corrected(self, error: float | None, windowed: bool) -> float | None:
+    def correction(self, near: float) -> float:
+        """Measured over predicted KLD where reading near cells has this share (near_share); 1 without sensitivities."""
         measured = self.calibration.sensitivity
-        if error is None or measured is None:
-            return error
-        return error * (measured.correction if windowed else measured.correction0)
+        if measured is None:
+            return 1.0
+        return float(measured.correction ** (1.0 - near) * measured.correction0**near)
 
     def tells(self, kind: str) -> bool:
         """Whether a stock type's error says anything about quality: MEANINGLESS. False also where it cannot be told."""
@@ -295,7 +315,8 @@ class Fit:
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
             while first <= last:
                 middle = (first + last) // 2
-                error = self.error(self.code(self.plan(middle * BUDGET_STEP))[0])
+                bits = middle * BUDGET_STEP
+                error = self.error(self.code(self.plan(bits), self.narrow(bits))[0])
                 if error is None:
                     return None
                 first, last = (first, middle - 1) if error <= target else (middle + 1, last)
@@ -332,14 +353,14 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
             what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
             reason = f"the smallest whose {what} is at most {TARGET}'s"
         notes.append(SubkvError("kv_bits", f"{kv_bits:g} by default, {reason}"))
-    plan = fit.plan(kv_bits or 0.0)
-    layers, sources = fit.code(plan)
+    plan, narrow = fit.plan(kv_bits or 0.0), fit.narrow(kv_bits or 0.0)
+    layers, sources = fit.code(plan, narrow)
     predicted, stock_types = None, None
     if calibration.sensitivity is not None:
         predicted = fit.error(layers)
         errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
         stock_types = {kind: error for kind, error in errors.items() if error is not None}
-    return Result(layers, fit.settings, fit.account(plan), sources, predicted, stock_types, tuple(notes))
+    return Result(layers, fit.settings, fit.account(plan, narrow), sources, predicted, stock_types, tuple(notes))
 
 
 def _token_notes(fit: Fit) -> list[SubkvError]:
@@ -385,6 +406,14 @@ def _head(basis: FullBasis, rank: int, centred: bool = False) -> Head:
     return Head(d, basis.importance[:rank], centred, held)
 
 
+def _narrowed(head: Head) -> Head:
+    """With D in bytes behind its first rows, if E is."""
+    saved = budget.decode_bits(head.d) - budget.decode_bits(head.d, in_bytes=True)
+    if head.held != budget.encode_bits(head.d) + budget.decode_bits(head.d):
+        return head
+    return replace(head, held=head.held - saved, more=saved * N_HALVES)
+
+
 def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
     """What reading a layer's mean key and value for each of them costs."""
     k = stats.k2 - stats.k1[:, :, None] * stats.k1[:, None, :]
@@ -393,11 +422,12 @@ def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
 
 
 def _code_head(
-    stats: LayerStats, fit: _Fitted, h: int, bands_k: Bands, bands_v: Bands, method: str
+    stats: LayerStats, fit: _Fitted, h: int, of_k: tuple[Bands, bool], of_v: tuple[Bands, bool], method: str
 ) -> tuple[CodedHead, str]:
+    """of_k, of_v: bands, and whether D is in bytes."""
     with _of_head(stats.shape.il, h):
-        k = store(fit.k[h], fit.k2[h], bands_k, fit.mean[h])
-        v = store(fit.v[h], stats.v2[h], bands_v)
+        k = store(fit.k[h], fit.k2[h], of_k[0], fit.mean[h], narrow=of_k[1])
+        v = store(fit.v[h], stats.v2[h], of_v[0], narrow=of_v[1])
     gamma, source = gamma_of(method, stats, h, k, fit.k2[h])
     return CodedHead(k, v, gamma), source
 

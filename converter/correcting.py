@@ -1,0 +1,122 @@
+"""Correcting predictions of measured sensitivities by what a layout, and a stock type, really cost in the engine.
+
+Errors of all layers together add up to more than second order says where attention is rare and decisive. The layout is
+put into a saved state; the stock type, which has no window, runs for real on a part of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converter.decoded import SCORED, Decoded
+from converter.lockstep import compare
+from subkv.engine.cache import CacheOptions
+from subkv.format.arrays import F32, F64
+from subkv.format.bases import CodedLayer
+from subkv.format.calibration import Calibration
+from subkv.plan.budget import budget_range
+from subkv.plan.pipeline import Fit, Options
+from subkv.plan.predict import reconstructed
+
+if TYPE_CHECKING:
+    from converter.sensing import Sensing
+
+BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
+CLEAR = 0.004  # nats per token
+PLANNED = 4.0  # layers per second that a layout is planned for: a first guess
+CORRECTING = 128  # tokens that are scored for a correction
+STOCK_TOKENS = 384  # that a stock type is run on at most
+ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
+STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
+
+
+def n_stock(n: int) -> int:
+    """Tokens of a chunk of n that a stock type is run on, beside f16."""
+    return min(n * 3 // 8, STOCK_TOKENS)
+
+
+def ahead(others: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens that corrected() decodes, of chunks of such lengths, the others included."""
+    n_chunks = len(others) or sum(n == max(lengths) for n in lengths)
+    return sum(others) + 2 * CORRECTING * n_chunks + 2 * n_stock(max(lengths))
+
+
+def corrected(
+    sensing: Sensing, others: Sequence[Sequence[int]], n_threads: int, told: Callable[[int], None]
+) -> Calibration:
+    """sensing.result(), with its predictions corrected on other chunks; none: on the longer ones, or the latest, of
+    those that are measured. told: as of Sensing; what it raises ends it."""
+    calibration = sensing.result()
+    chunks = [_decoded(sensing, tokens) for tokens in others]
+    if not others:
+        chunks = [sensing.held.get(c) or sensing.decoded(c) for c in sensing.longer if c in sensing.found.done]
+    if not chunks:
+        chunks = [*sensing.held.values()][-1:] or [sensing.decoded(0)]
+    assert calibration.sensitivity is not None
+    fit = Fit(sensing.base, calibration, Options(window=sensing.window, bpe_context=ROWS_ONLY))
+    layers, predicted = _loud(fit, told)
+    found, factors = [_cost(sensing, chunk, layers) for chunk in chunks], [1.0, 1.0]
+    if max(found) > 0.0 and predicted > 0.0:
+        factors[0] = float(np.mean(np.maximum(found, 0.0))) / predicted
+    stock = fit.stock_error(STOCK)
+    if stock:
+        tokens = max([*others, *sensing.chunks], key=len)
+        tokens = tokens[: n_stock(len(tokens))]
+        (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
+        factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
+    measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
+    return replace(calibration, sensitivity=measured)
+
+
+def _decoded(sensing: Sensing, tokens: Sequence[int]) -> Decoded:
+    n_scored = min(CORRECTING, len(tokens) - sensing.window.n_recent - 2 * SCORED)
+    return Decoded(sensing.session, tokens, n_scored, sensing.latent, told=sensing.told)
+
+
+def _loud(fit: Fit, told: Callable[[int], None]) -> tuple[tuple[CodedLayer, ...], float]:
+    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; and that."""
+    least, _ = budget_range(fit.heads, fit.overhead)
+    for bits in [bits for bits in BITS if bits >= least.total]:
+        told(0)
+        layers, _ = fit.code(fit.plan(bits))
+        predicted = fit.error(layers) or 0.0
+        if predicted >= CLEAR:
+            break
+    return layers, predicted
+
+
+def _cost(sensing: Sensing, chunk: Decoded, layers: Sequence[CodedLayer]) -> float:
+    """KLD of a layout over the scored tokens of a chunk, above what rounding costs there.
+
+    The exact window stays where it is while they are read; it lies so that it is right in their middle.
+    """
+    cells: dict[tuple[int, str], F32] = {}
+    n_scored, window = len(chunk.scored), sensing.window
+    coded = slice(window.n_sink, chunk.start - max(window.n_recent - n_scored // 2, 0))
+    for layer in layers:
+        il = layer.shape.il
+        for side in "k" if layer.latent else "kv":
+            seen = chunk.view(il, side).astype(np.float32)
+            for h, head in enumerate(layer.heads):
+                stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
+                gamma = 1.0 if layer.latent else gamma  # which multiplies keys alone
+                seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
+            cells[il, side] = seen
+    kld = chunk.kld(cells)
+    sensing.told(n_scored)
+    floor = sensing.rounding(chunk, len(sensing.chunks), 0)
+    sensing.told(n_scored)
+    return kld - floor
+
+
+def evened(logs: F64) -> F64:
+    """Means [layers, …] with a layer's neighbours, of half its weight: two texts say little of one layer. The first
+    stands apart."""
+    others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
+    found = logs.copy()
+    found[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0
+    return found
