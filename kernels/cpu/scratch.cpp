@@ -1,6 +1,7 @@
 // scratch.cpp: memory of a thread, by purpose.
 #include "scratch.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
@@ -8,9 +9,11 @@ namespace subkv::cpu {
 
 namespace {
 
+constexpr size_t ALIGNMENT = 64;
+
 struct Memory {
-    void * memory[N_SLOTS] = {};
-    size_t bytes[N_SLOTS]  = {};
+    void * memory[N_SLOTS] = {}; // as allocated: not every C library has aligned_alloc
+    size_t bytes[N_SLOTS]  = {}; // behind the alignment
 
     ~Memory() {
         for (void * p : memory) {
@@ -26,15 +29,15 @@ void * scratch(Slot slot, size_t bytes) {
     if (m.bytes[slot] < bytes) {
         std::free(m.memory[slot]);
         const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-        m.memory[slot]    = std::aligned_alloc(64, size);
+        m.memory[slot]    = std::malloc(size + ALIGNMENT);
         if (m.memory[slot] == nullptr) {
             m.bytes[slot] = 0;
             std::abort(); // a few hundred KiB: nothing sensible is left to do, and kernels cannot fail
         }
-        std::memset(m.memory[slot], 0, size);
+        std::memset(m.memory[slot], 0, size + ALIGNMENT);
         m.bytes[slot] = size;
     }
-    return m.memory[slot];
+    return (void *) (((uintptr_t) m.memory[slot] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
 }
 
 } // namespace subkv::cpu

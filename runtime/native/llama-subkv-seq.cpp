@@ -124,6 +124,17 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     return false;
 }
 
+llama_kv_cache::slot_info_vec_t llama_subkv::prepare(const llama_kv_cache & base, llama_kv_cache & swa,
+                                                     const std::vector<llama_ubatch> & ubatches) {
+    if (ubatches.size() == 1 || !base.subkv_hook || !base.subkv_hook->coded()) {
+        return swa.prepare(ubatches);
+    }
+    const auto cells = swa.v_cells;
+    auto       slots = swa.prepare(ubatches);
+    swa.v_cells      = cells;
+    return slots;
+}
+
 bool llama_subkv::carried_out(const llama_kv_cache & kv) {
     return !kv.subkv_hook || kv.subkv_hook->carried_out;
 }

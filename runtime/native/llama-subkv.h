@@ -64,6 +64,10 @@ struct llama_subkv {
     // llama_kv_cache_iswa: ditto, and whether the sliding half still has what the window of the next token needs.
     static bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                            llama_pos p1);
+    // Slots of a batch in the sliding half. Trying them out, llama.cpp removes for good what a later ubatch lets slide away,
+    // also of the window of an earlier one.
+    static llama_kv_cache::slot_info_vec_t prepare(const llama_kv_cache & base, llama_kv_cache & swa,
+                                                   const std::vector<llama_ubatch> & ubatches);
     static bool may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
                          llama_pos p0, llama_pos p1);
     static bool may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,

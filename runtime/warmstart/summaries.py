@@ -199,7 +199,7 @@ def _decode(entry: files.Entry) -> Slots:
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        raise ContainerError(f"expected the shapes of {len(entry.state)} bytes, found {str(shapes)[:80]}")
+        raise ContainerError(f"expected the shapes of {len(entry.state)} bytes, found {repr(shapes)[:80]}")
     rows = np.split(np.frombuffer(entry.state, "<f2").astype(np.float32), np.cumsum(sizes)[:-1])
     slots = [part.reshape(shape) for part, shape in zip(rows, listed, strict=True)]
     return Slots(slots[: len(shapes)], slots[len(shapes) :])

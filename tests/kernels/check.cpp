@@ -1,6 +1,6 @@
-// check.cpp: every version on this processor against the reference, on random layouts. For processors that the Python
-// tests do not reach: test_neon.py builds it for another one and runs it in an emulator. Prints what it did; exits with 1
-// at the first failure.
+// check.cpp: every version on this processor against the reference, on random layouts. For processors and systems that the
+// Python tests do not reach: test_elsewhere.py builds it for others and runs it in emulators. Prints what it did; exits
+// with 1 at the first failure.
 #include "subkv/ops.h"
 
 #include <algorithm>
@@ -10,9 +10,16 @@
 #include <cstring>
 #include <numeric>
 #include <random>
-#include <sys/mman.h>
-#include <unistd.h>
 #include <vector>
+#ifdef _WIN32
+#    ifndef NOMINMAX
+#        define NOMINMAX
+#    endif
+#    include <windows.h>
+#else
+#    include <sys/mman.h>
+#    include <unistd.h>
+#endif
 
 using namespace subkv;
 
@@ -74,15 +81,36 @@ struct Head {
     }
 };
 
+// Pages of memory the last of which may not be touched; nullptr: there are none.
+uint8_t * fenced(size_t size, size_t page) {
+#ifdef _WIN32
+    DWORD  before;
+    auto * p = (uint8_t *) VirtualAlloc(nullptr, size, MEM_COMMIT | MEM_RESERVE, PAGE_READWRITE);
+    return p != nullptr && VirtualProtect(p + size - page, page, PAGE_NOACCESS, &before) ? p : nullptr;
+#else
+    void * p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return p != MAP_FAILED && mprotect((uint8_t *) p + size - page, page, PROT_NONE) == 0 ? (uint8_t *) p : nullptr;
+#endif
+}
+
+void unfence(uint8_t * p, size_t size) {
+#ifdef _WIN32
+    (void) size;
+    VirtualFree(p, 0, MEM_RELEASE);
+#else
+    munmap(p, size);
+#endif
+}
+
 // Random bytes that end right before a page which may not be touched.
 class Fenced {
 public:
     explicit Fenced(int64_t n) {
-        const size_t page  = (size_t) sysconf(_SC_PAGESIZE);
-        const size_t inner = ((size_t) n + page - 1) / page * page;
-        size_              = inner + page;
-        map_ = (uint8_t *) mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (map_ == MAP_FAILED || mprotect(map_ + inner, page, PROT_NONE) != 0) {
+        constexpr size_t page  = 65536; // a multiple of what any system has
+        const size_t     inner = ((size_t) n + page - 1) / page * page;
+        size_                  = inner + page;
+        map_                   = fenced(size_, page);
+        if (map_ == nullptr) {
             std::printf("check: no memory\n");
             std::exit(1);
         }
@@ -93,7 +121,7 @@ public:
     Fenced(const Fenced &)             = delete;
     Fenced & operator=(const Fenced &) = delete;
 
-    ~Fenced() { munmap(map_, size_); }
+    ~Fenced() { unfence(map_, size_); }
 
     uint8_t * data;
 

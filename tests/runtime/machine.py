@@ -148,7 +148,8 @@ class Machine(RuleBasedStateMachine):
         shared: dict[str, Any] = {"n_ubatch": 16, "threads": 1, "n_rs_seq": n_rs_seq}
         coded = shared | {"window": WINDOW, "adapt": ADAPT if adapt else None, "offload_kqv": not adapt}
         many: dict[str, Any] = {"n_seq_max": N_SEQ + 1, "unified": unified, "n_ctx": 512 if unified else 1024}
-        self.plain = engine.Session(model, **shared, **many)
+        # in one piece where layers slide: llama.cpp's own loses what an earlier piece of a batch attends to
+        self.plain = engine.Session(model, **shared | ({"n_ubatch": 64} if sliding else {}), **many)
         self.coded = engine.Session(model, layout, **coded, **many)
         self.fresh = engine.Session(model, layout, **coded)
         self.seqs = [Held() for _ in range(N_SEQ)]

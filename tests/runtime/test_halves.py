@@ -77,6 +77,18 @@ def test_a_part_is_not_copied_where_the_window_before_its_end_is_lost(gemma: Gem
             assert distance(expected[15 + lost :], found) < 0.02
 
 
+def test_a_later_part_of_a_batch_takes_nothing_from_an_earlier_one(gemma: Gemma) -> None:
+    """Cells that slide away when the first part is there, and that its tokens attend to."""
+    tokens = gemma.tokens
+    with gemma.session() as s:
+        expected = s.decode(tokens[:49])
+    with gemma.session(n_seq_max=3, unified=True, n_ctx=512, n_ubatch=24) as s:
+        s.decode_batch([(tokens[i], i, seq) for i in range(24) for seq in (0, 1)])  # their cells take turns
+        s.decode(tokens[24:34], 24, 0)
+        add(s, 2, 0, -1, 1)  # nothing moves, but llama.cpp looks for cells from the first one on
+        assert distance(expected[24:], s.decode(tokens[24:49], 24, 1)) < 0.02
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_damaged_state_touches_neither_half(gemma: Gemma, partial: bool) -> None:
     """Any byte of either half, or its end."""

@@ -147,12 +147,14 @@ def test_heads_that_lie(tmp_path: Path) -> None:
     assert whole is not None
     first, second = whole.more["shapes"]
     lies: list[Any] = [None, 7, [], [first], [first, [1]], [first, [*second[:3], 2**31]], [first, [0, *second[1:]]]]
+    lies += ["\ud800", first]
     lies += [[[-x for x in first], second], [[float(x) for x in first], second], [second, first, second]]
     for shapes in lies:
         library.folder.write(dataclasses.replace(whole, more={**whole.more, "shapes": shapes}))
         fresh = opened(tmp_path)
-        with pytest.raises(SubkvError, match="dropped the damaged entry"):
+        with pytest.raises(SubkvError, match="dropped the damaged entry") as caught:
             fresh.load(fresh.entries()[0])
+        assert str(caught.value).encode()  # it can be printed
     for embedding in (None, 7, "?", "AAAA", whole.more["embedding"][:-8]):
         library.folder.write(dataclasses.replace(whole, more={**whole.more, "embedding": embedding}))
         assert opened(tmp_path).entries() == []
@@ -205,7 +207,7 @@ def test_the_folder_is_bounded(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, numpy as np
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
 from test_library import opened, summary, vector
 from pathlib import Path
 library = opened(Path(sys.argv[1]), capacity={capacity})

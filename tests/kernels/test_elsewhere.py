@@ -1,0 +1,60 @@
+"""Kernels against the reference on processors and systems that are not here: cross-compiled, and run in emulators.
+
+Debian's packages: g++-aarch64-linux-gnu and qemu-user; g++-mingw-w64-x86-64-posix and wine64.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT}/kernels/include"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+# GCC 12 warns of its own header's undefined registers
+AVX512 = [
+    *AVX2,
+    *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")),
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+]
+OPTIONS = {"neon": ["-march=armv8.2-a+dotprod"], "avx2": AVX2, "avx512_bw": AVX512, "avx512": [*AVX512, "-mavx512vnni"]}
+
+
+def needs(*tools: str) -> pytest.MarkDecorator:
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+
+
+def checked(compiler: str, emulator: str, versions: Sequence[str], n: int, folder: Path) -> str:
+    """What check.cpp prints after n rounds. versions: files of kernels/cpu that the processor can run."""
+    sources = [*ROOT.glob("kernels/ref/*.cpp"), *ROOT.glob("kernels/cpu/*.cpp"), ROOT / "tests/kernels/check.cpp"]
+    for source in sources:
+        version = next((name for name in OPTIONS if source.stem.startswith(name)), None)
+        if version in (None, *versions):
+            options = OPTIONS.get(version or "", [])
+            subprocess.run([compiler, *FLAGS, *options, "-c", str(source)], cwd=folder, check=True)
+    objects = [path.name for path in folder.glob("*.o")]
+    subprocess.run([compiler, "-static", *objects, "-o", "check.exe"], cwd=folder, check=True)
+    environment = os.environ | {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
+    done = subprocess.run([emulator, "check.exe", str(n)], cwd=folder, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs("aarch64-linux-gnu-g++", "qemu-aarch64")
+def test_neon(tmp_path: Path) -> None:
+    assert "neon: 60 rounds" in checked("aarch64-linux-gnu-g++", "qemu-aarch64", ["neon"], 60, tmp_path)
+
+
+@pytest.mark.slow
+@needs("x86_64-w64-mingw32-g++-posix", "wine")
+def test_windows(tmp_path: Path) -> None:
+    """The processor's own instructions, the system's calls and registers."""
+    versions = ["avx2", "avx512_bw", "avx512"]
+    assert "ref: 20 rounds" in checked("x86_64-w64-mingw32-g++-posix", "wine", versions, 20, tmp_path)
