@@ -124,6 +124,8 @@ def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource], 
             if "lengths" not in arrays or arrays["lengths"].tolist() != list(lengths):
                 raise ValueError(f"expected chunks of {', '.join(map(str, lengths))} tokens, found others")
             found = Found.of(arrays, calibration)
+        if not {*found.done, *found.stretches, *(trial.chunk for trial in found.trials)} <= set(range(len(lengths))):
+            raise ValueError(f"expected numbers of {len(lengths)} chunks, found others")
         found.enter(calibration, texts)
         return found
     except FileNotFoundError:
