@@ -94,6 +94,16 @@ def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:
         np.testing.assert_allclose(predict.reconstructed(x[:, :32], layer.heads[0].v), x[:, :32], atol=0.02)
 
 
+def test_what_outweighs_a_row_stands_apart(base: Gguf, calibration: Calibration) -> None:
+    """A direction of 10^6 times the energy, as a latent's mean has, in a band of 8 bits would set the others' step."""
+    stats = calibration.layers[0]
+    moment = stats.k2.copy()
+    moment[0, 5, 5] += 1e6 * np.trace(moment[0])
+    loud = replace(calibration, layers=(replace(stats, k2=moment, v2=moment[:, :32, :32]), *calibration.layers[1:]))
+    fit = Fit(base, loud, Options(window=WINDOW, bpe_context=1000000))
+    assert [bands[0][1] for bands in fit.plan(4.5)[::2]][0] == 16
+
+
 def test_no_row_has_more_bands_than_fit() -> None:
     """Neighbours are joined where it costs least; coefficients stay, and no band gets wider."""
     shape = LayerShape(0, 4, 1, 320, 256, 0.1, 1)

@@ -27,6 +27,7 @@ from subkv.plan.gamma import gamma_of
 
 LEAST = 3  # bits of any coefficient without a calibration
 MAX_BANDS = 8  # of a row (FORMAT.md §2)
+WIDEST = 16  # bits at any budget: a few directions hold thousands of times what others do, whose step they would set
 SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all layers
 WHY = "bases from the weights alone read it"
 

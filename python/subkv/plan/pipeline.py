@@ -240,7 +240,8 @@ class Fit:
         """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
         if self.settings.codec == "int8":
             return budget.plan_int8(self.heads)
-        planned = budget.plan_banded(self._held(self.narrow(kv_bits)), kv_bits, self.overhead)
+        widest = latent.WIDEST if self.latent else None
+        planned = budget.plan_banded(self._held(self.narrow(kv_bits)), kv_bits, self.overhead, widest=widest)
         return latent.joined(self.heads, planned) if self.latent else planned
 
     def narrow(self, kv_bits: float) -> bool:
