@@ -53,9 +53,9 @@ def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
 
 def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window, values: F32 | None = None) -> dict[str, F64]:
     """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
-    of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Errors of different cells are
-    independent, but equal tokens of the first layer, known by their equal values, are coded alike: values, and keys but
-    for what their positions turn.
+    of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Every row is coded in steps of its own,
+    so errors grow with sizes(), C on average. Those of different cells are independent, but equal tokens of the first
+    layer, known by their equal values, are coded alike: values, and keys but for what their positions turn.
 
     output: W_o [n_embd, n_head·d]. values: what heads make of a row before it reads them, [n_head, d, d_v]; None: they
     are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks.
@@ -68,6 +68,7 @@ def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window, values: 
     for g in range(shape.n_head_kv):
         heads = range(g * group, (g + 1) * group)
         v = np.ascontiguousarray(rows.v[:, g])
+        size = {"k": sizes(rows.k[coded, g] - rows.k[coded, g].mean(axis=0)), "v": sizes(v[coded])}
         read = [weights(rows.q[:, h], rows.k[:, g], seen, shape.scale) for h in heads]
         own = [v] * group if values is None else [v @ values[h].T for h in heads]
         out = [a @ u for a, u in zip(read, own, strict=True)]
@@ -82,19 +83,29 @@ def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window, values: 
                 norms = np.einsum("nd,nd->n", own[i] @ metric, own[j])
                 both_read = metric if values is None else values[hi].T @ (metric @ values[hj])
                 for window_less in ("", "0"):
-                    seen_i, seen_j = (read[h] if window_less else read[h] * far for h in (i, j))
+                    parts = {side: [read[h] * each for h in (i, j)] for side, each in size.items()}
+                    if not window_less:
+                        parts = {side: [part * far for part in pair] for side, pair in parts.items()}
                     if kinds is not None:
-                        seen_i, seen_j = _merged(seen_i, *kinds), _merged(seen_j, *kinds)
-                    w = seen_i * seen_j
+                        parts = {side: [_merged(part, *kinds) for part in pair] for side, pair in parts.items()}
+                    w = parts["k"][0] * parts["k"][1]
                     # Σ w (v_i − o_i)ᵀ A (v_j − o_j) for every query
-                    mean, shared = w @ own[i], w.sum(axis=1)
+                    mean, total = w @ own[i], w.sum(axis=1)
                     cost = w @ norms - np.einsum("td,td->t", mean @ metric, out[j])
                     cost -= np.einsum("td,td->t", out[i] @ metric, mean if values is None else w @ own[j])
-                    cost += shared * np.einsum("td,td->t", out[i] @ metric, out[j])
+                    cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
                     k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
-                    for side, found in (("k", k), ("v", both_read * shared.sum())):
+                    shared = np.vdot(parts["v"][0], parts["v"][1])
+                    for side, found in (("k", k), ("v", both_read * shared)):
                         sums[side + window_less][g] += found if i == j else found + found.T
     return sums
+
+
+def sizes(rows: F32) -> F32:
+    """[n] norms of rows [n, d], their mean square 1."""
+    squares = np.einsum("nd,nd->n", rows, rows)
+    found: F32 = np.sqrt(squares / max(float(squares.mean()), float(np.finfo(np.float32).tiny)))
+    return found
 
 
 def alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:

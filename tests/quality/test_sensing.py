@@ -39,16 +39,22 @@ def some_rows(rng: np.random.Generator, n: int = 48) -> residual.Rows:
     return residual.Rows(normal(12, 4, 16), np.arange(n - 12, n, dtype=np.float64), normal(n, 2, 16), normal(n, 2, 8))
 
 
+def sizes_of(rows: residual.Rows, side: str) -> Any:
+    """Of the rows beyond two sinks, [n − 2, 2]; keys are coded less their mean."""
+    coded = (rows.k - rows.k[2:].mean(axis=0) if side == "k" else rows.v)[2:]
+    return np.stack([residual.sizes(coded[:, h]) for h in range(2)], axis=1)
+
+
 @pytest.mark.parametrize("n_recent", [0, 20])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> None:
-    """tr(M C) against what errors in the cells outside the window do, one KV head at a time.
+    """tr(M C) against what errors in the cells outside the window do, as large as their rows, one KV head at a time.
 
     A window moves with its query, so each is compared alone.
     """
     rng = np.random.default_rng(1)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
-    d = 16 if side == "k" else 8
+    d, size = 16 if side == "k" else 8, sizes_of(rows, side)
     found = np.zeros(2)
     for h in range(2):
         for t in range(len(rows.q)):
@@ -56,7 +62,7 @@ def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> Non
             n_coded = int(rows.pos[t]) + 1 - max(n_recent, 0)
             for _ in range(DRAWS):
                 error = np.zeros((len(rows.k), 2, d), dtype=np.float32)
-                error[2:n_coded, h] = 1e-2 * rng.standard_normal((n_coded - 2, d))
+                error[2:n_coded, h] = 1e-2 * rng.standard_normal((n_coded - 2, d)) * size[: n_coded - 2, h, None]
                 found[h] += (
                     residual.energy(one, SHAPE, output, *((error, None) if side == "k" else (None, error))) / DRAWS
                 )
@@ -74,7 +80,7 @@ def test_equal_tokens_have_equal_errors(side: str) -> None:
     found = 0.0
     for _ in range(4 * DRAWS):
         error = np.zeros((len(rows.v), 2, d), dtype=np.float32)
-        error[2:] = 1e-2 * rng.standard_normal((4, 2, d))[kinds[2:]]
+        error[2:] = 1e-2 * rng.standard_normal((4, 2, d))[kinds[2:]] * sizes_of(rows, side)[..., None]
         errors = (error, None) if side == "k" else (None, error)
         found += residual.energy(rows, SHAPE, output, *errors) * len(rows.q) / (4 * DRAWS)
     metric = residual.metrics(rows, SHAPE, output, Window(2, 0))[f"{side}0"]
