@@ -346,17 +346,6 @@ def test_a_partial_state_of_other_bases_is_refused(hybrid: Coded, tmp_path: Path
         assert s.state(0) == before
 
 
-def test_bases_of_another_hybrids_layers_are_refused(hybrid: Coded, tmp_path: Path) -> None:
-    """One of them attends here, too, the other is recurrent."""
-    shapes = [(0, 1, 32, 32), (1, 1, 32, 32)]
-    other = engine.signed_permutations(
-        shapes, BANDS, BANDS, arch=hybrid.name, block_count=4, path=tmp_path / "other.gguf"
-    )
-    with pytest.raises(engine.Refused) as refused, session(hybrid.model, other, window=WINDOW):
-        pass
-    assert "found some for layer 0, which has none in this model" in str(refused.value)
-
-
 def test_a_kept_sequence_leaves_no_snapshot_to_the_others(hybrid: Coded) -> None:
     """That a removed tail chose, and that the next text would begin with."""
     tokens = hybrid.tokens

@@ -165,3 +165,18 @@ def test_bases_of_another_model(model: engine.Model, tmp_path: Path, change: dic
         pass
     text = str(refused.value)
     assert text.startswith(key) and "found" in text
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
+def test_bases_of_another_hybrids_layers(tiny_model: Callable[..., Path], tmp_path: Path, arch: str) -> None:
+    """One of them attends here, too, the other is recurrent."""
+    path = tiny_model(arch)
+    model, shapes = engine.Model(path), [(0, 1, 32, 32), (1, 1, 32, 32)]
+    name, n_layer = engine.architecture(path), C.llama_model_n_layer(model.handle)
+    layout = engine.signed_permutations(
+        shapes, [(32, 8)], [(32, 8)], arch=name, block_count=n_layer, path=tmp_path / "layout.gguf"
+    )
+    with pytest.raises(Refused) as refused, session(model, layout):
+        pass
+    assert "found some for layer 0, which has none in this model" in str(refused.value)
+    model.free()
