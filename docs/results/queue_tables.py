@@ -170,7 +170,7 @@ def _measured() -> Machine:
     )
     work = N_READ * prefix["evaluated s"] / prefix["tokens"] + N_WRITTEN / four
     rates = [one / four + (1 - one / four) * i / (N_SLOTS - 1) for i in range(N_SLOTS)]
-    return Machine(rates, work, prefix["evicted s"])
+    return Machine(rates, work, prefix["restarted s"])
 
 
 def cluster_queues(lab: Any) -> Rows:

@@ -46,6 +46,12 @@ UNION_MEMBER = re.compile(r"[\[A-Z]|^constrained-")  # pydantic puts union membe
 async def invalid(request: Request, error: RequestValidationError) -> Response:
     # of a union every member says what it misses: the one whose literals fit is the one that was meant
     first = min(error.errors(), key=lambda found: found["type"] == "literal_error")
+    if first["type"] == "json_invalid":
+        what = f"expected JSON, found an error at character {first['loc'][-1]}: {first['ctx']['error']:.80}"
+        return await refused(request, ApiError(400, what))
+    kind = request.headers.get("content-type", "")
+    if first["loc"] == ("body",) and "json" not in kind:
+        return await refused(request, ApiError(400, f"expected Content-Type application/json, found {kind!r:.80}"))
     where = ".".join(f"{part!s:.64}" for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
     message = f"{where}: {first['msg']}" if where else first["msg"]
     return await refused(request, ApiError(400, message, where or None))
@@ -165,10 +171,19 @@ def create_app(
     # tokens
     #
 
+    def piece(token: int) -> str | list[int]:
+        """A token's text, its bytes where they are a part of a character only."""
+        found = llm.opened.piece(token, special=True)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return list(found)
+
     @app.post("/tokenize")
     def tokenize(body: schema.TokenizeRequest) -> Any:
         text = body.content.encode("utf-8", "replace")
-        return {"tokens": llm.tokenize(text, add_bos=body.add_special, special=body.parse_special)}
+        tokens = llm.tokenize(text, add_bos=body.add_special, special=body.parse_special)
+        return {"tokens": [{"id": token, "piece": piece(token)} for token in tokens] if body.with_pieces else tokens}
 
     @app.post("/extras/tokenize")
     def extras_tokenize(body: types.TokenizeInputRequest) -> Any:

@@ -154,7 +154,7 @@ class Prefixes:
         self._told: set[str] = set()
         self._taker = Worker("prefixes", self._take_in, lambda: self.notify())
         self._writer = Worker("prefix writer", self._write)
-        if self.disk is not None:
+        if isinstance(self.disk, Disk):  # a store is looked at when something is written: it may take minutes
             self._with_disk("read", lambda disk: disk.make_room(0), "")
 
     def allow(self, n: int) -> None:

@@ -101,7 +101,7 @@ class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[
     """POST /v1/completions: a text or its tokens."""
 
     max_tokens: int | None = Field(16, ge=-1, validation_alias=MAX_TOKENS)
-    prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)] = ""
+    prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)]
     logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
     suffix: None = Field(None, description="Not supported.")
     best_of: One | None = 1
@@ -195,6 +195,11 @@ class TemplateRequest(BaseModel):
     messages: Annotated[list[Any], Field(max_length=N_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=N_TOOLS)] | None = None
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def as_in_chat(cls, tools: Any) -> Any:
+        return ChatRequest.with_parameters(whole_characters(tools))
+
     @field_validator("messages", mode="after")
     @classmethod
     def plain(cls, messages: list[Any]) -> list[Any]:
@@ -209,6 +214,7 @@ class TokenizeRequest(BaseModel):
     content: str
     add_special: bool = False
     parse_special: bool = True
+    with_pieces: bool = False
 
 
 class DetokenizeRequest(BaseModel):

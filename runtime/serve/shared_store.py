@@ -37,10 +37,12 @@ NAMED = re.compile(r"[0-9a-f]{64}\.(rows|mark)")
 GRAIN, N_LATEST = 32, 128  # tokens between marks, and how many of a prompt's latest are asked for
 SECONDS = 10.0  # for each call
 CALL_BYTES = 8 << 20  # that one call moves, but for a blob that is larger
+N_AT_ONCE = 256  # files that one call asks for: some stores answer one by one
 TRIES = 2  # entries that are read for a prompt
 N_KNOWN = 4096  # heads and names that are kept in mind
 PRESENT_SECONDS = 600.0  # that what was seen is taken to be there
 LOOK_SHARE = 16  # of the capacity: after so much is written the store is listed again
+LOOK_CALLS = 60  # the time of so many calls is given to a listing
 DATES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
@@ -83,6 +85,7 @@ class Store:
         self.capacity, self.max_bytes = capacity, max_bytes
         self.n_bytes = 0  # as of the last look
         self.deadline = Deadline(seconds)
+        self._looking = Deadline(LOOK_CALLS * seconds, pause=0.0)  # a listing takes longer than a file, and may be late
         self._lock = threading.RLock()
         self._known: OrderedDict[str, tuple[bytes, Head]] = OrderedDict()  # identities and heads of entries
         self._present: OrderedDict[str, float] = OrderedDict()  # names, and when they were last seen
@@ -102,8 +105,16 @@ class Store:
         """A range of each file; None: there is no such file."""
         if not names:
             return []
-        paths, begins = [self._path(name) for name in names], [start] * len(names)
-        found = self.deadline.call(lambda: self._fs.cat_ranges(paths, begins, list(ends), on_error="return"))
+        answers: list[bytes | None] = []
+        for at in range(0, len(names), N_AT_ONCE):
+            group = slice(at, at + N_AT_ONCE)
+            paths = [self._path(name) for name in names[group]]
+            answers += self._cat_now(paths, start, list(ends[group]))
+        return answers
+
+    def _cat_now(self, paths: list[str], start: int, ends: list[int]) -> list[bytes | None]:
+        """In one call."""
+        found = self.deadline.call(lambda: self._fs.cat_ranges(paths, [start] * len(paths), ends, on_error="return"))
         return [self._answer(path, start, one) for path, one in zip(paths, found, strict=True)]
 
     def _answer(self, path: str, start: int, found: Any) -> bytes | None:
@@ -295,8 +306,8 @@ class Store:
         for batch in _batches(sizes):
             most = [(sizes[blob] or left) + 1 for blob in batch]
             for blob, data in zip(batch, self._cat(batch, 0, most), strict=True):
-                if data is None:
-                    self._forget([blob])
+                if data is None:  # what was used at the same time may be gone at the same time
+                    self._forget(list(sizes))
                     self.remove(name)
                     return None
                 left -= len(data)
@@ -318,6 +329,8 @@ class Store:
         n = len(entry.state) + sum(map(len, blobs.values()))
         if self.capacity and n > self.capacity:
             return False
+        if entry.name() in self._known:  # and yet it is not there: what it refers to may have gone with it
+            self._forget([f"{name}.rows" for name in blobs])
         missing = self._missing({f"{name}.rows": data for name, data in blobs.items()})
         self.make_room(len(entry.state) + sum(map(len, missing.values())), {f"{name}.rows" for name in blobs})
         for batch in _batches({name: len(data) for name, data in missing.items()}):
@@ -377,7 +390,7 @@ class Store:
 
     def _look(self) -> Iterator[tuple[str, tuple[int, float]]]:
         """Name, bytes and time of the latest use or writing of all that was written here; others are left alone."""
-        for name, size, used in self.deadline.call(self._listed):
+        for name, size, used in self._looking.call(self._listed):
             temporary = TEMPORARY.fullmatch(name)
             own = temporary["name"] if temporary else name
             if OWN.fullmatch(own) or NAMED.fullmatch(own):

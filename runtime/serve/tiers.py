@@ -173,6 +173,16 @@ class Disk(Folder):
         """Heads of the entries that may serve for these tokens: all of them."""
         return self.heads(identity) if self.path.is_dir() else {}
 
+    def touch(self, name: str) -> bool:
+        """Mark an entry and its blobs as used now; False: some of it is gone."""
+        head = self._known.get(name)
+        blobs = [self._path(blob) for blob in _named(head.more)] if head else []
+        if not all(map(is_regular, blobs)):
+            return False
+        for path in blobs:
+            self._mark(path)
+        return super().touch(name)
+
     def load(self, name: str) -> tuple[Entry, Blobs] | None:
         """An entry and what it refers to, all of it checked; None: it is gone, or a part of it is.
 

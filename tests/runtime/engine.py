@@ -343,15 +343,14 @@ def agree(a: Logits, b: Logits, flips: tuple[float, float] | None = None) -> boo
     return nearly_all(found) < max(AGREEMENT, most) and float(found.max()) < max(0.05, any_)
 
 
-def flips(stock: Logits, split: Logits, coded: Logits) -> tuple[float, float]:
+def flips(moved: Logits, coding: Logits) -> tuple[float, float]:
     """What coded logits of nearly all tokens, and of any, may differ by where rounding moves every coefficient.
 
     A coefficient that moves by x crosses a border of its code with the probability x / step, and its code then moves
-    by the step: in the mean square by x * step. So logits move by the geometric mean of what those of an f16 cache
-    move by, and of what coding changes (measured on lavapipe: 0.5 to 1.3 times that, any token's up to 2.9 times).
-    stock, split: of an f16 cache, in one call and in several; coded: in one call.
+    by the step: in the mean square by x * step. So logits move by the geometric mean of what rounding moves without
+    codes, and of what coding changes (measured on lavapipe: 0.5 to 1.3 times that, any token's up to 2.9 times).
+    moved: differences() of two such runs of a cache that codes nothing; coding: of that cache from the coded one.
     """
-    moved, coding = differences(stock, split), differences(stock, coded)
     return 2 * math.sqrt(nearly_all(moved) * nearly_all(coding)), 4 * math.sqrt(float(moved.max() * coding.max()))
 
 
@@ -375,7 +374,7 @@ def flips_here() -> tuple[float, float]:
             with session(model, cache) as s:
                 runs.append(s.decode(tokens, pieces=n))
         model.free()
-    return flips(*runs)
+    return flips(differences(runs[0], runs[1]), differences(runs[0], runs[2]))
 
 
 def observed(obs: Any, il: int) -> _lib.Observed:

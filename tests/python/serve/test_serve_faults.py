@@ -63,6 +63,8 @@ def begin(served: Served, **body: Any) -> socket.socket:
         (TEXT, b'{"prompt": "x", "temperature": NaN}', 400),
         (TEXT, b'{"prompt": "x", "temperature": 1e999}', 400),
         (TEXT, b'{"prompt": {"a": 1}}', 400),
+        (TEXT, b'{"promt": "misspelt"}', 400),
+        ("/completion", b'{"promt": "misspelt"}', 400),
         ("/tokenize", b'{"content": 1}', 400),
         ("/detokenize", b'{"tokens": [99999999]}', 400),
         ("/slots/9?action=erase", b"", 404),
@@ -76,6 +78,23 @@ def test_nonsense_is_refused_in_openai_shape(served: Served, path: str, content:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == status and error["message"] and error["type"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "sentence"),
+    [
+        (
+            "application/json",
+            b'{"prompt": "x"',
+            "expected JSON, found an error at character 14: Expecting ',' delimiter",
+        ),
+        ("text/plain", b'{"prompt": "x"}', "expected Content-Type application/json, found 'text/plain'"),
+        ("application/json", b'{"promt": "x"}', "prompt: Field required"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Served, kind: str, content: bytes, sentence: str) -> None:
+    answer = served.client.post(TEXT, content=content, headers={"Content-Type": kind})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == sentence
 
 
 def test_lone_surrogates_are_text_with_replacements(served: Served) -> None:

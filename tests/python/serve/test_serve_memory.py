@@ -87,15 +87,6 @@ def test_bases_that_follow_the_text(coded_model: Callable[..., Path], tmp_path: 
             settle(served)
 
 
-def test_what_a_token_costs_is_measured_at_the_start(coded_model: Callable[..., Path]) -> None:
-    """And nothing is restored before that is known."""
-    with running(coded_model(), n_slots=1, n_ctx=512, remembering=Remembering(16)) as served:
-        prefixes = served.service.engine.recall.prefixes
-        assert prefixes.measured.wait(20)
-        assert prefixes.evaluating.seconds > 0 and prefixes.setting.seconds > 0
-        assert served.client.get("/slots").json()[0]["n_tokens"] == 0  # it leaves nothing behind
-
-
 def test_restored_after_eviction_and_restart(coded_model: Callable[..., Path], tmp_path: Path) -> None:
     kind: dict[str, Any] = {"n_slots": 1, "n_ctx": 1024, "remembering": Remembering(16, tmp_path)}
     with running(coded_model(), **kind) as served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -58,6 +59,25 @@ def test_properties(served: Served) -> None:
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     for wrong in ({"messages": [1]}, {"messages": [{"role": "user"}] * 9000}, {}, {"messages": messages, "tools": "x"}):
         assert served.client.post("/apply-template", json=wrong).status_code == 400
+
+
+def test_a_template_gets_tools_as_in_a_chat(served: Served) -> None:
+    """Also those that say half a character, or leave out their parameters."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "\ud83d"}}]
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "tools": tools})
+    answer = served.client.post("/apply-template", content=body)
+    assert answer.status_code == 200 and answer.json()["prompt"].endswith("assistant\n")
+
+
+def test_tokens_with_their_pieces(served: Served) -> None:
+    text = "Hello, wörld 🙂"
+    plain, pieces = (
+        served.client.post("/tokenize", json={"content": text, "with_pieces": how}).json()["tokens"]
+        for how in (False, True)
+    )
+    assert [found["id"] for found in pieces] == plain
+    parts = [p.encode() if isinstance(p, str) else bytes(p) for p in (found["piece"] for found in pieces)]
+    assert b"".join(parts).decode().strip() == text
 
 
 def test_a_template_applied_by_hand(served: Served) -> None:

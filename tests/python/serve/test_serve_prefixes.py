@@ -260,6 +260,18 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in names)
 
 
+def test_an_entry_without_its_blocks_is_written_again(tmp_path: Path) -> None:
+    """Another server has removed them, whose models it was not."""
+    text = prefix(SYSTEM, (500,))
+    with remembering(tmp_path, ram=0) as made:
+        keep(made, text)
+        for path in tmp_path.glob("*.rows"):
+            path.unlink()
+        keep(made, text)
+        found = made.find([*SYSTEM, 1], "", 0)
+        assert found is not None and same(found.prefix, text)
+
+
 def test_a_folder_that_is_gone_or_full(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     folder = tmp_path / "kept"
     with remembering(folder, ram=0) as made:

@@ -185,7 +185,7 @@ def test_what_was_harmed_costs_time_only(url: str, harm: str, kind: str, capfd: 
         assert (found is not None and same(found.prefix, text)) or kind == ".rows"
 
 
-@pytest.mark.parametrize("kind", [".prompt", ".rows", ".mark"])
+@pytest.mark.parametrize("kind", [".prompt", ".rows", ".mark", ""])
 def test_what_another_gave_up_is_written_again(url: str, kind: str) -> None:
     """Although who has written it a moment ago knows it by heart."""
     text = prefix(SYSTEM, (500,))
@@ -312,6 +312,22 @@ def test_a_store_that_is_full(faulty: str, at: str, capfd: pytest.CaptureFixture
         assert found is not None and same(found.prefix, text)
 
 
+def test_a_store_whose_listing_takes_long(faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than any other call may: it is waited for, and nothing is closed to those who read."""
+
+    def slow(self: FaultyFileSystem, path: str, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return memory.MemoryFileSystem.ls(self, path, **kwargs)
+
+    text = prefix(SYSTEM, (500,))
+    with replica(faulty, capacity=MOST) as made:
+        store_of(made).deadline.seconds = 0.1
+        monkeypatch.setattr(FaultyFileSystem, "ls", slow)
+        keep(made, text)
+        found = made.find([*SYSTEM, 1], "", 0)
+        assert found is not None and same(found.prefix, text)
+
+
 def test_a_store_that_hangs(faulty: str, capfd: pytest.CaptureFixture[str]) -> None:
     answer = threading.Event()
 
@@ -404,6 +420,15 @@ def test_urls_of_nothing(tmp_path: Path) -> None:
         Store("nosuch://x", 0, MOST)
     with pytest.raises(SubkvError, match="expected no --cache-disk beside it"):
         Remembering(cache_disk=tmp_path, cache_store="memory://x").check()
+
+
+def test_what_a_token_costs_is_measured_at_the_start(coded_model: Callable[..., Path]) -> None:
+    """And nothing is restored before that is known."""
+    with running(coded_model(), n_slots=1, n_ctx=512, remembering=Remembering(16)) as served:
+        prefixes = served.service.engine.recall.prefixes
+        assert prefixes.measured.wait(20)
+        assert prefixes.evaluating.seconds > 0 and prefixes.setting.seconds > 0
+        assert served.client.get("/slots").json()[0]["n_tokens"] == 0  # it leaves nothing behind
 
 
 def test_two_servers_answer_as_one(coded_model: Callable[..., Path], tmp_path: Path) -> None:
