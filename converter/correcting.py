@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from converter.decoded import SCORED, Decoded
 from converter.lockstep import compare
+from converter.sensing import CORRECTING, Sensing
 from subkv.engine.cache import CacheOptions
-from subkv.format.arrays import F32, F64
+from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.plan.budget import budget_range
 from subkv.plan.pipeline import Fit, Options
 from subkv.plan.predict import reconstructed
 
-if TYPE_CHECKING:
-    from converter.sensing import Sensing
-
 BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
 CLEAR = 0.004  # nats per token
 PLANNED = 4.0  # layers per second that a layout is planned for: a first guess
-CORRECTING = 128  # tokens that are scored for a correction
 STOCK_TOKENS = 384  # that a stock type is run on at most
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
@@ -111,12 +107,3 @@ def _cost(sensing: Sensing, chunk: Decoded, layers: Sequence[CodedLayer]) -> flo
     floor = sensing.rounding(chunk, len(sensing.chunks), 0)
     sensing.told(n_scored)
     return kld - floor
-
-
-def evened(logs: F64) -> F64:
-    """Means [layers, …] with a layer's neighbours, of half its weight: two texts say little of one layer. The first
-    stands apart."""
-    others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
-    found = logs.copy()
-    found[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0
-    return found

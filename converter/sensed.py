@@ -15,7 +15,8 @@ from converter.corpus import Text, cut
 from converter.correcting import PLANNED
 from converter.decoded import SCORED, Unpredictable
 from converter.resume import EVERY, KEPT, Stopping
-from converter.sensing import ahead, n_measured, n_trials, sense
+from converter.sense import ahead, n_measured, sense
+from converter.sensing import n_trials
 from converter.session import Session
 from converter.trials import Found
 from subkv.base.errors import SubkvError

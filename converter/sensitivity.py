@@ -77,7 +77,7 @@ def _sensed(
     model: Path, calibration: Calibration, corpus: Corpus, texts: list[Text], n_recent: int, minutes: float | None
 ) -> Calibration:
     """In the engine."""
-    from converter.sensing import sense
+    from converter.sense import sense
     from converter.session import Session
     from subkv.native.gguf import Gguf
     from subkv.plan.pipeline import check_model

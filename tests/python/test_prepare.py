@@ -13,22 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from preparing import left, refused, run
 
 import subkv
-from converter import builtin, correcting, resume
-from converter.cli import main as convert
+from converter import builtin, resume
 from converter.corpus import Corpus, Text
-from converter.decoded import Unpredictable
 from converter.prepare import Wish
 from converter.resume import KEPT
 from converter.sensed import Measuring
-from converter.sensing import LEAST, Sensing
 from converter.session import Session
-from converter.trials import Found
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.base.locks import exclusive
@@ -40,28 +36,11 @@ from subkv.format.metadata import read
 from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
-# small: four chunks of the built-in text, one of them sampled
-SMALL = ["-c", "128", "--chunks", "4", "-t", "1", "--n-recent", "16"]
 
 
 @pytest.fixture
 def model(tiny_model: Models, tmp_path: Path) -> Path:
     return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
-
-
-def run(model: Path, *arguments: Any) -> Result:
-    return CliRunner().invoke(convert, [str(model), *SMALL, *map(str, arguments)])
-
-
-def refused(result: Result, sentence: str) -> None:
-    assert result.exit_code == 1, result.output
-    assert result.stderr.startswith(sentence), result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def left(cache_home: Path) -> list[str]:
-    """Endings of the files in the store."""
-    return sorted(re.sub(r"^(.*-)?[0-9a-f]{12}\.([0-9a-f]{8}\.)?", "", path.name) for path in store.folder().iterdir())
 
 
 def test_one_command_prepares(model: Path, cache_home: Path, tmp_path: Path) -> None:
@@ -301,184 +280,6 @@ def test_an_estimate_comes_first(model: Path, monkeypatch: pytest.MonkeyPatch) -
     result = run(model)
     assert "calibrating on 512 tokens takes about 9 minutes, at 1 tokens per second" in result.stderr
     assert resume.EVERY <= 60
-
-
-#
-# sensitivities
-#
-
-SENSED = ["-c", "320", "--chunks", "4", "-t", "1", "--n-recent", "16"]  # of SMALL's chunks none is long enough
-
-
-def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 0, result.output
-    assert "predicted KLD: " in result.stdout
-    assert read(choose_cache(model).layout or Path())["basis_k"] == "kld-aware"
-    shown = CliRunner().invoke(cli.main, ["inspect", str(model), "-c", "32768"])
-    assert shown.exit_code == 0, shown.output
-    assert "a context of 32768 tokens takes " in shown.stdout
-    assert re.search(r"of them for the exact window and bases, which take \S+ MiB at any length", shown.stdout)
-    assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
-    assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
-    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
-
-
-def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None:
-    result = CliRunner().invoke(convert, [str(tiny_model("gpt2")), "--chunks", "2", "-t", "1"])
-    assert result.exit_code == 0, result.output
-    assert "chunks of 512 tokens, which the model was trained with, instead of 2048" in result.stderr
-
-
-def test_chunks_too_short_for_sensitivities(model: Path) -> None:
-    result = run(model)
-    assert "no sensitivities: expected chunks of at least 276 tokens with this exact window, found 128" in result.stderr
-
-
-def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None:
-    for n, why in (
-        (6, "short.txt: expected at least 320 tokens for a chunk, found "),
-        (28, "they need at least 2 chunks "),
-    ):
-        (tmp_path / "short.txt").write_text("Some words of text. " * n)
-        result = CliRunner().invoke(convert, [str(model), *SENSED, "-f", str(tmp_path / "short.txt")])
-        assert result.exit_code == 0, result.output
-        assert f"no sensitivities: {why}" in result.stderr
-
-
-def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, tried = Sensing._try, []
-
-    def pressed(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
-        tried.append((c, i, side))
-        if len(tried) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return attempt(self, chunk, c, i, side)
-
-    monkeypatch.setattr(Sensing, "_try", pressed)
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 130
-    assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 0, result.output
-    assert "going on after 4 of 6 sensitivities" in result.stderr  # two of them measure rounding
-    assert sorted(tried) == sorted(set(tried)), "nothing is measured twice"
-    assert len(tried) == 4
-    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
-
-
-def test_interrupted_corrections_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once Ctrl-C is pressed while predictions are corrected: what is measured is kept, and not measured again."""
-    cost, attempt, pressed, tried = correcting._cost, Sensing._try, [], []
-
-    def pressing(*arguments: Any) -> float:
-        if not pressed:
-            os.kill(os.getpid(), signal.SIGINT)
-        pressed.append(arguments)
-        return cost(*arguments)
-
-    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
-        tried.append((c, i, side))
-        return attempt(self, chunk, c, i, side)
-
-    monkeypatch.setattr(correcting, "_cost", pressing)
-    monkeypatch.setattr(Sensing, "_try", counted)
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 130
-    assert KEPT in result.stderr and len(pressed) == 1, "at the next tokens, not at the end"
-    assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 0, result.output
-    assert "going on after 6 of 6 sensitivities" in result.stderr and "predicted KLD" in result.stdout
-    assert len(tried) == 4, "nothing is measured twice"
-    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
-
-
-def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an earlier version kept them."""
-    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
-    (kept,) = store.folder().glob("*.sensing.npz")
-    with np.load(kept) as arrays:
-        old = {name: arrays[name] for name in arrays if name not in ("lengths", "done", "entered")}
-    np.savez(kept, **old)
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 0, result.output
-    sentence = f"note: {kept} cannot be gone on from (expected chunks of 320, 320"
-    assert sentence in result.stderr and "predicted KLD" in result.stdout
-
-
-@pytest.mark.parametrize("error", [b"PK no archive", IndexError, TypeError])
-def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).exit_code == 0
-    (calibration,) = store.folder().glob("*.calib.safetensors")
-    kept = calibration.with_name(f"{calibration.name}.16.sensing.npz")
-    if isinstance(error, bytes):
-        kept.write_bytes(error)
-    else:
-        np.savez(open(kept, "wb"), minutes=np.array(0.0))  # noqa: SIM115
-        monkeypatch.setattr(Found, "of", classmethod(lambda *_: (_ for _ in ()).throw(error("damaged"))))
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 0, result.output
-    assert "cannot be gone on from" in result.stderr and "predicted KLD" in result.stdout
-
-
-def test_minutes_are_a_budget(tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, tried = Sensing._try, []
-
-    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
-        tried.append((c, i, side))
-        return attempt(self, chunk, c, i, side)
-
-    monkeypatch.setattr(Sensing, "_try", counted)
-    command = [str(tiny_model(n_layer=4)), *SENSED]
-    for note in (f"there was time for {LEAST} of 9 sensitivities", "an earlier run had time for"):
-        result = CliRunner().invoke(convert, [*command, "--minutes", "1e-9"])
-        assert result.exit_code == 0, result.output
-        assert len(tried) == LEAST - 2  # two trials measure rounding
-        assert "predicted KLD: " in result.stdout
-        assert note in result.stderr
-        assert "calib.safetensors.16.sensing.npz" in left(cache_home)
-    for _ in range(2):
-        result = CliRunner().invoke(convert, command)
-        assert result.exit_code == 0, result.output
-        assert sorted(tried) == sorted(set(tried)) and len(tried) == 7, "the rest, once"
-        assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
-
-
-def test_sensitivities_that_fail_are_a_note(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
-        raise SubkvError("model", "decoding failed: no reason")
-
-    monkeypatch.setattr(Sensing, "_try", failing)
-    result = CliRunner().invoke(convert, [str(model), *SENSED])
-    assert result.exit_code == 0, result.output
-    assert "no sensitivities: decoding failed: no reason\n" in result.stderr
-    assert "sensitivities" not in CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).stderr
-
-
-def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again only where there is more time than there was."""
-    tried = []
-
-    def unpredictable(self: Sensing, *_: Any) -> None:
-        tried.append(self)
-        raise Unpredictable("model", "it says the same")
-
-    monkeypatch.setattr(Sensing, "result", unpredictable)
-    again = ", as an earlier run found"
-    for minutes, tries, said in (("1e-9", 1, ""), ("1e-9", 1, again), ("9", 2, ""), ("8", 2, again)):
-        found = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", minutes])
-        assert found.exit_code == 0, found.output
-        assert re.search(rf"no sensitivities{said}.*: it says the same", found.stderr)
-        assert len(tried) == tries
-    for tries in (3, 3):
-        assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
-        assert len(tried) == tries
-
-
-#
-# what is kept
-#
 
 
 def test_other_bytes_under_one_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

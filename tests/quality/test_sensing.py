@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from converter import correcting, residual, sensitivity
 from converter.corpus import cut, read_text
-from converter.correcting import evened
 from converter.decoded import SCORED
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
-from converter.sensing import LEAST, Sensing, ahead, n_measured, sense
+from converter.sense import ahead, n_measured, sense
+from converter.sensing import LEAST, Sensing
 from converter.session import Session
-from converter.trials import MOMENTS, Found, smoothed
+from converter.trials import MOMENTS, Found, evened, smoothed
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions
 from subkv.format import metadata
@@ -329,7 +329,7 @@ def test_time_is_left_for_longer_chunks_and_the_correction(
 
     ticking("decode")
     ticking("logits")
-    monkeypatch.setattr("converter.sensing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("converter.sense.time.monotonic", lambda: now[0])
     monkeypatch.setattr(correcting, "compare", compared)
     monkeypatch.setattr("converter.sensing.LEAST", 3)
     done = []
