@@ -51,14 +51,17 @@ def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
     return logits
 
 
-def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window, values: F32 | None = None) -> dict[str, F64]:
+def metrics(
+    rows: Rows, shape: LayerShape, output: F32, window: Window, values: F32 | None = None, joint: bool = False
+) -> dict[str, F64]:
     """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
     of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Every row is coded in steps of its own,
     so errors grow with sizes(), C on average. Those of different cells are independent, but equal tokens of the first
     layer, known by their equal values, are coded alike: values, and keys but for what their positions turn.
 
     output: W_o [n_embd, n_head·d]. values: what heads make of a row before it reads them, [n_head, d, d_v]; None: they
-    are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks.
+    are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks. joint: a
+    value is a part of its key's row, and has its steps.
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
     d = output.shape[1] // shape.n_head
@@ -69,6 +72,8 @@ def metrics(rows: Rows, shape: LayerShape, output: F32, window: Window, values: 
         heads = range(g * group, (g + 1) * group)
         v = np.ascontiguousarray(rows.v[:, g])
         size = {"k": sizes(rows.k[coded, g] - rows.k[coded, g].mean(axis=0)), "v": sizes(v[coded])}
+        if joint:
+            size["v"] = size["k"]
         read = [weights(rows.q[:, h], rows.k[:, g], seen, shape.scale) for h in heads]
         own = [v] * group if values is None else [v @ values[h].T for h in heads]
         out = [a @ u for a, u in zip(read, own, strict=True)]

@@ -71,6 +71,8 @@ def sense(
             keep(sensing.found)
 
         def late(tokens: int) -> bool:
+            if not spent:
+                return False  # nothing says yet how long anything takes
             left = tokens + correcting.ahead(lengths[n:], lengths)
             passed = time.monotonic() - start
             needed = passed * (1.0 + left / max(spent, 1)) + len(calibration.layers) / PLANNED

@@ -218,7 +218,7 @@ class Sensing:
         if not self.latent:
             return metrics(rows, shape, output_weights(self.base, shape), self.window)
         output, values = mla.read_weights(self.base, shape)
-        return metrics(rows, shape, output, self.window, values)
+        return metrics(rows, shape, output, self.window, values, joint=True)
 
     def _add_moments(self, chunk: Decoded) -> None:
         """The cells of every text count alike: kinds of text differ more than parts of one do."""

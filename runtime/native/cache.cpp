@@ -163,8 +163,11 @@ void Cache::check(const CacheDesc & desc) const {
         throw std::runtime_error("subkv.layout: none of its layers has a full-attention K/V cache in this model");
     }
     for (const auto & codec : l.layers) {
-        const auto same = [&](const LayerDesc & layer) { return layer.il == codec.il; };
-        if (std::none_of(desc.layers.begin(), desc.layers.end(), same)) {
+        // those of sliding windows are left alone: bases of the weights alone are made for them, too
+        const auto   same   = [&](const LayerDesc & layer) { return layer.il == codec.il; };
+        const auto & states = desc.recurrent;
+        if (std::find(states.begin(), states.end(), codec.il) != states.end() &&
+            std::none_of(desc.layers.begin(), desc.layers.end(), same)) {
             fail("subkv.layout: bases for layers with a full-attention K/V cache of their own expected, found some for "
                  "layer %d, which has none in this model",
                  codec.il);

@@ -53,6 +53,7 @@ struct CacheDesc {
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;
     std::vector<ReaderDesc> readers;
+    std::vector<int32_t>    recurrent; // layers that have a state instead of rows, or beside them
 };
 
 struct PosCell {

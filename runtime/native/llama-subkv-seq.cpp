@@ -25,7 +25,7 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
         return false;
     }
     const llama_pos tail = seq < 0 ? -1 : recurrent.seq_pos_max(seq);
-    if (seq >= 0 && first == 0 && last > std::max(tail, kv.seq_pos_max(seq))) {
+    if (seq >= 0 && (uint32_t) seq < kv.n_seq_max && first == 0 && last > std::max(tail, kv.seq_pos_max(seq))) {
         p1 = -1;
     }
     if (first == 0 || first > tail || last <= tail) { // nothing of the state, or all of it
@@ -43,8 +43,8 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
 
 bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                              llama_pos p1) {
-    if (!base.subkv_hook || !base.subkv_hook->coded()) {
-        return true;
+    if (!base.subkv_hook || !base.subkv_hook->coded() || seq >= (llama_seq_id) base.n_seq_max) {
+        return true; // of no sequence, llama.cpp says so
     }
     const auto [first, last] = positions(p0, p1);
     const llama_seq_id begin = seq < 0 ? 0 : seq, end = seq < 0 ? (llama_seq_id) base.n_seq_max : seq + 1;

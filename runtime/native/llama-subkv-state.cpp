@@ -305,11 +305,15 @@ void llama_subkv::row_reader::check(const llama_memory_recurrent &, llama_seq_id
     const uint32_t most    = seq < 0 ? kv.n_seq_max : 1;
     const auto     n_cells = in.value<uint32_t>();
     demand(n_cells <= most, "recurrent state of at most " + std::to_string(most) + " sequences", n_cells);
+    std::set<llama_seq_id> seen;
     for (uint32_t i = 0; i < n_cells; ++i) {
         demand_position(in.value<llama_pos>());
         const auto n_seq = in.value<uint32_t>();
-        demand(n_seq <= (seq < 0 ? most : 0), "recurrent state of its sequences", n_seq);
-        in.take(n_seq * sizeof(llama_seq_id));
+        demand(seq < 0 ? n_seq >= 1 && n_seq <= most : n_seq == 0, "recurrent state of its sequences", n_seq);
+        for (uint32_t j = 0; j < n_seq; ++j) {
+            const auto id = in.value<llama_seq_id>();
+            demand(id >= 0 && (uint32_t) id < most && seen.insert(id).second, "one recurrent state of a sequence", id);
+        }
     }
 }
 

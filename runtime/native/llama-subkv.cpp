@@ -120,6 +120,9 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
     desc.type_k      = type_k;
     desc.type_v      = type_v;
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        if (hparams.is_recr(il)) {
+            desc.recurrent.push_back((int32_t) il);
+        }
         if ((filter && !filter(il)) || (int32_t) il == hparams.router_layer) {
             continue;
         }

@@ -152,8 +152,8 @@ def test_metrics_are_those_of_the_product_of_both_weights(base: Gguf, calibratio
     k[9] = k[30]  # cells of equal values are coded alike
     rows = Rows(q, np.arange(34.0, 40.0), k, k[..., : shape.d_v])
     output, values = mla.read_weights(base, shape)
-    found = metrics(rows, shape, output, WINDOW, values)
-    expected = metrics(rows, shape, mla.output_weights(base, shape), WINDOW)
+    found = metrics(rows, shape, output, WINDOW, values, joint=True)
+    expected = metrics(rows, shape, mla.output_weights(base, shape), WINDOW, joint=True)
     for side, matrix in expected.items():
         np.testing.assert_allclose(found[side], matrix, rtol=1e-3, atol=1e-4 * np.abs(matrix).max())
 

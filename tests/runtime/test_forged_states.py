@@ -93,4 +93,5 @@ def test_recurrent_state_is_checked_before_anything_changes(
             assert s.set_state(bad, 1) == 0
             assert s.state(1) == before
         assert s.set_state(forge.forged(state, {}, half=1), 1) == len(state)
+        assert not s.rm(300, 0)  # no such sequence
     model.free()

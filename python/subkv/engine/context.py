@@ -138,9 +138,10 @@ class Context:
                 state[head : head + 12 * n].view(np.int32)[::3] += n
             if size and C.llama_state_seq_set_data(self.handle, data, size, spare) and self.choice.coded:
                 C.llama_memory_seq_add(self.memory, spare, -1, -1, n)
+        said = last_error() if self.choice.coded else ""  # before another call clears it
         self.adopt(spare, seq)
         if C.llama_memory_seq_pos_max(self.memory, seq) != pos + n - 1:
-            reason = (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
+            reason = said or (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
             raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
     def mark(self, pos: int, seq: int = 0) -> None:
