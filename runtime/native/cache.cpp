@@ -162,19 +162,24 @@ void Cache::check(const CacheDesc & desc) const {
     if (n_coded == 0) {
         throw std::runtime_error("subkv.layout: none of its layers has a full-attention K/V cache in this model");
     }
+    if (ops_error()) {
+        throw std::runtime_error(ops_error());
+    }
+    const auto in_file = [&](const LayerDesc & layer) {
+        return std::any_of(l.layers.begin(), l.layers.end(),
+                           [&](const LayerCodec & codec) { return codec.il == layer.il; });
+    };
+    if (std::all_of(desc.layers.begin(), desc.layers.end(), in_file)) {
+        return; // bases for every layer of a model are good for those that keep rows
+    }
     for (const auto & codec : l.layers) {
-        // those of sliding windows are left alone: bases of the weights alone are made for them, too
-        const auto   same   = [&](const LayerDesc & layer) { return layer.il == codec.il; };
-        const auto & states = desc.recurrent;
-        if (std::find(states.begin(), states.end(), codec.il) != states.end() &&
-            std::none_of(desc.layers.begin(), desc.layers.end(), same)) {
+        const auto same = [&](const LayerDesc & layer) { return layer.il == codec.il; };
+        if (std::none_of(desc.layers.begin(), desc.layers.end(), same) &&
+            std::find(desc.recurrent.begin(), desc.recurrent.end(), codec.il) != desc.recurrent.end()) {
             fail("subkv.layout: bases for layers with a full-attention K/V cache of their own expected, found some for "
                  "layer %d, which has none in this model",
                  codec.il);
         }
-    }
-    if (ops_error()) {
-        throw std::runtime_error(ops_error());
     }
 }
 
