@@ -29,7 +29,7 @@ def make(n_ctx):
         return str(error)
 for n_ctx in (512, 131072):
     sizes = []
-    for printed in (False, False, True):
+    for printed in (False, False, False, True):
         for more in (32, 64, 128, 192, 194, 200, 224, 256, 320, 512, 1024):
             limit = pages() * resource.getpagesize() + (more << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -39,7 +39,8 @@ for n_ctx in (512, 131072):
             if printed:
                 print(n_ctx, more, said, sep="|")
         sizes.append(pages() * resource.getpagesize() >> 10)
-    assert sizes[2] - sizes[1] < 1 << 10, f"memory stays: KiB in three rounds {sizes}"
+    grown = [b - a for a, b in zip(sizes, sizes[1:])]  # what leaks does so in every round, an allocator's arena grows once
+    assert min(grown) < 1 << 10, f"memory stays: KiB in four rounds {sizes}"
 """
 
 
