@@ -39,7 +39,7 @@ for n_ctx in (512, 131072):
             if printed:
                 print(n_ctx, more, said, sep="|")
         sizes.append(pages() * resource.getpagesize() >> 10)
-    grown = [b - a for a, b in zip(sizes, sizes[1:])]  # what leaks does so in every round, an allocator's arena grows once
+    grown = [b - a for a, b in zip(sizes, sizes[1:])]  # a leak grows every time, an arena once
     assert min(grown) < 1 << 10, f"memory stays: KiB in four rounds {sizes}"
 """
 
