@@ -71,12 +71,12 @@ def sense(
             keep(sensing.found)
 
         def late(tokens: int) -> bool:
-            if not spent:
-                return False  # nothing says yet how long anything takes
+            if minutes is None or not spent:
+                return False  # before anything is decoded nothing says how long it takes
             left = tokens + correcting.ahead(lengths[n:], lengths)
             passed = time.monotonic() - start
-            needed = passed * (1.0 + left / max(spent, 1)) + len(calibration.layers) / PLANNED
-            return minutes is not None and needed > 60.0 * minutes
+            needed = passed * (1.0 + left / spent) + len(calibration.layers) / PLANNED
+            return needed > 60.0 * minutes
 
         sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n], told)
         for _ in sensing.steps(late):

@@ -165,11 +165,7 @@ void Cache::check(const CacheDesc & desc) const {
     if (ops_error()) {
         throw std::runtime_error(ops_error());
     }
-    const auto in_file = [&](const LayerDesc & layer) {
-        return std::any_of(l.layers.begin(), l.layers.end(),
-                           [&](const LayerCodec & codec) { return codec.il == layer.il; });
-    };
-    if (std::all_of(desc.layers.begin(), desc.layers.end(), in_file)) {
+    if (n_coded == desc.layers.size()) {
         return; // bases for every layer of a model are good for those that keep rows
     }
     for (const auto & codec : l.layers) {

@@ -124,11 +124,15 @@ class Folder:
             raise ContainerError("it is bound to no context") from error
         if entry.name() != name:
             raise ContainerError("its name belongs to other tokens")
-        self.touch(name)
+        self._used_now(name)
         return entry
 
     def touch(self, name: str) -> bool:
-        """Mark an entry as used now; False: it is gone. Where nothing can be written the order of use is not kept."""
+        """Mark an entry, and what belongs to it, as used now; False: it is gone."""
+        return self._used_now(name)
+
+    def _used_now(self, name: str) -> bool:
+        """Mark an entry's file; False: it is gone. Where nothing can be written the order of use is not kept."""
         try:
             os.utime(self.path / name)
         except FileNotFoundError:
