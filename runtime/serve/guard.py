@@ -115,7 +115,11 @@ class Guard:
             self._check_size(int(length) if length.isdecimal() else 0)
             _name_json(scope, headers)
         except ApiError as error:
-            answer = JSONResponse(body(error), error.status_code, {"Connection": "close"})
+            # a body that is on its way is read and dropped (Connection has a deadline for that): closed before, the
+            # client may be told of a reset where it would read the answer. Who asks before a body may send none now
+            answer = JSONResponse(
+                body(error), error.status_code, {"Connection": "close"} if "expect" in headers else None
+            )
             await answer(scope, receive, send)
             return
         n_body, complete = 0, False

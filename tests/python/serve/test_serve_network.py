@@ -265,6 +265,32 @@ def test_what_is_asked_while_the_model_loads(tiny_model: Callable[..., Path]) ->
                 assert made.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_refusal_is_read_before_its_body_is_sent(served: Served) -> None:
+    """No reset may take the answer away: the body is dropped, and the connection serves the next request."""
+    address = urlsplit(served.url)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: https://evil.example\r\nContent-Length: 9\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=30) as made:
+        for _ in range(2):
+            made.sendall(f"{head}\r\n".encode())
+            assert _answer(made).startswith(b"HTTP/1.1 403 ")
+            made.sendall(b"x" * 9)
+        made.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())  # then no body may come, and no next request
+        assert b"\r\nconnection: close\r\n" in _answer(made).lower()
+        assert made.recv(1) == b""
+
+
+def _answer(made: socket.socket) -> bytes:
+    """One whole answer that names its length."""
+    got = b""
+    while not (head := re.search(rb"(?s)^.*?content-length: (\d+).*?\r\n\r\n", got)) or len(got) < head.end() + int(
+        head[1]
+    ):
+        part = made.recv(65536)
+        assert part, got
+        got += part
+    return got
+
+
 def test_pages_of_other_servers(coded_model: Callable[..., Path]) -> None:
     """Those of --allow-host may ask and read, with a key, too; others get no header that would let them."""
     with running(coded_model(), n_slots=1, n_ctx=256, keys=("secret",), hosts=("mine.example",)) as served:
