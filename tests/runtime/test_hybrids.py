@@ -234,6 +234,31 @@ def test_a_part_of_a_sequence_has_no_recurrent_state_of_its_own(hybrid: Coded) -
         assert agree(expected[30:], s.decode(tokens[30:31], 30, 0))
 
 
+def test_a_copy_onto_more_than_it_holds_leaves_the_recurrent_state(hybrid: Coded) -> None:
+    """The cells of both would end where the copied state does not."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[:41])
+    with hybrid.session(n_seq_max=3, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:30], 0, 0)
+        s.cp(0, 1)
+        s.decode(tokens[30:40], 30, 1)
+        before = s.state(1)
+        for src in (0, 2):  # shorter, and empty
+            s.cp(src, 1)
+            assert last_error().startswith("seq_cp: recurrent state of position 39 expected")
+            assert s.state(1) == before
+        assert agree(expected[40:], s.decode(tokens[40:41], 40, 1))
+        assert s.rm(1, -1)
+        s.cp(2, 1)  # nothing onto nothing
+        assert not last_error() and last(s, 1) == -1
+        s.decode(tokens[30:35], 30, 0)
+        s.cp(0, 2)
+        assert agree(expected[35:40], s.decode(tokens[35:40], 35, 2))
+        s.cp(2, 0)  # onto a beginning of it
+        assert agree(expected[40:], s.decode(tokens[40:41], 40, 0))
+
+
 def test_a_copy_that_the_cells_refuse_copies_no_recurrent_state(hybrid: Coded) -> None:
     """Onto positions where the other sequence has its own, of another text and as many."""
     tokens = hybrid.tokens
