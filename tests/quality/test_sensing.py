@@ -17,7 +17,7 @@ from converter.decoded import SCORED
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
 from converter.sense import ahead, n_measured, sense
-from converter.sensing import LEAST, Sensing
+from converter.sensing import CORRECTING, LEAST, REPEATED, Sensing, n_trials
 from converter.session import Session
 from converter.trials import MOMENTS, Found, evened, smoothed
 from subkv.base.errors import SubkvError
@@ -276,6 +276,8 @@ def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
     assert n_measured([512] * 5 + [2048] * 2) == 7
     for lengths in ([320] * 5, [512] * 5 + [2048] * 2):
         assert sum(lengths) < ahead(lengths, 2) < ahead(lengths, 30)
+    trials = int(REPEATED * n_trials(2)) * SCORED
+    assert ahead([320] * 5, 2) == 5 * 320 + trials + 2 * 2 * CORRECTING + 2 * correcting.n_stock(320)
 
 
 def test_layers_are_evened_with_their_neighbours() -> None:
