@@ -87,6 +87,15 @@ def test_equal_tokens_have_equal_errors(side: str) -> None:
     assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
 
 
+def test_equal_tokens_are_merged_once_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And kind of error, not for every pair of heads."""
+    rng, merged, calls = np.random.default_rng(3), residual._merged, []
+    rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
+    monkeypatch.setattr(residual, "_merged", lambda *given: calls.append(given) or merged(*given))
+    residual.metrics(replace(rows, v=rows.v[rng.integers(0, 4, len(rows.v))]), SHAPE, output, Window(2, 0))
+    assert len(calls) == SHAPE.n_head * len(residual.SIDES)
+
+
 def test_without_a_window_more_counts() -> None:
     rng = np.random.default_rng(2)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
