@@ -245,11 +245,13 @@ class Fit:
         return latent.joined(self.heads, planned) if self.latent else planned
 
     def narrow(self, kv_bits: float) -> bool:
-        """Whether D, too, is in bytes at a budget: NARROW_FROM."""
+        """Whether D, too, is in bytes at a budget: NARROW_FROM, and rows can spend what that saves."""
         if self.settings.codec == "int8":
             return False
         (_, wide), (_, narrow) = (budget.budget_range(heads, self.overhead) for heads in (self.heads, self._narrow))
         rows = kv_bits - wide.window - wide.bases
+        if kv_bits > narrow.total:
+            return False
         return wide.bases - narrow.bases >= NARROW_FROM * 4.0 ** (rows - NARROW_AT)
 
     def account(self, plan: Sequence[Bands], narrow: bool = False) -> Account:
