@@ -6,6 +6,7 @@ A query with weights α over the cells reads o = Σ α_i v_i. Errors ε_i of val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +80,13 @@ def metrics(
         out = [a @ u for a, u in zip(read, own, strict=True)]
         kinds = alike(v[coded])
         first = slice(None) if kinds is None else kinds[0][kinds[1]]
-        read, own = [a[:, coded] for a in read], [u[coded][first] for u in own]
+        own = [u[coded][first] for u in own]
+        parts, shared = {}, {}
+        for window_less, near in (("", far), ("0", None)):
+            of_v = parts[window_less] = _coded_parts(read, coded, size["k"], near, kinds)
+            if not joint:
+                of_v = _coded_parts(read, coded, size["v"], near, kinds)
+            shared[window_less] = [[float(np.vdot(a, b)) for b in of_v[i:]] for i, a in enumerate(of_v)]
         for i, hi in enumerate(heads):
             for j, hj in enumerate(heads):
                 if j < i:
@@ -88,20 +95,14 @@ def metrics(
                 norms = np.einsum("nd,nd->n", own[i] @ metric, own[j])
                 both_read = metric if values is None else values[hi].T @ (metric @ values[hj])
                 for window_less in ("", "0"):
-                    parts = {side: [read[h] * each for h in (i, j)] for side, each in size.items()}
-                    if not window_less:
-                        parts = {side: [part * far for part in pair] for side, pair in parts.items()}
-                    if kinds is not None:
-                        parts = {side: [_merged(part, *kinds) for part in pair] for side, pair in parts.items()}
-                    w = parts["k"][0] * parts["k"][1]
+                    w = parts[window_less][i] * parts[window_less][j]
                     # Σ w (v_i − o_i)ᵀ A (v_j − o_j) for every query
                     mean, total = w @ own[i], w.sum(axis=1)
                     cost = w @ norms - np.einsum("td,td->t", mean @ metric, out[j])
                     cost -= np.einsum("td,td->t", out[i] @ metric, mean if values is None else w @ own[j])
                     cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
                     k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
-                    shared = np.vdot(parts["v"][0], parts["v"][1])
-                    for side, found in (("k", k), ("v", both_read * shared)):
+                    for side, found in (("k", k), ("v", both_read * shared[window_less][i][j - i])):
                         sums[side + window_less][g] += found if i == j else found + found.T
     return sums
 
@@ -120,6 +121,24 @@ def alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
     order = np.argsort(kind, kind="stable")
     starts = np.flatnonzero(np.diff(kind[order], prepend=-1))
     return None if len(starts) == len(v) else (order, starts)
+
+
+def _coded_parts(
+    read: Sequence[F32],
+    coded: slice,
+    size: F32,
+    near: F32 | None,
+    kinds: tuple[NDArray[np.intp], NDArray[np.intp]] | None,
+) -> list[F32]:
+    """What errors in the coded cells are weighed by, for the softmax weights [T, n] of every head. size: of the cells;
+    near: 1 for those that count, None: all do; kinds: of alike()."""
+    out = []
+    for a in read:
+        part = a[:, coded] * size
+        if near is not None:
+            part *= near
+        out.append(part if kinds is None else _merged(part, *kinds))
+    return out
 
 
 def _merged(read: F32, order: NDArray[np.intp], starts: NDArray[np.intp]) -> F32:

@@ -27,10 +27,11 @@ def n_measured(lengths: Sequence[int]) -> int:
 
 def ahead(lengths: Sequence[int], n_layer: int, found: Found | None = None) -> int:
     """Tokens that sense() decodes on chunks of such lengths. found: what an earlier run had."""
-    done = found.done if found else []
-    chunks = sum(n for c, n in enumerate(lengths) if c not in done or n == max(lengths))
+    done, n = found.done if found else [], n_measured(lengths)
+    again = max(lengths) if n == len(lengths) else 0  # the longer ones are corrected on, too
+    chunks = sum(length for c, length in enumerate(lengths[:n]) if c not in done or length == again)
     trials = n_trials(n_layer) - (len(found.trials) if found else 0)
-    return chunks + int(REPEATED * trials) * SCORED + correcting.ahead(lengths[n_measured(lengths) :], lengths)
+    return chunks + int(REPEATED * trials) * SCORED + correcting.ahead(lengths[n:], lengths)
 
 
 def sense(

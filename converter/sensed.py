@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from converter import builtin
 from converter.corpus import Text, cut
@@ -18,7 +21,7 @@ from converter.resume import EVERY, KEPT, Stopping
 from converter.sense import ahead, n_measured, sense
 from converter.sensing import n_trials
 from converter.session import Session
-from converter.trials import Found
+from converter.trials import VERSION, Found
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import duration, expect, note
@@ -118,10 +121,20 @@ def _chunks(session: Session, how: Measuring) -> tuple[list[tuple[int, ...]], li
     return chunks, [blocks[i].source for i in order] if how.short else []
 
 
+@contextlib.contextmanager
+def _opened(kept: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
+    """What _write() wrote. Raises ValueError for what another version did, and what numpy does for a damaged file."""
+    with np.load(kept, allow_pickle=False) as arrays:
+        version = int(arrays["version"]) if "version" in arrays else "none"
+        if version != VERSION:
+            raise ValueError(f"expected measurements of version {VERSION}, found {version}")
+        yield arrays
+
+
 def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource], lengths: Sequence[int]) -> Found | None:
     """What an earlier run has measured. texts: as of Sensing; lengths: of its chunks."""
     try:
-        with np.load(kept, allow_pickle=False) as arrays:
+        with _opened(kept) as arrays:
             if "lengths" not in arrays or arrays["lengths"].tolist() != list(lengths):
                 raise ValueError(f"expected chunks of {', '.join(map(str, lengths))} tokens, found others")
             found = Found.of(arrays, calibration)
@@ -181,26 +194,27 @@ def _write(path: Path, found: Found, lengths: Sequence[int], minutes: float = 0.
     """lengths: of the chunks. minutes: that there was no more time than; 0: interrupted. refused: why there can be no
     sensitivities."""
     with atomic_file(path) as handle:
-        values = {"minutes": np.array(minutes), "refused": np.array(refused), "lengths": np.array(lengths)}
-        np.savez(handle, allow_pickle=False, **values, **found.arrays())
+        values = {"minutes": minutes, "refused": refused, "lengths": lengths, "version": VERSION}
+        arrays = {name: np.array(value) for name, value in values.items()}
+        np.savez(handle, allow_pickle=False, **arrays, **found.arrays())
 
 
 def stopped_at(kept: Path) -> float | None:
     """The minutes that were not enough for all sensitivities; 0: of an interrupted run; None: there is nothing left."""
     try:
-        with np.load(kept, allow_pickle=False) as arrays:
+        with _opened(kept) as arrays:
             return float(arrays["minutes"])
     except FileNotFoundError:
         return None
-    except Exception:  # damaged: as in _earlier, which says so
+    except Exception:  # damaged, or of another version: as in _earlier, which says so
         return 0.0
 
 
 def refused(kept: Path, minutes: float | None) -> str:
     """Why an earlier run with this much time or more found that there can be no sensitivities; empty: none did."""
     try:
-        with np.load(kept, allow_pickle=False) as arrays:
+        with _opened(kept) as arrays:
             enough = (math.inf if minutes is None else minutes) <= float(arrays["minutes"])
             return str(arrays["refused"]) if enough else ""
-    except Exception:  # no such file, or damaged: as in stopped_at
+    except Exception:  # no such file, or none to go on from: as in stopped_at
         return ""

@@ -22,6 +22,8 @@ UNPREDICTABLE = (
 )
 MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the cells that were measured on add
 
+VERSION = 1  # of what Found keeps; another one for metrics, noise or chunks that are made in another way
+
 # Standard deviations of logarithms: of a trial, between texts, layers, the first three, and a layer's sides
 SD_TRIAL, SD_TEXTS, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.5, 0.5, 4.0, 0.6
 

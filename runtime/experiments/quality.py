@@ -111,23 +111,21 @@ def domain(lab: Lab) -> dict[str, Any]:
     return {"rows": rows, "pairs": pairs, "reconstruction": reconstruction(lab)}
 
 
-def _half_exact(lab: Lab, fit: Fit, plan: Sequence[Bands], side: int) -> float:
-    """Bits per element when only K (side 0) or V (1) is coded and the other is f16."""
-    heads = fit.heads[side::2]
-    coded = sum(head.d for head in heads)
-    every = sum(head.d for head in fit.heads)
-    counted = layout.account(heads, plan[side::2], fit.overhead).total
-    return (counted * coded + 16.0 * (every - coded)) / every
+def half_exact(fit: Fit, kv_bits: float, side: int) -> float:
+    """Bits per element of a layout of kv_bits when only K (side 0) or V (1) is coded and the other is f16."""
+    every = fit.held(fit.narrow(kv_bits))
+    heads = every[side::2]
+    coded, both = (sum(head.d for head in some) for some in (heads, every))
+    counted = layout.account(heads, fit.plan(kv_bits)[side::2], fit.overhead).total
+    return (counted * coded + 16.0 * (both - coded)) / both
 
 
 def sides(lab: Lab) -> dict[str, Any]:
     """Keys and values, keys only, values only."""
     caches = [lab.static(sides=s, name=n) for s, n in (("kv", "both"), ("k", "keys only"), ("v", "values only"))]
     rows = lab.measure(caches, lab.texts[0])
-    fit = lab.fit()
-    plan = fit.plan(lab.kv_bits)
     for side in (0, 1):
-        rows[1 + side]["bpe"] = round(_half_exact(lab, fit, plan, side), 4)
+        rows[1 + side]["bpe"] = round(half_exact(lab.fit(), lab.kv_bits, side), 4)
         rows[1 + side]["bpe_rows"] = None
     return {"rows": rows}
 

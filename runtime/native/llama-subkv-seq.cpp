@@ -95,6 +95,19 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
             return false;
         }
     }
+    const auto & streams = kv.seq_to_stream;
+    if (std::min(src, dst) < 0 || (size_t) std::max(src, dst) >= streams.size() || streams[src] != streams[dst] ||
+        kv.seq_pos_max(dst) < 0) {
+        return true; // of no sequence, llama.cpp says so; between streams, or onto none, dst becomes what src is
+    }
+    const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
+    if (state != last) {
+        kv.subkv_hook->report(format(
+            "seq_cp: recurrent state of position %d expected in sequence %d, where the cells of sequence %d would end, "
+            "that of %d found; remove all of sequence %d first",
+            last, src, dst, state, dst));
+        return false;
+    }
     return true;
 }
 

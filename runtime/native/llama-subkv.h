@@ -56,9 +56,10 @@ struct llama_subkv {
     // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer, and whether llama.cpp has
     // the snapshot that its recurrent state would go back to; an end p1 behind everything becomes open, for which alone
     // llama.cpp forgets the snapshot that the next token would begin with; may_copy: whether neither state has gone back,
-    // of which a copy would not know; recurrent_stays reports that the other half refused; in_step: no half is behind the
-    // other in a sequence of this batch; keep_alone: llama.cpp keeps the cells of sequences that have streams of their
-    // own, not their recurrent state but the snapshot of it that a removed tail chose.
+    // of which a copy would not know, and the copied one is of where dst's cells would end; recurrent_stays reports that
+    // the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone: llama.cpp
+    // keeps the cells of sequences that have streams of their own, not their recurrent state but the snapshot of it that
+    // a removed tail chose.
     static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
                            llama_pos p0, llama_pos & p1);
     // llama_kv_cache_iswa: ditto, and whether the sliding half still has what the window of the next token needs.

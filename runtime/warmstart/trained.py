@@ -26,7 +26,7 @@ from runtime.warmstart.frame import Frame
 from runtime.warmstart.pooled import Plan, Slots, placed
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import atomic_file
-from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, canonical
+from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, canonical, parsed
 
 if TYPE_CHECKING:
     from subkv.engine.model import Model
@@ -273,11 +273,7 @@ class _Header:
 
     def _json(self, key: str, fits: Callable[[Any], bool], wanted: str) -> Any:
         text = self.text(key)
-        try:
-            value = json.loads(text)
-            json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for halves of characters
-        except (ValueError, RecursionError) as error:
-            raise SubkvError(PREFIX + key, f"expected JSON, found text that does not parse ({error})") from error
+        value = parsed(PREFIX + key, text, "JSON")
         if not fits(value):
             raise SubkvError(PREFIX + key, f"expected {wanted}, found {text[:80]!r}")
         return value

@@ -10,12 +10,26 @@ from hypothesis import strategies as st
 
 from subkv.base.errors import SubkvError
 from subkv.format.bases import StoredBasis
+from subkv.format.calibration import MAX_HEAD_SIZE
 from subkv.format.codec import round_trip
-from subkv.plan.basis import F64, N_HALVES, band_step, fit_metric, fit_pca, gains, in_bytes, mixing_matrix, store
+from subkv.plan.basis import (
+    F64,
+    N_HALVES,
+    band_step,
+    fit_metric,
+    fit_pca,
+    gains,
+    half,
+    in_bytes,
+    mixing_matrix,
+    store,
+)
+from subkv.plan.hadamard import spreading
 from subkv.plan.quantizer import CODED_WIDTHS, best_step, distortion, gaussian_distortion, shared_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.sampled_from([8, 16, 24, 64, 80])
+APART = (184, 232, 344, 376, 472, 520, 536)  # orders of no Hadamard matrix that hadamard.py makes
 
 
 def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
@@ -71,9 +85,20 @@ def test_mixing_is_orthonormal(n: int) -> None:
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-12)
 
 
+@pytest.mark.parametrize("n", range(8, MAX_HEAD_SIZE + 1, 8))
+def test_spreading_is_orthonormal_and_in_bytes(n: int) -> None:
+    """Whichever construction has this order; its inverse, too, is halves times bytes."""
+    matrix = spreading(n)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-12)
+    assert n in APART or np.ptp(np.abs(matrix)) == 0.0
+    for row in half(np.linalg.inv(in_bytes(matrix)).T, "D"):
+        assert len(np.unique(np.abs(row[row != 0]))) == 1
+
+
 def test_mixing_is_chosen_for_unequal_variances_only() -> None:
     assert band_step(4, np.array([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.1, 0.1]))[1]
-    assert not band_step(4, np.ones(8))[1]
+    for bits in CODED_WIDTHS:
+        assert band_step(bits, np.full(8, 4.0)) == (pytest.approx(2 * best_step(bits)), False)
 
 
 @given(SEEDS, SIZES)

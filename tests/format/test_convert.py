@@ -26,11 +26,12 @@ from subkv.base.errors import SubkvError
 from subkv.format.calibration import Calibration, write_calibration
 from subkv.format.codec import row_bytes
 from subkv.format.metadata import read
-from subkv.format.window import DEFAULT
+from subkv.format.window import DEFAULT, Window
 from subkv.native.gguf import Gguf
 from subkv.plan.basis import gains
-from subkv.plan.budget import Head, Overhead, account
+from subkv.plan.budget import Head, Overhead, account, budget_range
 from subkv.plan.costs import output_metrics
+from subkv.plan.pipeline import Fit, Options
 
 
 @pytest.fixture
@@ -244,6 +245,19 @@ def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path, 
     encoders, means = sum(ranks) * (32 + 2), sum(2 * 32 + 4 * rank for rank in ranks) / 2
     decoders = sum(8 * 2 * 32 + (rank - 8) * row for rank in ranks)
     assert described["bytes_bases"] == pytest.approx(encoders + decoders + means, rel=0.02)
+
+
+def test_every_budget_between_two_is_planned(base: Path) -> None:
+    """Also in a context so short that decoders in bytes leave bits that no rows can spend."""
+    with Gguf(base) as opened:
+        fit = Fit(opened, random_calibration(), Options(window=Window(4, 16, 8), bpe_context=16))
+    low, high = budget_range(fit.heads, fit.overhead)
+    found = []
+    for kv_bits in np.linspace(low.total, high.total, 40):
+        narrow = fit.narrow(kv_bits)
+        assert fit.account(fit.plan(kv_bits), narrow).total <= kv_bits * (1.0 + 1e-9)
+        found.append(narrow)
+    assert found == sorted(found, reverse=True) and set(found) == {True, False}
 
 
 def test_centring_is_as_good_as_keys_without_a_mean(run: Callable[..., Result], base: Path) -> None:

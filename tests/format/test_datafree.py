@@ -216,6 +216,23 @@ def test_any_model_gets_bases(tiny_model: Models, arch: str) -> None:
     assert [note.key for note in result.notes] == (["model"] if arch == "t5" else [])  # its tensors have other names
 
 
+@pytest.mark.parametrize("kv_bits", [4.0, 4.75, 5.3, 7.1, 12.0])
+@pytest.mark.parametrize(
+    ("arch", "dims"),
+    [("llama", {}), ("llama", {"head_size": 56}), ("qwen2", {"head_size": 80}), ("gemma4", {}), ("deepseek2", {})],
+)
+def test_bases_count_as_they_are_held(
+    tiny_model: Models, tmp_path: Path, arch: str, dims: dict[str, Any], kv_bits: float
+) -> None:
+    """In bytes: libsubkv says so of what it has read."""
+    context = 1 << 20
+    result = datafree.sidecar(tiny_model(arch, **dims), tmp_path / "out.gguf", options(kv_bits))
+    elements = sum(layer.shape.n_head_kv * layer.shape.d_k for layer in result.layers)
+    elements += sum(layer.shape.n_head_kv * layer.shape.d_v for layer in result.layers if not layer.latent)
+    held = 8 * metadata.read(tmp_path / "out.gguf")["bytes_bases"]
+    assert result.counted.bases * context * elements == pytest.approx(held, rel=1e-9)
+
+
 def test_unknown_rotation_or_damaged_weights_are_coded_evenly(tiny_model: Models) -> None:
     with Gguf(tiny_model("qwen2")) as base:
         bad = np.full((64, 128), np.nan)

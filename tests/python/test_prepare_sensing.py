@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 from preparing import left, run
 
-from converter import correcting
+from converter import builtin, correcting
 from converter.cli import main as convert
 from converter.decoded import Unpredictable
 from converter.resume import KEPT
 from converter.sensing import LEAST, Sensing
-from converter.trials import Found
+from converter.trials import VERSION, Found
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import choose_cache
@@ -133,6 +133,24 @@ def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypat
     assert sentence in result.stderr and "predicted KLD" in result.stdout
 
 
+@pytest.mark.parametrize(("version", "found"), [(None, "none"), (VERSION + 1, VERSION + 1)])
+def test_sensitivities_of_another_version_are_measured_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, version: int | None, found: Any
+) -> None:
+    """Neither gone on from, nor believed that there was no more time or that nothing can be predicted."""
+    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
+    (kept,) = store.folder().glob("*.sensing.npz")
+    with np.load(kept) as arrays:
+        other = {name: arrays[name] for name in arrays if name != "version"}
+    other["refused"] = np.array("it says the same")
+    np.savez(kept, **other, **({} if version is None else {"version": np.array(version)}))
+    result = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"])
+    assert result.exit_code == 0, result.output
+    sentence = f"note: {kept} cannot be gone on from (expected measurements of version {VERSION}, found {found}); "
+    assert sentence in result.stderr and "it says the same" not in result.stderr
+    assert "there was time for" in result.stderr and "an earlier run had time for" not in result.stderr
+
+
 @pytest.mark.parametrize("error", [b"PK no archive", IndexError, TypeError])
 def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).exit_code == 0
@@ -141,11 +159,13 @@ def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monke
     if isinstance(error, bytes):
         kept.write_bytes(error)
     else:
-        np.savez(open(kept, "wb"), minutes=np.array(0.0))  # noqa: SIM115
+        values = {"minutes": 0.0, "version": VERSION, "lengths": [320] * builtin.MEASURED}
+        np.savez(kept, **{name: np.array(value) for name, value in values.items()})
         monkeypatch.setattr(Found, "of", classmethod(lambda *_: (_ for _ in ()).throw(error("damaged"))))
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
-    assert "cannot be gone on from" in result.stderr and "predicted KLD" in result.stdout
+    why = "" if isinstance(error, bytes) else "(damaged)"
+    assert f"cannot be gone on from {why}" in result.stderr and "predicted KLD" in result.stdout
 
 
 def test_minutes_are_a_budget(tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_answers_as_an_exact_cache_does(tiny_model: Models, tmp_path: Path, arch
         with opened(model, bases=tmp_path / "bases.gguf") as llm:
             errors.append(float(np.std(last_logits(llm, TOKENS) - exact) / np.std(exact)))
             assert llm.kv_stats().type_k == "subkv"
-    assert errors[1] < 0.02
+    assert errors[1] < 0.03
     assert errors[0] < 0.4
     assert errors[1] < 0.2 * errors[0]
 

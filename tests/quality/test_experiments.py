@@ -14,7 +14,12 @@ from click.testing import CliRunner, Result
 
 from converter.plots import figure as plots
 from runtime.experiments import cli, oja, rotary, verdicts
+from runtime.experiments.quality import half_exact
 from subkv.base.errors import SubkvError
+from subkv.format.calibration import read_calibration
+from subkv.format.window import N_SINK, Window
+from subkv.native.gguf import Gguf
+from subkv.plan.pipeline import Fit, Options
 
 N_RECENT = 16
 
@@ -92,6 +97,16 @@ def test_numbers_are_sound(results: dict[str, Any]) -> None:
     for pair in results["matched"]["pairs"] + results["domain"]["pairs"]:
         assert pair["bpe_static"] == pytest.approx(pair["bpe"], abs=0.15)  # a plan spends its budget in groups of 8
         assert pair["gain"] == pytest.approx(pair["kld_static"] - pair["kld"], abs=1e-12)
+
+
+def test_sides_count_bases_as_both_do(calibration: Callable[[str], Path], tiny_model: Callable[..., Path]) -> None:
+    """Also where decoders are in bytes."""
+    with Gguf(tiny_model("llama")) as base:
+        options = Options(window=Window(N_SINK, N_RECENT), bpe_context=4096)
+        fit = Fit(base, read_calibration(calibration("llama")), options)
+    assert fit.narrow(4.0)
+    keys, values = (half_exact(fit, 4.0, side) for side in (0, 1))
+    assert keys + values - 16.0 == pytest.approx(fit.account(fit.plan(4.0), narrow=True).total)
 
 
 def test_subspaces_follow(results: dict[str, Any]) -> None:

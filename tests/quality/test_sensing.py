@@ -17,7 +17,7 @@ from converter.decoded import SCORED
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
 from converter.sense import ahead, n_measured, sense
-from converter.sensing import LEAST, Sensing
+from converter.sensing import CORRECTING, LEAST, REPEATED, Sensing, n_trials
 from converter.session import Session
 from converter.trials import MOMENTS, Found, evened, smoothed
 from subkv.base.errors import SubkvError
@@ -85,6 +85,15 @@ def test_equal_tokens_have_equal_errors(side: str) -> None:
         found += residual.energy(rows, SHAPE, output, *errors) * len(rows.q) / (4 * DRAWS)
     metric = residual.metrics(rows, SHAPE, output, Window(2, 0))[f"{side}0"]
     assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
+
+
+def test_equal_tokens_are_merged_once_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And kind of error, not for every pair of heads."""
+    rng, merged, calls = np.random.default_rng(3), residual._merged, []
+    rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
+    monkeypatch.setattr(residual, "_merged", lambda *given: calls.append(given) or merged(*given))
+    residual.metrics(replace(rows, v=rows.v[rng.integers(0, 4, len(rows.v))]), SHAPE, output, Window(2, 0))
+    assert len(calls) == SHAPE.n_head * len(residual.SIDES)
 
 
 def test_without_a_window_more_counts() -> None:
@@ -276,6 +285,8 @@ def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
     assert n_measured([512] * 5 + [2048] * 2) == 7
     for lengths in ([320] * 5, [512] * 5 + [2048] * 2):
         assert sum(lengths) < ahead(lengths, 2) < ahead(lengths, 30)
+    trials = int(REPEATED * n_trials(2)) * SCORED
+    assert ahead([320] * 5, 2) == 5 * 320 + trials + 2 * 2 * CORRECTING + 2 * correcting.n_stock(320)
 
 
 def test_layers_are_evened_with_their_neighbours() -> None:

@@ -116,8 +116,7 @@ def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Pa
     target = fit.stock_error("q8_0")
     budget = fit.budget_like("q8_0")
     assert target is not None and budget is not None
-    error = fit.error(fit.code(fit.plan(budget))[0])
-    worse = fit.error(fit.code(fit.plan(budget - 0.05))[0])
+    error, worse = (fit.error(fit.code(fit.plan(bits), fit.narrow(bits))[0]) for bits in (budget, budget - 0.05))
     assert error is not None and worse is not None and error <= target < worse
 
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")

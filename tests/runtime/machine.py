@@ -290,7 +290,8 @@ class Machine(RuleBasedStateMachine):
         first, last = max(p0, 0), EVERYTHING if p1 < 0 else p1
         copied = {p: cell for p, cell in a.cells.items() if first <= p < last}
         self.coded.cp(src, dst, p0, p1)
-        if self.recurrent and src != dst and (a.pending or b.pending or copied != a.cells):
+        torn = self.unified and b.cells and a.tail != max(a.last(), b.last())
+        if self.recurrent and src != dst and (a.pending or b.pending or torn or copied != a.cells):
             assert "recurrent state" in last_error()
             return
         if self.unified and any(b.cells.get(p, cell)[1] != cell[1] for p, cell in copied.items()):

@@ -1,11 +1,7 @@
-"""Recurrent state beside coded cells: both halves go on together, go back together, or refuse before either changes.
-
-And M-RoPE, whose text has one position per token and whose pictures do not.
-"""
+"""Recurrent state beside coded cells: both halves go on together, go back together, or refuse before either changes."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,13 +46,6 @@ def hybrid(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Coded]:
     coded = Coded(tiny_model(request.param), tmp_path_factory.mktemp("hybrid"))
-    yield coded
-    coded.model.free()
-
-
-@pytest.fixture(scope="module")
-def vision(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coded]:
-    coded = Coded(tiny_model("qwen2vl"), tmp_path_factory.mktemp("vision"))
     yield coded
     coded.model.free()
 
@@ -232,6 +221,31 @@ def test_a_part_of_a_sequence_has_no_recurrent_state_of_its_own(hybrid: Coded) -
         assert s.rm(1, -1)
         assert agree(expected[:10], s.decode(tokens[:10], 0, 1))
         assert agree(expected[30:], s.decode(tokens[30:31], 30, 0))
+
+
+def test_a_copy_onto_more_than_it_holds_leaves_the_recurrent_state(hybrid: Coded) -> None:
+    """The cells of both would end where the copied state does not."""
+    tokens = hybrid.tokens
+    with hybrid.session() as s:
+        expected = s.decode(tokens[:41])
+    with hybrid.session(n_seq_max=3, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:30], 0, 0)
+        s.cp(0, 1)
+        s.decode(tokens[30:40], 30, 1)
+        before = s.state(1)
+        for src in (0, 2):  # shorter, and empty
+            s.cp(src, 1)
+            assert last_error().startswith("seq_cp: recurrent state of position 39 expected")
+            assert s.state(1) == before
+        assert agree(expected[40:], s.decode(tokens[40:41], 40, 1))
+        assert s.rm(1, -1)
+        s.cp(2, 1)  # nothing onto nothing
+        assert not last_error() and last(s, 1) == -1
+        s.decode(tokens[30:35], 30, 0)
+        s.cp(0, 2)
+        assert agree(expected[35:40], s.decode(tokens[35:40], 35, 2))
+        s.cp(2, 0)  # onto a beginning of it
+        assert agree(expected[40:], s.decode(tokens[40:41], 40, 0))
 
 
 def test_a_copy_that_the_cells_refuse_copies_no_recurrent_state(hybrid: Coded) -> None:
@@ -428,77 +442,3 @@ def test_any_program_is_as_on_an_ordinary_cache(
                     assert s.rm(seq, len(texts[seq]))
             for j, held in enumerate(texts):
                 assert last(coded, j) == last(stock, j) == len(held) - 1
-
-
-#
-# M-RoPE
-#
-
-
-def picture(s: engine.Session, n: int, pos: int) -> int:
-    """llama_decode's status for embeddings at 4 positions each (time, height, width, none), as a picture has them."""
-    n_embd = C.llama_model_n_embd(s.model.handle)
-    batch = C.llama_batch_init(n, n_embd, 1)
-    positions = (ctypes.c_int32 * (4 * n))()
-    for i in range(n):
-        positions[i], positions[n + i], positions[2 * n + i] = pos, pos + i // 2, pos + i % 2
-        batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, False
-    for i in range(n * n_embd):
-        batch.embd[i] = 0.1
-    own = ctypes.cast(batch.pos, ctypes.c_void_p).value  # of n positions, which is freed with the batch
-    batch.pos = positions
-    batch.n_tokens = n
-    status = int(C.llama_decode(s.ctx, batch))
-    batch.pos = ctypes.cast(own, ctypes.POINTER(ctypes.c_int32))
-    C.llama_batch_free(batch)
-    return status
-
-
-@pytest.mark.parametrize("window", [WINDOW, (0, 0, 0)])
-def test_a_picture_is_refused_and_text_goes_on(vision: Coded, window: tuple[int, int, int]) -> None:
-    tokens = vision.tokens
-    with session(vision.model) as s:
-        assert picture(s, 4, 0) == 0  # an ordinary cache takes it
-    with session(vision.model, vision.layout, window=window) as s:
-        expected = s.decode(tokens[:61])
-        s.clear()
-        s.decode(tokens[:60])
-        before = s.state(0)
-        assert picture(s, 4, 60) != 0
-        assert "picture" in last_error() and "-ctk f16" in last_error()
-        assert picture(s, 1, 59) != 0  # a second token where one is
-        assert "position 59" in last_error()
-        assert s.state(0) == before
-        assert agree(expected[60:], s.decode(tokens[60:61], 60))
-
-
-def test_text_may_leave_positions_out(vision: Coded) -> None:
-    """As it does behind a picture: positions go on after the picture's height."""
-    tokens = vision.tokens
-    with vision.session() as s:
-        s.decode(tokens[:40])
-        expected = s.decode(tokens[40:80], 60)
-        s.clear()
-        s.decode(tokens[:40], pieces=[7, 33])
-        found = s.decode(tokens[40:80], 60, pieces=[1, 25, 14])
-        assert agree(expected, found)
-        assert s.rm(0, 95)
-        assert agree(expected[35:], s.decode(tokens[75:80], 95))
-
-
-def test_a_sequence_of_text(vision: Coded) -> None:
-    """Remove a tail, copy, save and restore: as with positions of one number."""
-    tokens = vision.tokens
-    with vision.session(n_seq_max=2, unified=True, n_ctx=512) as s:
-        expected = s.decode(tokens[:120])
-        s.clear()
-        s.decode(tokens[:100])
-        s.decode([t ^ 1 for t in tokens[100:108]], 100)
-        assert s.rm(0, 100)
-        s.cp(0, 1)
-        state = s.state(0)
-        assert agree(expected[100:], s.decode(tokens[100:120], 100, 1))
-        assert s.rm(1, -1)
-        s.decode([t ^ 1 for t in tokens[100:130]], 100)
-        assert s.set_state(state, 0) == len(state)
-        assert agree(expected[100:], s.decode(tokens[100:120], 100))

@@ -197,6 +197,16 @@ def canonical(blob: bytes) -> tuple[bytes, memoryview]:
     return len(text).to_bytes(8, "little") + text, memoryview(blob)[end:]
 
 
+def parsed(key: str, text: str, wanted: str) -> Any:
+    """What JSON in a file's metadata says. Raises SubkvError about `key`, where it does not parse or is no Unicode."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for halves of characters
+    except (ValueError, RecursionError) as error:
+        raise SubkvError(key, f"expected {wanted}, found text that does not parse ({error})") from error
+    return value
+
+
 def read_calibration(path: Path) -> Calibration:
     """Read and validate a calibration file.
 
@@ -264,11 +274,7 @@ class _Header:
 
     def _objects(self, key: str) -> list[dict[str, Any]]:
         text = self._text(key)
-        try:
-            value = json.loads(text)
-            json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for halves of characters
-        except (ValueError, RecursionError) as error:
-            raise SubkvError(PREFIX + key, f"expected a JSON list, found text that does not parse ({error})") from error
+        value = parsed(PREFIX + key, text, "a JSON list")
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise SubkvError(PREFIX + key, f"expected a JSON list of objects, found {text[:80]!r}")
         return value

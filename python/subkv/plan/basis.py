@@ -17,6 +17,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, StoredBasis
 from subkv.format.codec import rank
+from subkv.plan.hadamard import spreading
 from subkv.plan.quantizer import best_step, distortion, shared_step
 
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
@@ -134,10 +135,7 @@ def fit_metric(moment: F64, metric: F64, ridge: float = METRIC_RIDGE) -> FullBas
 def mixing_matrix(n: int) -> F64:
     """Orthonormal [n, n]: Hadamard (Sylvester) when n is a power of two, else DCT-II."""
     if n & (n - 1) == 0:
-        matrix = np.ones((1, 1))
-        while len(matrix) < n:
-            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-        return np.asarray(matrix / np.sqrt(n), dtype=np.float64)
+        return spreading(n)
     index = np.arange(n)
     matrix = np.sqrt(2.0 / n) * np.cos(np.pi * (index[None, :] + 0.5) * index[:, None] / n)
     matrix[0] /= np.sqrt(2.0)
@@ -152,6 +150,8 @@ def band_step(bits: int, variance: F64) -> tuple[float, bool]:
     mean = float(variance.mean())
     if mean <= 0.0:
         return 0.0, False
+    if np.ptp(variance) == 0.0:  # the search for a shared step comes near the best, and mixed twice is not mixed
+        return float(np.sqrt(mean)) * best_step(bits), False
     step, error = shared_step(bits, variance)
     if len(variance) * mean * distortion(bits) < error * (1.0 - 1e-3):
         return float(np.sqrt(mean)) * best_step(bits), True

@@ -3,7 +3,8 @@
 Keys: coordinates in the order of what an error in them costs, as far as the weights tell (weights.py), less their mean
 where biases give one, mixed inside bands. Values: mixed evenly, since weights tell nothing of them that holds. Nor do
 they tell which layers and heads matter: all get alike, and no coefficient fewer than LEAST bits. Any basis here is
-invertible, so of a model of an unusual kind the quality is less, but no answer wrong.
+invertible, so of a model of an unusual kind the quality is less, but no answer wrong. The entries of a row of E, and of
+D, are alike in size or 0: libsubkv holds both in bytes, and so they count.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
-from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, mixing_matrix, slices, store, stored_mean
+from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, slices, store, stored_mean
+from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context, largest_context
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
@@ -111,9 +113,10 @@ def plan(base: Base, options: Options) -> Result:
     keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
     heads = []
     for shape, of_layer in zip(layers, keys, strict=True):
+        held_k, held_v = (budget.encode_bits(d) + budget.decode_bits(d, in_bytes=True) for d in (shape.d_k, shape.d_v))
         for key in of_layer:
-            heads.append(budget.Head(shape.d_k, key.importance, centred=bool(key.mean.any())))
-            heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v)))
+            heads.append(budget.Head(shape.d_k, key.importance, centred=bool(key.mean.any()), held=held_k))
+            heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v), held=held_v))
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
     coded = _coded(layers, keys, planned)
     known = all(energies is not None for energies in found)
@@ -217,14 +220,14 @@ def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) ->
 @functools.cache
 def _mixing(n: int) -> tuple[F64, F64]:
     """E and D of n coordinates that are mixed."""
-    encode = in_bytes(mixing_matrix(n))
+    encode = in_bytes(spreading(n))
     return encode, np.asarray(np.linalg.inv(encode).T, dtype=np.float64)
 
 
 @functools.cache
 def _even_stored(d: int, bands: Bands) -> StoredBasis:
     """All coefficients alike."""
-    return store(FullBasis(mixing_matrix(d), mixing_matrix(d), np.ones(d), np.ones(d)), np.eye(d), bands)
+    return store(FullBasis(spreading(d), spreading(d), np.ones(d), np.ones(d)), np.eye(d), bands)
 
 
 def _coded(

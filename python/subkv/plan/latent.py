@@ -21,9 +21,10 @@ from subkv.format.codec import rank
 from subkv.format.metadata import Account
 from subkv.native.gguf import Base
 from subkv.plan import budget
-from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, mixing_matrix, repriced, slices, store
+from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, repriced, slices, store
 from subkv.plan.costs import LayerCost
 from subkv.plan.gamma import gamma_of
+from subkv.plan.hadamard import spreading
 
 LEAST = 3  # bits of any coefficient without a calibration
 MAX_BANDS = 8  # of a row (FORMAT.md §2)
@@ -32,14 +33,16 @@ SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget
 WHY = "bases from the weights alone read it"
 
 
-def heads(shape: LayerShape, latent: F64, turned: F64, in_bytes: bool = True) -> list[budget.Head]:
+def heads(
+    shape: LayerShape, latent: F64, turned: F64, in_bytes: bool = True, narrow: bool = False
+) -> list[budget.Head]:
     """What the planner sees of a layer, of the importance of its coefficients: the latent, then the others.
 
-    Bases hold rows of d_k elements, and once more what values need of D. in_bytes: E is.
+    Bases hold rows of d_k elements, and once more what values need of D. in_bytes: E is; narrow: all of D is.
     """
-    both = budget.encode_bits(shape.d_k, in_bytes) + budget.decode_bits(shape.d_k)
+    both = budget.encode_bits(shape.d_k, in_bytes) + budget.decode_bits(shape.d_k, narrow)
     return [
-        budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v)),
+        budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow)),
         budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True),
     ]
 
@@ -80,12 +83,14 @@ def coded(
     def even(d: int) -> F64:
         return np.asarray(1.0 - SLOPE * (np.arange(d) // budget.GROUP), dtype=np.float64)
 
-    every = [head for shape in layers for head in heads(shape, even(shape.d_v), even(shape.d_k - shape.d_v))]
+    every = []
+    for shape in layers:
+        every += heads(shape, even(shape.d_v), even(shape.d_k - shape.d_v), narrow=True)
     planned = joined(every, budget.plan_banded(every, kv_bits, overhead, LEAST))
     out = []
     for i, shape in enumerate(layers):
         parts = [
-            FullBasis(mixing_matrix(d), mixing_matrix(d), np.full(d, variance), np.ones(d))
+            FullBasis(spreading(d), spreading(d), np.full(d, variance), np.ones(d))
             for d, variance in zip((shape.d_v, shape.d_k - shape.d_v), variances(base, shape), strict=True)
         ]
         keys = stored(parts, [np.eye(len(part.encode)) for part in parts], planned[2 * i : 2 * i + 2])

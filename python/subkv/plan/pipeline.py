@@ -241,28 +241,30 @@ class Fit:
         if self.settings.codec == "int8":
             return budget.plan_int8(self.heads)
         widest = latent.WIDEST if self.latent else None
-        planned = budget.plan_banded(self._held(self.narrow(kv_bits)), kv_bits, self.overhead, widest=widest)
+        planned = budget.plan_banded(self.held(self.narrow(kv_bits)), kv_bits, self.overhead, widest=widest)
         return latent.joined(self.heads, planned) if self.latent else planned
 
     def narrow(self, kv_bits: float) -> bool:
-        """Whether D, too, is in bytes at a budget: NARROW_FROM."""
+        """Whether D, too, is in bytes at a budget: NARROW_FROM, and rows can spend what that saves."""
         if self.settings.codec == "int8":
             return False
         (_, wide), (_, narrow) = (budget.budget_range(heads, self.overhead) for heads in (self.heads, self._narrow))
         rows = kv_bits - wide.window - wide.bases
+        if kv_bits > narrow.total:
+            return False
         return wide.bases - narrow.bases >= NARROW_FROM * 4.0 ** (rows - NARROW_AT)
 
     def account(self, plan: Sequence[Bands], narrow: bool = False) -> Account:
-        return budget.account(self._held(narrow), plan, self.overhead)
+        return budget.account(self.held(narrow), plan, self.overhead)
 
-    def _held(self, narrow: bool) -> list[Head]:
+    def held(self, narrow: bool) -> list[Head]:
         """The heads with bases as they are held in memory."""
         return self._narrow if narrow else self.heads
 
     def code(self, plan: Sequence[Bands], narrow: bool = False) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
         """Rounded bases and gammas for a plan, and the number of heads per source of gamma. narrow: D in bytes."""
         sources: Counter[str] = Counter()
-        bands, held = iter(plan), iter(self._held(narrow))
+        bands, held = iter(plan), iter(self.held(narrow))
         layers = []
         for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
             coded = []
