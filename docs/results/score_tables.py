@@ -27,26 +27,27 @@ QUALITY: tuple[Column, ...] = (
 
 def frontier(lab: Any) -> Rows:
     """At the context whose bytes are counted."""
-    bits, kinds = lab.pick("3,3.5,4.25,5,5.8,7", "4.25"), lab.pick("q8_0,q5_1,q5_0,q4_1,q4_0", "q4_0")
-    size = lab.pick(("-c", "8192", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
+    return _frontier(lab, "2.5,3,3.5,4.25,5,5.65,7", "8192", "1", "frontier.png")
+
+
+def frontier_short(lab: Any) -> Rows:
+    """Where the exact window and the bases weigh most."""
+    return _frontier(lab, "4.25,4.75,5.5,6.25,7", "2048", "2", "frontier_short.png")
+
+
+def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str) -> Rows:
+    bits, kinds = lab.pick((bits, "q8_0,q5_1,q5_0,q4_1,q4_0"), ("4.25", "q4_0"))
+    size = ("--bpe-context", lab.pick(n_ctx, "8192"), *lab.pick(("-c", n_ctx, "--chunks", chunks), ("-c", "256")))
     chosen = ("-f", lab.text(WIKI), "--kv-bits", bits, "--stock", kinds, *size)
-    rows: Rows = lab.json(*EVALUATE, *chosen, "--plot", "frontier.png")
-    lab.keep("frontier.png")
+    rows: Rows = lab.json(*EVALUATE, *chosen, "--plot", picture)
+    lab.keep(picture)
     return rows
-
-
-def short(row: Row) -> float:
-    """Bits per element where the context is as long as the scored chunk: the window weighs more there."""
-    if not row["n_recent"]:
-        return float(row["bpe_rows"])
-    return float(row["bpe_rows"] + (row["bpe"] - row["bpe_rows"]) * 8192 / row["n_ctx"])
 
 
 def frontier_markdown(rows: Rows) -> str:
     columns: list[Column] = [
         ("cache", lambda row: label(row["name"])),
-        ("bits per element at 8192", lambda row: f"{row['bpe']:.2f}"),
-        *([(f"at {rows[0]['n_ctx']}", lambda row: f"{short(row):.2f}")] if rows[0]["n_ctx"] != 8192 else []),
+        (f"bits per element at {rows[0]['n_ctx']}", lambda row: f"{row['bpe']:.2f}"),
         *QUALITY,
         ("predicted", lambda row: "" if row["predicted_kld"] is None else plain(row["predicted_kld"])),
     ]
@@ -69,31 +70,36 @@ def klds_of(rows: Rows) -> Numbers:
 
 
 def other_texts(lab: Any) -> Rows:
-    bits, kinds = lab.pick("3.5,4.25,5,5.8,7", "4.25"), lab.pick("q8_0,q5_0,q4_0", "q4_0")
+    bits, kinds = lab.pick(("3,3.5,4.25,5,5.65,7", "q8_0,q5_0,q4_0"), ("4.25", "q4_0"))
     files = lab.texts(NOVEL, CODE)
     size = lab.pick(("-c", "2048", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
-    rows: Rows = lab.json(*EVALUATE, *(f"-f{file}" for file in files), "--kv-bits", bits, "--stock", kinds, *size)
+    chosen = ("--held-out", "--kv-bits", bits, "--stock", kinds, *size)
+    rows: Rows = lab.json(*EVALUATE, *(f"-f{file}" for file in files), *chosen)
     return rows
 
 
 def by_text(rows: Rows) -> str:
-    """A line per cache, a column per text."""
+    """A line per cache, a column per text, then their mean and the worst."""
     texts = list(dict.fromkeys(row["text"] for row in rows))
     names = list(dict.fromkeys(row["name"] for row in rows))
-    found = {(row["name"], row["text"]): row for row in rows}
+    found = {name: {row["text"]: row["mean_kld"] for row in rows if row["name"] == name} for name in names}
     columns: list[Column] = [
         ("cache", lambda row: label(row["name"])),
-        ("bits per element at 8192", lambda row: f"{row['bpe']:.2f}"),
-        *((f"KLD on {text}", lambda row, text=text: kld(found[row["name"], text])) for text in texts),
+        ("bits", lambda row: f"{row['bpe']:.2f}"),
+        *((text, lambda row, text=text: plain(found[row["name"]][text])) for text in texts),
+        ("mean", lambda row: plain(sum(found[row["name"]].values()) / len(texts))),
+        ("worst", lambda row: plain(max(found[row["name"]].values()))),
     ]
-    return grid([found[name, texts[0]] for name in names], columns)
+    return grid([next(row for row in rows if row["name"] == name) for name in names], columns)
 
 
-def long_context(lab: Any) -> Rows:
-    size = lab.pick(("-c", "8192", "--chunks", "1"), ("-c", "512", "--chunks", "1"))
-    chosen = ("-f", lab.text(WIKI), "--kv-bits", "4.25,5.8", "--stock", "q4_0", *size)
-    rows: Rows = lab.json(*EVALUATE, *chosen)
-    return rows
+def other_numbers(rows: Rows) -> Numbers:
+    """worst_NAME: the largest mean KLD of the texts."""
+    worst: dict[str, float] = {}
+    for row in rows:
+        name = row["name"].removeprefix("subkv ").replace(" + ", "_")
+        worst[f"worst_{name}"] = max(worst.get(f"worst_{name}", 0.0), row["mean_kld"])
+    return {name: plain(value) for name, value in worst.items()}
 
 
 def long_markdown(rows: Rows) -> str:
