@@ -130,6 +130,7 @@ struct llama_subkv {
 
     class reader;
     class tiles;
+    class cursor;
     class row_writer;
     class row_reader;
     class graph_input;

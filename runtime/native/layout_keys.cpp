@@ -1,0 +1,209 @@
+// layout_keys.cpp: a file that may be none of ours, and its typed keys (layout_keys.h).
+#include "layout_keys.h"
+
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <unordered_set>
+
+namespace subkv {
+
+void refuse(const std::string & key, const std::string & expected, const std::string & found) {
+    throw Invalid{ key + ": expected " + expected + ", found " + found };
+}
+
+namespace {
+
+// ggml's reader does not look at the tensor data when it does not load it: a file cut there would pass.
+void check_data_section(const gguf_context * ctx, const std::string & path, uint64_t file_size) {
+    const uint64_t data = gguf_get_data_offset(ctx);
+    for (int64_t i = 0; i < gguf_get_n_tensors(ctx); ++i) {
+        const uint64_t offset = gguf_get_tensor_offset(ctx, i);
+        const uint64_t size   = gguf_get_tensor_size(ctx, i);
+        if (data > file_size || offset > file_size - data || size > file_size - data - offset) {
+            refuse(path, "a complete GGUF file",
+                   "a truncated one: tensor '" + std::string(gguf_get_tensor_name(ctx, i)) + "' of " +
+                       std::to_string(size) + " bytes ends beyond the file's " + std::to_string(file_size) + " bytes");
+        }
+    }
+}
+
+bool is_utf8(std::string_view s) {
+    for (size_t i = 0; i < s.size();) {
+        const uint8_t c = (uint8_t) s[i++];
+        const int     n = c < 0x80 ? 0 : (c & 0xe0) == 0xc0 ? 1 : (c & 0xf0) == 0xe0 ? 2 : (c & 0xf8) == 0xf0 ? 3 : -1;
+        if (n < 0 || s.size() - i < (size_t) n) {
+            return false;
+        }
+        uint32_t code = n == 0 ? c : c & (0x3fu >> n);
+        for (int j = 0; j < n; ++j) {
+            const uint8_t next = (uint8_t) s[i++];
+            if ((next & 0xc0) != 0x80) {
+                return false;
+            }
+            code = code << 6 | (next & 0x3f);
+        }
+        static const uint32_t smallest[] = { 0, 0x80, 0x800, 0x10000 };
+        if (code < smallest[n] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+Gguf open_gguf(const char * path_or_null) {
+    if (!path_or_null || !*path_or_null) {
+        refuse("path", "the name of a GGUF file", "nothing");
+    }
+    const std::string path   = path_or_null;
+    const auto        fspath = std::filesystem::u8path(path);
+    std::error_code   ec;
+    const auto        status = std::filesystem::status(fspath, ec);
+    if (!std::filesystem::exists(status)) {
+        refuse(path, "a GGUF file",
+               ec && status.type() == std::filesystem::file_type::none ? ec.message() : "no such file");
+    }
+    if (!std::filesystem::is_regular_file(status)) {
+        refuse(path, "a GGUF file",
+               std::filesystem::is_directory(status) ? "a directory" : "something not a regular file");
+    }
+    const uint64_t size = std::filesystem::file_size(fspath, ec);
+    if (ec) {
+        refuse(path, "a readable GGUF file", ec.message());
+    }
+    std::ifstream file(fspath, std::ios::binary);
+    if (!file) {
+        refuse(path, "a readable GGUF file", std::strerror(errno));
+    }
+    // ggml names these defects only in its log
+    uint8_t head[24] = {};
+    file.read((char *) head, sizeof(head));
+    if (file.gcount() < 4 || std::memcmp(head, "GGUF", 4) != 0) {
+        refuse(path, "a GGUF file", file.gcount() == 0 ? "an empty file" : "other first bytes than 'GGUF'");
+    }
+    if (file.gcount() < (std::streamsize) sizeof(head)) {
+        refuse(path, "a complete GGUF file", "one of " + std::to_string(size) + " bytes");
+    }
+    file.close();
+    const uint32_t version = le32(head + 4);
+    if (version < 2 || version > GGUF_VERSION) {
+        refuse(path, "GGUF version 2.." + std::to_string(GGUF_VERSION), "version " + std::to_string(version));
+    }
+    gguf_init_params params = { /*no_alloc =*/true, /*ctx =*/nullptr };
+    Gguf             ctx(gguf_init_from_file(path.c_str(), params));
+    if (!ctx) {
+        refuse(path, "complete and well-formed GGUF metadata", "a truncated or damaged header");
+    }
+    check_data_section(ctx.get(), path, size);
+    return ctx;
+}
+
+std::string shortened(std::string s) {
+    if (s.size() > 60) {
+        s.resize(60);
+        while (!s.empty() && ((uint8_t) s.back() & 0xc0) == 0x80) {
+            s.pop_back();
+        }
+        if (!s.empty() && (uint8_t) s.back() >= 0xc0) {
+            s.pop_back();
+        }
+        s += "…";
+    }
+    return s;
+}
+
+bool is_ours(const char * key) {
+    return std::strncmp(key, "subkv.", 6) == 0;
+}
+
+std::string number(double x) {
+    char text[40];
+    std::snprintf(text, sizeof(text), "%g", x);
+    return text;
+}
+
+Keys::Keys(const gguf_context * ctx) : ctx(ctx) {
+    // A key with an embedded NUL looks like a shorter one through the C interface.
+    std::unordered_set<std::string_view> seen;
+    for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
+        const char * key = gguf_get_key(ctx, i);
+        if (is_ours(key) && !seen.insert(key).second) {
+            refuse(shortened(key), "the key once", "it twice");
+        }
+    }
+}
+
+uint32_t Keys::u32(const std::string & key, uint32_t lo, uint32_t hi) const {
+    const uint32_t value = gguf_get_val_u32(ctx, find(key, GGUF_TYPE_UINT32));
+    if (value < lo || value > hi) {
+        refuse(key, std::to_string(lo) + ".." + std::to_string(hi), std::to_string(value));
+    }
+    return value;
+}
+
+uint64_t Keys::u64(const std::string & key) const {
+    return gguf_get_val_u64(ctx, find(key, GGUF_TYPE_UINT64));
+}
+
+float Keys::positive_f32(const std::string & key) const {
+    const float value = gguf_get_val_f32(ctx, find(key, GGUF_TYPE_FLOAT32));
+    if (!std::isfinite(value) || value <= 0.0f) {
+        refuse(key, "a positive finite number", number(value));
+    }
+    return value;
+}
+
+std::string Keys::optional_str(const std::string & key) const {
+    return gguf_find_key(ctx, key.c_str()) < 0 ? std::string() : str(key);
+}
+
+std::string_view Keys::view(const std::string & key) const {
+    return gguf_get_val_str(ctx, find(key, GGUF_TYPE_STRING));
+}
+
+std::string Keys::str(const std::string & key) const {
+    const std::string_view value = view(key);
+    if (!is_utf8(value)) {
+        refuse(key, "UTF-8 text", "other bytes");
+    }
+    return std::string(value);
+}
+
+std::string Keys::str(const std::string & key, std::initializer_list<const char *> allowed) const {
+    std::string value = str(key);
+    std::string names;
+    for (const char * a : allowed) {
+        if (value == a) {
+            return value;
+        }
+        names += (names.empty() ? "'" : " or '") + std::string(a) + "'";
+    }
+    refuse(key, names, "'" + shortened(value) + "'");
+}
+
+std::string Keys::sha256(const std::string & key) const {
+    std::string value = str(key);
+    if (value.size() != 64 || value.find_first_not_of("0123456789abcdef") != std::string::npos) {
+        refuse(key, "64 lower-case hex digits", "'" + shortened(value) + "'");
+    }
+    return value;
+}
+
+int64_t Keys::find(const std::string & key, gguf_type type) const {
+    const int64_t id = gguf_find_key(ctx, key.c_str());
+    if (id < 0) {
+        refuse(key, std::string("a value of type ") + gguf_type_name(type), "no such key");
+    }
+    const gguf_type found = gguf_get_kv_type(ctx, id);
+    if (found != type) {
+        refuse(key, std::string("type ") + gguf_type_name(type), std::string("type ") + gguf_type_name(found));
+    }
+    return id;
+}
+
+} // namespace subkv

@@ -1,0 +1,62 @@
+// layout_keys.h: a GGUF and its subkv.* keys, each of its type and within its limits, or refused.
+#pragma once
+
+#include "gguf.h"
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace subkv {
+
+struct Invalid {
+    std::string why;
+};
+
+// Throws Invalid.
+[[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found);
+
+struct GgufFree {
+    void operator()(gguf_context * ctx) const { gguf_free(ctx); }
+};
+
+using Gguf = std::unique_ptr<gguf_context, GgufFree>;
+
+// A whole file, without its tensors. Throws Invalid.
+Gguf open_gguf(const char * path_or_null);
+
+inline uint32_t le32(const uint8_t * p) {
+    return p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;
+}
+
+bool        is_ours(const char * key);
+std::string shortened(std::string s); // for a sentence
+std::string number(double x);
+
+// All methods throw Invalid.
+class Keys {
+public:
+    explicit Keys(const gguf_context * ctx);
+
+    uint32_t u32(const std::string & key, uint32_t lo, uint32_t hi) const;
+    uint64_t u64(const std::string & key) const;
+    float    positive_f32(const std::string & key) const;
+
+    // UTF-8 text; that may be absent: then empty; out of some.
+    std::string str(const std::string & key) const;
+    std::string optional_str(const std::string & key) const;
+    std::string str(const std::string & key, std::initializer_list<const char *> allowed) const;
+    std::string sha256(const std::string & key) const;
+
+    // Not copied: a basis may be large. Valid as long as the gguf_context.
+    std::string_view view(const std::string & key) const;
+
+private:
+    int64_t find(const std::string & key, gguf_type type) const;
+
+    const gguf_context * ctx;
+};
+
+} // namespace subkv

@@ -1,0 +1,141 @@
+// llama-subkv-body.h: the body of a state as it is read, rows of coded cells among it. Part of libllama.
+#pragma once
+
+#include "llama-subkv.h"
+
+#include "llama-impl.h"
+#include "llama-io.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+// FNV-1a: any one byte that differs changes it.
+static inline uint64_t checksum(uint64_t sum, const uint8_t * bytes, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+        sum = (sum ^ bytes[i]) * UINT64_C(0x100000001b3);
+    }
+    return sum;
+}
+
+constexpr uint64_t CHECKSUM_OF_NOTHING = UINT64_C(0xcbf29ce484222325);
+
+// Tensors of coded layers, of one stream each: their cells lie in tiles.
+class llama_subkv::tiles {
+public:
+    struct side {
+        int32_t il;
+        bool    value;
+    };
+
+    explicit tiles(const llama_kv_cache & kv) {
+        for (const auto & layer : kv.layers) {
+            if (row_bytes(kv, layer.il, false) == 0) {
+                continue;
+            }
+            for (const bool value : { false, true }) {
+                for (const ggml_tensor * t : value ? layer.v_stream : layer.k_stream) {
+                    if (t) { // values of a latent layer have none
+                        found[t] = { (int32_t) layer.il, value };
+                    }
+                }
+            }
+        }
+    }
+
+    // nullptr: another tensor
+    const side * of(const ggml_tensor * t) const {
+        const auto it = found.find(t);
+        return it == found.end() ? nullptr : &it->second;
+    }
+
+private:
+    std::unordered_map<const ggml_tensor *, side> found;
+};
+
+// The bytes of a state, all of which are there.
+class llama_subkv::cursor {
+public:
+    explicit cursor(const std::vector<uint8_t> & bytes) : bytes(bytes) {}
+
+    const uint8_t * take(size_t n) {
+        if (n > bytes.size() - at) {
+            throw std::runtime_error("state: " + std::to_string(n) + " more bytes expected, " +
+                                     std::to_string(bytes.size() - at) + " found");
+        }
+        at += n;
+        return bytes.data() + at - n;
+    }
+
+    template <typename T> T value() {
+        T x;
+        std::memcpy(&x, take(sizeof(x)), sizeof(x));
+        return x;
+    }
+
+    size_t used() const { return at; }
+    size_t left() const { return bytes.size() - at; }
+
+private:
+    const std::vector<uint8_t> & bytes;
+    size_t                       at = 0;
+};
+
+// Takes the body of a state from `io`, checks it, and is read in its place.
+class llama_subkv::row_reader : public llama_io_read_i {
+public:
+    // sum: as row_writer's
+    row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
+        kv(kv), coded(kv), at(bytes) {
+        constexpr uint64_t PIECE = 1 << 24; // a damaged size must not ask for memory that no state needs
+        uint64_t           left, expected;
+        io.read(&left, sizeof(left));
+        while (left > 0) {
+            const auto n = (size_t) std::min(left, PIECE);
+            bytes.resize(bytes.size() + n);
+            io.read(bytes.data() + bytes.size() - n, n);
+            left -= n;
+        }
+        io.read(&expected, sizeof(expected));
+        const uint64_t found = checksum(sum, bytes.data(), bytes.size());
+        if (found != expected) {
+            throw std::runtime_error(
+                format("state: checksum %016" PRIx64 " expected, %016" PRIx64 " found", expected, found));
+        }
+    }
+
+    // of: the cache whose cells these are to be, kv or its other half.
+    void check(const llama_kv_cache & of, llama_seq_id seq) const;
+    void check(const llama_memory_recurrent & of, llama_seq_id seq) const;
+
+    void read(void * data, size_t size) override { std::memcpy(data, at.take(size), size); }
+
+    void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
+        const uint8_t * rows = at.take(size);
+        if (const auto * side = coded.of(t)) {
+            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                    (int64_t) (size / t->nb[1]), rows);
+        } else {
+            ggml_backend_tensor_set(t, rows, offset, size);
+        }
+    }
+
+    size_t n_bytes() override { return at.used(); }
+
+    // Throws unless all of it has been read.
+    void end() const {
+        if (at.left() > 0) {
+            throw std::runtime_error("state: its end expected, " + std::to_string(at.left()) + " bytes found");
+        }
+    }
+
+private:
+    llama_kv_cache &     kv;
+    const tiles          coded;
+    std::vector<uint8_t> bytes;
+    cursor               at;
+};
