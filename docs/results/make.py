@@ -148,6 +148,7 @@ class Lab:
     def _record(self, words: tuple[str, ...], env: dict[str, str] | None) -> None:
         line = shlex.join([*(f"{key}={value}" for key, value in (env or {}).items()), *words])
         line = line.replace(f"{self.build}/", "build/dev/") if self.build else line
+        line = line.replace(str(self.folder), "FOLDER")
         if line not in self.commands:
             self.commands.append(line)
 
