@@ -37,7 +37,7 @@ KV_BITS = 4.75  # default budget
 LEAST = 3  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times what varies around it
 # What a value's coefficient weighs against the geometric mean of a head's keys.
-VALUE_WEIGHT = 2.0
+VALUE_WEIGHT = 0.7
 SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all heads
 PLANNED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that mean something here
 NOT_READ = "0" * 64  # in place of a hash: of a calibration that there is not, of weights that were not read whole
