@@ -189,16 +189,6 @@ def handover_markdown(rows: Rows) -> str:
     return grid(rows, columns)
 
 
-def handover_numbers(rows: Rows) -> Numbers:
-    by_name = {row["cache"]: row for row in rows}
-    ours, f16 = by_name["coefficients, 4.5 bits"], by_name["f16"]
-    return {
-        "share": f"{ours['moved MiB'] / f16['moved MiB']:.2f}",
-        "mbit": f"{ours['break-even Mbit/s']:.0f}",
-        "mib": f"{ours['moved MiB']:.0f}",
-    }
-
-
 def _share(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.2f} ({100 * row[key] / row['evaluated s']:.1f}%)"
 
@@ -230,10 +220,7 @@ def numbers(rows: Rows) -> Numbers:
     }
     for suffix, name in (("", "coefficients, 4.5 bits"), ("_f16", "f16")):
         row = next(row for row in rows if row["cache"] == name)
-        saved = row["evaluated s"] - row["evicted s"]
         found |= {
-            f"moved{suffix}": f"{row['disk MiB']:.0f}",
-            f"mbit{suffix}": f"{row['disk MiB'] * MIB * 8e-6 / saved:.0f}",
             f"users_gib{suffix}": f"{row['disk MiB'] * 10_000 / 1024:.0f}",
             f"read{suffix}": f"{row['tokens'] / row['evaluated s']:.0f}",
         }

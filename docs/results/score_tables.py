@@ -93,24 +93,6 @@ def by_text(rows: Rows) -> str:
     return grid([next(row for row in rows if row["name"] == name) for name in names], columns)
 
 
-def other_numbers(rows: Rows) -> Numbers:
-    """worst_NAME: the largest mean KLD of the texts."""
-    worst: dict[str, float] = {}
-    for row in rows:
-        name = row["name"].removeprefix("subkv ").replace(" + ", "_")
-        worst[f"worst_{name}"] = max(worst.get(f"worst_{name}", 0.0), row["mean_kld"])
-    return {name: plain(value) for name, value in worst.items()}
-
-
-def long_markdown(rows: Rows) -> str:
-    columns: list[Column] = [
-        ("cache", lambda row: label(row["name"])),
-        ("bits per element", lambda row: f"{row['bpe']:.2f}"),
-        *QUALITY,
-    ]
-    return grid(rows, columns)
-
-
 def rivals(lab: Any) -> Rows:
     """Other projects' codecs, with their own exact window and with ours."""
     codecs = "kvarn:2,kvarn:4/2,kvarn:4,oscar:2,kivi:2,kivi:4,kvquant:2,kvquant:3,kvquant:4"

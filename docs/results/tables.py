@@ -153,7 +153,6 @@ ORDER = (  # what matters most comes first
         4,
         prefixes.server_handover,
         prefixes.handover_markdown,
-        prefixes.handover_numbers,
         group="handover",
     ),
     Table(
@@ -187,7 +186,6 @@ ORDER = (  # what matters most comes first
         15,
         scores.other_texts,
         scores.by_text,
-        scores.other_numbers,
         group="codec",
     ),
     Table(
@@ -300,7 +298,7 @@ ORDER = (  # what matters most comes first
         "text; the first line has the demo's calibration.",
         18,
         scores.uncalibrated,
-        scores.long_markdown,
+        scores.frontier_markdown,
         scores.klds_of,
         group="weights",
     ),

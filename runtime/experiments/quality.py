@@ -111,22 +111,27 @@ def domain(lab: Lab) -> dict[str, Any]:
     return {"rows": rows, "pairs": pairs, "reconstruction": reconstruction(lab)}
 
 
-def half_exact(fit: Fit, kv_bits: float, side: int) -> float:
-    """Bits per element of a layout of kv_bits when only K (side 0) or V (1) is coded and the other is f16."""
-    every = fit.held(fit.narrow(kv_bits))
-    heads = every[side::2]
-    coded, both = (sum(head.d for head in some) for some in (heads, every))
-    counted = layout.account(heads, fit.plan(kv_bits)[side::2], fit.overhead).total
-    return (counted * coded + 16.0 * (both - coded)) / both
+def half_exact(fit: Fit, kv_bits: float) -> tuple[float, float]:
+    """Bits per element of a layout of kv_bits when only K, or only V, is coded and the other is f16."""
+    every, plan = fit.held(fit.narrow(kv_bits)), fit.plan(kv_bits)
+    both = sum(head.d for head in every)
+
+    def bits(side: int) -> float:
+        heads = every[side::2]
+        coded = sum(head.d for head in heads)
+        counted = layout.account(heads, plan[side::2], fit.overhead).total
+        return (counted * coded + 16.0 * (both - coded)) / both
+
+    return bits(0), bits(1)
 
 
 def sides(lab: Lab) -> dict[str, Any]:
     """Keys and values, keys only, values only."""
     caches = [lab.static(sides=s, name=n) for s, n in (("kv", "both"), ("k", "keys only"), ("v", "values only"))]
     rows = lab.measure(caches, lab.texts[0])
-    for side in (0, 1):
-        rows[1 + side]["bpe"] = round(half_exact(lab.fit(), lab.kv_bits, side), 4)
-        rows[1 + side]["bpe_rows"] = None
+    for row, bits in zip(rows[1:], half_exact(lab.fit(), lab.kv_bits), strict=True):
+        row["bpe"] = round(bits, 4)
+        row["bpe_rows"] = None
     return {"rows": rows}
 
 

@@ -105,7 +105,7 @@ def test_sides_count_bases_as_both_do(calibration: Callable[[str], Path], tiny_m
         options = Options(window=Window(N_SINK, N_RECENT), bpe_context=4096)
         fit = Fit(base, read_calibration(calibration("llama")), options)
     assert fit.narrow(4.0)
-    keys, values = (half_exact(fit, 4.0, side) for side in (0, 1))
+    keys, values = half_exact(fit, 4.0)
     assert keys + values - 16.0 == pytest.approx(fit.account(fit.plan(4.0), narrow=True).total)
 
 

@@ -66,6 +66,11 @@ def decode_bits(d: int, in_bytes: bool = False) -> int:
     return encode_bits(d, in_bytes)
 
 
+def held_bits(d: int, encode_in_bytes: bool = True, decode_in_bytes: bool = False) -> int:
+    """Of what one coefficient holds of both bases: a row of E and one of D."""
+    return encode_bits(d, encode_in_bytes) + decode_bits(d, decode_in_bytes)
+
+
 @dataclass(frozen=True)
 class Overhead:
     """What is counted besides the rows. context: tokens at which bits per element are stated."""
@@ -80,7 +85,7 @@ class Overhead:
 
     def basis_bits(self, head: Head) -> float:
         """Bits per token that one kept coefficient costs in libsubkv's memory: rows of bases, an offset in f32."""
-        held = head.held or encode_bits(head.d) + decode_bits(head.d)
+        held = head.held or held_bits(head.d)
         return (held + (32.0 if head.centred else 0.0)) / self.context
 
     def head_bits(self, head: Head) -> float:

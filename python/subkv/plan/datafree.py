@@ -113,7 +113,7 @@ def plan(base: Base, options: Options) -> Result:
     keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
     heads = []
     for shape, of_layer in zip(layers, keys, strict=True):
-        held_k, held_v = (budget.encode_bits(d) + budget.decode_bits(d, in_bytes=True) for d in (shape.d_k, shape.d_v))
+        held_k, held_v = (budget.held_bits(d, decode_in_bytes=True) for d in (shape.d_k, shape.d_v))
         for key in of_layer:
             heads.append(budget.Head(shape.d_k, key.importance, centred=bool(key.mean.any()), held=held_k))
             heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v), held=held_v))

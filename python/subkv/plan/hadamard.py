@@ -31,7 +31,7 @@ def hadamard(n: int) -> F64 | None:
 
 def spreading(n: int) -> F64:
     """Orthonormal [n, n], the entries of a row alike in size or 0: a Hadamard matrix, or the largest one there is and
-    what is left apart. n: a multiple of 8."""
+    what is left apart. n: a multiple of 8, or a power of two."""
     first = next(size for size in range(n, 0, -8) if hadamard(size) is not None)
     matrix = np.zeros((n, n))
     matrix[:first, :first] = np.asarray(hadamard(first)) / np.sqrt(first)

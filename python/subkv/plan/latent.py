@@ -40,7 +40,7 @@ def heads(
 
     Bases hold rows of d_k elements, and once more what values need of D. in_bytes: E is; narrow: all of D is.
     """
-    both = budget.encode_bits(shape.d_k, in_bytes) + budget.decode_bits(shape.d_k, narrow)
+    both = budget.held_bits(shape.d_k, in_bytes, narrow)
     return [
         budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow)),
         budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True),

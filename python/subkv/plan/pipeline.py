@@ -249,9 +249,9 @@ class Fit:
         if self.settings.codec == "int8":
             return False
         (_, wide), (_, narrow) = (budget.budget_range(heads, self.overhead) for heads in (self.heads, self._narrow))
-        rows = kv_bits - wide.window - wide.bases
         if kv_bits > narrow.total:
             return False
+        rows = kv_bits - wide.window - wide.bases
         return wide.bases - narrow.bases >= NARROW_FROM * 4.0 ** (rows - NARROW_AT)
 
     def account(self, plan: Sequence[Bands], narrow: bool = False) -> Account:
@@ -405,14 +405,13 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
 def _head(basis: FullBasis, rank: int, centred: bool = False) -> Head:
     """What the planner sees of a basis of which at most `rank` coefficients may be kept."""
     d = len(basis.importance)
-    held = budget.encode_bits(d, basis.fits_bytes) + budget.decode_bits(d)
-    return Head(d, basis.importance[:rank], centred, held)
+    return Head(d, basis.importance[:rank], centred, budget.held_bits(d, basis.fits_bytes))
 
 
 def _narrowed(head: Head) -> Head:
     """With D in bytes behind its first rows, if E is."""
     saved = budget.decode_bits(head.d) - budget.decode_bits(head.d, in_bytes=True)
-    if head.held != budget.encode_bits(head.d) + budget.decode_bits(head.d):
+    if head.held != budget.held_bits(head.d):
         return head
     return replace(head, held=head.held - saved, more=saved * N_HALVES)
 
