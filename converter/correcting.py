@@ -6,7 +6,7 @@ put into a saved state; the stock type, which has no window, runs for real on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration
+from subkv.format.window import Window
 from subkv.plan.budget import budget_range
 from subkv.plan.pipeline import Fit, Options
 from subkv.plan.predict import reconstructed
@@ -52,6 +53,9 @@ def corrected(
         chunks = [sensing.held.get(c) or sensing.decoded(c) for c in sensing.longer if c in sensing.found.done]
     if not chunks:
         chunks = [*sensing.held.values()][-1:] or [sensing.decoded(0)]
+    sensing.held.clear()
+    for chunk in chunks:
+        chunk.put_away(sensing.folder)
     assert calibration.sensitivity is not None
     fit = Fit(sensing.base, calibration, Options(window=sensing.window, bpe_context=ROWS_ONLY))
     layers, predicted = _loud(fit, told)
@@ -90,8 +94,16 @@ def _cost(sensing: Sensing, chunk: Decoded, layers: Sequence[CodedLayer]) -> flo
 
     The exact window stays where it is while they are read; it lies so that it is right in their middle.
     """
-    cells: dict[tuple[int, str], F32] = {}
-    n_scored, window = len(chunk.scored), sensing.window
+    floor = sensing.rounding(chunk, len(sensing.chunks), 0)
+    sensing.told(len(chunk.scored))
+    kld = chunk.spent(_coded(chunk, sensing.window, layers))
+    sensing.told(len(chunk.scored))
+    return kld - floor
+
+
+def _coded(chunk: Decoded, window: Window, layers: Sequence[CodedLayer]) -> Iterator[tuple[tuple[int, str], F32]]:
+    """What attention would see of the cells of every layer's sides."""
+    n_scored = len(chunk.scored)
     coded = slice(window.n_sink, chunk.start - max(window.n_recent - n_scored // 2, 0))
     for layer in layers:
         il = layer.shape.il
@@ -101,9 +113,4 @@ def _cost(sensing: Sensing, chunk: Decoded, layers: Sequence[CodedLayer]) -> flo
                 stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
                 gamma = 1.0 if layer.latent else gamma  # which multiplies keys alone
                 seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
-            cells[il, side] = seen
-    kld = chunk.kld(cells)
-    sensing.told(n_scored)
-    floor = sensing.rounding(chunk, len(sensing.chunks), 0)
-    sensing.told(n_scored)
-    return kld - floor
+            yield (il, side), seen

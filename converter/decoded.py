@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -54,13 +57,38 @@ class Decoded:
             last = min(first + UBATCH, self.start)
             session.decode(tokens[first:last], first)
             told(last - first)
-        self.saved = session.cells()
+        self._saved: bytearray | None = session.cells()
+        self._away: IO[bytes] | None = None
         self.exact = session.logits(self.scored, self.start).copy()
         told(n_scored)
         session.mode(PAUSE)
         self.n_sampled, self.pos = len(sampled), np.array([*sampled, *after], dtype=np.float64)
         self.layers = session.layers()
         self.at = self._find()
+
+    @property
+    def saved(self) -> bytearray:
+        """The state before the scored tokens."""
+        if self._saved is None:
+            assert self._away is not None, "spent() was the last that could be asked"
+            self._away.seek(0)
+            self._saved = bytearray(self._away.read())
+        return self._saved
+
+    def put_away(self, folder: Path | None) -> None:
+        """Keep the state in a file without a name until it is asked for. Raises SubkvError about `output`.
+
+        None: it stays in memory.
+        """
+        if folder is None:
+            return
+        try:
+            if self._away is None:
+                self._away = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object
+                self._away.write(self.saved)
+        except OSError as error:
+            raise SubkvError("output", f"cannot write to {folder}: {error.strerror or error}") from error
+        self._saved = None
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""
@@ -102,17 +130,26 @@ class Decoded:
         k, v = (np.concatenate(pair) for pair in zip((k, v), own, strict=True))
         return Rows(q[self.n_sampled :], self.pos[self.n_sampled :], k, v)
 
-    def kld(self, cells: Mapping[tuple[int, str], F32], n: int | None = None) -> float:
-        """Mean KLD of the first n of the scored tokens with other `cells` [start, n_head_kv, d], by layer and side."""
-        scored = self.scored[:n]
-        exact = {at: self.view(*at).copy() for at in cells}
+    def kld(self, at: tuple[int, str], cells: F32, n: int | None = None) -> float:
+        """Mean KLD of the first n of the scored tokens with other cells [start, n_head_kv, d] of a layer's side."""
+        exact = self.view(*at).copy()
         try:
-            for at, other in cells.items():
-                self.view(*at)[:] = other.astype(np.float16)
-            self.session.restore(self.saved)
+            return self._kld([(at, cells)], n)
         finally:
-            for at, own in exact.items():
-                self.view(*at)[:] = own
+            self.view(*at)[:] = exact
+
+    def spent(self, cells: Iterable[tuple[tuple[int, str], F32]]) -> float:
+        """As kld(), with other cells of many layers, in place of the state, which nobody can ask for then."""
+        try:
+            return self._kld(cells, None)
+        finally:
+            self._saved = self._away = None
+
+    def _kld(self, cells: Iterable[tuple[tuple[int, str], F32]], n: int | None) -> float:
+        for at, other in cells:
+            self.view(*at)[:] = other.astype(np.float16)
+        self.session.restore(self.saved)
+        scored = self.scored[:n]
         return mean_kld(self.exact[: len(scored)], self.session.logits(scored, self.start))
 
 

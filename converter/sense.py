@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from converter import correcting
 from converter.correcting import PLANNED
@@ -46,6 +47,7 @@ def sense(
     keep: Callable[[Found], None] = lambda found: None,
     progress: bool = False,
     texts: Sequence[TextSource] = (),
+    folder: Path | None = None,
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on n_measured() `chunks`, and corrected on the others.
 
@@ -53,8 +55,8 @@ def sense(
 
     session: with room for a chunk. minutes: time for all of it; after LEAST trials, what there
     is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called whenever tokens
-    were decoded, and may raise KeyboardInterrupt. texts: as Sensing. Raises SubkvError: about `n_ctx` for chunks too
-    short, Unpredictable where nothing can be predicted.
+    were decoded, and may raise KeyboardInterrupt. texts, folder: as Sensing. Raises SubkvError: about `n_ctx` for
+    chunks too short, about `output` where `folder` is full, Unpredictable where nothing can be predicted.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
@@ -79,7 +81,7 @@ def sense(
             needed = passed * (1.0 + left / spent) + len(calibration.layers) / PLANNED
             return needed > 60.0 * minutes
 
-        sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n], told)
+        sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n], told, folder)
         for _ in sensing.steps(late):
             pass
         return correcting.corrected(sensing, chunks[n:], n_threads, told)

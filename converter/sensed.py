@@ -84,6 +84,7 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
                     keep,
                     True,
                     texts,
+                    how.kept.parent,
                 )
             except SubkvError as error:
                 if stopping.pressed:

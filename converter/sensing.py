@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.random import Generator
@@ -123,11 +124,13 @@ class Sensing:
         found: Found | None = None,
         texts: Sequence[TextSource] = (),
         told: Callable[[int], None] = silent,
+        folder: Path | None = None,
     ) -> None:
         """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
         chunks, one each, if these are to enter the moments; those that the calibration names are in them.
-        told: called as tokens are decoded.
+        told: called as tokens are decoded. folder: where longer chunks wait for correcting.py; None: in memory.
         """
+        self.folder = folder
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
         self.texts = tuple(texts)
         self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
@@ -184,6 +187,8 @@ class Sensing:
     def decoded(self, c: int) -> Decoded:
         """A chunk, which enters the matrices if it has not yet. Only the latest one's rows can be read."""
         self.held = {other: chunk for other, chunk in self.held.items() if other in self.longer}
+        for earlier in self.held.values():
+            earlier.put_away(self.folder)
         longer = c in self.longer
         beginning = spread(self.near // 2, self.near, QUERIES) if longer else ()
         n_scored = CORRECTING if longer else SCORED
@@ -261,7 +266,7 @@ class Sensing:
         """What rounding alone costs the first n scored tokens: noise too small to matter."""
         noise = self._noise(i, "v")
         cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
-        return chunk.kld({(self.calibration.layers[i].shape.il, "v"): cells}, n)
+        return chunk.kld((self.calibration.layers[i].shape.il, "v"), cells, n)
 
     def _floor(self, chunk: Decoded, c: int, i: int) -> int:
         """Rounding as a trial; returns how many it took."""
@@ -293,7 +298,7 @@ class Sensing:
             cells, moved = noisy(wanted)
         while True:
             n_tried += 1
-            kld = chunk.kld({(shape.il, side): cells}, SCORED)
+            kld = chunk.kld((shape.il, side), cells, SCORED)
             done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break

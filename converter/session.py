@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from subkv.native.binding import C, captured_log, last_error, last_log_error
 from subkv.native.gguf import Gguf
 
 PROBE = 32  # tokens
+M_MMAP_THRESHOLD, LARGE = -3, 1 << 20  # of mallopt; bytes
 
 
 class Session:
@@ -33,6 +35,7 @@ class Session:
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         with contextlib.ExitStack() as opened:
             _check_positions(path, n_ctx)
+            _return_freed()
             choice = choose_cache(path, CacheOptions("f16"))
             params = C.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, UBATCH, UBATCH
@@ -126,6 +129,12 @@ class Session:
         if read != size:
             reason = last_log_error(log) or f"read {read} of {size} bytes"
             raise SubkvError("model", f"its cells cannot be restored: {reason}")
+
+
+def _return_freed() -> None:
+    """glibc keeps what is freed in blocks of up to 32 MiB for later ones: of an 8B model's matrices 240 MB, in vain."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def _block_count(path: Path) -> int:

@@ -205,7 +205,7 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
         priced = metrics(rows, shape, output, Window(4, 0))
         expected = 0.09 * (np.trace(priced["k0"][0]) + np.trace(priced["v0"][0])) / len(rows.q)
         assert 0.5 < moved / expected < 2.0
-        assert chunk.kld({(il, "k"): chunk.view(il, "k").astype(np.float32) + error[: chunk.start]}) > 1e-4
+        assert chunk.kld((il, "k"), chunk.view(il, "k").astype(np.float32) + error[: chunk.start]) > 1e-4
 
 
 def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> None:

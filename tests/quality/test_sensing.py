@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from converter import correcting, residual, sensitivity
 from converter.corpus import cut, read_text
-from converter.decoded import SCORED
+from converter.decoded import SCORED, silent
 from converter.lockstep import compare
 from converter.observe import Chunk, collect, observe
 from converter.sense import ahead, n_measured, sense
@@ -278,6 +278,24 @@ def test_beginnings_of_longer_chunks_are_measured_as_others_are(
     for first, second in zip(one.sums, other.sums, strict=True):
         for side in residual.SIDES:
             assert first[side] == pytest.approx(second[side], rel=1e-2, abs=1e-2 * np.abs(first[side]).max())
+
+
+def test_longer_chunks_wait_in_a_file(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    stats, found = read_calibration(calibration("llama")), []
+    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+        longer = cut(session, [read_text(text)], 3 * N_CTX, 2)
+        for folder in (None, tmp_path):
+            sensing = Sensing(session, base, stats, [longer[0][:N_CTX], *longer], N_RECENT, folder=folder)
+            assert sensing.longer == [1, 2]
+            for _ in sensing.steps():
+                pass
+            found.append(correcting.corrected(sensing, [], 1, silent).sensitivity)
+        with pytest.raises(SubkvError, match="cannot write to .*: No such file"):
+            sensing.decoded(1).put_away(tmp_path / "none")
+    assert found[0] == found[1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
