@@ -238,10 +238,9 @@ class Sensing:
 
     def _noise(self, i: int, side: str) -> Noise:
         covariance = _covariance(self.calibration.layers[i], side)
-        metric = self.found.sums[i][f"{side}0"]
+        metric = self.found.sums[i][f"{side}0"].astype(np.float64)
         if self.latent:  # an error in a value is one in its key, too
             d = self.calibration.layers[i].shape.d_v
-            metric = metric.copy()
             metric[:, :d, :d] += self.found.sums[i]["v0" if side == "k" else "k0"][:, :d, :d]
         return Noise(covariance, metric / self.found.queries)
 
@@ -330,7 +329,7 @@ class Sensing:
             gains = np.exp(evened(np.mean(list(self.found.stretches.values()), axis=0)))
         for i, (stats, sums) in enumerate(zip(moments.layers, self.found.sums, strict=True)):
             scaled = {
-                side: gain * factors[side[0]][i] * sums[side] / self.found.queries
+                side: gain * factors[side[0]][i] * sums[side].astype(np.float64) / self.found.queries
                 for side, gain in zip(SIDES, gains[i], strict=True)
             }
             layers.append(replace(stats, sensitivity=LayerSensitivity(**scaled)))
@@ -347,7 +346,9 @@ class Sensing:
             return self.calibration
         for stats, sums in zip(self.calibration.layers, self.found.moments, strict=True):
             tokens = stats.shape.tokens
-            mixed = {name: (tokens * getattr(stats, name) + sums[name]) / (tokens + n) for name in MOMENTS}
+            mixed = {
+                name: (tokens * getattr(stats, name) + sums[name].astype(np.float64)) / (tokens + n) for name in MOMENTS
+            }
             layers.append(replace(stats, shape=replace(stats.shape, tokens=tokens + n), **mixed))
         texts = (*self.calibration.texts, *(self.texts[c] for c in new))
         tokens = self.calibration.tokens + n
