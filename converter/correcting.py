@@ -57,17 +57,17 @@ def corrected(
     for chunk in chunks:
         chunk.put_away(sensing.folder)
     assert calibration.sensitivity is not None
-    fit = Fit(sensing.base, calibration, Options(window=sensing.window, bpe_context=ROWS_ONLY))
-    layers, predicted = _loud(fit, told)
-    found, factors = [_cost(sensing, chunk, layers) for chunk in chunks], [1.0, 1.0]
+    with sensing.session.aside():
+        layers, predicted, stock = _planned(sensing, calibration, told)
+        factors = [1.0, 1.0]
+        if stock:
+            tokens = max([*others, *sensing.chunks], key=len)
+            tokens = tokens[: n_stock(len(tokens))]
+            (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
+            factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
+    found = [_cost(sensing, chunk, layers) for chunk in chunks]
     if max(found) > 0.0 and predicted > 0.0:
         factors[0] = float(np.mean(np.maximum(found, 0.0))) / predicted
-    stock = fit.stock_error(STOCK)
-    if stock:
-        tokens = max([*others, *sensing.chunks], key=len)
-        tokens = tokens[: n_stock(len(tokens))]
-        (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
-        factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
     measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
     return replace(calibration, sensitivity=measured)
 
@@ -77,8 +77,12 @@ def _decoded(sensing: Sensing, tokens: Sequence[int]) -> Decoded:
     return Decoded(sensing.session, tokens, n_scored, sensing.latent, told=sensing.told)
 
 
-def _loud(fit: Fit, told: Callable[[int], None]) -> tuple[tuple[CodedLayer, ...], float]:
-    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; and that."""
+def _planned(
+    sensing: Sensing, calibration: Calibration, told: Callable[[int], None]
+) -> tuple[tuple[CodedLayer, ...], float, float | None]:
+    """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; that; and what
+    is predicted of the stock type."""
+    fit = Fit(sensing.base, calibration, Options(window=sensing.window, bpe_context=ROWS_ONLY))
     least, _ = budget_range(fit.heads, fit.overhead)
     for bits in [bits for bits in BITS if bits >= least.total]:
         told(0)
@@ -86,7 +90,7 @@ def _loud(fit: Fit, told: Callable[[int], None]) -> tuple[tuple[CodedLayer, ...]
         predicted = fit.error(layers) or 0.0
         if predicted >= CLEAR:
             break
-    return layers, predicted
+    return layers, predicted, fit.stock_error(STOCK)
 
 
 def _cost(sensing: Sensing, chunk: Decoded, layers: Sequence[CodedLayer]) -> float:

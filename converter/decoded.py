@@ -59,7 +59,7 @@ class Decoded:
             told(last - first)
         self._saved: bytearray | None = session.cells()
         self._away: IO[bytes] | None = None
-        self.exact = session.logits(self.scored, self.start).copy()
+        self._exact: F32 | None = session.logits(self.scored, self.start).copy()
         told(n_scored)
         session.mode(PAUSE)
         self.n_sampled, self.pos = len(sampled), np.array([*sampled, *after], dtype=np.float64)
@@ -69,26 +69,42 @@ class Decoded:
     @property
     def saved(self) -> bytearray:
         """The state before the scored tokens."""
-        if self._saved is None:
-            assert self._away is not None, "spent() was the last that could be asked"
-            self._away.seek(0)
-            self._saved = bytearray(self._away.read())
+        self._bring()
+        assert self._saved is not None, "spent() was the last that could be asked"
         return self._saved
 
+    @property
+    def exact(self) -> F32:
+        """Logits [n, n_vocab] of the scored tokens."""
+        self._bring()
+        assert self._exact is not None
+        return self._exact
+
     def put_away(self, folder: Path | None) -> None:
-        """Keep the state in a file without a name until it is asked for. Raises SubkvError about `output`.
+        """Keep what is large in a file without a name until it is asked for. Raises SubkvError about `output`.
 
         None: it stays in memory.
         """
-        if folder is None:
+        if folder is None or self._saved is None or self._exact is None:
             return
         try:
-            if self._away is None:
-                self._away = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object
-                self._away.write(self.saved)
+            self._away = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object
+            self._away.write(self._saved)
+            self._away.write(self._exact.data)
         except OSError as error:
             raise SubkvError("output", f"cannot write to {folder}: {error.strerror or error}") from error
-        self._saved = None
+        self._size = len(self._saved), self._exact.shape
+        self._saved = self._exact = None
+
+    def _bring(self) -> None:
+        if self._away is None:
+            return
+        self._saved, self._exact = bytearray(self._size[0]), np.empty(self._size[1], dtype=np.float32)
+        self._away.seek(0)
+        self._away.readinto(self._saved)  # type: ignore[attr-defined]
+        self._away.readinto(self._exact.data.cast("B"))  # type: ignore[attr-defined]
+        self._away.close()
+        self._away = None
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""
@@ -143,7 +159,7 @@ class Decoded:
         try:
             return self._kld(cells, None)
         finally:
-            self._saved = self._away = None
+            self._saved = None
 
     def _kld(self, cells: Iterable[tuple[tuple[int, str], F32]], n: int | None) -> float:
         for at, other in cells:

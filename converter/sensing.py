@@ -179,6 +179,7 @@ class Sensing:
                 n_tried = self._try(chunk, c, i, side) if side else self._floor(chunk, c, i)
                 self.told(SCORED * n_tried)
                 yield SCORED * n_tried
+            del chunk  # its memory is free while the next one is decoded
 
     @property
     def _enough(self) -> bool:

@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jinja2
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, beside, choose_cache
-from subkv.engine.context import ContextOptions, Logits
+from subkv.engine.context import Context, ContextOptions, Logits
 from subkv.engine.memory import require_weights
 from subkv.engine.model import Model
 from subkv.engine.observer import PAUSE, UBATCH, Observer
@@ -45,23 +45,35 @@ class Session:
                 raise SubkvError("model", f"{path}: expected a decoder-only model, found one with an encoder")
             observer = Observer(n_skip)
             opened.callback(observer.close)
-            options = ContextOptions(n_ctx, UBATCH, UBATCH, n_threads)
-            try:
-                with beside(observer.attach):
-                    context = model.context(choice, options)
-            except CacheError as error:
-                if error.key != "kv_cache":
-                    raise
-                reason = last_error() or error.reason
-                raise SubkvError("model", f"{path}: cannot run this model: {reason}") from error
-            self._context = opened.enter_context(context)
+            self._observer, self._choice = observer, choice
+            self._options = ContextOptions(n_ctx, UBATCH, UBATCH, n_threads)
+            self._context = self._made()
+            opened.callback(lambda: self._context.close())
             self.arch, self.block_count = model.arch, _block_count(path)
             self.name = model.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             self.bos = model.bos if model.add_bos else None
             self.mode, self.layers, self.get = observer.mode, observer.layers, observer.get
             self.forget = observer.forget
-            self.clear = context.clear
             self._opened = opened.pop_all()
+
+    def _made(self) -> Context:
+        """An empty context, observed."""
+        try:
+            with beside(self._observer.attach):
+                return self.model.context(self._choice, self._options)
+        except CacheError as error:
+            if error.key != "kv_cache":
+                raise
+            reason = last_error() or error.reason
+            raise SubkvError("model", f"{self.model.path}: cannot run this model: {reason}") from error
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within, there is no context, and its memory is free; behind, an empty one. Samples are dropped."""
+        self.forget()
+        self._context.close()
+        yield
+        self._context = self._made()
 
     def close(self) -> None:
         self._opened.close()
@@ -95,6 +107,10 @@ class Session:
             return Template(self.model)
         except (SubkvError, jinja2.TemplateError):
             return None
+
+    def clear(self) -> None:
+        """Forget all decoded tokens."""
+        self._context.clear()
 
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:
         """Run at most UBATCH tokens at positions first_pos, first_pos + 1, …"""
