@@ -16,7 +16,7 @@ from converter import caches, evaluate, sensitivity
 from converter.cli import main as convert
 from converter.corpus import cut, read_text
 from converter.scoring import log_softmax
-from subkv.format.calibration import Calibration, read_calibration
+from subkv.format.calibration import Calibration, read_calibration, write_calibration
 from subkv.format.window import N_SINK, Window
 from subkv.native.gguf import Gguf
 from subkv.plan.pipeline import Fit, Options
@@ -134,6 +134,23 @@ def test_an_unreachable_default_is_refused(measured: Path, tiny_model: Callable[
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--rank-k", "8", "--rank-v", "8")
     assert result.exit_code == 1
     assert "--kv-bits: expected a budget, since none reaches the quality of q8_0 with these ranks" in result.output
+
+
+def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
+    measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Held-out values of the first layer as the statistics have never seen them: of tokens not in their text."""
+    stats = read_calibration(measured)
+    first, d = stats.layers[0], stats.layers[0].shape.d_v
+    seen = np.diag([1.0] * (d // 2) + [0.0] * (d // 2))
+    unseen = first.vs.copy()
+    unseen[0, :, d // 2 :] = 30.0
+    layer = replace(first, v2=np.stack([s * seen for s in np.trace(first.v2, axis1=1, axis2=2)]) / d, vs=unseen)
+    path = tmp_path / "unseen.safetensors"
+    write_calibration(path, replace(stats, layers=(layer, *stats.layers[1:])))
+    result = run_convert(tiny_model("llama"), path, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "4.5 by default, since none is predicted to be as good as q8_0 and smaller" in result.output
 
 
 def test_a_window_that_was_not_measured_is_noted(

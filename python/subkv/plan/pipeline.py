@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
 from subkv.format.metadata import Account, Settings
 from subkv.format.window import DEFAULT, Window
 from subkv.native.gguf import Base
-from subkv.plan import budget, latent, mla, predict
+from subkv.plan import budget, latent, mla, predict, stock
 from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, store, stored_mean
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_share, resolve_bases, value_metrics
@@ -305,16 +306,15 @@ class Fit:
         return error is not None and 0.0 < error <= MEANINGLESS * self._lost
 
     def budget_like(self, kind: str) -> float | None:
-        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's; None: cannot tell, or the
-        type's error tells nothing.
-
-        Raises SubkvError when no budget reaches it.
+        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's, infinite where rows would
+        need more bits than the type's; None: cannot tell, or the type's error tells nothing.
         """
         target = self.stock_error(kind)
         if target is None or not self.tells(kind):
             return None
-        low, high = (counted.total for counted in budget.budget_range(self.heads, self.overhead))
-        first, last = int(np.ceil(low / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
+        least, most = budget.budget_range(self.heads, self.overhead)
+        high = most.total - max(most.rows - stock.BITS[kind], 0.0)
+        first, last = int(np.ceil(least.total / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
             while first <= last:
                 middle = (first + last) // 2
@@ -325,9 +325,7 @@ class Fit:
                 first, last = (first, middle - 1) if error <= target else (middle + 1, last)
                 bar.update()
         if first * BUDGET_STEP > high:
-            raise SubkvError(
-                "kv_bits", f"expected a budget, since none reaches the quality of {kind} with these ranks, found none"
-            )
+            return math.inf
         return round(first * BUDGET_STEP, 6)
 
 
@@ -352,6 +350,17 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
                     f"since nothing can be predicted: {TARGET}'s rounding is as large as what this model's keys and "
                     f"values tell of their tokens, as with random weights"
                 )
+        elif math.isinf(kv_bits):
+            if options.rank_k is not None or options.rank_v is not None:
+                raise SubkvError(
+                    "kv_bits",
+                    f"expected a budget, since none reaches the quality of {TARGET} with these ranks, found none",
+                )
+            kv_bits = FALLBACK_KV_BITS
+            reason = (
+                f"since none is predicted to be as good as {TARGET} and smaller: rows that were held out have what the "
+                f"statistics have not seen; a longer or more mixed text (-f) may help"
+            )
         else:
             what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
             reason = f"the smallest whose {what} is at most {TARGET}'s"
