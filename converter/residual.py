@@ -6,7 +6,7 @@ A query with weights α over the cells reads o = Σ α_i v_i. Errors ε_i of val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from subkv.format.calibration import LayerShape
 from subkv.format.window import Window
 
 SIDES = ("k", "v", "k0", "v0")  # members of LayerSensitivity
+Gram = Callable[[int, int], F32]  # [d, d] of two heads
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,25 @@ def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
     return logits
 
 
+def gram_of(output: F32, n_head: int) -> Gram:
+    """Of W_o [n_embd, n_head·d]."""
+    heads = np.split(output, n_head, axis=1)
+    return lambda i, j: heads[i].T @ heads[j]
+
+
 def metrics(
-    rows: Rows, shape: LayerShape, output: F32, window: Window, values: F32 | None = None, joint: bool = False
+    rows: Rows, shape: LayerShape, gram: Gram, window: Window, values: F32 | None = None, joint: bool = False
 ) -> dict[str, F64]:
     """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
     of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Every row is coded in steps of its own,
     so errors grow with sizes(), C on average. Those of different cells are independent, but equal tokens of the first
     layer, known by their equal values, are coded alike: values, and keys but for what their positions turn.
 
-    output: W_o [n_embd, n_head·d]. values: what heads make of a row before it reads them, [n_head, d, d_v]; None: they
-    are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the sinks. joint: a
-    value is a part of its key's row, and has its steps.
+    gram: W_o,hᵀ W_o,h' of two heads of a group. values: what heads make of a row before it reads them, [n_head, d,
+    d_v]; None: they are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the
+    sinks. joint: a value is a part of its key's row, and has its steps.
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
-    d = output.shape[1] // shape.n_head
     sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}
     seen, coded = rows.seen, slice(window.n_sink, None)
     far = (np.arange(len(rows.k))[coded] <= rows.pos[:, None] - window.n_recent).astype(np.float32)
@@ -91,7 +97,7 @@ def metrics(
             for j, hj in enumerate(heads):
                 if j < i:
                     continue
-                metric = output[:, hi * d : (hi + 1) * d].T @ output[:, hj * d : (hj + 1) * d]
+                metric = gram(hi, hj)
                 norms = np.einsum("nd,nd->n", own[i] @ metric, own[j])
                 both_read = metric if values is None else values[hi].T @ (metric @ values[hj])
                 for window_less in ("", "0"):

@@ -22,7 +22,7 @@ from numpy.random import Generator
 
 from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
 from converter.observe import spread
-from converter.residual import SIDES, Rows, alike, energy, metrics
+from converter.residual import SIDES, Rows, alike, energy, gram_of, metrics
 from converter.session import Session
 from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, evened, smoothed
 from subkv.format.arrays import F32, F64
@@ -30,7 +30,7 @@ from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, 
 from subkv.format.window import Window
 from subkv.native.gguf import Base
 from subkv.plan import mla
-from subkv.plan.costs import output_weights
+from subkv.plan.costs import output_grams, output_weights
 
 TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
@@ -221,10 +221,12 @@ class Sensing:
         self.found.done.append(c)
 
     def _metrics(self, rows: Rows, shape: LayerShape) -> dict[str, F64]:
-        if not self.latent:
-            return metrics(rows, shape, output_weights(self.base, shape), self.window)
-        output, values = mla.read_weights(self.base, shape)
-        return metrics(rows, shape, output, self.window, values, joint=True)
+        if self.latent:
+            output, values = mla.read_weights(self.base, shape)
+            return metrics(rows, shape, gram_of(output, shape.n_head), self.window, values, joint=True)
+        grams, n, d = output_grams(self.base, shape), shape.n_group, shape.d_v
+        blocks = grams.reshape(shape.n_head_kv, n, d, n, d)
+        return metrics(rows, shape, lambda i, j: blocks[i // n, i % n, :, j % n], self.window)
 
     def _add_moments(self, chunk: Decoded) -> None:
         """The cells of every text count alike: kinds of text differ more than parts of one do."""

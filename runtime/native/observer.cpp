@@ -10,17 +10,6 @@
 
 namespace subkv {
 
-static void allocate(ObservedLayer & layer) {
-    const auto & s    = layer.shape;
-    const auto   make = [](int32_t n_head, int32_t d) {
-        return std::vector<Moments>((size_t) n_head,
-                                    Moments{ 0, std::vector<double>((size_t) d * d), std::vector<double>((size_t) d) });
-    };
-    layer.q = make(s.n_head_kv, s.d_k);
-    layer.k = make(s.n_head_kv, s.d_k);
-    layer.v = make(s.n_head_kv, s.d_v);
-}
-
 static const float * row_of(const ggml_tensor * t, int64_t head, int64_t token) {
     return (const float *) ((const char *) t->data + head * t->nb[1] + token * t->nb[2]);
 }
@@ -39,7 +28,11 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
     const int64_t n   = t->ne[2];
     const int64_t ldx = (int64_t) (t->nb[2] / sizeof(float));
     uint64_t      bad = 0;
-    const auto    use = [&](int64_t i) {
+    if (m.second.empty()) { // who samples only needs none
+        m.second.resize((size_t) (d * d));
+        m.first.resize((size_t) d);
+    }
+    const auto use = [&](int64_t i) {
         if (tokens[4 * i] < n_skip) {
             return false;
         }
@@ -67,7 +60,9 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
     return std::binary_search(positions.begin(), positions.end(), pos);
 }
 
-static void sample_row(std::vector<float> & dst, const ggml_tensor * t, int64_t token) {
+// n: rows that there will be at most, so that none is copied to make room for others.
+static void sample_row(std::vector<float> & dst, const ggml_tensor * t, int64_t token, size_t n) {
+    dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
     for (int64_t h = 0; h < t->ne[1]; ++h) {
         const float * x = row_of(t, h, token);
         dst.insert(dst.end(), x, x + t->ne[0]);
@@ -76,15 +71,17 @@ static void sample_row(std::vector<float> & dst, const ggml_tensor * t, int64_t 
 
 static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tensor * k, const ggml_tensor * v,
                    const int32_t * tokens) {
+    const auto & keys    = layer.owner->key_pos;
+    const auto & queries = layer.owner->query_pos;
     for (int64_t i = 0; i < q->ne[2]; ++i) {
         const int32_t pos = tokens[4 * i];
-        if (listed(layer.owner->key_pos, pos)) {
-            sample_row(layer.k_rows, k, i);
-            sample_row(layer.v_rows, v, i);
+        if (listed(keys, pos)) {
+            sample_row(layer.k_rows, k, i, keys.size());
+            sample_row(layer.v_rows, v, i, keys.size());
             layer.shape.n_key++;
         }
-        if (listed(layer.owner->query_pos, pos)) {
-            sample_row(layer.q_rows, q, i);
+        if (listed(queries, pos)) {
+            sample_row(layer.q_rows, q, i, queries.size());
             layer.shape.n_query++;
         }
     }
@@ -156,7 +153,7 @@ static void observe_output_op(ggml_tensor * dst, int ith, int, void * userdata) 
     const int32_t * tokens = (const int32_t *) dst->src[1]->data;
     for (int64_t i = 0; ith == 0 && layer.owner->mode == SUBKV_SAMPLE && i < dst->src[0]->ne[2]; ++i) {
         if (listed(layer.owner->query_pos, tokens[4 * i])) {
-            sample_row(layer.o_rows, dst->src[0], i);
+            sample_row(layer.o_rows, dst->src[0], i, layer.owner->query_pos.size());
         }
     }
 }
@@ -198,7 +195,9 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         slot->shape.d_k       = (int32_t) k->ne[0];
         slot->shape.d_v       = (int32_t) v->ne[0];
         slot->shape.scale     = scale;
-        allocate(*slot);
+        for (auto * moments : { &slot->q, &slot->k, &slot->v }) {
+            moments->resize((size_t) slot->shape.n_head_kv);
+        }
     }
     const auto & shape = slot->shape;
     if (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0]) {
@@ -298,10 +297,14 @@ extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, co
     if (what[1] == 's') {
         res.assign(rows->begin(), rows->end());
     } else {
+        const auto d = (size_t) (what[0] == 'v' ? layer.shape.d_v : layer.shape.d_k);
         for (const auto & m : *moments) {
             const double n = m.n > 0 ? (double) m.n : 1.0;
             for (double x : what[1] == '2' ? m.second : m.first) {
                 res.push_back(x / n);
+            }
+            if (m.second.empty()) {
+                res.resize(res.size() + (what[1] == '2' ? d * d : d));
             }
         }
     }

@@ -11,7 +11,7 @@
 
 namespace subkv {
 
-// Second moment and mean of the rows of one head.
+// Sums of second moments and of the rows of one head; empty before the first.
 struct Moments {
     uint64_t            n = 0; // rows
     std::vector<double> second;

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from converter.cli import main as convert
 from converter.decoded import Decoded
 from converter.lockstep import compare
-from converter.residual import Rows, energy, metrics
+from converter.residual import Rows, energy, gram_of, metrics
 from converter.sensing import Sensing
 from converter.session import Session
 from subkv.base.errors import SubkvError
@@ -152,8 +152,8 @@ def test_metrics_are_those_of_the_product_of_both_weights(base: Gguf, calibratio
     k[9] = k[30]  # cells of equal values are coded alike
     rows = Rows(q, np.arange(34.0, 40.0), k, k[..., : shape.d_v])
     output, values = mla.read_weights(base, shape)
-    found = metrics(rows, shape, output, WINDOW, values, joint=True)
-    expected = metrics(rows, shape, mla.output_weights(base, shape), WINDOW, joint=True)
+    found = metrics(rows, shape, gram_of(output, shape.n_head), WINDOW, values, joint=True)
+    expected = metrics(rows, shape, gram_of(mla.output_weights(base, shape), shape.n_head), WINDOW, joint=True)
     for side, matrix in expected.items():
         np.testing.assert_allclose(found[side], matrix, rtol=1e-3, atol=1e-4 * np.abs(matrix).max())
 
@@ -202,7 +202,7 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
         error = 0.3 * np.random.default_rng(5).standard_normal(rows.k.shape).astype(np.float32)
         error[:4] = 0
         moved = energy(rows, shape, output, error, error[..., :32])
-        priced = metrics(rows, shape, output, Window(4, 0))
+        priced = metrics(rows, shape, gram_of(output, shape.n_head), Window(4, 0))
         expected = 0.09 * (np.trace(priced["k0"][0]) + np.trace(priced["v0"][0])) / len(rows.q)
         assert 0.5 < moved / expected < 2.0
         assert chunk.kld((il, "k"), chunk.view(il, "k").astype(np.float32) + error[: chunk.start]) > 1e-4

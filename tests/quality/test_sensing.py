@@ -66,7 +66,7 @@ def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> Non
                 found[h] += (
                     residual.energy(one, SHAPE, output, *((error, None) if side == "k" else (None, error))) / DRAWS
                 )
-    metric = residual.metrics(rows, SHAPE, output, Window(2, n_recent))[side]
+    metric = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, n_recent))[side]
     assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2), rel=0.15)
     assert np.linalg.eigvalsh(metric).min() > -1e-6 * np.linalg.eigvalsh(metric).max()
 
@@ -83,7 +83,7 @@ def test_equal_tokens_have_equal_errors(side: str) -> None:
         error[2:] = 1e-2 * rng.standard_normal((4, 2, d))[kinds[2:]] * sizes_of(rows, side)[..., None]
         errors = (error, None) if side == "k" else (None, error)
         found += residual.energy(rows, SHAPE, output, *errors) * len(rows.q) / (4 * DRAWS)
-    metric = residual.metrics(rows, SHAPE, output, Window(2, 0))[f"{side}0"]
+    metric = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 0))[f"{side}0"]
     assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
 
 
@@ -92,15 +92,20 @@ def test_equal_tokens_are_merged_once_per_head(monkeypatch: pytest.MonkeyPatch) 
     rng, merged, calls = np.random.default_rng(3), residual._merged, []
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
     monkeypatch.setattr(residual, "_merged", lambda *given: calls.append(given) or merged(*given))
-    residual.metrics(replace(rows, v=rows.v[rng.integers(0, 4, len(rows.v))]), SHAPE, output, Window(2, 0))
+    residual.metrics(
+        replace(rows, v=rows.v[rng.integers(0, 4, len(rows.v))]),
+        SHAPE,
+        residual.gram_of(output, SHAPE.n_head),
+        Window(2, 0),
+    )
     assert len(calls) == SHAPE.n_head * len(residual.SIDES)
 
 
 def test_without_a_window_more_counts() -> None:
     rng = np.random.default_rng(2)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
-    found = residual.metrics(rows, SHAPE, output, Window(2, 20))
-    same = residual.metrics(rows, SHAPE, output, Window(2, 0))
+    found = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 20))
+    same = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 0))
     for side in "kv":
         assert np.trace(found[side][0]) < np.trace(found[f"{side}0"][0])
         assert found[f"{side}0"] == pytest.approx(same[f"{side}0"])

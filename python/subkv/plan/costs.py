@@ -15,7 +15,7 @@ import numpy as np
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerShape, LayerStats
-from subkv.native.gguf import Base
+from subkv.native.gguf import Base, Rows
 from subkv.plan import mla
 from subkv.plan.basis import FullBasis, fit_metric, fit_pca, repriced
 from subkv.plan.shared import readers
@@ -33,6 +33,7 @@ KEY_WEIGHT = 0.4
 
 
 NEAR = 3.0  # tokens, near_share()
+PART = 512  # rows
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,31 @@ def output_weights(base: Base, shape: LayerShape) -> F32:
     """
     if mla.is_latent(base):
         return mla.output_weights(base, shape)
-    name = f"blk.{shape.il}.attn_output.weight"
-    weights = base.tensor(name, "bases that know the output need it, --basis-v pca does not")
-    columns = shape.n_head * shape.d_v
+    return _plain_output(base, shape).rows(slice(None))
+
+
+def _plain_output(base: Base, shape: LayerShape) -> Rows:
+    name, without = f"blk.{shape.il}.attn_output.weight", "--basis-v pca does not"
+    weights, columns = base.matrix(name, f"bases that know the output need it, {without}"), shape.n_head * shape.d_v
     if weights.shape[1] != columns:
-        raise SubkvError(
-            name,
-            f"expected {columns} columns (heads × head size), found {weights.shape[1]}; --basis-v pca does not need it",
-        )
+        reason = f"expected {columns} columns (heads × head size), found {weights.shape[1]}; {without} need it"
+        raise SubkvError(name, reason)
     return weights
+
+
+def output_grams(base: Base, shape: LayerShape) -> F32:
+    """W_o,hᵀ W_o,h' of the heads of each group, [n_head_kv, n_group·d_v, n_group·d_v].
+
+    PART rows of W_o are read at a time: all of a layer are 67 MB in an 8B model. Not of latent attention. Raises as
+    output_weights().
+    """
+    weights, columns = _plain_output(base, shape), shape.n_group * shape.d_v
+    found = np.zeros((shape.n_head_kv, columns, columns), dtype=np.float32)
+    for first in range(0, weights.shape[0], PART):
+        rows = weights.rows(slice(first, first + PART))
+        groups = rows.reshape(len(rows), shape.n_head_kv, columns).transpose(1, 0, 2)
+        found += groups.transpose(0, 2, 1) @ groups
+    return found
 
 
 def output_metrics(base: Base, shape: LayerShape) -> F64:
