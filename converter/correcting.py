@@ -54,10 +54,10 @@ def corrected(
     if not chunks:
         chunks = [*sensing.held.values()][-1:] or [sensing.decoded(0)]
     sensing.held.clear()
-    for chunk in chunks:
-        chunk.put_away(sensing.folder)
     assert calibration.sensitivity is not None
     with sensing.session.aside():
+        for chunk in chunks:
+            chunk.put_away(sensing.folder)
         layers, predicted, stock = _planned(sensing, calibration, told)
         factors = [1.0, 1.0]
         if stock:
