@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
+#include <type_traits>
 
 namespace subkv {
 
@@ -61,11 +63,16 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
 }
 
 // n: rows that there will be at most, so that none is copied to make room for others.
-static void sample_row(std::vector<float> & dst, const ggml_tensor * t, int64_t token, size_t n) {
+template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token, size_t n) {
     dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
     for (int64_t h = 0; h < t->ne[1]; ++h) {
         const float * x = row_of(t, h, token);
-        dst.insert(dst.end(), x, x + t->ne[0]);
+        if constexpr (std::is_same_v<T, float>) {
+            dst.insert(dst.end(), x, x + t->ne[0]);
+        } else {
+            dst.resize(dst.size() + (size_t) t->ne[0]);
+            ggml_fp32_to_fp16_row(x, dst.data() + dst.size() - t->ne[0], t->ne[0]);
+        }
     }
 }
 
@@ -253,9 +260,10 @@ extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const in
 extern "C" void subkv_observer_forget(subkv_observer * obs) {
     for (const auto & layer : obs->layers) {
         if (layer) {
-            for (auto * rows : { &layer->q_rows, &layer->k_rows, &layer->v_rows, &layer->o_rows }) {
-                std::vector<float>().swap(*rows);
+            for (auto * rows : { &layer->q_rows, &layer->k_rows, &layer->v_rows }) {
+                std::vector<uint16_t>().swap(*rows);
             }
+            std::vector<float>().swap(layer->o_rows);
             layer->shape.n_key   = 0;
             layer->shape.n_query = 0;
         }
@@ -285,17 +293,18 @@ extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, co
     const auto & layer = *obs->layers[(size_t) il];
 
     const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
-    const std::vector<float> *          rows    = what[0] == 'q' ? &layer.q_rows :
+    const std::vector<uint16_t> *       rows    = what[0] == 'q' ? &layer.q_rows :
                                                   what[0] == 'k' ? &layer.k_rows :
-                                                  what[0] == 'v' ? &layer.v_rows :
-                                                                   &layer.o_rows;
+                                                                   &layer.v_rows;
     if (!std::strchr("qkvo", what[0]) || !std::strchr(what[0] == 'o' ? "s" : "12s", what[1])) {
         set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what);
         return -1;
     }
     std::vector<double> res;
-    if (what[1] == 's') {
-        res.assign(rows->begin(), rows->end());
+    if (what[0] == 'o') {
+        res.assign(layer.o_rows.begin(), layer.o_rows.end());
+    } else if (what[1] == 's') {
+        std::transform(rows->begin(), rows->end(), std::back_inserter(res), ggml_fp16_to_fp32);
     } else {
         const auto d = (size_t) (what[0] == 'v' ? layer.shape.d_v : layer.shape.d_k);
         for (const auto & m : *moments) {
