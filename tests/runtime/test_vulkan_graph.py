@@ -209,8 +209,14 @@ def test_without_a_device_layers_stay_on_the_cpu_and_it_is_said(
     )
 
 
-def test_a_device_without_16_bit_storage_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """llama.cpp leaves it out; one that GGML_VK_VISIBLE_DEVICES names ends the process, with this sentence."""
-    done = start(WITHOUT, tiny_model("llama"), tmp_path, LD_PRELOAD=preload("no_16bit_storage", tmp_path))
+@pytest.mark.parametrize(
+    "env", [{}, {"SUBKV_CARD": "1", "GGML_VK_VISIBLE_DEVICES": None}], ids=["asked for", "the only card"]
+)
+def test_a_device_without_16_bit_storage_is_named(
+    tiny_model: Callable[..., Path], tmp_path: Path, env: dict[str, str | None]
+) -> None:
+    """llama.cpp prefers others; where there is none, or GGML_VK_VISIBLE_DEVICES names it, the process ends."""
+    done = start(WITHOUT, tiny_model("llama"), tmp_path, LD_PRELOAD=preload("no_16bit_storage", tmp_path), **env)
     assert done.returncode != 0
+    assert done.stdout == ""
     assert "does not support 16-bit storage" in done.stderr
