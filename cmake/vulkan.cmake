@@ -31,7 +31,20 @@ if(GGML_CUDA OR SUBKV_EMULATE_CUDA)
 endif()
 find_package(Vulkan COMPONENTS glslc QUIET)
 find_package(SPIRV-Headers CONFIG QUIET)
-if(NOT Vulkan_FOUND OR NOT Vulkan_GLSLC_EXECUTABLE OR NOT SPIRV-Headers_FOUND)
-    message(FATAL_ERROR "GGML_VULKAN: expected Vulkan's headers and loader, glslc and the SPIR-V headers (Debian: "
-        "libvulkan-dev glslc spirv-headers), found not all of them")
+set(missing "")
+foreach(needed IN ITEMS "Vulkan_INCLUDE_DIR|Vulkan's headers (Debian: libvulkan-dev)"
+                        "Vulkan_LIBRARY|Vulkan's loader (Debian: libvulkan-dev)"
+                        "Vulkan_GLSLC_EXECUTABLE|glslc (Debian: glslc)"
+                        "SPIRV-Headers_FOUND|the SPIR-V headers (Debian: spirv-headers)")
+    string(REPLACE "|" ";" needed "${needed}")
+    list(GET needed 0 found)
+    list(GET needed 1 what)
+    if(NOT ${found})
+        list(APPEND missing "${what}")
+    endif()
+endforeach()
+if(missing)
+    list(JOIN missing ", " missing)
+    message(FATAL_ERROR "GGML_VULKAN: expected Vulkan's headers and loader, glslc and the SPIR-V headers, "
+        "did not find ${missing}")
 endif()

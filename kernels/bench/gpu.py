@@ -74,7 +74,7 @@ def main() -> int:
     )
     parser.add_argument("--cells", type=int, default=131072, help="cells of the decode measurements")
     parser.add_argument("--quick", action="store_true", help="fewer tests, one layout of bands, smaller depths")
-    parser.add_argument("--engine", action="store_true", help="build the native engine with CUDA, for whole models")
+    parser.add_argument("--engine", action="store_true", help="build the native engine for it, for whole models")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of them, separated by commas")
     parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda", help="whose kernels")
     given = parser.parse_args()

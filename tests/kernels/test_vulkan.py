@@ -6,8 +6,11 @@ validation layer barriers; not speed, nor what other compilers make of the shade
 
 from __future__ import annotations
 
+import ctypes as ct
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import layers
 import numpy as np
@@ -123,3 +126,38 @@ def test_places_are_checked(opened: v.Library) -> None:
     with pytest.raises(RuntimeError, match="does not fit 32 bits"):
         opened.run("attend", call.args)
     assert np.isnan(call.m()).all()
+
+
+@pytest.mark.parametrize("n_tps", [1, 8])
+def test_what_the_script_times(
+    library: v.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """kernels/bench/gpu_vulkan.py on a small workload: a line for the copy and every op, of attention in numbers."""
+    monkeypatch.syspath_prepend(str(v.VULKAN.parent / "bench"))
+    import gpu_vulkan
+
+    for name, value in (("N_HEAD", 1), ("GROUP", 2)):
+        monkeypatch.setattr(gpu_vulkan, name, value)
+    made: list[gpu_vulkan.Workload] = []
+
+    class Kept(gpu_vulkan.Workload):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(gpu_vulkan, "Workload", Kept)
+    copy = gpu_vulkan.time_copy(library, 1)
+    gpu_vulkan.time_shape(library, "4.3 bits", (2, n_tps, 1024), copy, 2)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shape = f"4.3 bits, 2 x {n_tps} tokens, 1024 cells"
+    ops = [f"Vulkan {op}: {shape}" for op in ("project_queries", "attend", "combine", "encode")]
+    assert [line["step"] for line in said] == ["device", *ops]
+    assert all(len(line["samples_ms"]) == 2 and line["ms"] > 0 for line in said[1:])
+    assert said[2]["bytes"] == 2 * 1024 * (71 + 67)  # a row of keys, one of values
+    assert f"{said[2]['gbs']:.1f} GB/s of codes" in said[2]["result"]
+    (work,) = made
+    shape_out = (2 * n_tps, 2 * gpu_vulkan.D)
+    size = 4 * shape_out[0] * shape_out[1]
+    out = np.frombuffer(ct.string_at(work.combine.out, size), np.float32).reshape(shape_out)
+    assert np.isfinite(out).all()
+    assert (out.std(1) > 0.1).all()

@@ -155,11 +155,17 @@ def test_lost_barriers_of_a_graph_are_found(
     assert "SYNC-HAZARD-READ-AFTER-WRITE" in hazards(decode(BATCHES), **ours(tmp_path), SUBKV_LOSE="1")
 
 
-def test_sequences_and_states_have_no_hazards_of_ours(hazards: Callable[..., list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen", ["tail_and_decode or copy_a_sequence or save_and_restore or not_taken_for", ""], ids=["some", "all"]
+)
+def test_sequences_and_states_have_no_hazards_of_ours(
+    hazards: Callable[..., list[str]], tmp_path: Path, chosen: str
+) -> None:
     """The tests of one tiny model: tails removed, sequences copied and side by side, states written and read."""
 
     def sequences(**env: str) -> None:
-        done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_sequences.py"), **env)
+        quiet = ["-q", "-p", "no:cacheprovider", "-k", chosen]
+        done = python("-m", "pytest", *quiet, str(HERE / "test_sequences.py"), **env)
         assert done.returncode == 0, done.stdout
 
     assert hazards(sequences, **ours(tmp_path)) == []
@@ -209,8 +215,14 @@ def test_without_a_device_layers_stay_on_the_cpu_and_it_is_said(
     )
 
 
-def test_a_device_without_16_bit_storage_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """llama.cpp leaves it out; one that GGML_VK_VISIBLE_DEVICES names ends the process, with this sentence."""
-    done = start(WITHOUT, tiny_model("llama"), tmp_path, LD_PRELOAD=preload("no_16bit_storage", tmp_path))
+@pytest.mark.parametrize(
+    "env", [{}, {"SUBKV_CARD": "1", "GGML_VK_VISIBLE_DEVICES": None}], ids=["asked for", "the only card"]
+)
+def test_a_device_without_16_bit_storage_is_named(
+    tiny_model: Callable[..., Path], tmp_path: Path, env: dict[str, str | None]
+) -> None:
+    """llama.cpp prefers others; where there is none, or GGML_VK_VISIBLE_DEVICES names it, the process ends."""
+    done = start(WITHOUT, tiny_model("llama"), tmp_path, LD_PRELOAD=preload("no_16bit_storage", tmp_path), **env)
     assert done.returncode != 0
+    assert done.stdout == ""
     assert "does not support 16-bit storage" in done.stderr
