@@ -11,7 +11,6 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
-    ConfigDict,
     FailFast,
     Field,
     field_validator,
@@ -26,6 +25,7 @@ from llama_cpp.server import types
 
 from runtime.serve.grammar_limits import check_grammar, check_schema
 from runtime.serve.grammars import SchemaText
+from runtime.serve.native import Native
 from runtime.serve.refusals import bad_field
 
 N_MESSAGES = 8192
@@ -41,7 +41,10 @@ MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Count = Annotated[int, Field(ge=1, le=128)]  # OpenAI's; the slots allow fewer
 One = Annotated[int, Field(ge=1, le=1)]
+Texts = str | Annotated[list[str], Field(min_length=1, max_length=N_INPUTS)]
 Stop = Annotated[str, Field(max_length=N_STOP)]
+MOST_BIAS = 1e6  # more than any two logits differ by
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
 def whole_characters(value: Any) -> Any:
@@ -71,10 +74,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Common(BaseModel):
-    """What both kinds of completion share. Numbers are finite: llama.cpp's samplers expect that."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+class Common(Native):
+    """What both kinds of completion share."""
 
     n: Count | None = Field(1, description="Answers to make, at most as many as there are slots.")
     # float32 logits divided by a temperature below 1e-4 may overflow: such a temperature is greedy
@@ -83,9 +84,10 @@ class Common(BaseModel):
     repeat_penalty: float = Field(1.0, gt=1e-3, le=1e3)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    mirostat_mode: int = Field(0, ge=0, le=2, validation_alias=AliasChoices("mirostat", "mirostat_mode"))
     stop: Stop | Annotated[list[Stop], Field(max_length=N_STOPS)] | None = None
     seed: Seed | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=N_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=N_BIAS)] | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
@@ -94,7 +96,18 @@ class Common(BaseModel):
         """A null field is one that was not given; halves of surrogate pairs, which are no text, become "?"."""
         if not isinstance(fields, dict):
             return fields
-        return {key: v for key, v in whole_characters(fields).items() if v is not None}
+        given = {key: v for key, v in whole_characters(fields).items() if v is not None}
+        if isinstance(given.get("logit_bias"), list):  # llama-server's form of it
+            given["logit_bias"] = _biases(given["logit_bias"])
+        return given
+
+
+def _biases(pairs: list[Any]) -> dict[str, Any]:
+    """[[token, number], …] as OpenAI has it; false: never that token."""
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) and pair[1] is not True):
+            raise ValueError(f"logit_bias: expected pairs of a token and a number or false, found {pair!r:.80}")
+    return {str(token): -MOST_BIAS if score is False else score for token, score in pairs}
 
 
 class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]
@@ -119,6 +132,9 @@ class NativeRequest(CompletionRequest):
     max_tokens: int | None = Field(-1, ge=-1, validation_alias=MAX_TOKENS)
     n: One | None = 1
     json_schema: Any = None
+    n_probs: int = Field(0, ge=0, le=N_LOGPROBS, validation_alias=AliasChoices("n_probs", "logprobs"))
+    post_sampling_probs: bool = Field(False, description="n_probs as the samplers left them.")
+    return_tokens: bool = Field(False, description="The answer's tokens as numbers, too, as in every stream.")
 
 
 class InfillFile(BaseModel):
@@ -185,7 +201,15 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 class EmbeddingRequest(types.CreateEmbeddingRequest):  # type: ignore[misc]
     """POST /v1/embeddings."""
 
-    input: str | Annotated[list[str], Field(min_length=1, max_length=N_INPUTS)]
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class NativeEmbeddingRequest(BaseModel):
+    """POST /embedding, as llama-server has it. embd_normalize: of embeddings.normalized."""
+
+    content: Texts = Field(validation_alias=AliasChoices("content", "input"))
+    embd_normalize: int = Field(2, ge=-1, le=1000)
     encoding_format: Literal["float", "base64"] = "float"
 
 
