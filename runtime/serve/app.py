@@ -50,7 +50,8 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
     if first["loc"] == ("body",) and "json" not in kind:
         return await refused(request, ApiError(400, f"expected Content-Type application/json, found {kind!r:.80}"))
     where = ".".join(f"{part!s:.64}" for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
-    message = f"{where}: {first['msg']}" if where else first["msg"]
+    reason = first["msg"].removeprefix("Value error, ")  # pydantic's, before a sentence of ours
+    message = f"{where}: {reason}" if where else reason
     return await refused(request, ApiError(400, message, where or None))
 
 
@@ -142,7 +143,7 @@ def create_app(
         arguments["grammar"] = schema.text_grammar(body.grammar)
 
         def work(made: RequestLlama) -> Any:
-            return made.create_completion(body.text, **arguments, **sampling(llm, body))
+            return made.create_completion(body.prompt, **arguments, **sampling(llm, body))
 
         return await service.complete(request, body, work)
 
@@ -215,7 +216,9 @@ def create_app(
         return now
 
     @app.get("/slots")
-    async def list_slots() -> Any:
+    async def list_slots(fail_on_no_slot: bool = False) -> Any:
+        if fail_on_no_slot and engine.n_busy == len(engine.slots):
+            raise ApiError(503, "every slot is at work; come again later", retry_after=1)
         return [state(slot) for slot in engine.slots]
 
     @app.post("/slots/{id_slot}")

@@ -131,7 +131,7 @@ class RequestLlama:
 
     def create_completion(
         self,
-        prompt: str | list[int],
+        prompt: str | Sequence[int | str],
         *,
         stream: bool = False,
         max_tokens: int | None = 16,
@@ -210,10 +210,15 @@ class RequestLlama:
                 n_ctx=n_ctx,
             )
 
-    def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
-        llm = self.llm
-        tokens = self.tokenize(prompt.encode("utf-8", "replace"), special=True) if isinstance(prompt, str) else prompt
-        n_vocab = llm.n_vocab()
+    def _prompt_tokens(self, prompt: str | Sequence[int | str]) -> list[int]:
+        llm, n_vocab = self.llm, self.llm.n_vocab()
+        tokens: list[int] = []
+        for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+            if isinstance(part, int):
+                tokens.append(part)
+            else:
+                tokens += self.tokenize(part.encode("utf-8", "replace"), add_bos=not i, special=True)
+                self.check_room(len(tokens), "at least ")  # of many texts the rest is not read
         wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
         if wrong is not None:
             raise bad_field("prompt", f"expected tokens from 0 to {n_vocab - 1}, found {wrong}")

@@ -207,7 +207,7 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
     @app.post("/completions", include_in_schema=False)
     async def completion(request: Request, body: schema.NativeRequest) -> Response:
         grammar = schema.native_grammar(body)
-        return await respond(request, body, lambda made: answer(made, body.text, body, grammar))
+        return await respond(request, body, lambda made: answer(made, body.prompt, body, grammar))
 
     @app.post("/infill")
     async def infill(request: Request, body: schema.InfillRequest) -> Response:

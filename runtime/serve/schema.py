@@ -96,34 +96,38 @@ class Common(Native):
         """A null field is one that was not given; halves of surrogate pairs, which are no text, become "?"."""
         if not isinstance(fields, dict):
             return fields
-        given = {key: v for key, v in whole_characters(fields).items() if v is not None}
-        if isinstance(given.get("logit_bias"), list):  # llama-server's form of it
-            given["logit_bias"] = _biases(given["logit_bias"])
-        return given
+        return {key: v for key, v in whole_characters(fields).items() if v is not None}
 
-
-def _biases(pairs: list[Any]) -> dict[str, Any]:
-    """[[token, number], …] as OpenAI has it; false: never that token."""
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) and pair[1] is not True):
-            raise ValueError(f"logit_bias: expected pairs of a token and a number or false, found {pair!r:.80}")
-    return {str(token): -MOST_BIAS if score is False else score for token, score in pairs}
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def by_token(cls, given: Any) -> Any:
+        """llama-server's [[token, number], …] as OpenAI has it; false: never that token."""
+        if not isinstance(given, list):
+            return given
+        for pair in given:
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) and pair[1] is not True):
+                raise ValueError(f"expected pairs of a token and a number or false, found {pair!r:.80}")
+        return {str(token): -MOST_BIAS if score is False else score for token, score in given}
 
 
 class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]
-    """POST /v1/completions: a text or its tokens."""
+    """POST /v1/completions: a text, its tokens, or both in one list."""
 
     max_tokens: int | None = Field(16, ge=-1, validation_alias=MAX_TOKENS)
-    prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)]
+    prompt: str | list[int | str]
     logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
     suffix: None = Field(None, description="Not supported.")
     best_of: One | None = 1
 
-    @property
-    def text(self) -> Any:
-        """A text or its tokens: OpenAI's lists of one prompt stand for it."""
-        one = isinstance(self.prompt, list) and len(self.prompt) == 1 and not isinstance(self.prompt[0], int)
-        return self.prompt[0] if one else self.prompt
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def one(cls, given: Any) -> Any:
+        """OpenAI's lists of one prompt stand for it."""
+        if not isinstance(given, list) or not all(isinstance(part, (str, list)) for part in given):
+            return given
+        if len(given) > 1:
+            raise ValueError(f"expected one prompt, found {len(given)}; ask for each")
+        return given[0] if given else given
 
 
 class NativeRequest(CompletionRequest):
