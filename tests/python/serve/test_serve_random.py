@@ -22,7 +22,6 @@ ROUTES = {
     "/completion": schema.NativeRequest,
     "/v1/chat/completions": schema.ChatRequest,
     "/v1/embeddings": schema.EmbeddingRequest,
-    "/embedding": schema.NativeEmbeddingRequest,
     "/apply-template": schema.TemplateRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
@@ -91,7 +90,7 @@ def test_random_requests(served: Served) -> None:
     seen = set()
 
     @settings(
-        max_examples=N_REQUESTS or 200,
+        max_examples=N_REQUESTS or 250,
         deadline=None,
         database=None,
         derandomize=not N_REQUESTS,
@@ -115,4 +114,4 @@ def test_random_requests(served: Served) -> None:
     assert served.idle()
     answered = {route for route, status in seen if status == 200}
     refused = {route for route, status in seen if status == 400}
-    assert refused == ROUTES.keys() and len(answered) >= 7, sorted(seen)
+    assert refused == ROUTES.keys() and len(answered) >= 7, (ROUTES.keys() - refused, sorted(answered))
