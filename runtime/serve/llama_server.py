@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +19,7 @@ from runtime.serve.runs import EventStream
 from runtime.serve.sampling import Scored
 from runtime.serve.service import SAMPLING, Service, sampling
 from runtime.serve.slots_llama import SlotsLlama
+from subkv import __version__
 from subkv.base.errors import SubkvError
 from subkv.engine.template import Template
 from subkv.native.binding import C
@@ -65,7 +65,7 @@ def properties(service: Service) -> dict[str, Any]:
         "chat_template": template,
         "bos_token": piece(llm.token_bos()),
         "eos_token": piece(llm.token_eos()),
-        "build_info": f"subkv {version('subkv')}",
+        "build_info": f"subkv {__version__}",
         "max_body": service.limits.max_body,
         "kv_cache": kv_cache(engine),
     }
