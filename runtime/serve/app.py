@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import re
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
@@ -24,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from runtime.serve import metrics, schema, slots
 from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
+from runtime.serve.embeddings import add_embeddings
 from runtime.serve.guard import Guard, Hosts
 from runtime.serve.llama_server import add_llama_server, kv_cache
 from runtime.serve.page_routes import add_page
@@ -34,8 +33,6 @@ from runtime.serve.responses import add_responses
 from runtime.serve.service import Service, chat_work, sampling, space
 from runtime.serve.task import CancelledError
 from subkv.base.errors import SubkvError
-from subkv.engine.llama import Llama
-from subkv.native.binding import llama_cpp
 
 # isort: split
 from llama_cpp.server import types
@@ -53,7 +50,8 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
     if first["loc"] == ("body",) and "json" not in kind:
         return await refused(request, ApiError(400, f"expected Content-Type application/json, found {kind!r:.80}"))
     where = ".".join(f"{part!s:.64}" for part in first["loc"][1:] if not UNION_MEMBER.search(str(part)))
-    message = f"{where}: {first['msg']}" if where else first["msg"]
+    reason = first["msg"].removeprefix("Value error, ")  # pydantic's, before a sentence of ours
+    message = f"{where}: {reason}" if where else reason
     return await refused(request, ApiError(400, message, where or None))
 
 
@@ -119,6 +117,7 @@ def create_app(
     add_llama_server(app, service)
     add_responses(app, service)
     add_rerank(app, service)
+    add_embeddings(app, service)
 
     #
     # OpenAI
@@ -144,7 +143,7 @@ def create_app(
         arguments["grammar"] = schema.text_grammar(body.grammar)
 
         def work(made: RequestLlama) -> Any:
-            return made.create_completion(body.text, **arguments, **sampling(llm, body))
+            return made.create_completion(body.prompt, **arguments, **sampling(llm, body))
 
         return await service.complete(request, body, work)
 
@@ -152,20 +151,6 @@ def create_app(
     @app.post("/chat/completions", include_in_schema=False)
     async def chat(request: Request, body: schema.ChatRequest) -> Response:
         return await service.complete(request, body, chat_work(llm, body))
-
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request, body: schema.EmbeddingRequest) -> Any:
-        if not service.embeddings:
-            raise ApiError(501, "this server makes no embeddings; start it with --embeddings")
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
-        run = service.run(request, lambda _: engine.call(lambda: embed(llm, texts)).result())
-        coded, n_tokens = await run.event(request.receive)
-        if body.encoding_format == "base64":
-            coded = [base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in coded]
-        data = [{"object": "embedding", "embedding": v, "index": i} for i, v in enumerate(coded)]
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return {"object": "list", "data": data, "model": service.name, "usage": usage}
 
     #
     # tokens
@@ -231,7 +216,9 @@ def create_app(
         return now
 
     @app.get("/slots")
-    async def list_slots() -> Any:
+    async def list_slots(fail_on_no_slot: bool = False) -> Any:
+        if fail_on_no_slot and engine.n_busy == len(engine.slots):
+            raise ApiError(503, "every slot is at work; come again later", retry_after=1)
         return [state(slot) for slot in engine.slots]
 
     @app.post("/slots/{id_slot}")
@@ -254,20 +241,6 @@ def create_app(
         return await asyncio.wrap_future(engine.call(lambda: acted(engine, slot, action, path, whose)))
 
     return app
-
-
-def embed(llm: Llama, texts: list[str]) -> tuple[list[list[float]], int]:
-    """Vectors of length 1, and how many tokens they took. Raises ApiError."""
-    if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_NONE:
-        raise ApiError(400, "this model gives no vector for a whole text; start the server with --pooling mean or last")
-    if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_RANK:  # it has a score in its place
-        raise ApiError(400, "this model gives no vector for a text, it ranks texts: ask /v1/rerank")
-    counts = [len(llm.tokenize(text.encode())) for text in texts]
-    if max(counts) > llm.n_batch or not min(counts):
-        raise ApiError(
-            400, f"input: expected texts of 1 to {llm.n_batch} tokens (-b, -c), found {min(counts)} to {max(counts)}"
-        )
-    return llm.embed(texts, normalize=True, truncate=False), sum(counts)
 
 
 def acted(engine: Engine, slot: slots.Slot, action: str, path: Path | None, whose: str) -> dict[str, Any]:

@@ -286,7 +286,8 @@ class Engine:
                 task = self._waiting.popleft()
                 if task.cancelled:
                     continue
-                if self._awaits(task):
+                taken = task.id_slot >= 0 and self.slots[task.id_slot].task is not None
+                if taken or self._awaits(task):
                     later.append(task)
                     continue
                 try:
@@ -310,7 +311,11 @@ class Engine:
         return task.awaited is not None
 
     def _admit(self, task: Task) -> None:
-        slot = choose(self.slots, task.prompt, self._n_removable, task.space)
+        slot = (
+            choose(self.slots, task.prompt, self._n_removable, task.space)
+            if task.id_slot < 0
+            else self.slots[task.id_slot]
+        )
         if self.recall is not None:
             self.recall.prepare(slot, task)
         if slot.space != task.space:
@@ -318,12 +323,12 @@ class Engine:
         slot.space, slot.unsaved = task.space, True
         common = SlotsLlama.longest_token_prefix(slot.tokens, task.prompt)
         # the last token is evaluated again if need be: its logits are wanted
-        truncate(self._memory, slot, 0 if task.scores_prompt else min(common, len(task.prompt) - 1))
+        truncate(self._memory, slot, 0 if task.anew else min(common, len(task.prompt) - 1))
         if self.recall is not None:
             self.recall.part(slot, task)
         if slot.checkpoints is not None:
             slot.checkpoints.take(len(slot.tokens))  # where a turn begins
-        slot.task = task
+        slot.task, task.id_slot = task, slot.id
         task.n_cached = len(slot.tokens)
         task.started = time.perf_counter()
 

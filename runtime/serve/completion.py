@@ -6,7 +6,9 @@ the logits of every position, [n_ctx, n_vocab] floats for each slot.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import random
 import time
 import uuid
@@ -17,19 +19,20 @@ import jinja2
 import numpy as np
 
 from runtime.serve.batching import Engine
+from runtime.serve.chain import Tuning, chain
 from runtime.serve.grammars import Grammar
+from runtime.serve.native import Native
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.sampling import Processor, Sampler, Scored
 from runtime.serve.slots_llama import SlotsLlama
 from runtime.serve.task import CancelledError, Task
 from runtime.serve.text import StopText
-from subkv.native.binding import llama_cpp
 
 # isort: split
 from llama_cpp.llama_chat_format import get_chat_completion_handler
 
 Chunk = dict[str, Any]
-
+TUNED = {field.name for field in dataclasses.fields(Tuning)} - {"temp", "seed", "exact"}  # others are llama_cpp's
 
 CONTEXTS = 16  # of its slot, that an answer may take with --context-shift: a client alone does not hold a slot for ever
 
@@ -72,13 +75,19 @@ class RequestLlama:
     """What llama_cpp's chat handlers take for a Llama: everything is the model's, completions run on the engine.
 
     n_predict: most tokens of an answer, negative: what the slot's context holds. name: the model's name in answers.
-    space: whose request it is. choice: which of several answers to one request. id: of the request's answer.
+    space: whose request it is. choice: which of several answers to one request. id: of the request's answer. asked:
+    what the handlers do not pass on.
     """
 
-    _init_sampler = llama_cpp.Llama._init_sampler
-
     def __init__(
-        self, engine: Engine, name: str, n_predict: int, space: str = "", choice: int = 0, id: str = ""
+        self,
+        engine: Engine,
+        name: str,
+        n_predict: int,
+        space: str = "",
+        choice: int = 0,
+        id: str = "",
+        asked: Native | None = None,
     ) -> None:
         self.llm = engine.llm
         self.engine = engine
@@ -91,8 +100,11 @@ class RequestLlama:
         self._grammars: list[Grammar] = []
         self.usage: dict[str, Any] = {}
         self.cancelled = False
-        self.at_stop = False  # the answer ended with one of its stop strings
-        self._seed = 0
+        self.asked = asked or Native.model_validate({})
+        self.at_stop = ""  # the stop string that the answer ended with
+        self.seed = 0
+        self.predicted: list[Scored] = []
+        self._n_told = 0  # of them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm, name)
@@ -119,7 +131,7 @@ class RequestLlama:
 
     def create_completion(
         self,
-        prompt: str | list[int],
+        prompt: str | Sequence[int | str],
         *,
         stream: bool = False,
         max_tokens: int | None = 16,
@@ -132,10 +144,14 @@ class RequestLlama:
         logit_bias: dict[str, float] | None = None,
         logits_processor: Sequence[Processor] | None = None,
         stopping_criteria: Any = None,
-        model: str | None = None,
+        n_probs: int | None = None,
+        post: bool = False,
         **sampling: Any,
     ) -> Any:
-        """As llama_cpp.Llama.create_completion: the answer, or with `stream` its chunks. Raises ApiError."""
+        """As llama_cpp.Llama.create_completion: the answer, or with `stream` its chunks. Raises ApiError.
+
+        n_probs: how many likely tokens taken() tells of, too; post: after the samplers.
+        """
         tokens = self._prompt_tokens(prompt)
         self.check_room(len(tokens))
         room = self.engine.n_ctx - len(tokens)
@@ -144,13 +160,24 @@ class RequestLlama:
         asked = [limit for limit in (max_tokens, self.n_predict) if limit is not None and limit >= 0]
         limit = min([room, *asked])
         rules = self._grammar(grammar)
-        self._seed = random.getrandbits(32) if seed is None else (seed + self.choice) & 0xFFFFFFFF
+        self.seed = random.getrandbits(32) if seed is None or seed < 0 else (seed + self.choice) & 0xFFFFFFFF
         bias = {int(token): score for token, score in (logit_bias or {}).items()}
-        chain = self._init_sampler(temp=temperature, **sampling)
-        sampler = Sampler(chain, rules, bias, logits_processor or (), logprobs)
-        task = Task(tokens, sampler, max(limit, 1), scores_prompt=echo and logprobs is not None, space=self.space)
+        if self.asked.ignore_eos:
+            bias |= dict.fromkeys(self.llm.ends, -math.inf)
+        tuning = Tuning(temperature, self.seed, exact=post, **{key: sampling[key] for key in TUNED & sampling.keys()})
+        samplers = chain(self.llm, tuning, self.asked, tokens, self.engine.n_ctx)
+        sampler = Sampler(samplers, rules, bias, logits_processor or (), logprobs if n_probs is None else n_probs, post)
+        task = Task(
+            tokens,
+            sampler,
+            max(limit, 1),
+            scores_prompt=echo and logprobs is not None,
+            fresh=not self.asked.cache_prompt,
+            space=self.space,
+            id_slot=-1 if self.choice else self.asked.id_slot,
+        )
         recall = self.engine.recall
-        if recall is not None and not task.scores_prompt:
+        if recall is not None and not task.anew:
             task.found = recall.prefixes.find(tokens, self.space, recall.held(tokens, self.space))
         self.tasks.append(task)
         if self.cancelled:  # between the check here and the engine's there is nobody to cancel it
@@ -159,7 +186,8 @@ class RequestLlama:
         shown = prompt if isinstance(prompt, str) else self.llm.text(tokens)
         stops = [stop] if isinstance(stop, str) else stop or []
         texts = (shown, "") if echo else ("", shown)
-        chunks = self._chunks(task, StopText(stops), limit, *texts, stopping_criteria)
+        listed = None if logprobs is None else Logprobs(self.llm, len(texts[1]))
+        chunks = self._chunks(task, StopText(stops), limit, texts[0], listed, stopping_criteria)
         return chunks if stream else self._whole(chunks)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
@@ -182,10 +210,15 @@ class RequestLlama:
                 n_ctx=n_ctx,
             )
 
-    def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
-        llm = self.llm
-        tokens = self.tokenize(prompt.encode("utf-8", "replace"), special=True) if isinstance(prompt, str) else prompt
-        n_vocab = llm.n_vocab()
+    def _prompt_tokens(self, prompt: str | Sequence[int | str]) -> list[int]:
+        llm, n_vocab = self.llm, self.llm.n_vocab()
+        tokens: list[int] = []
+        for i, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+            if isinstance(part, int):
+                tokens.append(part)
+            else:
+                tokens += self.tokenize(part.encode("utf-8", "replace"), add_bos=not i, special=True)
+                self.check_room(len(tokens), "at least ")  # of many texts the rest is not read
         wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
         if wrong is not None:
             raise bad_field("prompt", f"expected tokens from 0 to {n_vocab - 1}, found {wrong}")
@@ -213,11 +246,11 @@ class RequestLlama:
             raise
         return made
 
-    def _chunks(self, task: Task, text: StopText, limit: int, echo: str, before: str, criteria: Any) -> Iterator[Chunk]:
-        """Chunks of text, then an empty one with the reason of the end. The text begins with `echo`, after `before`."""
+    def _chunks(
+        self, task: Task, text: StopText, limit: int, echo: str, logprobs: Logprobs | None, criteria: Any
+    ) -> Iterator[Chunk]:
+        """Chunks of text, which begins with `echo`, then an empty one with the reason of the end."""
         llm = self.llm
-        n_top = task.sampler.n_top
-        logprobs = Logprobs(llm, len(before)) if n_top is not None else None
         head = {
             "id": self.id,
             "object": "text_completion",
@@ -246,6 +279,7 @@ class RequestLlama:
                     break
                 seen[n_prompt + n] = found.token
                 n += 1
+                self.predicted.append(found)
                 if logprobs:
                     logprobs.pending.append(found)
                 if shown := text.feed(llm.opened.piece(found.token)):
@@ -253,7 +287,7 @@ class RequestLlama:
                 if text.stopped or (criteria is not None and criteria(seen[: n_prompt + n], None)):
                     reason = "stop"
                     break
-            self.at_stop = text.stopped
+            self.at_stop = text.found
             if rest := text.end():
                 yield chunk(rest)
             self.usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
@@ -274,6 +308,12 @@ class RequestLlama:
                 logprobs.setdefault(key, []).extend(values)
         answer["choices"][0] |= {"text": "".join(texts), "logprobs": logprobs or None}
         return answer | {"usage": self.usage}
+
+    def taken(self) -> list[Scored]:
+        """Tokens of the answer that this has not told of yet."""
+        found = self.predicted[self._n_told :]
+        self._n_told = len(self.predicted)
+        return found
 
     def timings(self) -> dict[str, float]:
         """Of the last completion."""

@@ -171,6 +171,7 @@ class Places:
         self._n_slots = n_slots
         self._limit = n_waiting
         self._free = asyncio.Semaphore(n_slots)
+        self._of_slots = [asyncio.Lock() for _ in range(n_slots)]
 
     def enter(self, n: int = 1) -> None:
         """Join the queue n times; each place() leaves it once. Raises ApiError when it is full."""
@@ -179,15 +180,18 @@ class Places:
         self.n_waiting += n
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Who has entered works here, in the order of arrival."""
-        try:
-            await self._free.acquire()
-        finally:
-            self.n_waiting -= 1
-        self.n_working += 1
-        try:
-            yield
-        finally:
-            self.n_working -= 1
-            self._free.release()
+    async def place(self, slot: int = -1) -> AsyncIterator[None]:
+        """Who has entered works here, in the order of arrival; of those for one slot one at a time."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                if slot >= 0:
+                    await stack.enter_async_context(self._of_slots[slot])
+                await self._free.acquire()
+            finally:
+                self.n_waiting -= 1
+            self.n_working += 1
+            try:
+                yield
+            finally:
+                self.n_working -= 1
+                self._free.release()

@@ -1,10 +1,10 @@
-"""llama-server's own routes beside OpenAI's: /props, /apply-template, /completion, /infill."""
+"""llama-server's own routes beside OpenAI's: /props, /apply-template, /completion, /infill, /lora-adapters."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,15 +13,20 @@ from starlette.responses import JSONResponse, Response
 from runtime.serve import schema
 from runtime.serve.batching import Engine
 from runtime.serve.completion import Chunk, RequestLlama
+from runtime.serve.native import ORDER, Native
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.runs import EventStream
-from runtime.serve.service import Service, sampling
+from runtime.serve.sampling import Scored
+from runtime.serve.service import SAMPLING, Service, sampling
 from runtime.serve.slots_llama import SlotsLlama
+from subkv import __version__
 from subkv.base.errors import SubkvError
 from subkv.engine.template import Template
 from subkv.native.binding import C
 
 STOP_TYPES = {"length": "limit", "stop": "eos"}
+# fields of a request that say how its answer is sampled
+SETTINGS = {*SAMPLING, *Native.model_fields, "max_tokens", "n_probs", "post_sampling_probs", "grammar"} - {"id_slot"}
 
 
 def kv_cache(engine: Engine) -> dict[str, Any]:
@@ -49,33 +54,70 @@ def properties(service: Service) -> dict[str, Any]:
         return llm.opened.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     return {
-        "default_generation_settings": {"n_ctx": engine.n_ctx, "n_predict": service.limits.n_predict},
+        "default_generation_settings": {
+            "n_ctx": engine.n_ctx,
+            "n_predict": service.limits.n_predict,
+            "params": settings(schema.NativeRequest.model_validate({"prompt": ""})),
+        },
         "total_slots": len(engine.slots),
         "model_alias": service.name,
         "modalities": {"vision": False, "audio": False},
         "chat_template": template,
         "bos_token": piece(llm.token_bos()),
         "eos_token": piece(llm.token_eos()),
-        "build_info": f"subkv {version('subkv')}",
+        "build_info": f"subkv {__version__}",
         "max_body": service.limits.max_body,
         "kv_cache": kv_cache(engine),
     }
 
 
-def as_llama_server(chunk: Chunk, made: RequestLlama, text: str) -> dict[str, Any]:
-    """A chunk of create_completion, or its whole answer, with llama-server's fields. text: what the fields tell of."""
-    choice = chunk["choices"][0]
-    answer = {"index": 0, "content": text, "stop": choice["finish_reason"] is not None}
+def settings(body: schema.NativeRequest) -> dict[str, Any]:
+    """How an answer is sampled, under llama-server's names."""
+    found = body.model_dump(include=SETTINGS)
+    n_predict, mirostat = found.pop("max_tokens"), found.pop("mirostat_mode")
+    return found | {"n_predict": n_predict, "mirostat": mirostat, "samplers": body.samplers or list(ORDER)}
+
+
+def probabilities(llm: SlotsLlama, found: Scored, post: bool) -> dict[str, Any]:
+    """A token and the likely ones in its place, as llama-server lists them; post: those that the samplers left."""
+    name = "prob" if post else "logprob"
+
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        piece: bytes = llm.opened.piece(token, special=True)
+        value = logprob if logprob is None or not post else math.exp(logprob)
+        return {"id": token, "token": piece.decode("utf-8", "ignore"), "bytes": list(piece), name: value}
+
+    return one(found.token, found.logprob) | {f"top_{name}s": [one(*likely) for likely in found.top]}
+
+
+def as_llama_server(chunk: Chunk, made: RequestLlama, body: schema.NativeRequest) -> dict[str, Any]:
+    """A chunk of create_completion, or its whole answer, with llama-server's fields."""
+    choice, task, taken = chunk["choices"][0], made.tasks[-1], made.taken()
+    answer = {
+        "index": 0,
+        "content": choice["text"],
+        "tokens": [found.token for found in taken] if body.return_tokens or body.stream else [],
+        "id_slot": task.id_slot,
+        "stop": choice["finish_reason"] is not None,
+        "tokens_predicted": len(made.predicted),
+        "tokens_evaluated": len(task.prompt),
+    }
+    if taken and body.n_probs:
+        listed = [probabilities(made.llm, found, body.post_sampling_probs) for found in taken]
+        answer["completion_probabilities"] = listed
+    if answer["stop"] or body.timings_per_token:
+        answer["timings"] = made.timings()
     if not answer["stop"]:
         return answer
+    n_tokens = made.usage["total_tokens"]
     return answer | {
         "model": chunk["model"],
-        "tokens_predicted": made.usage["completion_tokens"],
-        "tokens_evaluated": made.usage["prompt_tokens"],
-        "tokens_cached": made.usage["total_tokens"],
-        "truncated": False,
+        "prompt": made.llm.text(task.prompt, special=True),
+        "generation_settings": settings(body) | {"seed": made.seed, "n_ctx": made.engine.n_ctx},
+        "tokens_cached": n_tokens,
+        "truncated": n_tokens >= made.engine.n_ctx,
         "stop_type": "word" if made.at_stop else STOP_TYPES[choice["finish_reason"]],
-        "timings": made.timings(),
+        "stopping_word": made.at_stop,
     }
 
 
@@ -134,6 +176,14 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
     async def props() -> Any:
         return properties(service)
 
+    @app.get("/lora-adapters")
+    async def adapters() -> Any:
+        return []
+
+    @app.post("/lora-adapters")
+    async def set_adapters() -> Any:
+        raise ApiError(501, "this server has no adapters; llama.cpp's llama-export-lora puts one into a model's file")
+
     @app.post("/apply-template")
     def apply_template(body: schema.TemplateRequest) -> Any:
         try:
@@ -143,20 +193,21 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
 
     def answer(made: RequestLlama, prompt: Any, body: schema.NativeRequest, grammar: Any) -> Any:
         arguments = sampling(llm, body) | {"max_tokens": body.max_tokens, "grammar": grammar}
+        arguments |= {"n_probs": body.n_probs or None, "post": body.post_sampling_probs and body.n_probs > 0}
         found = made.create_completion(prompt, **arguments)
         if not isinstance(found, Iterator):
-            return as_llama_server(found, made, found["choices"][0]["text"])
-        return (as_llama_server(chunk, made, chunk["choices"][0]["text"]) for chunk in found)
+            return as_llama_server(found, made, body)
+        return (as_llama_server(chunk, made, body) for chunk in found)
 
     async def respond(request: Request, body: schema.NativeRequest, work: Callable[[RequestLlama], Any]) -> Response:
-        run, answers = await service.begin(request, work)
+        run, answers = await service.begin(request, work, body)
         return EventStream(run, run.chunks()) if body.stream else JSONResponse(answers[0])
 
     @app.post("/completion")
     @app.post("/completions", include_in_schema=False)
     async def completion(request: Request, body: schema.NativeRequest) -> Response:
         grammar = schema.native_grammar(body)
-        return await respond(request, body, lambda made: answer(made, body.text, body, grammar))
+        return await respond(request, body, lambda made: answer(made, body.prompt, body, grammar))
 
     @app.post("/infill")
     async def infill(request: Request, body: schema.InfillRequest) -> Response:

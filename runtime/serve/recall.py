@@ -66,11 +66,11 @@ class Recall:
         """An idle slot is about to take a prompt: what it loses is kept, and what serves better is put in its place."""
         prefixes = self.prefixes
         wanted = task.prompt[:-1]
-        n_held = 0 if task.scores_prompt else cells.held(slot, wanted, self._n_removable, task.space)
+        n_held = 0 if task.anew else cells.held(slot, wanted, self._n_removable, task.space)
         if len(slot.tokens) - n_held >= LEAST:
             self.save(slot)
         found = None if task.found is None or task.found.n_reached < n_held + LEAST else task.found
-        if not task.scores_prompt:
+        if not task.anew:
             found = self._of_another(slot, wanted, task.space, found.n_reached if found else n_held) or found
         task.found = None
         if found is None:
@@ -106,7 +106,7 @@ class Recall:
         """The task that is about to evaluate most of what this one would, too; None: none, or copying costs more."""
         prefixes, wanted = self.prefixes, task.prompt[:-1]
         copying = 2 * self._n_token_bytes * prefixes.setting.seconds
-        if task.scores_prompt or not prefixes.measured.is_set() or copying > prefixes.evaluating.seconds:
+        if task.anew or not prefixes.measured.is_set() or copying > prefixes.evaluating.seconds:
             return None
         n, other = max((self._ahead(slot, wanted, task.space) for slot in self.slots), key=lambda found: found[0])
         if other is None:

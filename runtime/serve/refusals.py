@@ -65,7 +65,12 @@ def body(error: HTTPException) -> dict[str, Any]:
     return {"error": fields | getattr(error, "numbers", {})}
 
 
-async def refused(_: Request, error: Exception) -> Response:
+async def refused(request: Request, error: Exception) -> Response:
     """What an application answers to what it raises."""
     found = refusal(error)
+    if type(found) is HTTPException and found.status_code in (404, 405):  # Starlette's, of two words
+        methods = (found.headers or {}).get("Allow", "another method")
+        expected = "a path that this server has" if found.status_code == 404 else methods
+        what = f"expected {expected}, found {request.method} {request.url.path:.80}"
+        found = ApiError(found.status_code, what)
     return JSONResponse(body(found), found.status_code, found.headers)

@@ -163,7 +163,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/responses", include_in_schema=False)
     async def responses(request: Request, body: ResponseRequest) -> Response:
         chat, answer = body.chat(), Answer(service.name, body)
-        run, (found, *_) = await service.begin(request, chat_work(service.llm, chat), body.n or 1)
+        run, (found, *_) = await service.begin(request, chat_work(service.llm, chat), chat)
         if body.stream:
             return EventStream(run, events(run, answer))
         choice = found["choices"][0]

@@ -46,7 +46,8 @@ class Run:
         self._tasks = [asyncio.create_task(self._go(i)) for i in range(len(llms))]
 
     async def _go(self, i: int) -> None:
-        async with self._places.place():
+        llm = self.llms[i]
+        async with self._places.place(-1 if llm.choice else llm.asked.id_slot):
             self._working[i] = True
             await self._loop.run_in_executor(self._pool, self._in_thread, i)
 

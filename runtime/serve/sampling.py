@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -52,13 +53,26 @@ def scored(token: int, logits: Logits, n_top: int | None) -> Scored:
     return Scored(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
 
 
+def left_of(token: int, p: float, candidates: internals.LlamaTokenDataArray, n_top: int) -> Scored:
+    """The token that a chain chose with probability p, and the most likely ones of those that it left."""
+    array, whole = candidates.candidates, candidates.candidates_data
+    start = (ctypes.addressof(array.data.contents) - whole.ctypes.data) // whole.itemsize
+    left = whole[start : start + array.size]
+    n = min(n_top, len(left))
+    best = np.argpartition(-left.p, n - 1)[:n] if n else np.empty(0, np.int64)
+    best = best[np.argsort(-left.p[best], kind="stable")]
+    top = tuple((int(left.id[i]), math.log(left.p[i])) for i in best if left.p[i] > 0)
+    return Scored(token, math.log(p) if p > 0 else -math.inf, top)
+
+
 @dataclasses.dataclass
 class Sampler:
     """The samplers of one request.
 
     chain: llama.cpp's samplers; it ends with one that selects. grammar: what the answer must follow. bias: token ->
     what is added to its logit. processors: llama_cpp's logits processors, called with the tokens so far and the logits
-    [n_vocab]. n_top: how many likely tokens to score, None: nothing is scored.
+    [n_vocab]. n_top: how many likely tokens to score, None: nothing is scored; by the model's logits, or with
+    `post` by what the chain has left.
     """
 
     chain: internals.LlamaSampler
@@ -66,10 +80,12 @@ class Sampler:
     bias: dict[int, float]
     processors: Sequence[Processor]
     n_top: int | None
+    post: bool = False
 
     def __post_init__(self) -> None:
         self._biased = np.array(list(self.bias), dtype=np.intp)
         self._scores = np.array(list(self.bias.values()), dtype=np.float32)
+        self._left: Scored | None = None  # the choice by what the chain left
         self._asked: tuple[int | None, Logits, Logits] | None = None  # the grammar: token, logits, the same with biases
 
     def sample(self, logits: Logits, tokens: Sequence[int], candidates: internals.LlamaTokenDataArray) -> Scored | None:
@@ -84,7 +100,7 @@ class Sampler:
             row[self._biased] += self._scores
             for process in self.processors:
                 row = process(np.array(tokens, dtype=np.intc), row)
-        token = self._choose(row, candidates, self.chain)
+        token = self._choose(row, candidates)
         if self.grammar is None:
             return self._taken(token, logits)
         # a grammar takes milliseconds for all of a vocabulary, microseconds for one token: as in llama.cpp's own
@@ -105,7 +121,7 @@ class Sampler:
         token, logits, row = self._asked
         self._asked = None
         if allowed is not True:
-            token = self._choose(np.where(allowed, row, np.float32(-np.inf)), candidates, self.chain)
+            token = self._choose(np.where(allowed, row, np.float32(-np.inf)), candidates)
             if token is not None:
                 self.grammar.accept(token)
         return self._taken(token, logits)
@@ -119,14 +135,19 @@ class Sampler:
         if token is None:
             raise SamplingError("", "no token can follow: the grammar rules out all of the vocabulary")
         self.chain.accept(token)
-        return scored(token, logits, self.n_top)
+        return self._left or scored(token, logits, self.n_top)
 
-    @staticmethod
-    def _choose(row: Logits, candidates: internals.LlamaTokenDataArray, chain: internals.LlamaSampler) -> int | None:
+    def _choose(self, row: Logits, candidates: internals.LlamaTokenDataArray) -> int | None:
         """The chain's choice; None when it is none."""
         candidates.copy_logits(row)
         array = candidates.candidates
+        array.data = candidates.candidates_data.ctypes.data_as(llama_cpp.llama_token_data_p)  # XTC moves it on
         array.selected = -1
-        C.llama_sampler_apply(chain.sampler, ctypes.byref(array))
+        C.llama_sampler_apply(self.chain.sampler, ctypes.byref(array))
         chosen = array.data[array.selected] if 0 <= array.selected < array.size else None
-        return int(chosen.id) if chosen is not None and np.isfinite(chosen.logit) else None
+        if chosen is None or not np.isfinite(chosen.logit):
+            return None
+        token = int(chosen.id)
+        if self.post and self.n_top is not None:
+            self._left = left_of(token, float(chosen.p), candidates, self.n_top)
+        return token

@@ -11,7 +11,6 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
-    ConfigDict,
     FailFast,
     Field,
     field_validator,
@@ -26,6 +25,7 @@ from llama_cpp.server import types
 
 from runtime.serve.grammar_limits import check_grammar, check_schema
 from runtime.serve.grammars import SchemaText
+from runtime.serve.native import Native
 from runtime.serve.refusals import bad_field
 
 N_MESSAGES = 8192
@@ -41,7 +41,10 @@ MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Count = Annotated[int, Field(ge=1, le=128)]  # OpenAI's; the slots allow fewer
 One = Annotated[int, Field(ge=1, le=1)]
+Texts = str | Annotated[list[str], Field(min_length=1, max_length=N_INPUTS)]
 Stop = Annotated[str, Field(max_length=N_STOP)]
+MOST_BIAS = 1e6  # more than any two logits differ by
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
 def whole_characters(value: Any) -> Any:
@@ -71,10 +74,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Common(BaseModel):
-    """What both kinds of completion share. Numbers are finite: llama.cpp's samplers expect that."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+class Common(Native):
+    """What both kinds of completion share."""
 
     n: Count | None = Field(1, description="Answers to make, at most as many as there are slots.")
     # float32 logits divided by a temperature below 1e-4 may overflow: such a temperature is greedy
@@ -83,9 +84,10 @@ class Common(BaseModel):
     repeat_penalty: float = Field(1.0, gt=1e-3, le=1e3)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    mirostat_mode: int = Field(0, ge=0, le=2, validation_alias=AliasChoices("mirostat", "mirostat_mode"))
     stop: Stop | Annotated[list[Stop], Field(max_length=N_STOPS)] | None = None
     seed: Seed | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=N_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=N_BIAS)] | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
@@ -96,21 +98,36 @@ class Common(BaseModel):
             return fields
         return {key: v for key, v in whole_characters(fields).items() if v is not None}
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def by_token(cls, given: Any) -> Any:
+        """llama-server's [[token, number], …] as OpenAI has it; false: never that token."""
+        if not isinstance(given, list):
+            return given
+        for pair in given:
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) and pair[1] is not True):
+                raise ValueError(f"expected pairs of a token and a number or false, found {pair!r:.80}")
+        return {str(token): -MOST_BIAS if score is False else score for token, score in given}
+
 
 class CompletionRequest(Common, types.CreateCompletionRequest):  # type: ignore[misc]
-    """POST /v1/completions: a text or its tokens."""
+    """POST /v1/completions: a text, its tokens, or both in one list."""
 
     max_tokens: int | None = Field(16, ge=-1, validation_alias=MAX_TOKENS)
-    prompt: str | list[int] | Annotated[list[str | list[int]], Field(max_length=1)]
+    prompt: str | list[int | str]
     logprobs: int | None = Field(None, ge=0, le=N_LOGPROBS)
     suffix: None = Field(None, description="Not supported.")
     best_of: One | None = 1
 
-    @property
-    def text(self) -> Any:
-        """A text or its tokens: OpenAI's lists of one prompt stand for it."""
-        one = isinstance(self.prompt, list) and len(self.prompt) == 1 and not isinstance(self.prompt[0], int)
-        return self.prompt[0] if one else self.prompt
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def one(cls, given: Any) -> Any:
+        """OpenAI's lists of one prompt stand for it."""
+        if not isinstance(given, list) or not all(isinstance(part, (str, list)) for part in given):
+            return given
+        if len(given) > 1:
+            raise ValueError(f"expected one prompt, found {len(given)}; ask for each")
+        return given[0] if given else given
 
 
 class NativeRequest(CompletionRequest):
@@ -119,6 +136,9 @@ class NativeRequest(CompletionRequest):
     max_tokens: int | None = Field(-1, ge=-1, validation_alias=MAX_TOKENS)
     n: One | None = 1
     json_schema: Any = None
+    n_probs: int = Field(0, ge=0, le=N_LOGPROBS, validation_alias=AliasChoices("n_probs", "logprobs"))
+    post_sampling_probs: bool = Field(False, description="n_probs as the samplers left them.")
+    return_tokens: bool = Field(False, description="The answer's tokens as numbers, too, as in every stream.")
 
 
 class InfillFile(BaseModel):
@@ -185,7 +205,15 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 class EmbeddingRequest(types.CreateEmbeddingRequest):  # type: ignore[misc]
     """POST /v1/embeddings."""
 
-    input: str | Annotated[list[str], Field(min_length=1, max_length=N_INPUTS)]
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class NativeEmbeddingRequest(BaseModel):
+    """POST /embedding, as llama-server has it. embd_normalize: of embeddings.normalized."""
+
+    content: Texts = Field(validation_alias=AliasChoices("content", "input"))
+    embd_normalize: int = Field(2, ge=-1, le=1000)
     encoding_format: Literal["float", "base64"] = "float"
 
 

@@ -18,6 +18,7 @@ from runtime.serve.batching import Engine
 from runtime.serve.completion import RequestLlama
 from runtime.serve.grammars import guard_thread
 from runtime.serve.guard import Places
+from runtime.serve.native import Native
 from runtime.serve.refusals import ApiError, bad_field
 from runtime.serve.runs import EventStream, Run
 from runtime.serve.settings import Limits
@@ -59,28 +60,34 @@ class Service:
             raise ApiError(501, "this server keeps no files of slots; start it with --slot-save-path")
         return self.save_folder / whose / name
 
-    def run(self, request: Request, work: Callable[[RequestLlama], Any], n: int = 1) -> Run:
+    def run(
+        self, request: Request, work: Callable[[RequestLlama], Any], n: int = 1, asked: Native | None = None
+    ) -> Run:
         """Queue a request for n answers. Raises ApiError when the queue is full."""
         llms: list[RequestLlama] = []
         for i in range(n):
             id = llms[0].id if i else ""
-            llms.append(RequestLlama(self.engine, self.name, self.limits.n_predict, space(request), i, id))
+            llms.append(RequestLlama(self.engine, self.name, self.limits.n_predict, space(request), i, id, asked))
         request.scope["llms"] = llms  # for the log
         return Run(self.places, self.pool, llms, work)
 
-    async def begin(self, request: Request, work: Callable[[RequestLlama], Any], n: int = 1) -> tuple[Run, list[Any]]:
+    async def begin(
+        self, request: Request, work: Callable[[RequestLlama], Any], asked: schema.Common
+    ) -> tuple[Run, list[Any]]:
         """A completion at work, and its n answers, or STARTED where it streams. Raises ApiError."""
         if self.embeddings:
             raise ApiError(501, "this server makes embeddings; start it without --embeddings for completions")
-        n_slots = len(self.engine.slots)
+        n, n_slots = asked.n or 1, len(self.engine.slots)
         if n > n_slots:
             raise bad_field("n", f"expected at most {n_slots}, the slots (-np), found {n}")
-        run = self.run(request, work, n)
+        if asked.id_slot >= n_slots:
+            raise bad_field("id_slot", f"expected a slot from 0 to {n_slots - 1} or -1, found {asked.id_slot}")
+        run = self.run(request, work, n, asked)
         return run, await run.answers(request.receive)
 
     async def complete(self, request: Request, body: schema.Common, work: Callable[[RequestLlama], Any]) -> Response:
         """OpenAI's answer or stream, with llama-server's timings."""
-        run, answers = await self.begin(request, lambda made: as_choice(work(made), made), body.n or 1)
+        run, answers = await self.begin(request, lambda made: as_choice(work(made), made), body)
         if body.stream:  # type: ignore[attr-defined]
             options = body.stream_options
             return EventStream(run, openai_events(run, options is not None and options.include_usage))
@@ -149,12 +156,12 @@ def biases(llm: Llama, scores: dict[str, float], texts: bool) -> dict[str, float
 
 
 def as_choice(found: Any, made: RequestLlama) -> Any:
-    """An answer, or its chunks, as one of several choices; the last chunk with llama-server's timings."""
+    """An answer, or its chunks, as one of several choices; the last chunk, or each, with llama-server's timings."""
     if isinstance(found, Iterator):
         return (as_choice(chunk, made) for chunk in found)
     choice = found["choices"][0]
-    ended = "usage" not in found and choice["finish_reason"] is not None
-    return found | {"choices": [choice | {"index": made.choice}]} | ({"timings": made.timings()} if ended else {})
+    timed = "usage" not in found and (choice["finish_reason"] is not None or made.asked.timings_per_token)
+    return found | {"choices": [choice | {"index": made.choice}]} | ({"timings": made.timings()} if timed else {})
 
 
 def together(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class Store:
         self._present: OrderedDict[str, float] = OrderedDict()  # names, and when they were last seen
         self._read: OrderedDict[str, Entry] = OrderedDict()  # the latest, about to be loaded
         self._damaged: set[str] = set()  # that could not be removed
+        self._astray: dict[str, str] = {}  # marks, and the entries they named that were gone
         self._n_written: int | None = None  # bytes since the last look
         self._made = False
 
@@ -221,12 +222,12 @@ class Store:
     def near(self, identity: bytes, tokens: Tokens) -> dict[str, Head]:
         """Heads of the entries that have the longest beginnings in common with these tokens, by name."""
         marks = [self._mark(identity, tokens[:n]) for n in asked(len(tokens))]
-        named: dict[str, None] = {}
+        named: dict[str, list[str]] = {}  # and the marks that name it
         begin = prefix(identity)
-        for found in self._cat(marks, 0, [128] * len(marks)):
+        for mark, found in zip(marks, self._cat(marks, 0, [128] * len(marks)), strict=True):
             name = (found or b"").decode("latin-1")
             if OWN.fullmatch(name) and name.startswith(begin) and name not in self._damaged:
-                named[name] = None
+                named.setdefault(name, []).append(mark)
         heads: dict[str, Head] = {}
         left = list(named)
         while left and len(heads) < TRIES:
@@ -241,10 +242,28 @@ class Store:
                     continue
             if head is not None:
                 heads[name] = head
-            elif left:  # where one is gone others may be, too: they are asked for at once
+                continue
+            lost = {name}
+            if left:  # where one is gone others may be, too: they are asked for at once
                 there = self._cat(left, 0, [1] * len(left))
-                left = [name for name, found in zip(left, there, strict=True) if found is not None]
+                lost |= {name for name, found in zip(left, there, strict=True) if found is None}
+                left = [name for name in left if name not in lost]
+            with self._lock:
+                self._astray |= {mark: name for name in lost for mark in named[name]}
         return heads
+
+    def _sweep(self) -> None:
+        """Remove the marks that were seen to lead nowhere, but for those that lead somewhere now."""
+        with self._lock:
+            astray, self._astray = self._astray, {}
+        marks = self._cat(list(astray), 0, [128] * len(astray))
+        still = [mark for mark, found in zip(astray, marks, strict=True) if found == astray[mark].encode()]
+        entries = list(dict.fromkeys(astray[mark] for mark in still))
+        there = self._cat(entries, 0, [1] * len(entries))
+        gone = {name for name, found in zip(entries, there, strict=True) if found is None}
+        for mark in still:
+            if astray[mark] in gone:
+                self.remove(mark)
 
     def _know(self, entry: Entry) -> None:
         name = entry.name()
@@ -340,6 +359,8 @@ class Store:
         self._know(entry)
         self._damaged.discard(name)
         self._pipe(dict.fromkeys(self._marks(entry.identity, entry.tokens), name.encode()))
+        with contextlib.suppress(OSError):  # what was to be written is there
+            self._sweep()
         return True
 
     def _missing(self, files: dict[str, bytes]) -> dict[str, bytes]:

@@ -30,6 +30,11 @@ class SlotsLlama(Llama):
         return max(len(self.opened.piece(token, special=True)) for token in range(self.n_vocab()))
 
     @functools.cached_property
+    def ends(self) -> list[int]:
+        """Tokens that end an answer."""
+        return [token for token in range(self.n_vocab()) if self.opened.is_end(token)]
+
+    @functools.cached_property
     def ranks(self) -> bool:
         """Whether it gives a score for a text in place of a vector; llama.cpp would take any number for one."""
         if self.pooling_type() != C.LLAMA_POOLING_TYPE_RANK:

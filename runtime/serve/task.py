@@ -37,15 +37,18 @@ class Task:
     """A prompt and its tokens as they come: iterate over it in the caller's thread.
 
     prompt: at least one token. limit: most tokens to sample. scores_prompt: log-probabilities of the prompt's tokens,
-    too, in `prompt_scores` (from the second on); then no cells are reused. space: whose it is. found: what is
-    remembered of the prompt. awaited: what it waits for, instead of evaluating the same.
+    too, in `prompt_scores` (from the second on). fresh: no cells are reused. space: whose it is. id_slot: where it has
+    to go, -1: anywhere; then where it is. found: what is remembered of the prompt. awaited: what it waits for, instead
+    of evaluating the same.
     """
 
     prompt: list[int]
     sampler: Sampler
     limit: int
     scores_prompt: bool = False
+    fresh: bool = False
     space: str = ""
+    id_slot: int = -1
     found: Found | None = None
     awaited: Awaited | None = None
     n_cached: int = 0
@@ -103,6 +106,11 @@ class Task:
     #
     # the engine's side
     #
+
+    @property
+    def anew(self) -> bool:
+        """Whether all of its prompt is evaluated."""
+        return self.scores_prompt or self.fresh
 
     @property
     def prompt_seconds(self) -> float:

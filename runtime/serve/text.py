@@ -14,7 +14,7 @@ class StopText:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stopped = False
+        self.found = ""  # the stop string that came
         self._searches = [Search(stop) for stop in stops if stop]
         self._held: deque[str] = deque()
         self._n_held = 0
@@ -26,13 +26,17 @@ class StopText:
         self._held.append(text)
         self._n_held += len(text)
         ends = [(search, search.feed(text)) for search in self._searches]
-        starts = [n_before + end - len(search.stop) for search, end in ends if end is not None]
-        if starts:  # of the first of them to begin
-            shown = self._take(min(starts))
-            self.stopped = True
+        starts = [(n_before + end - len(search.stop), search.stop) for search, end in ends if end is not None]
+        if starts:  # the first of them to begin
+            start, self.found = min(starts)
+            shown = self._take(start)
             self._take(self._n_held)
             return shown
         return self._take(self._n_held - max((search.n_begun for search in self._searches), default=0))
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.found)
 
     def _take(self, n: int) -> str:
         """The first n characters of what is held."""

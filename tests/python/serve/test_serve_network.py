@@ -19,7 +19,7 @@ import pytest
 from serving import Served, running
 from starlette.datastructures import Headers
 
-from runtime.serve import grammar_limits, schema
+from runtime.serve import grammar_limits, native, schema
 from runtime.serve.cli import _n_connections
 from runtime.serve.guard import Hosts
 from runtime.serve.refusals import ApiError
@@ -139,7 +139,9 @@ def test_the_table_of_limits_has_the_numbers() -> None:
         "messages": [s.N_MESSAGES],
         "stop strings": [s.N_STOPS, s.N_STOP],
         "`logit_bias`": [s.N_BIAS, s.N_BIAS_TEXT],
-        "`logprobs`": [s.N_LOGPROBS],
+        "`logprobs`, `n_probs`": [s.N_LOGPROBS],
+        "`samplers`": [native.N_SAMPLERS],
+        "`dry_sequence_breakers`": [native.N_BREAKERS, native.N_BREAKER],
         "texts of an embeddings or rerank request": [s.N_INPUTS],
         "files of `/infill`": [s.N_FILES],
         "grammar": [g.N_BYTES >> 10, g.N_RULES, g.N_ALTERNATIVES, g.N_NESTED, g.N_REPEAT],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from serving import Served, running
 
 from runtime.serve import schema
+from runtime.serve.native import NAMES
 
 N_REQUESTS = int(os.environ.get("SUBKV_REQUESTS", "0"))
 ROUTES = {
@@ -57,7 +58,12 @@ LIKELY: dict[str, Any] = {
     "response_format": st.fixed_dictionaries({"type": TEXTS, "schema": SCHEMAS}),
     "logit_bias": st.dictionaries(TEXTS | st.integers().map(str), NUMBERS, max_size=3),
     "stream": st.booleans(),
+    "samplers": st.lists(st.sampled_from([*NAMES, "top-k"]), max_size=5),
+    "id_slot": st.integers(-1, 0),
+    "n_probs": st.integers(0, 5),
 }
+
+SELDOM = {"grammar", "json_schema", "response_format", "samplers", "id_slot", "n_probs"}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +79,7 @@ def requests(draw: st.DrawFn) -> tuple[str, Any]:
     if draw(st.integers(0, 9)) == 0:
         return route, draw(VALUES)
     names = sorted(ROUTES[route].model_fields)
-    needed = [name for name in names if name in LIKELY and name not in ("grammar", "json_schema", "response_format")]
+    needed = [name for name in names if name in LIKELY and name not in SELDOM]
     body = {name: draw(LIKELY[name]) for name in needed}
     for name in draw(st.lists(st.sampled_from(names), max_size=3)):
         body[name] = draw(LIKELY.get(name, VALUES) | VALUES)
@@ -84,7 +90,7 @@ def test_random_requests(served: Served) -> None:
     seen = set()
 
     @settings(
-        max_examples=N_REQUESTS or 150,
+        max_examples=N_REQUESTS or 250,
         deadline=None,
         database=None,
         derandomize=not N_REQUESTS,
@@ -108,4 +114,4 @@ def test_random_requests(served: Served) -> None:
     assert served.idle()
     answered = {route for route, status in seen if status == 200}
     refused = {route for route, status in seen if status == 400}
-    assert refused == ROUTES.keys() and len(answered) >= 7, sorted(seen)
+    assert refused == ROUTES.keys() and len(answered) >= 7, (ROUTES.keys() - refused, sorted(answered))

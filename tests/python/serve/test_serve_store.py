@@ -239,6 +239,13 @@ def test_marks_that_lead_nowhere_cost_one_call(url: str, monkeypatch: pytest.Mon
         found = b.find(asked_for, "", 0)
         assert found is not None and found.n_reached == 300 and same(found.prefix, text)
         assert len(calls) <= 6  # marks, an entry that is gone, which others are, an entry, its blocks, their use
+        (other,) = (name for name in names(a) if name.endswith(".prompt"))
+        led = next(iter(gone))
+        store._pipe({led: other.encode()})  # meanwhile it leads somewhere
+        assert gone.keys() < set(names(a))
+        keep(b, prefix([9, *SYSTEM[:300]]))
+        assert gone.keys() & set(names(a)) == {led}
+        assert b.find(asked_for, "", 0) is not None
 
 
 def test_a_look_that_fails_is_made_up_for(url: str, capfd: pytest.CaptureFixture[str]) -> None:
