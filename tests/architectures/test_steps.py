@@ -13,6 +13,8 @@ import click
 import pytest
 import virtual
 from click.testing import CliRunner
+from gguf import GGUFReader
+from test_stock import STOCK, digests
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
@@ -96,3 +98,18 @@ def test_evaluate_names_what_takes_the_model(
     arch, model, bases, _ = prepared
     out = run(evaluate, "-m", model, "--bases", bases, "-f", text, "-c", 256, "-t", 1, code=1)
     assert out.splitlines()[-1].startswith("-m: ") and "`subkv perplexity --compare f16,q8_0,subkv`" in out, out
+
+
+def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path, Path], tmp_path: Path) -> None:
+    """Its tensors are the same bytes, and the stock llama.cpp computes the same with them."""
+    _, model, bases, _ = prepared
+    copy = tmp_path / "copy.gguf"
+    run(convert, "--bases", bases, model, "-o", copy, "--kv-bits", 6)
+    of_copy, of_model = ({t.name: t.data.tobytes() for t in GGUFReader(path).tensors} for path in (copy, model))
+    assert of_copy == of_model
+    (tmp_path / "model.gguf").symlink_to(model)
+    if not STOCK.is_dir():
+        pytest.skip(f"stock libllama: {STOCK} is missing (build with -DSUBKV_STOCK=ON)")
+    found = digests(STOCK, tmp_path)
+    for kind in (1, 8):
+        assert found[f"copy {kind}"] == found[f"model {kind}"]
