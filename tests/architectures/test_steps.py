@@ -22,6 +22,9 @@ from converter.evaluate import main as evaluate
 from converter.sensitivity import main as sensitivity
 from runtime.inspect import main as inspect
 from runtime.perplexity import main as perplexity
+from subkv.engine.cache import choose_cache
+from subkv.format import metadata
+from subkv.plan import mla
 
 FAMILIES = {  # layers with bases
     "lfm2": 1,  # hybrid
@@ -34,6 +37,12 @@ FAMILIES = {  # layers with bases
 }
 WHOLE_BLOCKS = {  # q4_0, which predictions are corrected with, takes no sliding layers with heads of 16
     f"{name}_swa": 32 for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+}
+WHOLE_ROWS = {  # of latent attention
+    "attention.key_length": 64 + 32,
+    "attention.value_length": 64,
+    "attention.key_length_mla": 64,
+    "rope.dimension_count": 32,
 }
 
 
@@ -113,3 +122,15 @@ def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path,
     found = digests(STOCK, tmp_path)
     for kind in (1, 8):
         assert found[f"copy {kind}"] == found[f"model {kind}"]
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_home: Path) -> None:
+    """Calibration, sensitivities, correction and plan; what comes out is found without being named."""
+    keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.KNOWN else {})
+    model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
+    said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
+    assert "predicted KLD: " in said and "the smallest whose predicted KLD is at most q8_0's" in said
+    found = choose_cache(model).layout
+    assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
+    assert len(metadata.read(found)["layers"]) == FAMILIES[arch]
