@@ -14,6 +14,8 @@ import numpy as np
 from converter.decoded import SCORED, Decoded
 from converter.lockstep import compare
 from converter.sensing import CORRECTING, Sensing
+from subkv.base.errors import CacheError
+from subkv.base.progress import note
 from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
@@ -62,8 +64,11 @@ def corrected(
     if stock:
         tokens = max([*others, *sensing.chunks], key=len)
         tokens = tokens[: n_stock(len(tokens))]
-        (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
-        factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
+        try:
+            (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
+            factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
+        except CacheError as error:
+            note(f"predictions of llama.cpp's own cache types stay uncorrected: {error.reason}")
     measured = replace(calibration.sensitivity, correction=factors[0], correction0=factors[1])
     return replace(calibration, sensitivity=measured)
 

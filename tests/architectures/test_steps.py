@@ -40,7 +40,6 @@ WHOLE_BLOCKS = {  # q4_0, which predictions are corrected with, takes no sliding
 }
 WHOLE_ROWS = {  # of latent attention
     "attention.key_length": 64 + 32,
-    "attention.value_length": 64,
     "attention.key_length_mla": 64,
     "rope.dimension_count": 32,
 }
@@ -130,7 +129,13 @@ def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_ho
     keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.KNOWN else {})
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
     said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
-    assert "predicted KLD: " in said and "the smallest whose predicted KLD is at most q8_0's" in said
+    # llama.cpp looks at a length of values that files of this one need not have, and that its rows have not
+    assert ("own cache types stay uncorrected: V cache type q4_0" in said) == (arch == "kimi-linear")
+    assert (
+        "no sensitivities" not in said
+        and "predicted KLD: " in said
+        and "the smallest whose predicted KLD is at most q8_0's" in said
+    )
     found = choose_cache(model).layout
     assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
     assert len(metadata.read(found)["layers"]) == FAMILIES[arch]
