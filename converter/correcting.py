@@ -14,6 +14,8 @@ import numpy as np
 from converter.decoded import SCORED, Decoded
 from converter.lockstep import compare
 from converter.sensing import CORRECTING, Sensing
+from subkv.base.errors import CacheError
+from subkv.base.progress import note
 from subkv.engine.cache import CacheOptions
 from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
@@ -63,8 +65,11 @@ def corrected(
         if stock:
             tokens = max([*others, *sensing.chunks], key=len)
             tokens = tokens[: n_stock(len(tokens))]
-            (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
-            factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
+            try:
+                (kld,) = compare(sensing.session.model, [CacheOptions(STOCK)], tokens, n_threads, told)
+                factors[1] = max(kld - sensing.found.floor, 0.0) / stock or 1.0
+            except CacheError as error:
+                note(f"predictions of llama.cpp's own cache types stay uncorrected: {error.reason}")
     found = [_cost(sensing, chunk, layers) for chunk in chunks]
     if max(found) > 0.0 and predicted > 0.0:
         factors[0] = float(np.mean(np.maximum(found, 0.0))) / predicted

@@ -26,7 +26,7 @@ class Cost:
         from subkv.format.window import N_ROLLBACK
 
         window, counted = result.settings.window, result.counted
-        f16 = sum(2 * layer.shape.elements for layer in result.layers)
+        f16 = 2 * sum(layer.elements for layer in result.layers)
         bases = round(counted.bases * counted.context * f16 / 16)
         return cls(counted.bytes_per_token, f16, bases, window.n_sink + window.n_recent + N_ROLLBACK)
 
@@ -35,9 +35,8 @@ class Cost:
         """Of a file's layout, FORMAT.md §5."""
         from subkv.format.window import N_ROLLBACK
 
-        f16 = sum(2 * layer["n_head_kv"] * (layer["d_k"] + layer["d_v"]) for layer in layout["layers"])
         n_exact = layout["n_sink"] + layout["n_recent"] + N_ROLLBACK
-        return cls(layout["bytes_per_token"], f16, layout["bytes_bases"], n_exact)
+        return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], n_exact)
 
     def bytes(self, n_ctx: int) -> int:
         """Of a context with one sequence."""
@@ -50,6 +49,11 @@ class Cost:
     def longest(self, n_bytes: int) -> tuple[int, int]:
         """Tokens that fit into so much memory, and as f16."""
         return max(n_bytes - self.fixed, 0) // self.row, max(n_bytes, 0) // self.f16
+
+
+def elements(layout: Mapping[str, Any]) -> int:
+    """K/V elements of one token in the coded layers of a file's layout, FORMAT.md §5; latent layers have no V."""
+    return sum(layer["n_head_kv"] * (layer["d_k"] + bool(layer["v"]) * layer["d_v"]) for layer in layout["layers"])
 
 
 def sentences(

@@ -39,6 +39,9 @@ def layout(result: Result, verbose: bool = True) -> Iterator[str]:
     for layer in result.layers:
         sides, total = "", 0
         for side, d in (("k", layer.shape.d_k), ("v", layer.shape.d_v)):
+            if side == "v" and layer.latent:  # a part of its keys
+                sides += f" {'-':>8} {'-':>7}"
+                continue
             stored = [getattr(head, side) for head in layer.heads]
             sizes = [row_bytes(s.bands) for s in stored]
             sides += f" {span([len(s.encode) for s in stored]):>8} {mean_bits(sizes, d):>7.2f}"
@@ -48,8 +51,7 @@ def layout(result: Result, verbose: bool = True) -> Iterator[str]:
     yield from shortened(rows, verbose)
     counted = result.counted
     yield f"gamma from {', '.join(f'{source} ({n} heads)' for source, n in sorted(result.gamma_sources.items()))}"
-    exact = sum(2 * layer.shape.elements for layer in result.layers)
-    yield f"bytes per token: {counted.bytes_per_token} (f16: {exact})"
+    yield f"bytes per token: {counted.bytes_per_token} (f16: {2 * sum(layer.elements for layer in result.layers)})"
     yield (
         f"bits per element at {counted.context} tokens: rows {counted.rows:.3f} + exact window {counted.window:.3f} "
         f"+ bases {counted.bases:.3f} = {counted.total:.3f}"

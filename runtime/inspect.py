@@ -57,12 +57,11 @@ def _provenance(calibration: dict[str, Any]) -> str:
 
 
 def summary(layout: dict[str, Any]) -> list[str]:
-    elements = sum(layer["n_head_kv"] * (layer["d_k"] + bool(layer["v"]) * layer["d_v"]) for layer in layout["layers"])
     return [
         f"codec {layout['codec']}, basis K {layout['basis_k']}, basis V {layout['basis_v']}, gamma {layout['gamma']}",
         f"coded layers: {len(layout['layers'])} of {layout['block_count']} ({layout['arch']})",
         f"exact window: {layout['n_sink']} first and {layout['n_recent']} last tokens",
-        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * elements}); "
+        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * plain.elements(layout)}); "
         f"bases: {layout['bytes_bases'] / 2**20:.2f} MiB",
         f"bits per element at {layout['bpe_context']} tokens: {layout['bits_per_element']:.3f} everything counted, "
         f"{layout['bits_per_element_rows']:.3f} rows alone",

@@ -65,8 +65,8 @@ def decode(lab: Any) -> Rows:
 
 def hybrids(lab: Any) -> Rows:
     """Every token is evaluated: cells are not copied where layers are recurrent."""
-    size = lab.pick(("-n", "8", "-d", "64,2048,8000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
-    return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size, shapes=["lfm2-350m"])
+    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=["lfm2-350m"])
 
 
 def latent(lab: Any) -> Rows:

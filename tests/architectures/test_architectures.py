@@ -45,6 +45,10 @@ def test_page_is_up_to_date() -> None:
     assert [row.split(" | ")[0][2:] for row in ROWS] == ARCHITECTURES
     assert report.PAGE.read_text("utf-8") == report.page(ROWS)
     assert (FAMILIES | NOT_BUILT).keys() <= set(ARCHITECTURES)
+    status = [row.split(" | ")[1] for row in ROWS]
+    assert status.count("supported") >= 0.9 * (len(status) - status.count("no cache") - status.count("not built"))
+    refused = [row for row in ROWS if row.split(" | ")[1] in ("refused", "not built")]
+    assert all(row.split("|")[-2].strip() for row in refused), "every refusal has a reason"
 
 
 def test_layers_that_only_predict_further_tokens_are_counted(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import click
 import pytest
 import virtual
 from click.testing import CliRunner
+from gguf import GGUFReader
+from test_stock import STOCK, digests
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
@@ -20,6 +22,9 @@ from converter.evaluate import main as evaluate
 from converter.sensitivity import main as sensitivity
 from runtime.inspect import main as inspect
 from runtime.perplexity import main as perplexity
+from subkv.engine.cache import choose_cache
+from subkv.format import metadata
+from subkv.plan import mla
 
 FAMILIES = {  # layers with bases
     "lfm2": 1,  # hybrid
@@ -32,6 +37,11 @@ FAMILIES = {  # layers with bases
 }
 WHOLE_BLOCKS = {  # q4_0, which predictions are corrected with, takes no sliding layers with heads of 16
     f"{name}_swa": 32 for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+}
+WHOLE_ROWS = {  # of latent attention
+    "attention.key_length": 64 + 32,
+    "attention.key_length_mla": 64,
+    "rope.dimension_count": 32,
 }
 
 
@@ -96,3 +106,32 @@ def test_evaluate_names_what_takes_the_model(
     arch, model, bases, _ = prepared
     out = run(evaluate, "-m", model, "--bases", bases, "-f", text, "-c", 256, "-t", 1, code=1)
     assert out.splitlines()[-1].startswith("-m: ") and "`subkv perplexity --compare f16,q8_0,subkv`" in out, out
+
+
+def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path, Path], tmp_path: Path) -> None:
+    """Its tensors are the same bytes, and the stock llama.cpp computes the same with them."""
+    _, model, bases, _ = prepared
+    copy = tmp_path / "copy.gguf"
+    run(convert, "--bases", bases, model, "-o", copy, "--kv-bits", 6)
+    of_copy, of_model = ({t.name: t.data.tobytes() for t in GGUFReader(path).tensors} for path in (copy, model))
+    assert of_copy == of_model
+    (tmp_path / "model.gguf").symlink_to(model)
+    if not STOCK.is_dir():
+        pytest.skip(f"stock libllama: {STOCK} is missing (build with -DSUBKV_STOCK=ON)")
+    found = digests(STOCK, tmp_path)
+    for kind in (1, 8):
+        assert found[f"copy {kind}"] == found[f"model {kind}"]
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_home: Path) -> None:
+    """Calibration, sensitivities, correction and plan; what comes out is found without being named."""
+    keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.KNOWN else {})
+    model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
+    said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
+    # llama.cpp looks at a length of values that files of this one need not have, and that its rows have not
+    assert ("own cache types stay uncorrected: V cache type q4_0" in said) == (arch == "kimi-linear")
+    assert "no sensitivities" not in said and "the smallest whose predicted KLD is at most q8_0's" in said
+    found = choose_cache(model).layout
+    assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
+    assert len(metadata.read(found)["layers"]) == FAMILIES[arch]

@@ -18,6 +18,7 @@ from converter.lockstep import compare
 from converter.residual import Rows, energy, gram_of, metrics
 from converter.sensing import Sensing
 from converter.session import Session
+from runtime.inspect import main as inspect
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
@@ -69,12 +70,25 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     described = metadata.read(found)
     assert described["version"] == 3 and described["calibration"]["tokens"] > 0
     assert all(not layer["v"] and (layer["d_k"], layer["d_v"]) == (48, 32) for layer in described["layers"])
+    check_bytes(result.stdout, found, described["bytes_per_token"])
     plain = model.with_name("weights.gguf")
     datafree.sidecar(model, plain, Options(window=WINDOW, kv_bits=5.0, bpe_context=1000000))
     tokens = [int(t) for t in np.random.default_rng(2).integers(40, 130, 256)]
     with Model(model) as opened:
         ours, theirs = compare(opened, [CacheOptions("subkv", bases=path) for path in (found, plain)], tokens, 1)
     assert 0.0 < ours < 0.5 * theirs
+
+
+def check_bytes(said: str, sidecar: Path, row: int) -> None:
+    """One row of 48 elements in each of two layers, which is what an f16 cache holds of a token, too."""
+    assert f"bytes per token: {row} (f16: {2 * 2 * 48})" in said
+    assert f" instead of {1000000 * 2 * 2 * 48 / 2**20:.1f} MiB in f16" in said
+    rows = [line.split() for line in said.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    assert sum(int(cells[5]) for cells in rows) == row and all(cells[3:5] == ["-", "-"] for cells in rows)
+    sentence = next(line for line in said.splitlines() if line.startswith("a context of"))
+    shown = CliRunner().invoke(inspect, [str(sidecar)])
+    assert shown.exit_code == 0 and f"bytes per token: {row} (f16: 192)" in shown.output
+    assert sentence.partition(" MiB in f16")[0].partition("instead")[2] in shown.output
 
 
 def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:

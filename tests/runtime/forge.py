@@ -1,6 +1,6 @@
 """States that somebody else wrote: values changed, and the checksum made anew.
 
-A state of one sequence: llama.cpp's magic and sequence (8 bytes), our head, size of the body u64, body, checksum u64
+A state, of one sequence or of all: what llama.cpp begins with, our head, size of the body u64, body, checksum u64
 (runtime/native/llama-subkv-state.cpp), and the last three again of a sliding half.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 
-HEAD = 8 + 8 + 64 + 6 * 4 + 8
-"""Bytes before the size: llama.cpp's, magic, fingerprint, what it is bound to, how its positions were moved."""
+MAGIC, FINGERPRINT, BOUND = b"subkvst5", 64, "<6i"  # our head; then a u64 of each sequence, how its positions moved
+HEAD = 8 + len(MAGIC) + FINGERPRINT + struct.calcsize(BOUND) + 8
+"""Bytes before the size in a state of one sequence, with llama.cpp's magic and sequence."""
 
 
 def checksum(body: bytes) -> int:
@@ -20,9 +21,17 @@ def checksum(body: bytes) -> int:
     return total
 
 
+def _head(state: bytes) -> tuple[int, int]:
+    """Where our head begins and ends."""
+    first = state.index(MAGIC)
+    at = first + len(MAGIC) + FINGERPRINT
+    n_seq = struct.unpack_from(BOUND, state, at)[3]  # 0: of one sequence
+    return first, at + struct.calcsize(BOUND) + 8 * max(1, n_seq)
+
+
 def _body(state: bytes, half: int) -> tuple[int, int]:
     """Offset of the size of a body, and that size; half 1: the sliding half's."""
-    at = HEAD
+    at = _head(state)[1]
     for _ in range(half):
         at += 8 + int(struct.unpack_from("<Q", state, at)[0]) + 8
     return at, int(struct.unpack_from("<Q", state, at)[0])
@@ -36,7 +45,8 @@ def body(state: bytes, half: int = 0) -> bytes:
 def with_body(state: bytes, body: bytes, half: int = 0) -> bytes:
     """`state` with another body, of any size; half 1: the sliding, or recurrent, half's."""
     at, size = _body(state, half)
-    covered = b"" if half else state[8:HEAD]
+    first, last = _head(state)
+    covered = b"" if half else state[first:last]
     parts = struct.pack("<Q", len(body)), body, struct.pack("<Q", checksum(covered + body))
     return state[:at] + b"".join(parts) + state[at + 8 + size + 8 :]
 

@@ -175,7 +175,8 @@ class Machine(RuleBasedStateMachine):
             return None
         expected = self.plain.decode(tokens, pos, to)
         found = self.coded.decode(tokens, pos, to)
-        assert distance(expected, found) < self.bound, distance(expected, found)
+        apart = distance(expected, found)
+        assert apart < self.bound or apart < self.noise(held[0], tokens), apart
         for i, token in enumerate(tokens):
             self.n_cells += 1
             for seq in to:
@@ -183,6 +184,16 @@ class Machine(RuleBasedStateMachine):
         for i, other in enumerate(self.seqs):
             other.back = min(self.n_rs_seq, len(tokens) - 1) if i in to else 0
         return found
+
+    def noise(self, held: Held, tokens: list[int]) -> float:
+        """Twice what roundings of ordinary caches differ by on just these tokens, which some models make much of."""
+        if not held.whole or sorted(held.cells) != list(range(len(held.cells))):
+            return 0.0
+        found = []
+        for options in ({"flash_attn": 0}, {"flash_attn": 1}, {"flash_attn": 0, "type_k": 0, "type_v": 0}):
+            with session(self.plain.model, threads=1, n_ubatch=128, **options) as s:
+                found.append(s.decode([*held.tokens(), *tokens])[-len(tokens) :])
+        return 2 * max(distance(found[2], f16) for f16 in found[:2])
 
     @rule(seq=SEQ, pieces=st.lists(st.integers(1, 20), min_size=1, max_size=3), word=st.integers(0, 9), start=SEQ)
     def decode(self, seq: int, pieces: list[int], word: int, start: int) -> None:

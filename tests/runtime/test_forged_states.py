@@ -95,3 +95,35 @@ def test_recurrent_state_is_checked_before_anything_changes(
         assert s.set_state(forge.forged(state, {}, half=1), 1) == len(state)
         assert not s.rm(300, 0)  # no such sequence
     model.free()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {0: 3},  # cells for more sequences than there are
+        {4: -1},
+        {8: 0},  # of no sequence
+        {8: 3},
+        {12: 2},  # of one that is not there
+        {12: -1},
+        {24: 0},  # of the first cell's
+    ],
+)
+def test_recurrent_state_of_all_sequences_is_checked_before_anything_changes(
+    tiny_model: Callable[..., Path], tmp_path: Path, values: dict[int, int]
+) -> None:
+    """Its cells: how many; of each its position, how many sequences, which."""
+    model = engine.Model(tiny_model("lfm2"))
+    layout = exact_layout(model, "lfm2", tmp_path / "layout.gguf")
+    with session(model, layout, window=WINDOW, n_seq_max=2, n_ctx=512) as s:
+        s.decode(list(range(20, 50)), 0, 0)
+        s.decode(list(range(60, 80)), 0, 1)
+        state = s.state()
+        assert struct.unpack_from("<7i", forge.body(state, 1)) == (2, 29, 1, 0, 19, 1, 1)
+        s.decode(list(range(50, 60)), 30, 0)
+        before = s.state()
+        assert s.set_state(forge.forged(state, values, half=1)) == 0
+        assert s.state() == before
+        assert s.set_state(forge.forged(state, {}, half=1)) == len(state)
+        assert s.state() == state
+    model.free()

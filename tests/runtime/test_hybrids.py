@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,6 +166,38 @@ def test_a_snapshot_that_was_chosen_goes_with_all_positions(hybrid: Coded) -> No
         s.decode(tokens[:100])
         assert s.rm(0, 96) and s.rm(0, 0, 96)
         assert agree(expected, s.decode(tokens[50:90]))
+
+
+@pytest.mark.parametrize("n_rs_seq", [0, 6])
+def test_an_aborted_decode_leaves_no_recurrent_state(hybrid: Coded, n_rs_seq: int) -> None:
+    """Of its own ubatch or of half of it, nor snapshots: the sequence is empty, others are as they were."""
+    tokens = hybrid.tokens
+    calls, limit = [0], 10**9
+
+    @C.ggml_abort_callback
+    def stop(_: Any) -> bool:
+        calls[0] += 1
+        return calls[0] > limit
+
+    with hybrid.session(n_rs_seq=n_rs_seq, n_seq_max=2, n_ctx=512, threads=1) as s:
+        expected = s.decode(tokens[:60])
+        s.clear()
+        s.decode(tokens[:50], 0, 1)
+        s.decode(tokens[70:90], 0, 0)
+        before = s.state(1)
+        C.llama_set_abort_callback(s.ctx, stop, None)
+        s.decode(tokens[90:94], 20, 0)
+        asked = calls[0]
+        for limit in (0, asked // 2, asked - 1):
+            calls[0] = 0
+            assert s.try_decode(tokens[94:98], 24, 0) == 2
+            assert last(s) == -1 and s.state(1) == before
+            limit = 10**9
+            s.decode(tokens[70:94], 0, 0, pieces=[20, 4])
+        C.llama_set_abort_callback(s.ctx, ctypes.cast(None, C.ggml_abort_callback), None)
+        assert s.rm(0, -1)
+        assert agree(expected, s.decode(tokens[:60]))
+        assert agree(expected[50:], s.decode(tokens[50:60], 50, 1))
 
 
 def test_positions_cannot_be_shifted_in_one_half(hybrid: Coded) -> None:

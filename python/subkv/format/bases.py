@@ -58,3 +58,8 @@ class CodedLayer:
     shape: LayerShape
     heads: tuple[CodedHead, ...]
     latent: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Of one token's rows: K and V, or the one row of a latent layer."""
+        return self.shape.n_head_kv * (self.shape.d_k + (not self.latent) * self.shape.d_v)
