@@ -260,10 +260,10 @@ extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const in
 extern "C" void subkv_observer_forget(subkv_observer * obs) {
     for (const auto & layer : obs->layers) {
         if (layer) {
-            for (auto * rows : { &layer->q_rows, &layer->k_rows, &layer->v_rows }) {
-                std::vector<uint16_t>().swap(*rows);
+            for (auto * rows : { &layer->k_rows, &layer->v_rows, &layer->o_rows }) {
+                std::vector<float>().swap(*rows);
             }
-            std::vector<float>().swap(layer->o_rows);
+            std::vector<uint16_t>().swap(layer->q_rows);
             layer->shape.n_key   = 0;
             layer->shape.n_query = 0;
         }
@@ -293,18 +293,16 @@ extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, co
     const auto & layer = *obs->layers[(size_t) il];
 
     const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
-    const std::vector<uint16_t> *       rows    = what[0] == 'q' ? &layer.q_rows :
-                                                  what[0] == 'k' ? &layer.k_rows :
-                                                                   &layer.v_rows;
+    const std::vector<float> * rows = what[0] == 'k' ? &layer.k_rows : what[0] == 'v' ? &layer.v_rows : &layer.o_rows;
     if (!std::strchr("qkvo", what[0]) || !std::strchr(what[0] == 'o' ? "s" : "12s", what[1])) {
         set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what);
         return -1;
     }
     std::vector<double> res;
-    if (what[0] == 'o') {
-        res.assign(layer.o_rows.begin(), layer.o_rows.end());
+    if (what[0] == 'q' && what[1] == 's') {
+        std::transform(layer.q_rows.begin(), layer.q_rows.end(), std::back_inserter(res), ggml_fp16_to_fp32);
     } else if (what[1] == 's') {
-        std::transform(rows->begin(), rows->end(), std::back_inserter(res), ggml_fp16_to_fp32);
+        res.assign(rows->begin(), rows->end());
     } else {
         const auto d = (size_t) (what[0] == 'v' ? layer.shape.d_v : layer.shape.d_k);
         for (const auto & m : *moments) {

@@ -21,11 +21,10 @@ struct Moments {
 struct ObservedLayer {
     subkv_observed         shape = {};
     const subkv_observer * owner = nullptr;
-    std::vector<Moments>   q, k, v; // by KV head; q gathers the heads of its group
-    // Samples: [n][n_head or n_head_kv][d]. Keys, values and queries in half precision, as files hold them.
-    std::vector<uint16_t> q_rows, k_rows, v_rows;
-    std::vector<float>    o_rows;
-    std::mutex            mutex; // guards the counters of `shape`
+    std::vector<Moments>   q, k, v;                // by KV head; q gathers the heads of its group
+    std::vector<float>     k_rows, v_rows, o_rows; // samples: [n][n_head or n_head_kv][d]
+    std::vector<uint16_t>  q_rows;                 // in half precision: they are the most
+    std::mutex             mutex;                  // guards the counters of `shape`
 };
 
 // Adds the node that reads q, k, v (as in AttnBuild) of one layer; k, v nullptr: the queries of one that reads il's rows,
