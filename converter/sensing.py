@@ -204,12 +204,13 @@ class Sensing:
         stretch = np.zeros((len(self.calibration.layers), len(SIDES)))
         for stats, sums, logs in zip(self.calibration.layers, self.found.sums, stretch, strict=True):
             rows = chunk.rows(stats.shape.il, False)
-            found = self._metrics(rows.until(self.near), stats.shape)
+            metrics_of = self._metrics(stats.shape)
+            found = metrics_of(rows.until(self.near))
             for side, part in found.items():
                 sums[side] += part
             if c in self.longer:
                 near, far = len(rows.until(self.near).q), rows.beyond(self.near)
-                beyond = self._metrics(far, stats.shape)
+                beyond = metrics_of(far)
                 energies = np.array([_energies(beyond, stats) / len(far.q), _energies(found, stats) / near])
                 if np.min(energies) > 0.0:
                     logs[:] = np.clip(np.log(energies[0] / energies[1]), -MOST_STRETCH, MOST_STRETCH)
@@ -220,13 +221,15 @@ class Sensing:
         self.found.queries += int(np.sum(chunk.pos[: chunk.n_sampled] < self.near))
         self.found.done.append(c)
 
-    def _metrics(self, rows: Rows, shape: LayerShape) -> dict[str, F64]:
+    def _metrics(self, shape: LayerShape) -> Callable[[Rows], dict[str, F64]]:
+        """residual.metrics() of any of a layer's rows: its weights are read once for all."""
         if self.latent:
             output, values = mla.read_weights(self.base, shape)
-            return metrics(rows, shape, gram_of(output, shape.n_head), self.window, values, joint=True)
-        grams, n, d = output_grams(self.base, shape), shape.n_group, shape.d_v
-        blocks = grams.reshape(shape.n_head_kv, n, d, n, d)
-        return metrics(rows, shape, lambda i, j: blocks[i // n, i % n, :, j % n], self.window)
+            gram = gram_of(output, shape.n_head)
+            return lambda rows: metrics(rows, shape, gram, self.window, values, joint=True)
+        n, d = shape.n_group, shape.d_v
+        blocks = output_grams(self.base, shape).reshape(shape.n_head_kv, n, d, n, d)
+        return lambda rows: metrics(rows, shape, lambda i, j: blocks[i // n, i % n, :, j % n], self.window)
 
     def _add_moments(self, chunk: Decoded) -> None:
         """The cells of every text count alike: kinds of text differ more than parts of one do."""
