@@ -131,7 +131,10 @@ def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_ho
     said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
     # llama.cpp looks at a length of values that files of this one need not have, and that its rows have not
     assert ("own cache types stay uncorrected: V cache type q4_0" in said) == (arch == "kimi-linear")
-    assert "no sensitivities" not in said and "predicted KLD: " in said and " by default, " in said
+    assert "no sensitivities" not in said and "predicted KLD: " in said
+    # of rows of random weights that long the held-out ones are not like the others
+    none = "4.5 by default, since none is predicted to be as good as q8_0 and smaller"
+    assert (none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's") in said
     found = choose_cache(model).layout
     assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
     assert len(metadata.read(found)["layers"]) == FAMILIES[arch]
