@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
+from converter.away import Away
 from converter.lockstep import mean_kld
 from converter.observe import spread
 from converter.residual import Rows
@@ -58,7 +57,7 @@ class Decoded:
             session.decode(tokens[first:last], first)
             told(last - first)
         self._saved: bytearray | None = session.cells()
-        self._away: IO[bytes] | None = None
+        self._away: Away | None = None
         self._exact: F32 | None = session.logits(self.scored, self.start).copy()
         told(n_scored)
         session.mode(PAUSE)
@@ -81,30 +80,16 @@ class Decoded:
         return self._exact
 
     def put_away(self, folder: Path | None) -> None:
-        """Keep what is large in a file without a name until it is asked for. Raises SubkvError about `output`.
-
-        None: it stays in memory.
-        """
-        if folder is None or self._saved is None or self._exact is None:
+        """Keep what is large as Away does, until it is asked for. Raises SubkvError about `output`."""
+        if self._saved is None or self._exact is None:
             return
-        try:
-            self._away = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object
-            self._away.write(self._saved)
-            self._away.write(self._exact.data)
-        except OSError as error:
-            raise SubkvError("output", f"cannot write to {folder}: {error.strerror or error}") from error
-        self._size = len(self._saved), self._exact.shape
+        self._away = Away(folder, self._saved, self._exact)
         self._saved = self._exact = None
 
     def _bring(self) -> None:
-        if self._away is None:
-            return
-        self._saved, self._exact = bytearray(self._size[0]), np.empty(self._size[1], dtype=np.float32)
-        self._away.seek(0)
-        self._away.readinto(self._saved)  # type: ignore[attr-defined]
-        self._away.readinto(self._exact.data.cast("B"))  # type: ignore[attr-defined]
-        self._away.close()
-        self._away = None
+        if self._away is not None:
+            self._saved, self._exact = self._away.bring()
+            self._away = None
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.random import Generator
 
+from converter.away import Away
 from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
 from converter.observe import spread
 from converter.residual import SIDES, Rows, alike, energy, gram_of, metrics
@@ -41,6 +42,7 @@ NEAR = 1.5  # times the energy that was wanted: texts differ by more, and findin
 REPEATS = 2
 REPEATED = 1.4  # trials that one takes on average
 LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
+GRAMS = 1 << 30  # bytes: 270 MB of an 8B model, some GB of those whose groups have 64 heads
 CORRECTING = 128  # tokens that are scored for a correction, behind the cells of a longer text
 MOST_STRETCH = 2.0  # logarithm, of a layer that reads next to nothing in one of two places: four standard deviations
 APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
@@ -128,7 +130,7 @@ class Sensing:
     ) -> None:
         """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
         chunks, one each, if these are to enter the moments; those that the calibration names are in them.
-        told: called as tokens are decoded. folder: where longer chunks wait for correcting.py; None: in memory.
+        told: called as tokens are decoded. folder: where what is needed again waits; None: in memory.
         """
         self.folder = folder
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
@@ -138,6 +140,7 @@ class Sensing:
         self.found.enter(calibration, texts)
         self.told = told
         self.near = min(map(len, chunks)) - SCORED  # cells that every chunk has
+        self._grams: dict[int, Away] = {}
         self.held: dict[int, Decoded] = {}  # longer chunks, and the latest
 
     def plan(self) -> list[tuple[int, int, str]]:
@@ -228,8 +231,17 @@ class Sensing:
             gram = gram_of(output, shape.n_head)
             return lambda rows: metrics(rows, shape, gram, self.window, values, joint=True)
         n, d = shape.n_group, shape.d_v
-        blocks = output_grams(self.base, shape).reshape(shape.n_head_kv, n, d, n, d)
+        blocks = self._output_grams(shape).reshape(shape.n_head_kv, n, d, n, d)
         return lambda rows: metrics(rows, shape, lambda i, j: blocks[i // n, i % n, :, j % n], self.window)
+
+    def _output_grams(self, shape: LayerShape) -> F32:
+        """output_grams() of a layer. Every chunk needs them; of the first layers they are kept, GRAMS bytes in all."""
+        if shape.il in self._grams:
+            return self._grams[shape.il].bring()[1]
+        found = output_grams(self.base, shape)
+        if (len(self._grams) + 1) * found.nbytes <= GRAMS:
+            self._grams[shape.il] = Away(self.folder, bytearray(), found)
+        return found
 
     def _add_moments(self, chunk: Decoded) -> None:
         """The cells of every text count alike: kinds of text differ more than parts of one do."""

@@ -21,7 +21,7 @@ from subkv.engine.template import Template
 from subkv.native.binding import C, captured_log, last_error, last_log_error
 from subkv.native.gguf import Gguf
 
-PROBE = 32  # tokens
+PROBE, WARM = 32, 1.0  # tokens, seconds
 M_MMAP_THRESHOLD, LARGE = -3, 1 << 20  # of mallopt; bytes
 
 
@@ -92,11 +92,13 @@ class Session:
     def speed(self) -> float:
         """Tokens per second, measured on a few; the cache is empty afterwards, and the statistics are as before."""
         self.mode(PAUSE)
-        for _ in range(2):  # the first time warms up
+        for _ in range(2):  # the first time warms up, which a slow model's takes no notice of
             start = time.monotonic()
             self.clear()
             self.decode([self.bos or 0] * PROBE, 0)
             seconds = time.monotonic() - start
+            if seconds > WARM:
+                break
         self.clear()
         return PROBE / seconds
 

@@ -1,0 +1,41 @@
+"""What is needed again after long, put away meanwhile: in a file without a name, or without a folder in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from subkv.base.errors import SubkvError
+from subkv.format.arrays import F32
+
+
+class Away:
+    """Bytes and an array of float32. The file is seen by nobody else, and gone with this object."""
+
+    def __init__(self, folder: Path | None, raw: bytearray, array: F32) -> None:
+        """Raises SubkvError about `output` where `folder` takes no more."""
+        self._kept: tuple[bytearray, F32] | None = None
+        self._size, self._shape = len(raw), array.shape
+        if folder is None:
+            self._kept = raw, array
+            return
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object
+            self._file.write(raw)
+            self._file.write(np.ascontiguousarray(array).data)
+            self._file.flush()
+        except OSError as error:
+            raise SubkvError("output", f"cannot write to {folder}: {error.strerror or error}") from error
+
+    def bring(self) -> tuple[bytearray, F32]:
+        """Both, read anew from the file."""
+        if self._kept is not None:
+            return self._kept
+        raw, array = bytearray(self._size), np.empty(self._shape, dtype=np.float32)
+        self._file.seek(0)
+        self._file.readinto(raw)  # type: ignore[attr-defined]
+        self._file.readinto(array.data.cast("B"))  # type: ignore[attr-defined]
+        return raw, array
