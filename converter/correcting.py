@@ -28,7 +28,7 @@ from subkv.plan.predict import reconstructed
 BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets for a correction; the first whose prediction is CLEAR is run
 CLEAR = 0.004  # nats per token
 PLANNED = 4.0  # layers per second that a layout is planned for: a first guess
-STOCK_TOKENS = 384  # that a stock type is run on at most
+STOCK_TOKENS = 384  # that a stock type is run on at most; 256 told twice as much of q4_0 as it costs
 ROWS_ONLY = 1 << 40  # a context in which window and bases count nothing
 STOCK = "q4_0"  # whose KLD corrects predictions without a window: the loudest
 
@@ -41,7 +41,7 @@ def n_stock(n: int) -> int:
 def ahead(others: Sequence[int], lengths: Sequence[int]) -> int:
     """Tokens that corrected() decodes, of chunks of such lengths, the others included."""
     n_chunks = len(others) or sum(n == max(lengths) for n in lengths)
-    return sum(others) + 2 * CORRECTING * n_chunks + 2 * n_stock(max(lengths))
+    return sum(others) + (CORRECTING + SCORED) * n_chunks + 2 * n_stock(max(lengths))
 
 
 def corrected(
@@ -104,7 +104,7 @@ def _cost(sensing: Sensing, chunk: Decoded, layers: Sequence[CodedLayer]) -> flo
     The exact window stays where it is while they are read; it lies so that it is right in their middle.
     """
     floor = sensing.rounding(chunk, len(sensing.chunks), 0)
-    sensing.told(len(chunk.scored))
+    sensing.told(SCORED)
     kld = chunk.spent(_coded(chunk, sensing.window, layers))
     sensing.told(len(chunk.scored))
     return kld - floor

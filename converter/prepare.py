@@ -17,6 +17,7 @@ from pathlib import Path
 from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text
 from converter.correcting import PLANNED
+from converter.effort import effort
 from converter.observe import calibrate_file
 from converter.resume import Checkpoints
 from converter.sensed import Measuring, refused, seconds, sensed, stopped_at
@@ -40,7 +41,7 @@ class Wish:
 
     n_recent: of the exact window. minutes: time that sensitivities may take; 0: there are none; None: all they need.
     short: chunks of the built-in text may be shorter than asked for, as what they show holds at all positions.
-    head_size: for which they must be long enough all the same; 0: not known.
+    head_size: for which they must be long enough all the same; 0: what sensitivities add is waited for, or not known.
     """
 
     corpus: Corpus
@@ -92,7 +93,8 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
         entry, files, size = store.entry(base), base.files, base.n_bytes
         arch = base.get("general.architecture")
         layers, trained = (base.get(f"{arch}.{key}") for key in ("block_count", "context_length"))
-        wish = replace(wish, short=can_spread(base), head_size=head_size(base) or 0)
+        own = effort(size)
+        wish = replace(wish, short=can_spread(base), head_size=own.statistics and head_size(base) or 0)
     if trained and wish.corpus.n_ctx > trained:
         note(f"chunks of {trained} tokens, which the model was trained with, instead of {wish.corpus.n_ctx}")
         wish = replace(wish, corpus=replace(wish.corpus, n_ctx=trained))
@@ -106,7 +108,7 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
         with overall(expected):
             remove_stale(store.folder())
             corpus, kept = wish.corpus, _kept(path, wish.n_recent)
-            how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept, wish.short)
+            how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept, wish.short, own)
             then = functools.partial(seconds, how, layers or 1)
             calibration = _earlier(path, files) or _measured(model, wish, texts, path, then)
             kept = _sense(model, how, calibration, path)

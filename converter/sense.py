@@ -9,6 +9,7 @@ from pathlib import Path
 from converter import correcting
 from converter.correcting import PLANNED
 from converter.decoded import SCORED
+from converter.effort import WHOLE, Effort
 from converter.sensing import CORRECTING, REPEATED, Sensing, n_trials
 from converter.session import Session
 from converter.trials import Found
@@ -26,12 +27,12 @@ def n_measured(lengths: Sequence[int]) -> int:
     return len(lengths) - 2 if len(lengths) > 3 else len(lengths) - 1
 
 
-def ahead(lengths: Sequence[int], n_layer: int, found: Found | None = None) -> int:
+def ahead(lengths: Sequence[int], n_layer: int, found: Found | None = None, effort: Effort = WHOLE) -> int:
     """Tokens that sense() decodes on chunks of such lengths. found: what an earlier run had."""
     done, n = found.done if found else [], n_measured(lengths)
     again = max(lengths) if n == len(lengths) else 0  # the longer ones are corrected on, too
     chunks = sum(length for c, length in enumerate(lengths[:n]) if c not in done or length == again)
-    trials = n_trials(n_layer) - (len(found.trials) if found else 0)
+    trials = n_trials(n_layer, effort) - (len(found.trials) if found else 0)
     return chunks + int(REPEATED * trials) * SCORED + correcting.ahead(lengths[n:], lengths)
 
 
@@ -48,15 +49,16 @@ def sense(
     progress: bool = False,
     texts: Sequence[TextSource] = (),
     folder: Path | None = None,
+    effort: Effort = WHOLE,
 ) -> Calibration:
     """The calibration of a GGUF with sensitivities measured on n_measured() `chunks`, and corrected on the others.
 
     Where some of them are more than twice as long these are measured, too, and predictions corrected there.
 
-    session: with room for a chunk. minutes: time for all of it; after LEAST trials, what there
-    is no time for is filled in from what is near. found: what an earlier run has kept; keep() is called whenever tokens
-    were decoded, and may raise KeyboardInterrupt. texts, folder: as Sensing. Raises SubkvError: about `n_ctx` for
-    chunks too short, about `output` where `folder` is full, Unpredictable where nothing can be predicted.
+    session: with room for a chunk. minutes: time for all of it; after LEAST trials, what there is no time for is filled
+    in from what is near. found: what an earlier run has kept; keep() is called whenever tokens were decoded, and may
+    raise KeyboardInterrupt. texts, folder, effort: as Sensing. Raises SubkvError: about `n_ctx` for chunks too short,
+    about `output` where `folder` is full, Unpredictable where nothing can be predicted.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
@@ -64,7 +66,7 @@ def sense(
         raise SubkvError("n_ctx", f"expected chunks of at least {least} tokens with this exact window, found {n_ctx}")
     lengths = [len(chunk) for chunk in chunks]
     n = n_measured(lengths)
-    total, spent = ahead(lengths, len(calibration.layers), found), 0
+    total, spent = ahead(lengths, len(calibration.layers), found, effort), 0
     with progress_bar("sensitivities", total, "tok", progress) as bar:
 
         def told(tokens: int) -> None:
@@ -81,7 +83,7 @@ def sense(
             needed = passed * (1.0 + left / spent) + len(calibration.layers) / PLANNED
             return needed > 60.0 * minutes
 
-        sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n], told, folder)
+        sensing = Sensing(session, base, calibration, chunks[:n], n_recent, found, texts[:n], told, folder, effort)
         for _ in sensing.steps(late):
             pass
         return correcting.corrected(sensing, chunks[n:], n_threads, told)

@@ -17,6 +17,7 @@ from converter import builtin
 from converter.corpus import Text, cut
 from converter.correcting import PLANNED
 from converter.decoded import SCORED, Unpredictable
+from converter.effort import WHOLE, Effort
 from converter.resume import EVERY, KEPT, Stopping
 from converter.sense import ahead, n_measured, sense
 from converter.sensing import n_trials
@@ -29,14 +30,13 @@ from subkv.format.calibration import Calibration, TextSource
 from subkv.native.gguf import Gguf
 
 SHORT = 512  # tokens of most of builtin.MEASURED: many kinds, rather than long ones
-FAR = 2048  # tokens of each of builtin.LONGER: what is read from far back needs a longer text
 CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them are measured
 
 
 @dataclass(frozen=True)
 class Measuring:
     """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: all
-    that there is to measure. kept: file of what is done until all is. short: as of Wish."""
+    that there is to measure. kept: file of what is done until all is. short: as of Wish. effort: of the model."""
 
     texts: Sequence[Text] | None
     n_ctx: int
@@ -45,12 +45,13 @@ class Measuring:
     minutes: float | None
     kept: Path
     short: bool = True
+    effort: Effort = WHOLE
 
     @property
     def lengths(self) -> list[int]:
         """Most tokens of every chunk."""
         least = 2 * self.n_recent + 4 * SCORED
-        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT, LONG, FAR))
+        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT, LONG, self.effort.far))
         if self.texts is not None:
             return [long] * max(CHUNKS, len(self.texts))
         if not self.short:
@@ -85,6 +86,7 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
                     True,
                     texts,
                     how.kept.parent,
+                    how.effort,
                 )
             except SubkvError as error:
                 if stopping.pressed:
@@ -94,10 +96,11 @@ def sensed(model: Path, calibration: Calibration, how: Measuring) -> tuple[Calib
                     _write(how.kept, found, lengths, minutes, error.reason)
                 raise
             keep(found)
-        complete = len(found.trials) >= n_trials(len(calibration.layers)) and len(found.done) >= n_measured(lengths)
+        n = n_trials(len(calibration.layers), how.effort)
+        complete = len(found.trials) >= n and len(found.done) >= n_measured(lengths)
         if not complete:
             _write(how.kept, found, lengths, how.minutes or 0.0)
-            note(f"there was time for {len(found.trials)} of {n_trials(len(calibration.layers))} sensitivities")
+            note(f"there was time for {len(found.trials)} of {n} sensitivities")
         return result, complete
 
 
@@ -152,7 +155,7 @@ def _earlier(kept: Path, calibration: Calibration, texts: Sequence[TextSource], 
 
 def seconds(how: Measuring, n_layer: int, speed: float, found: Found | None = None) -> float:
     """That sensed() will take at so many tokens per second, after what is found. Also makes it the bar's guess."""
-    tokens = ahead(how.lengths, n_layer, found)
+    tokens = ahead(how.lengths, n_layer, found, how.effort)
     left = min(tokens / speed + n_layer / PLANNED, 60 * how.minutes if how.minutes is not None else math.inf)
     expect("sensitivities", left)
     return left
@@ -163,7 +166,7 @@ def _foretell(session: Session, how: Measuring, n_layer: int, found: Found) -> N
     trials = len(found.trials)
     left = seconds(how, n_layer, session.speed(), found)
     if trials:
-        note(f"going on after {trials} of {n_trials(n_layer)} sensitivities")
+        note(f"going on after {trials} of {n_trials(n_layer, how.effort)} sensitivities")
     if left > 10:
         note(f"measuring sensitivities takes {duration(left)}")
 

@@ -22,6 +22,7 @@ from numpy.random import Generator
 
 from converter.away import Away
 from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
+from converter.effort import WHOLE, Effort
 from converter.observe import spread
 from converter.residual import SIDES, Rows, alike, energy, gram_of, metrics
 from converter.session import Session
@@ -45,7 +46,7 @@ LEAST = 6  # trials that are made however little time there is: rounding, both s
 GRAMS = 1 << 30  # bytes: 270 MB of an 8B model, some GB of those whose groups have 64 heads
 CORRECTING = 128  # tokens that are scored for a correction, behind the cells of a longer text
 MOST_STRETCH = 2.0  # logarithm, of a layer that reads next to nothing in one of two places: four standard deviations
-APART, SPREAD = 3, 24  # layers at the start whose factors stand apart; others that are tried
+APART = 3  # layers at the start whose factors stand apart
 
 
 def _floors(n_layer: int) -> list[int]:
@@ -53,15 +54,15 @@ def _floors(n_layer: int) -> list[int]:
     return sorted({0, n_layer - 1})
 
 
-def n_trials(n_layer: int) -> int:
+def n_trials(n_layer: int, effort: Effort = WHOLE) -> int:
     """How many trials Sensing.plan() has."""
-    return len(_tried(n_layer)) + len(_floors(n_layer))
+    return len(_tried(n_layer, effort.spread)) + len(_floors(n_layer))
 
 
-def _tried(n: int) -> list[tuple[int, str]]:
+def _tried(n: int, spread: int) -> list[tuple[int, str]]:
     """Layers and sides that are tried, best first: both sides of the first ones, which stand apart, and of at most
-    SPREAD others keys and values in turn; the rest follows from its neighbours."""
-    others = sorted([i for i in _order(n) if i >= APART][:SPREAD])
+    `spread` others keys and values in turn; the rest follows from its neighbours."""
+    others = sorted([i for i in _order(n) if i >= APART][:spread])
     side = {i: "kv"[j % 2] for j, i in enumerate(others)}
     return [(i, s) for i in _order(n) for s in (side.get(i, "") if i >= APART else "kv")]
 
@@ -127,12 +128,13 @@ class Sensing:
         texts: Sequence[TextSource] = (),
         told: Callable[[int], None] = silent,
         folder: Path | None = None,
+        effort: Effort = WHOLE,
     ) -> None:
         """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
         chunks, one each, if these are to enter the moments; those that the calibration names are in them.
         told: called as tokens are decoded. folder: where what is needed again waits; None: in memory.
         """
-        self.folder = folder
+        self.folder, self.effort = folder, effort
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
         self.texts = tuple(texts)
         self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
@@ -146,7 +148,7 @@ class Sensing:
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
         n = len(self.calibration.layers)
-        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_tried(n))]
+        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_tried(n, self.effort.spread))]
         floors = [(0, i, "") for i in _floors(n)]
         return floors + sorted(trials, key=lambda trial: trial[0])
 
@@ -279,15 +281,15 @@ class Sensing:
         noisy: F32 = cells.astype(np.float16).astype(np.float32)
         return noisy
 
-    def rounding(self, chunk: Decoded, c: int, i: int, n: int | None = None) -> float:
-        """What rounding alone costs the first n scored tokens: noise too small to matter."""
+    def rounding(self, chunk: Decoded, c: int, i: int) -> float:
+        """What rounding alone costs SCORED tokens: noise too small to matter."""
         noise = self._noise(i, "v")
         cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
-        return chunk.kld((self.calibration.layers[i].shape.il, "v"), cells, n)
+        return chunk.kld((self.calibration.layers[i].shape.il, "v"), cells, SCORED)
 
     def _floor(self, chunk: Decoded, c: int, i: int) -> int:
         """Rounding as a trial; returns how many it took."""
-        self.found.trials.append(Trial(c, i, "", self.rounding(chunk, c, i, SCORED), 0.0))
+        self.found.trials.append(Trial(c, i, "", self.rounding(chunk, c, i), 0.0))
         return 1
 
     def _try(self, chunk: Decoded, c: int, i: int, side: str) -> int:

@@ -21,6 +21,7 @@ from preparing import left, refused, run
 import subkv
 from converter import builtin, resume
 from converter.corpus import Corpus, Text
+from converter.effort import LESS, WHOLE, Effort
 from converter.prepare import Wish
 from converter.resume import KEPT
 from converter.sensed import Measuring
@@ -314,10 +315,13 @@ def test_every_kind_of_text_is_taken() -> None:
 
 
 def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
-    def lengths(n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True) -> list[int]:
-        return Measuring(texts, n_ctx, 1, n_recent, None, Path(), short).lengths
+    def lengths(
+        n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True, effort: Effort = WHOLE
+    ) -> list[int]:
+        return Measuring(texts, n_ctx, 1, n_recent, None, Path(), short, effort).lengths
 
     assert lengths(128) == [512] * 5 + [2048] * 2
+    assert lengths(128, effort=LESS) == [512] * 5 + [LESS.far] * 2
     assert lengths(400) == [1056] * 5 + [2048] * 2
     assert lengths(128, short=False) == [1088] * 7 and set(lengths(128, 320)) == {320}
     assert lengths(128, texts=[Text(TextSource("a", "0" * 64, 0), b"")]) == [1088] * 5

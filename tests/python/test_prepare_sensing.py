@@ -15,11 +15,13 @@ import pytest
 from click.testing import CliRunner
 from preparing import left, run
 
-from converter import builtin, correcting
+from converter import builtin, correcting, effort
 from converter.cli import main as convert
 from converter.decoded import Unpredictable
+from converter.effort import LESS, WHOLE
 from converter.resume import KEPT
-from converter.sensing import LEAST, Sensing
+from converter.sense import ahead
+from converter.sensing import LEAST, Sensing, n_trials
 from converter.trials import VERSION, Found
 from runtime import cli
 from subkv.base.errors import SubkvError
@@ -48,6 +50,22 @@ def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
     assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
     assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+def test_less_of_a_large_model_is_decoded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert effort.effort(effort.LARGE) == WHOLE and effort.effort(effort.LARGE + 1) == LESS
+    assert n_trials(2) == n_trials(2, LESS) and n_trials(32) == 2 + 2 * 3 + 24 == n_trials(32, LESS) + 24 - LESS.spread
+    assert ahead([512] * 5 + [2048] * 2, 32) > ahead([512] * 5 + [LESS.far] * 2, 32, effort=LESS)
+    made, efforts = Sensing.__init__, []
+
+    def noted(self: Sensing, *args: Any) -> None:
+        made(self, *args)
+        efforts.append(self.effort)
+
+    monkeypatch.setattr(Sensing, "__init__", noted)
+    monkeypatch.setattr(effort, "LARGE", 1)
+    assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
+    assert efforts == [LESS]
 
 
 def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None:

@@ -309,7 +309,7 @@ def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
     for lengths in ([320] * 5, [512] * 5 + [2048] * 2):
         assert sum(lengths) < ahead(lengths, 2) < ahead(lengths, 30)
     trials = int(REPEATED * n_trials(2)) * SCORED
-    assert ahead([320] * 5, 2) == 5 * 320 + trials + 2 * 2 * CORRECTING + 2 * correcting.n_stock(320)
+    assert ahead([320] * 5, 2) == 5 * 320 + trials + 2 * (CORRECTING + SCORED) + 2 * correcting.n_stock(320)
 
 
 def test_layers_are_evened_with_their_neighbours() -> None:
