@@ -69,7 +69,7 @@ class Decoded:
     def saved(self) -> bytearray:
         """The state before the scored tokens."""
         self._bring()
-        assert self._saved is not None, "spent() was the last that could be asked"
+        assert self._saved is not None
         return self._saved
 
     @property
@@ -81,15 +81,14 @@ class Decoded:
 
     def put_away(self, folder: Path | None) -> None:
         """Keep what is large as Away does, until it is asked for. Raises SubkvError about `output`."""
-        if self._saved is None or self._exact is None:
-            return
-        self._away = Away(folder, self._saved, self._exact)
+        if self._away is None:
+            self._away = Away(folder, self.saved, self.exact)
         self._saved = self._exact = None
 
     def _bring(self) -> None:
-        if self._away is not None:
+        if self._saved is None:
+            assert self._away is not None, "spent() was the last that could be asked"
             self._saved, self._exact = self._away.bring()
-            self._away = None
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""
@@ -144,14 +143,16 @@ class Decoded:
         try:
             return self._kld(cells, None)
         finally:
-            self._saved = None
+            self._saved = self._exact = self._away = None
 
     def _kld(self, cells: Iterable[tuple[tuple[int, str], F32]], n: int | None) -> float:
         for at, other in cells:
             self.view(*at)[:] = other.astype(np.float16)
         self.session.restore(self.saved)
-        scored = self.scored[:n]
-        return mean_kld(self.exact[: len(scored)], self.session.logits(scored, self.start))
+        scored, exact = self.scored[:n], self.exact
+        if self._away is not None:  # there is a context beside it now
+            self._saved = None
+        return mean_kld(exact[: len(scored)], self.session.logits(scored, self.start))
 
 
 def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:

@@ -297,8 +297,16 @@ def test_longer_chunks_wait_in_a_file(
             for _ in sensing.steps():
                 pass
             found.append(correcting.corrected(sensing, [], 1, silent).sensitivity)
+        chunk, at = sensing.decoded(1), (stats.layers[0].shape.il, "v")
+        noisy = 1.5 * chunk.view(*at).astype(np.float32)
         with pytest.raises(SubkvError, match="cannot write to .*: No such file"):
-            sensing.decoded(1).put_away(tmp_path / "none")
+            chunk.put_away(tmp_path / "none")
+        klds = [chunk.kld(at, noisy)]
+        chunk.put_away(tmp_path)
+        klds += [chunk.kld(at, noisy), chunk.kld(at, noisy), chunk.spent([(at, noisy)])]
+        assert klds == [klds[0]] * 4 and klds[0] > 0.0
+        with pytest.raises(AssertionError, match="the last that could be asked"):
+            chunk.kld(at, noisy)
     assert found[0] == found[1]
     assert not list(tmp_path.iterdir())
 
