@@ -139,6 +139,19 @@ def test_bases_that_follow_the_text_stay_off_the_gpu(
     model.free()
 
 
+def test_a_batch_of_more_tokens_than_kernels_take_is_refused(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
+) -> None:
+    model = engine.Model(tiny_model("llama"))
+    layout, size = make_layout(), 1 << 16
+    with (
+        pytest.raises(Refused, match=rf"^n_ubatch: at most 65535 \w+ .*, a batch of {size} .*-ub.*-ngl 0"),
+        session(model, layout, window=WINDOW, n_ctx=size, n_ubatch=size),
+    ):
+        pass
+    model.free()
+
+
 def test_latent_attention_stays_off_the_gpu(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = engine.Model(tiny_model("deepseek2"))
     layers = engine.latent_layers([(32, 8), (16, 8)], d_k=48, d_v=32, n_layer=2)

@@ -196,6 +196,21 @@ def test_what_the_device_cannot_bind_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("what", "refusal"),
+    [
+        ("patch", r"layer 0: its cache would live on Vulkan0, for which there are no coefficient kernels .*-ngl 0"),
+        ("bases", r"layer 1: its bases, \d+ bytes, do not fit on Vulkan0"),
+    ],
+)
+def test_a_backend_or_a_memory_that_lacks_something_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path, what: str, refusal: str
+) -> None:
+    env = {"LD_PRELOAD": preload("refusals", tmp_path), "SUBKV_LIBRARY": str(_lib.lib_dir() / "libsubkv.so")}
+    said = run(LARGE.replace("OPTIONS", ""), tiny_model("llama"), tmp_path, SUBKV_REFUSE=what, **env)
+    assert re.match(refusal, said), said
+
+
+@pytest.mark.parametrize(
     ("variable", "value"),
     [
         ("VK_ICD_FILENAMES", "/nowhere.json"),  # no driver
