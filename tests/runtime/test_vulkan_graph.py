@@ -171,6 +171,11 @@ def test_sequences_and_states_have_no_hazards_of_ours(
     assert hazards(sequences, **ours(tmp_path)) == []
 
 
+def test_libsubkv_links_no_vulkan() -> None:
+    assert b"libvulkan" not in (_lib.lib_dir() / "libsubkv.so").read_bytes()
+    assert b"libvulkan" in (_lib.lib_dir() / "libggml-vulkan.so").read_bytes()
+
+
 def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     said = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
     assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", said)
