@@ -175,10 +175,10 @@ public:
 
     const char * run(int64_t x, int64_t y, int64_t z, Run run, void * recorder) {
         if (!fits_) {
-            return "a place or a stride is no multiple of its unit, or does not fit 32 bits";
+            return "places and strides that are multiples of their unit, and fit 32 bits";
         }
         if (std::max({ x, y, z }) > MAX_GROUPS) {
-            return "more workgroups than 65535 in a dimension: smaller batches expected";
+            return "at most 65535 workgroups in a dimension";
         }
         d_.groups[0] = (uint32_t) x;
         d_.groups[1] = (uint32_t) y;

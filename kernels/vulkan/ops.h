@@ -107,7 +107,7 @@ struct Store {
     int64_t width; // halves of a row
 };
 
-// nullptr, or what went wrong
+// nullptr, or what was expected (and not found), or went wrong in `run`
 const char * encode(const Encode & args, Run run, void * recorder);
 const char * attend(const Attend & args, Run run, void * recorder);
 const char * combine(const Combine & args, Run run, void * recorder);

@@ -26,6 +26,9 @@ public:
     virtual uint64_t n_zero_rows() const           = 0;
     virtual void     wait() const                  = 0; // until the device has done all that it was given
     virtual size_t   max_range() const             = 0; // bytes that kernels can reach of one tensor
+
+    // Of a node whose sources are set: nullptr, or what its kernels expect that it does not have.
+    virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;
 };
 
 // Kernels that this build has for GPUs: "cuda", "vulkan", or nullptr.

@@ -148,6 +148,16 @@ void check_range(const LayerNodes & layer, const ggml_tensor * node) {
     }
 }
 
+// And so does one whose kernels cannot run so many at once.
+void check_kernels(const LayerNodes & layer, NodeKind kind, ggml_tensor * node, int64_t n_tokens) {
+    const char * expected = layer.device ? layer.device->refusal(kind, node) : nullptr;
+    if (expected) {
+        fail("n_ubatch: %s expected of %s on the GPU, a batch of %lld tokens found; take smaller batches (-ub), or "
+             "keep the cache on the CPU (-ngl 0, or offload_kqv off)",
+             expected, node->name, (long long) n_tokens);
+    }
+}
+
 } // namespace
 
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
@@ -171,6 +181,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
             ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args.data(), (int) args.size(), fun, GGML_N_TASKS_MAX, data);
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
         check_range(layer, t);
+        check_kernels(layer, kind, t, b.q->ne[2]);
         return t;
     };
     if (layer.device) {

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cuda_ops
 import layers
 import numpy as np
 import pytest
@@ -120,12 +121,21 @@ def test_no_feature_is_asked_for(shader: Path) -> None:
 def test_places_are_checked(opened: v.Library) -> None:
     call = t.Call(opened, "one_head", Shape())
     call.args.k_stride += 1
-    with pytest.raises(RuntimeError, match="no multiple of its unit"):
+    with pytest.raises(RuntimeError, match="multiples of their unit"):
         opened.run("attend", call.args)
     call.args.k_stride += (1 << 34) - 1
-    with pytest.raises(RuntimeError, match="does not fit 32 bits"):
+    with pytest.raises(RuntimeError, match="fit 32 bits"):
         opened.run("attend", call.args)
     assert np.isnan(call.m()).all()
+
+
+def test_more_workgroups_than_every_device_has_are_refused(opened: v.Library) -> None:
+    call = t.Call(opened, "one_head", Shape())
+    at, read = call.memory.put(np.full(64, 7, np.float32))
+    places = dict.fromkeys(("k", "v", "k_tiles", "v_tiles", "cells", "fresh"), at)
+    with pytest.raises(RuntimeError, match="at most 65535 workgroups in a dimension"):
+        opened.run("encode", cuda_ops.Encode(layer=call.heads.layer, n_tok=1 << 16, **places))
+    assert (read() == 7).all()
 
 
 @pytest.mark.parametrize("n_tps", [1, 8])

@@ -139,6 +139,40 @@ def test_bases_that_follow_the_text_stay_off_the_gpu(
     model.free()
 
 
+def test_a_batch_of_more_tokens_than_kernels_take_is_refused(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
+) -> None:
+    model = engine.Model(tiny_model("llama"))
+    layout, size = make_layout(), 1 << 16
+    with (
+        pytest.raises(Refused, match=rf"^n_ubatch: at most 65535 \w+ .*, a batch of {size} .*-ub.*-ngl 0"),
+        session(model, layout, window=WINDOW, n_ctx=size, n_ubatch=size),
+    ):
+        pass
+    model.free()
+
+
+def test_heads_wider_than_kernels_take_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """CUDA's take 256 elements, Vulkan's all that a layout may have."""
+    model = engine.Model(tiny_model("llama", n_head=2, n_head_kv=1, head_size=512))
+    layout = exact_layout(model, "llama", tmp_path / "layout.gguf")
+    tokens = [random.Random(13).randrange(10, model.n_vocab) for _ in range(50)]
+    if engine.SUBKV.subkv_device_kernel_name() == b"cuda":
+        with (
+            pytest.raises(Refused, match=r"^layer 0: heads of at most 256 elements expected .* 512 found; .*-ngl 0"),
+            session(model, layout, window=WINDOW),
+        ):
+            pass
+    else:
+        with session(model, flash_attn=0) as s:
+            expected = s.decode(tokens)
+        with session(model, layout, window=WINDOW, flash_attn=0) as s:
+            found = s.decode(tokens, pieces=[40, *[1] * 5, 5])
+            assert s.stats().n_layer_device == s.stats().n_layer_coded
+        assert np.abs(expected - found).max() < 2e-2 * expected.std()
+    model.free()
+
+
 def test_latent_attention_stays_off_the_gpu(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = engine.Model(tiny_model("deepseek2"))
     layers = engine.latent_layers([(32, 8), (16, 8)], d_k=48, d_v=32, n_layer=2)

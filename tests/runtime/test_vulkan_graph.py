@@ -171,6 +171,11 @@ def test_sequences_and_states_have_no_hazards_of_ours(
     assert hazards(sequences, **ours(tmp_path)) == []
 
 
+def test_libsubkv_links_no_vulkan() -> None:
+    assert b"libvulkan" not in (_lib.lib_dir() / "libsubkv.so").read_bytes()
+    assert b"libvulkan" in (_lib.lib_dir() / "libggml-vulkan.so").read_bytes()
+
+
 def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     said = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
     assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", said)
@@ -192,6 +197,21 @@ def test_what_the_device_cannot_bind_is_refused(
     said = run(LARGE.replace("OPTIONS", options), tiny_model("llama"), tmp_path)
     if said == "fine\n":
         pytest.skip("this device binds more than 128 MiB")
+    assert re.match(refusal, said), said
+
+
+@pytest.mark.parametrize(
+    ("what", "refusal"),
+    [
+        ("patch", r"layer 0: its cache would live on Vulkan0, for which there are no coefficient kernels .*-ngl 0"),
+        ("bases", r"layer 1: its bases, \d+ bytes, do not fit on Vulkan0"),
+    ],
+)
+def test_a_backend_or_a_memory_that_lacks_something_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path, what: str, refusal: str
+) -> None:
+    env = {"LD_PRELOAD": preload("refusals", tmp_path), "SUBKV_LIBRARY": str(_lib.lib_dir() / "libsubkv.so")}
+    said = run(LARGE.replace("OPTIONS", ""), tiny_model("llama"), tmp_path, SUBKV_REFUSE=what, **env)
     assert re.match(refusal, said), said
 
 

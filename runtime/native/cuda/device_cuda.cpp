@@ -55,6 +55,8 @@ public:
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
 
+    const char * refusal(NodeKind kind, ggml_tensor * node) const override;
+
     int          device() const { return device_; }
     const char * compute(NodeKind kind, ggml_tensor * dst, void * stream) const;
 
@@ -192,6 +194,10 @@ void CudaLayer::wait() const {
     if (const char * reason = cuda::wait(device_)) {
         GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // as llama.cpp's backend does
     }
+}
+
+const char * CudaLayer::refusal(NodeKind kind, ggml_tensor * node) const {
+    return kind == NodeKind::COMBINE && node->ne[1] > 65535 ? "at most 65535 tokens in a batch" : nullptr; // a grid's y
 }
 
 cuda::Layer CudaLayer::layer(int64_t width) const {

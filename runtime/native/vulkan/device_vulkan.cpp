@@ -34,6 +34,8 @@ public:
     void     wait() const override { vulkan_wait(device_); }
     size_t   max_range() const override { return max_range_; }
 
+    const char * refusal(NodeKind kind, ggml_tensor * node) const override;
+
     ggml_backend_dev_t device() const { return device_; }
     const char *       compute(NodeKind kind, ggml_tensor * dst, vulkan::Run run, void * recorder) const;
 
@@ -212,6 +214,11 @@ const char * VulkanLayer::compute(NodeKind kind, ggml_tensor * dst, vulkan::Run 
         case NodeKind::STORE_WINDOW: return vulkan::store_window(store_window(dst), run, recorder);
     }
     return "unknown node";
+}
+
+const char * VulkanLayer::refusal(NodeKind kind, ggml_tensor * node) const {
+    const auto nothing = [](void *, const vulkan::Dispatch &) -> const char * { return nullptr; };
+    return compute(kind, node, nothing, nullptr);
 }
 
 } // namespace

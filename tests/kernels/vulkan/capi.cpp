@@ -151,6 +151,7 @@ template <typename Record> const char * submit(Record record) {
                 device->start_timer();
             }
             if (const char * reason = record()) {
+                device->abandon();
                 return reason;
             }
             if (!times.empty()) {
@@ -165,6 +166,7 @@ template <typename Record> const char * submit(Record record) {
         }
         return nullptr;
     } catch (const std::exception & e) {
+        device->abandon();
         error = e.what();
         return error.c_str();
     }

@@ -303,6 +303,10 @@ double Device::elapsed() const {
     return (double) (at[1] - at[0]) * period_ * 1e-6;
 }
 
+void Device::abandon() {
+    vkEndCommandBuffer(buffer_);
+}
+
 const char * Device::finish() {
     check(vkEndCommandBuffer(buffer_), "vkEndCommandBuffer");
     VkSubmitInfo submit       = {};

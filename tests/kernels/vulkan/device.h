@@ -40,7 +40,8 @@ public:
     void         begin();
     const char * record(const subkv::vulkan::Dispatch & dispatch); // buffers: Allocation
     const char * copy(const void * from, const void * to, size_t size);
-    const char * finish(); // runs what was recorded
+    const char * finish();  // runs what was recorded
+    void         abandon(); // what was recorded
 
     // What is recorded after begin() and start_timer() is timed up to stop_timer(), with cold caches; milliseconds.
     void   start_timer();
