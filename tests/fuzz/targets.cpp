@@ -6,6 +6,7 @@
 #include "layout.h"
 #include "window.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
