@@ -169,7 +169,8 @@ void Adaptive::state_write(StateWriter & w, uint32_t stream) const {
 }
 
 void Adaptive::state_read(StateReader & r, uint32_t stream) {
-    constexpr uint64_t MOST = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
+    constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
+    constexpr uint64_t PIECE = 1 << 20;           // a size that somebody made asks for no memory beyond what is there
     reset(stream);
     int32_t whole = -1; // positions that the first head has coded
     try {
@@ -183,9 +184,13 @@ void Adaptive::state_read(StateReader & r, uint32_t stream) {
                 throw std::runtime_error("state: whole blocks of adaptive bases expected, " + std::to_string(coded) +
                                          " positions in " + std::to_string(size) + " bytes found");
             }
-            std::vector<uint8_t> state(size);
+            std::vector<uint8_t> state;
             std::string          err;
-            r.read(state.data(), state.size());
+            while (state.size() < size) {
+                const auto n = (size_t) std::min(size - state.size(), PIECE);
+                state.resize(state.size() + n);
+                r.read(state.data() + state.size() - n, n);
+            }
             if (!unit.adapter.restore(state.data(), state.size(), err)) {
                 throw std::runtime_error(err);
             }

@@ -112,7 +112,8 @@ public:
     void check(const llama_kv_cache & of, llama_seq_id seq) const;
     void check(const llama_memory_recurrent & of, llama_seq_id seq) const;
 
-    void read(void * data, size_t size) override { std::memcpy(data, at.take(size), size); }
+    // memcpy may not be asked for no bytes of nowhere
+    void read(void * data, size_t size) override { std::copy_n(at.take(size), size, (uint8_t *) data); }
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         const uint8_t * rows = at.take(size);

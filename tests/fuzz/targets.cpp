@@ -6,20 +6,11 @@
 #include "layout.h"
 #include "window.h"
 
+#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <unistd.h>
-
-#define EXPECT(held)                                                                                                   \
-    do {                                                                                                               \
-        if (!(held)) {                                                                                                 \
-            std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #held);                              \
-            std::abort();                                                                                              \
-        }                                                                                                              \
-    } while (0)
 
 namespace subkv {
 
@@ -352,12 +343,3 @@ const Target TARGETS[] = {
     { "adapter", run_adapter, seeds_adapter }, { "adaptive", run_adaptive, seeds_adaptive },
 };
 const size_t N_TARGETS = sizeof(TARGETS) / sizeof(TARGETS[0]);
-
-const Target * find_target(const char * name) {
-    for (const Target & target : TARGETS) {
-        if (std::strcmp(target.name, name) == 0) {
-            return &target;
-        }
-    }
-    return nullptr;
-}

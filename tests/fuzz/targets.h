@@ -3,7 +3,18 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
+
+#define EXPECT(held)                                                                                                   \
+    do {                                                                                                               \
+        if (!(held)) {                                                                                                 \
+            std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #held);                              \
+            std::abort();                                                                                              \
+        }                                                                                                              \
+    } while (0)
 
 using Bytes = std::vector<uint8_t>;
 
@@ -13,7 +24,16 @@ struct Target {
     std::vector<Bytes> (*seeds)(); // what it accepts, to begin with
 };
 
+// of targets.cpp or of state.cpp, one of which a program has
 extern const Target TARGETS[];
 extern const size_t N_TARGETS;
 
-const Target * find_target(const char * name); // nullptr: none
+// nullptr: none
+inline const Target * find_target(const char * name) {
+    for (size_t t = 0; t < N_TARGETS; ++t) {
+        if (std::strcmp(TARGETS[t].name, name) == 0) {
+            return &TARGETS[t];
+        }
+    }
+    return nullptr;
+}

@@ -1,4 +1,7 @@
-"""Every target of targets.cpp on mutations of what it accepts, under AddressSanitizer and UBSan."""
+"""Every target of targets.cpp and state.cpp on mutations of what it accepts, under AddressSanitizer and UBSan.
+
+The engine that state.cpp drives is the package's own: it has sanitizers where the build has them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import state_models
 import writer
 
 from subkv.base.folders import package_folders
@@ -28,21 +32,18 @@ def listed(pattern: str) -> list[str]:
     return found[1].split()
 
 
-@pytest.fixture(scope="module")
-def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver, built with the headers and libraries of the package or of a build tree."""
+def built(folder: Path, program: str, sources: list[Path], libraries: list[str]) -> Path:
+    """A program, built with the headers and libraries of the package or of a build tree."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"needs {COMPILER}")
-    folders = [*package_folders("include"), lib_dir().parent / "llama.cpp/ggml/include"]
-    include = next((folder for folder in folders if (folder / "ggml-cpp.h").is_file()), None)
-    if include is None:
+    tree = lib_dir().parent / "llama.cpp"
+    folders = [*package_folders("include"), tree / "include", tree / "ggml/include"]
+    includes = [f"-isystem{folder}" for folder in folders if folder.is_dir()]
+    if not any((folder / "ggml-cpp.h").is_file() for folder in folders):
         pytest.skip("needs the headers of ggml, which a folder of libraries alone does not have")
-    folder = tmp_path_factory.mktemp("fuzz")
-    sources = [ROOT / f"runtime/native/{name}.cpp" for name in listed(r"foreach\(name ([^)]*)\)")]
-    sources += [*ROOT.glob("kernels/ref/*.cpp"), *(ROOT / f"tests/fuzz/{name}.cpp" for name in ("targets", "driver"))]
-    flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", f"-isystem{include}"]
+    flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", *includes]
     flags += [f"-I{ROOT}/runtime/native", f"-I{ROOT}/kernels/include"]
-    libraries = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", "-lggml-base"]
+    linked = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", *(f"-l{name}" for name in libraries)]
 
     def compile_to(target: str, *arguments: object) -> str:
         subprocess.run([COMPILER, *flags, *map(str, arguments), "-o", target], cwd=folder, check=True)
@@ -50,18 +51,48 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: compile_to(f"{source.stem}.o", "-c", source), sources))
-    return folder / compile_to("fuzz", *objects, *libraries)
+    return folder / compile_to(program, *objects, *linked)
+
+
+def own(*names: str) -> list[Path]:
+    return [ROOT / f"tests/fuzz/{name}.cpp" for name in names]
+
+
+@pytest.fixture(scope="module")
+def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver of targets.cpp."""
+    sources = [ROOT / f"runtime/native/{name}.cpp" for name in listed(r"foreach\(name ([^)]*)\)")]
+    sources += [*ROOT.glob("kernels/ref/*.cpp"), *own("targets", "driver")]
+    return built(tmp_path_factory.mktemp("fuzz"), "fuzz", sources, ["ggml-base"])
+
+
+@pytest.fixture(scope="module")
+def fuzz_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver of state.cpp."""
+    libraries = ["subkv", "llama", "ggml", "ggml-cpu", "ggml-base"]
+    return built(tmp_path_factory.mktemp("fuzz-engine"), "fuzz-engine", own("state", "driver"), libraries)
+
+
+def mutate(program: Path, target: str, folder: Path, files: list[Path], **environment: str) -> None:
+    """A failure leaves its input in fuzz.last of the folder."""
+    command = [program, "run", target, str(N), "1", *files]
+    environ = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", **environment}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", env=environ)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert f"{target}: {N} inputs" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", listed(r"foreach\(target ([^)]*)\)"))
 def test_target(fuzz: Path, target: str, tmp_path: Path) -> None:
-    """A failure leaves its input in fuzz.last of the test's folder."""
     files = []
     if target == "file":
         files = [writer.write(tmp_path / "layout.gguf", writer.metadata(writer.random_layers()))]
-    done = subprocess.run(
-        [fuzz, "run", target, str(N), "1", *files], cwd=tmp_path, capture_output=True, text=True, errors="replace"
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert f"{target}: {N} inputs" in done.stdout
+    mutate(fuzz, target, tmp_path, files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "adapt"), [*((arch, "0") for arch in state_models.ARCHS), ("llama", "1")])
+def test_states(fuzz_engine: Path, arch: str, adapt: str, tmp_path: Path) -> None:
+    folder = state_models.write(tmp_path / arch, arch)
+    mutate(fuzz_engine, "state", tmp_path, [], SUBKV_FUZZ_MODEL=str(folder), SUBKV_FUZZ_ADAPT=adapt)

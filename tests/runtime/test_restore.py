@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,34 @@ def test_adaptive_bases_belong_to_cells(
         assert s.set_state(forged(state, changed), 0) == 0
         assert expected in last_error()
         assert pos_max(s) == -1
+
+
+def peak_bytes() -> int:
+    """Most memory that was resident since the last reset of it."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("size", [0, 1, 2**30 - 1])
+def test_sizes_of_adaptive_bases_ask_for_no_memory(
+    model: engine.Model, tokens: list[int], layout: Any, size: int
+) -> None:
+    """The size of the first head's: none, too small, or a GiB of a state of kilobytes."""
+    n_slots = sum(WINDOW)
+    n_layer, n_head_kv = C.llama_model_n_layer(model.handle), C.llama_model_n_head_kv(model.handle)
+    with session(model, layout, window=WINDOW, adapt=ADAPT, offload_kqv=False) as s:
+        s.decode(tokens[:60])
+        state = s.state(0)
+        at = window_at(state, n_slots) + 4 * n_slots + n_layer * n_slots * n_head_kv * 2 * (32 + 32)
+        bad = forged(state, {at + 4: size})
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak_bytes()
+        assert s.set_state(bad, 0) == 0
+        assert peak_bytes() < before + 2**28
+        assert pos_max(s) == -1
+        assert s.set_state(state, 0) == len(state)
 
 
 def test_positions_have_an_end(model: engine.Model, tokens: list[int], layout: Any) -> None:
