@@ -221,6 +221,9 @@ void run_state(const uint8_t * data, size_t n) {
     }
     const int   kind = data[0] & (PARTIAL | WHOLE);
     const Bytes rest(data + 1, data + n);
+    if (data[0] == (WHOLE | AS_IT_IS) && value_at<uint32_t>(rest, 0) > rest.size()) {
+        return; // llama.cpp asks for the memory of an architecture's name before it looks whether there is one
+    }
     e.begin();
     const bool taken = e.restore(kind, data[0] & AS_IT_IS ? rest : e.forge(kind, rest));
     for (const int32_t seq : { 0, 1 }) {
