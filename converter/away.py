@@ -30,12 +30,22 @@ class Away:
         except OSError as error:
             raise SubkvError("output", f"cannot write to {folder}: {error.strerror or error}") from error
 
-    def bring(self) -> tuple[bytearray, F32]:
-        """Both, read anew from the file."""
+    def raw(self) -> bytearray:
+        """The bytes, read anew from the file."""
         if self._kept is not None:
-            return self._kept
-        raw, array = bytearray(self._size), np.empty(self._shape, dtype=np.float32)
-        self._file.seek(0)
-        self._file.readinto(raw)  # type: ignore[attr-defined]
-        self._file.readinto(array.data.cast("B"))  # type: ignore[attr-defined]
-        return raw, array
+            return self._kept[0]
+        raw = bytearray(self._size)
+        self._read(raw, 0)
+        return raw
+
+    def array(self) -> F32:
+        """The array, read anew from the file."""
+        if self._kept is not None:
+            return self._kept[1]
+        array = np.empty(self._shape, dtype=np.float32)
+        self._read(array.data.cast("B"), self._size)
+        return array
+
+    def _read(self, to: bytearray | memoryview, first: int) -> None:
+        self._file.seek(first)
+        self._file.readinto(to)  # type: ignore[attr-defined]

@@ -68,15 +68,17 @@ class Decoded:
     @property
     def saved(self) -> bytearray:
         """The state before the scored tokens."""
-        self._bring()
-        assert self._saved is not None
+        if self._saved is None:
+            assert self._away is not None, "spent() was the last that could be asked"
+            self._saved = self._away.raw()
         return self._saved
 
     @property
     def exact(self) -> F32:
         """Logits [n, n_vocab] of the scored tokens."""
-        self._bring()
-        assert self._exact is not None
+        if self._exact is None:
+            assert self._away is not None
+            self._exact = self._away.array()
         return self._exact
 
     def put_away(self, folder: Path | None) -> None:
@@ -84,11 +86,6 @@ class Decoded:
         if self._away is None:
             self._away = Away(folder, self.saved, self.exact)
         self._saved = self._exact = None
-
-    def _bring(self) -> None:
-        if self._saved is None:
-            assert self._away is not None, "spent() was the last that could be asked"
-            self._saved, self._exact = self._away.bring()
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
         """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""
@@ -149,10 +146,14 @@ class Decoded:
         for at, other in cells:
             self.view(*at)[:] = other.astype(np.float16)
         self.session.restore(self.saved)
-        scored, exact = self.scored[:n], self.exact
         if self._away is not None:  # there is a context beside it now
             self._saved = None
-        return mean_kld(exact[: len(scored)], self.session.logits(scored, self.start))
+        scored = self.scored[:n]
+        logits = self.session.logits(scored, self.start)
+        found = mean_kld(self.exact[: len(scored)], logits)
+        if self._away is not None:
+            self._exact = None
+        return found
 
 
 def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:

@@ -239,7 +239,7 @@ class Sensing:
     def _output_grams(self, shape: LayerShape) -> F32:
         """output_grams() of a layer. Every chunk needs them; of the first layers they are kept, GRAMS bytes in all."""
         if shape.il in self._grams:
-            return self._grams[shape.il].bring()[1]
+            return self._grams[shape.il].array()
         found = output_grams(self.base, shape)
         if (len(self._grams) + 1) * found.nbytes <= GRAMS:
             self._grams[shape.il] = Away(self.folder, bytearray(), found)
