@@ -132,7 +132,8 @@ class Sensing:
     ) -> None:
         """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
         chunks, one each, if these are to enter the moments; those that the calibration names are in them.
-        told: called as tokens are decoded. folder: where what is needed again waits; None: in memory.
+        told: called as tokens are decoded. folder: where what is needed again waits; None: in memory. effort: how many
+        layers are tried.
         """
         self.folder, self.effort = folder, effort
         self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
