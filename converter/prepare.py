@@ -94,7 +94,7 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
         arch = base.get("general.architecture")
         layers, trained = (base.get(f"{arch}.{key}") for key in ("block_count", "context_length"))
         own = effort(size)
-        wish = replace(wish, short=can_spread(base), head_size=own.statistics and head_size(base) or 0)
+        wish = replace(wish, short=can_spread(base), head_size=(head_size(base) or 0) if own.statistics else 0)
     if trained and wish.corpus.n_ctx > trained:
         note(f"chunks of {trained} tokens, which the model was trained with, instead of {wish.corpus.n_ctx}")
         wish = replace(wish, corpus=replace(wish.corpus, n_ctx=trained))

@@ -76,7 +76,7 @@ def fuzz_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mutate(program: Path, target: str, folder: Path, files: list[Path], **environment: str) -> None:
     """A failure leaves its input in fuzz.last of the folder."""
     command = [program, "run", target, str(N), "1", *files]
-    environ = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", **environment}
+    environ = {**os.environ, **environment}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", env=environ)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"{target}: {N} inputs" in done.stdout
@@ -95,4 +95,6 @@ def test_target(fuzz: Path, target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arch", "adapt"), [*((arch, "0") for arch in state_models.ARCHS), ("llama", "1")])
 def test_states(fuzz_engine: Path, arch: str, adapt: str, tmp_path: Path) -> None:
     folder = state_models.write(tmp_path / arch, arch)
-    mutate(fuzz_engine, "state", tmp_path, [], SUBKV_FUZZ_MODEL=str(folder), SUBKV_FUZZ_ADAPT=adapt)
+    options = {"SUBKV_FUZZ_MODEL": str(folder), "SUBKV_FUZZ_ADAPT": adapt}
+    # the engine lives as long as the process
+    mutate(fuzz_engine, "state", tmp_path, [], **options, ASAN_OPTIONS="detect_leaks=0")

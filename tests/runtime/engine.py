@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import capi
 import numpy as np
 import numpy.typing as npt
+import pytest
 from gguf import GGUFValueType
 
 from subkv.format import adapt as adaptive
@@ -44,6 +46,21 @@ def _collect(level: int, text: bytes, _user: Any) -> None:
 
 C.llama_backend_init()
 C.llama_log_set(_collect, None)
+
+
+def peak() -> Callable[[], int]:
+    """From now on: bytes by which the most memory that is resident has risen. Skips the test where nobody tells."""
+    status, marks = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def most() -> int:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1])  # type: ignore[index]
+
+    try:
+        marks.write_text("5")  # the peak begins anew
+    except OSError as e:
+        pytest.skip(f"/proc/self/clear_refs: {e}")
+    before = most()
+    return lambda: most() - before
 
 
 def last_error() -> str:
