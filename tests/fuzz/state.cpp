@@ -134,8 +134,16 @@ public:
 
     int32_t last(int32_t seq) const { return llama_memory_seq_pos_max(memory, seq); }
 
-    // The two texts, whatever was there before; what is decoded next is what it was the first time.
+    // The two texts, whatever was there before. Where that was `changed`, what is decoded next must be what it was the
+    // first time; a state that is refused may empty sequences and nothing else.
     void begin() {
+        if (!changed) {
+            if (last(0) != N_TOKENS - 1 || last(1) != N_OTHER - 1) {
+                EXPECT(restore(WHOLE, valid[WHOLE]));
+            }
+            return;
+        }
+        changed = false;
         llama_memory_clear(memory, true);
         EXPECT(restore(WHOLE, valid[WHOLE]));
         EXPECT(decode(0, N_TOKENS, 1));
@@ -189,6 +197,8 @@ public:
         return out;
     }
 
+    bool changed = true; // since begin()
+
     bool has(int kind) const { return !valid[kind & (PARTIAL | WHOLE)].empty(); }
 
     Bytes valid[AS_IT_IS]; // PARTIAL, WHOLE or neither; empty: adaptive bases have no partial states
@@ -236,7 +246,9 @@ void run_state(const uint8_t * data, size_t n) {
         const Bytes again = e.save(kind);
         EXPECT(e.restore(kind, again) && e.save(kind) == again);
     }
-    for (const int32_t seq : { 0, 1 }) {
+    // decoding takes ten times as long as refusing: some of what was refused is checked so
+    e.changed = taken || checksum(rest) % 16 == 0;
+    for (int32_t seq = 0; e.changed && seq < 2; ++seq) {
         e.decode(seq, e.last(seq) + 1, 1);
     }
 }
