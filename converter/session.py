@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from subkv.base.errors import CacheError, SubkvError
+from subkv.base.heap import return_freed
 from subkv.engine.cache import CacheOptions, beside, choose_cache
 from subkv.engine.context import Context, ContextOptions, Logits
 from subkv.engine.memory import require_weights
@@ -22,7 +22,6 @@ from subkv.native.binding import C, captured_log, last_error, last_log_error
 from subkv.native.gguf import Gguf
 
 PROBE, WARM = 32, 1.0  # tokens, seconds
-M_MMAP_THRESHOLD, LARGE = -3, 1 << 20  # of mallopt; bytes
 
 
 class Session:
@@ -35,7 +34,7 @@ class Session:
     def __init__(self, path: Path, n_ctx: int, n_threads: int, n_skip: int) -> None:
         with contextlib.ExitStack() as opened:
             _check_positions(path, n_ctx)
-            _return_freed()
+            return_freed()
             choice = choose_cache(path, CacheOptions("f16"))
             params = C.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, UBATCH, UBATCH
@@ -147,12 +146,6 @@ class Session:
         if read != size:
             reason = last_log_error(log) or f"read {read} of {size} bytes"
             raise SubkvError("model", f"its cells cannot be restored: {reason}")
-
-
-def _return_freed() -> None:
-    """glibc keeps what is freed in blocks of up to 32 MiB for later ones: of an 8B model's matrices 240 MB, in vain."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def _block_count(path: Path) -> int:

@@ -77,8 +77,10 @@ class Wanted:
         from runtime.serve.recall import prefixes_of
         from runtime.serve.service import Service
         from runtime.serve.slots_llama import SlotsLlama
+        from subkv.base.heap import return_freed
         from subkv.native.binding import llama_cpp
 
+        return_freed()
         offer, limits, remembering = self.offer, self.limits, self.remembering
         draft = self.drafts.model(self.n_gpu_layers)
         if draft is not None and offer.embeddings:
