@@ -77,6 +77,31 @@ def test_a_part_is_not_copied_where_the_window_before_its_end_is_lost(gemma: Gem
             assert distance(expected[15 + lost :], found) < 0.02
 
 
+def test_two_tokens_at_one_position_of_the_sliding_half_are_refused(gemma: Gemma) -> None:
+    """A checkpoint gives a sequence sliding cells of its own, beside coded ones that it shares: a copy would have both
+    of each, and attend to both.
+    """
+    tokens = gemma.tokens
+    with gemma.session() as s:
+        expected = s.decode(tokens[:22])
+    with gemma.session(n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:20])
+        s.cp(0, 1)
+        s.decode(tokens[20:21], 20, 1)
+        kept = partial_state(s)
+        s.cp(1, 0)  # one cell for both
+        assert not last_error() and s.rm(0, 20)
+        assert set_partial_state(s, kept) == len(kept)
+        s.cp(1, 0)
+        assert last_error().startswith("seq_cp: one token per position expected in the layers of sliding windows")
+        found = s.decode(tokens[20:22], 20)
+        assert distance(expected[20:], found) < 0.02
+        assert s.rm(0, -1)
+        s.cp(1, 0)
+        assert not last_error()
+        assert distance(expected[21:], s.decode(tokens[21:22], 21)) < 0.02
+
+
 def test_a_later_part_of_a_batch_takes_nothing_from_an_earlier_one(gemma: Gemma) -> None:
     """Cells that slide away when the first part is there, and that its tokens attend to."""
     tokens = gemma.tokens
