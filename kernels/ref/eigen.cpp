@@ -88,6 +88,13 @@ static void tridiagonalize(double * a, double * d, double * e, int64_t n) {
     }
 }
 
+// Length of (x, y). Not std::hypot: glibc 2.35 gave it a new version, and libraries would not load on 2.34 (RHEL 9).
+static double length(double x, double y) {
+    const double large = std::max(std::fabs(x), std::fabs(y));
+    const double ratio = large > 0.0 ? std::min(std::fabs(x), std::fabs(y)) / large : 0.0;
+    return large * std::sqrt(1.0 + ratio * ratio);
+}
+
 // QL on the tridiagonal matrix; rows of z [n][n] are rotated along: those of Q^T become eigenvectors.
 static bool ql(double * d, double * e, double * z, int64_t n) {
     const double eps   = std::numeric_limits<double>::epsilon();
@@ -106,14 +113,14 @@ static bool ql(double * d, double * e, double * z, int64_t n) {
                 return false;
             }
             double g = (d[l + 1] - d[l]) / (2.0 * e[l]);
-            double r = std::hypot(g, 1.0);
+            double r = length(g, 1.0);
             g        = d[m] - d[l] + e[l] / (g + std::copysign(r, g)); // d_m less the shift
             double s = 1.0, c = 1.0, p = 0.0;
             bool   split = false;
             for (int64_t i = m - 1; i >= l; --i) {
                 const double f = s * e[i];
                 const double b = c * e[i];
-                r              = std::hypot(f, g);
+                r              = length(f, g);
                 e[i + 1]       = r;
                 if (r == 0.0) { // the matrix falls apart here: start over with the smaller part
                     d[i + 1] -= p;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -130,6 +131,18 @@ def test_missing_driver_is_named(tmp_path: Path, needed: str, sentence: str) -> 
     done = run(LOAD, SUBKV_LIB_PATH=str(tmp_path))
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {sentence}")
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
+def test_glibc_2_34_is_enough() -> None:
+    """Built on Debian 12 they load on RHEL 9: nothing of ours asks for more than what ggml takes of glibc."""
+    name, version = platform.libc_ver()
+    if name != "glibc" or tuple(map(int, version.split("."))) > (2, 36):
+        pytest.skip(f"glibc: what is built on {name} {version} is not for older ones")
+    for path in sorted(_lib.lib_dir().glob("*.so")):
+        symbols = subprocess.run(["objdump", "-T", path], capture_output=True, text=True, check=True).stdout
+        newer = [line for line in symbols.splitlines() if int(*re.findall(r"GLIBC_2\.(\d+)", line) or "0") > 34]
+        assert not newer, path.name
 
 
 def test_stock_library_is_stock() -> None:
