@@ -19,16 +19,27 @@ namespace subkv {
 namespace {
 
 #if defined(SUBKV_X86)
-// Not by __builtin_cpu_supports: Clang 14 does not know its name.
-bool has_f16c() {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-}
+// Not by __builtin_cpu_supports: Clang 14 does not know f16c, and zig's library says no to everything.
+struct Processor {
+    bool avx2 = false, avx512_bw = false, avx512_vnni = false;
 
-bool has_avx512_bw() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
+    Processor() {
+        unsigned a, b, c, d;
+        if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0) {
+            return;
+        }
+        const bool fma_f16c = (c & bit_FMA) != 0 && (c & bit_F16C) != 0;
+        unsigned   saved, high; // the registers that the operating system saves
+        __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) {
+            return;
+        }
+        const unsigned needed = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+        avx2                  = fma_f16c && (saved & 0x06) == 0x06 && (b & bit_AVX2) != 0;
+        avx512_bw             = avx2 && (saved & 0xe6) == 0xe6 && (b & needed) == needed;
+        avx512_vnni           = avx512_bw && (c & bit_AVX512VNNI) != 0;
+    }
+};
 #endif
 
 #if defined(SUBKV_ARM64)
@@ -50,15 +61,15 @@ struct Choice {
         int n          = 0;
         available[n++] = &ops_ref();
 #if defined(SUBKV_X86)
-        __builtin_cpu_init(); // the checks below include the operating system's support of the registers
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
+        const Processor processor;
+        if (processor.avx2) {
             available[n++] = &ops_avx2;
-            if (has_avx512_bw()) {
-                available[n++] = &ops_avx512_bw;
-                if (__builtin_cpu_supports("avx512vnni")) {
-                    available[n++] = &ops_avx512;
-                }
-            }
+        }
+        if (processor.avx512_bw) {
+            available[n++] = &ops_avx512_bw;
+        }
+        if (processor.avx512_vnni) {
+            available[n++] = &ops_avx512;
         }
 #endif
 #if defined(SUBKV_ARM64)

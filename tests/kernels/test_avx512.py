@@ -1,4 +1,4 @@
-"""The AVX-512 files use the instructions that dispatch.cpp asks the processor for, and no others.
+"""The AVX-512 files use the instructions that dispatch.cpp asks the processor for, and no others; it asks right.
 
 Their code shares headers, and one of them has inline assembly, which no compiler flag guards.
 """
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import ops
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,3 +39,20 @@ def test_instructions(name: str, tmp_path: Path) -> None:
     # of what two files define, the linker keeps one copy: it could be the one for the newer processor
     symbols = subprocess.run(["nm", "-C", str(built)], check=True, capture_output=True, text=True).stdout
     assert re.findall(r"^\S+ [VWu] .*", symbols, re.MULTILINE) == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="needs Linux, x86-64")
+@pytest.mark.skipif(not ops.library_name(), reason="needs libsubkv")
+def test_versions_are_what_the_processor_has() -> None:
+    """Against Linux, which counts the registers that it saves, too."""
+    flags = set(re.findall(r"\S+", Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0]))
+    expected = ["ref"]
+    for name, needed in (
+        ("avx2", {"avx2", "fma", "f16c"}),
+        ("avx512bw", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+        ("avx512", {"avx512_vnni"}),
+    ):
+        if not needed <= flags:
+            break
+        expected.append(name)
+    assert list(ops.versions()) == expected

@@ -58,3 +58,14 @@ def test_windows(tmp_path: Path) -> None:
     """The processor's own instructions, the system's calls and registers."""
     versions = ["avx2", "avx512_bw", "avx512"]
     assert "ref: 20 rounds" in checked("x86_64-w64-mingw32-g++-posix", "wine", versions, 20, tmp_path)
+
+
+@pytest.mark.slow
+@needs("zig")
+def test_macos_compiles(tmp_path: Path) -> None:
+    """Nothing of it runs here. zig (PyPI: ziglang) has macOS's headers; Apple's processors need no option for NEON."""
+    for source in [*ROOT.glob("kernels/ref/*.cpp"), *ROOT.glob("kernels/cpu/*.cpp")]:
+        if not source.stem.startswith(("avx2", "avx512")):
+            command = ["zig", "c++", "-target", "aarch64-macos", *FLAGS, "-c", str(source)]
+            subprocess.run(command, cwd=tmp_path, check=True)
+    assert (tmp_path / "neon.o").is_file()
