@@ -57,7 +57,7 @@ if(TARGET ggml-vulkan)
     subkv_prepare_ggml_vulkan(ggml-vulkan)
 endif()
 
-# Plain file names (libllama.so, no version links): what llama-cpp-python opens is what is loaded.
+# Plain file names (libllama.so, libllama.dll, no version links): what llama-cpp-python opens is what is loaded.
 get_property(SUBKV_LLAMA_TARGETS DIRECTORY ${SUBKV_LLAMA_CPP_TREE}/ggml/src PROPERTY BUILDSYSTEM_TARGETS)
 foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
     list(APPEND SUBKV_LLAMA_TARGETS ${backend})
@@ -70,8 +70,8 @@ foreach(target IN LISTS SUBKV_LLAMA_TARGETS)
         set_property(TARGET ${target} PROPERTY VERSION)
         set_property(TARGET ${target} PROPERTY SOVERSION)
         set_property(TARGET ${target} PROPERTY PUBLIC_HEADER)
-        set_target_properties(${target} PROPERTIES UNITY_BUILD_RELOCATABLE ON)
-        install(TARGETS ${target} LIBRARY DESTINATION ${SUBKV_LIB_DESTINATION} COMPONENT subkv)
+        set_target_properties(${target} PROPERTIES UNITY_BUILD_RELOCATABLE ON PREFIX lib IMPORT_PREFIX lib)
+        subkv_install_library(${target} ${SUBKV_LIB_DESTINATION})
     endif()
 endforeach()
 

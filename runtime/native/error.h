@@ -1,9 +1,12 @@
 // error.h: sentences of errors: the thread's last one, see subkv_last_error(), and exceptions.
 #pragma once
 
+#include <cstdio>
 #include <exception>
 
-#if defined(__GNUC__)
+#if defined(__MINGW_PRINTF_FORMAT) // C99's: Windows' own printf has no %zu there
+#    define SUBKV_FORMAT __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2)))
+#elif defined(__GNUC__)
 #    define SUBKV_FORMAT __attribute__((format(printf, 1, 2)))
 #else
 #    define SUBKV_FORMAT

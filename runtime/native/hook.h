@@ -235,8 +235,8 @@ using rows_fn = std::function<void(const CellReader & cells, const ggml_tensor *
 
 struct llama_context;
 
-// Exported by libllama.
-#if defined(_WIN32)
+// Exported by libllama, as its own functions are: MinGW exports all of them unless one asks for it.
+#if defined(_WIN32) && !defined(__MINGW32__)
 #    if defined(LLAMA_BUILD)
 #        define SUBKV_HOOK_API __declspec(dllexport)
 #    else

@@ -6,8 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
+#if defined(_WIN32) && defined(SUBKV_BUILD)
 #    define SUBKV_API __declspec(dllexport)
+#elif defined(_WIN32)
+#    define SUBKV_API __declspec(dllimport)
 #else
 #    define SUBKV_API __attribute__((visibility("default")))
 #endif

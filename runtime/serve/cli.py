@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import resource
 import signal
 from typing import Any
 
@@ -26,6 +25,10 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 
 def _n_connections(wanted: int) -> int:
     """How many connections the process may hold, with some of its files left for everything else."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_files = wanted + N_OTHER_FILES
     if soft < n_files:

@@ -22,7 +22,6 @@ import ctypes
 import json
 import math
 import os
-import resource
 import select
 import signal
 import socket
@@ -41,6 +40,9 @@ from subkv.native.binding import C, captured_log, internals
 from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from runtime.serve.grammar_limits import N_BYTES
+
+with contextlib.suppress(ImportError):  # Windows, where nobody starts this program
+    import resource
 
 LENGTH = struct.Struct("<I")
 STEP = struct.Struct("<ci")

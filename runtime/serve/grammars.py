@@ -172,6 +172,9 @@ class Grammars:
 
     def begin(self) -> Grammar:
         """A process for a grammar, which compile() gives it. Raises ApiError."""
+        if not hasattr(os, "fork"):
+            reason = "expected a server on a system that can fork a process for each grammar or schema"
+            raise ApiError(501, f"grammar: {reason}, found {sys.platform}", "grammar")
         ours, theirs = socket.socketpair()
         with theirs:
             try:

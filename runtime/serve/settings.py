@@ -84,7 +84,9 @@ class Listening:
             ) from error
         sock = socket.socket(family, kind)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # where a server has just ended; on Windows SO_REUSEADDR would let two of them listen on one port
+            alone = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+            sock.setsockopt(socket.SOL_SOCKET, alone, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: the kernel drops who never reads
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
             sock.bind(address)

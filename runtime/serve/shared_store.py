@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import re
 import threading
 import time
@@ -30,7 +29,7 @@ from runtime.serve.deadline import Deadline
 from runtime.serve.tiers import looked
 from subkv.base.container import FIXED, N_DIGEST, START, ContainerError, Tokens, read_whole
 from subkv.base.errors import SubkvError, install
-from subkv.base.files import STALE_SECONDS, TEMPORARY, replacing
+from subkv.base.files import STALE_SECONDS, TEMPORARY, mark_used, replacing
 from subkv.engine.entries import OWN, Entry, Head, prefix
 
 NAMED = re.compile(r"[0-9a-f]{64}\.(rows|mark)")
@@ -175,7 +174,7 @@ class Store:
         def mark() -> None:
             for name in names:
                 with contextlib.suppress(OSError):
-                    os.utime(self._path(name), follow_symlinks=False)
+                    mark_used(Path(self._path(name)))
 
         if self._local:
             with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runtime.serve.blocks import Blobs, address, own_bytes, references
 from subkv.base.container import ContainerError, Tokens
-from subkv.base.files import STALE_SECONDS, TEMPORARY, is_regular, open_regular, replacing
+from subkv.base.files import STALE_SECONDS, TEMPORARY, is_regular, mark_used, open_regular, replacing
 from subkv.engine.entries import OWN, Entry, Folder, Head, prefix
 
 BLOB = re.compile(r"[0-9a-f]{64}\.rows")
@@ -228,7 +228,7 @@ class Disk(Folder):
     @staticmethod
     def _mark(path: Path) -> None:
         with contextlib.suppress(OSError):
-            os.utime(path, follow_symlinks=False)
+            mark_used(path)
 
     def store(self, entry: Entry, blobs: Blobs) -> bool:
         """Write an entry, its blobs first; False where it is larger than everything may be."""

@@ -40,7 +40,8 @@ class _Logging:
 
     def __init__(self) -> None:
         self.reset()
-        os.register_at_fork(after_in_child=self.reset)  # the lock may be held by a thread that the child does not have
+        if hasattr(os, "register_at_fork"):  # the lock may be held by a thread that the child does not have
+            os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
         self.lock = threading.RLock()

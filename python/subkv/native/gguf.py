@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from subkv.base.errors import ModelFileError, SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
-from subkv.native.library import Signatures, declare, load
+from subkv.native.library import Signatures, declare, ggml
 from subkv.native.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
@@ -96,8 +96,7 @@ _GGUF: Signatures = {
 
 @functools.cache
 def _gguf() -> ctypes.CDLL:
-    """ggml's functions, which the handle of libsubkv finds in what it is linked with."""
-    return declare(load(), _GGUF)
+    return declare(ggml(), _GGUF)
 
 
 class Rows(Protocol):

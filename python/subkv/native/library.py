@@ -18,7 +18,7 @@ from subkv.base.folders import package_folders
 
 LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable: the folder of libllama
 SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
-SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 _str = ctypes.c_char_p
 _ptr = ctypes.c_void_p
@@ -182,7 +182,7 @@ def _survive_forks(lib: ctypes.CDLL) -> None:
     So they are given back before every fork; the next computation, here or in the child, starts new ones.
     """
     pause = getattr(lib, "omp_pause_resource_all", None)  # found in what ggml was linked with
-    if pause is not None:  # built with OpenMP
+    if pause is not None and hasattr(os, "register_at_fork"):  # built with OpenMP, and there are forks
         os.register_at_fork(before=lambda: pause(1))  # omp_pause_soft
 
 
@@ -205,12 +205,20 @@ def load() -> ctypes.CDLL:
     folder = lib_dir()
     llama = _bind_llama(folder)
     lib = ctypes.CDLL(str(folder / f"libsubkv{SUFFIX}"))
-    # dlsym on a handle also searches what the library was linked with: both must see one libllama and one ggml.
-    for name in ("llama_init_from_model", "ggml_init"):
+    # dlsym on a handle also searches what the library was linked with: both must see one libllama and one ggml. Windows
+    # searches the library alone, and links with the libllama.dll that the process has.
+    for name in () if sys.platform == "win32" else ("llama_init_from_model", "ggml_init"):
         if _address(lib, name) != _address(llama, name):
             raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
     _survive_forks(lib)
     return declare(lib, SIGNATURES)
+
+
+@functools.cache
+def ggml() -> ctypes.CDLL:
+    """libggml-base, the one that libsubkv and libllama use. Raises ImportError as load()."""
+    load()
+    return ctypes.CDLL(str(lib_dir() / f"libggml-base{SUFFIX}"))
 
 
 def last_error() -> str:

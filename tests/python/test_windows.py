@@ -1,0 +1,79 @@
+"""What Windows' Python has not: programs do without it, and say so where they cannot (docs/limits.md)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.cli import COMMANDS
+from runtime.serve.settings import Listening
+from subkv.base import files
+from subkv.base.locks import exclusive
+
+MODULES = ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty")
+MEMBERS = {
+    "os": ("O_NONBLOCK", "fork", "getuid", "register_at_fork", "sched_getaffinity", "sysconf"),
+    "select": ("poll",),
+    "signal": ("SIGCHLD", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGXCPU"),
+    "socket": ("AF_UNIX", "TCP_USER_TIMEOUT", "recv_fds", "send_fds"),
+}
+WITHOUT = f"""
+import importlib, os, select, signal, socket, subprocess, sys
+import asyncio, fastapi, gguf, matplotlib.pyplot, prompt_toolkit.output.vt100, uvicorn  # look for it themselves
+
+sys.modules.update(dict.fromkeys({MODULES}))  # importing them fails
+for module, names in {MEMBERS}.items():
+    for name in names:
+        delattr(sys.modules[module], name)
+"""
+
+
+def run_without(*lines: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program where Python has only what it has on Windows."""
+    return subprocess.run([sys.executable, "-c", "\n".join([WITHOUT, *lines])], capture_output=True, text=True)
+
+
+def test_every_program_imports() -> None:
+    names = [module for module, _ in COMMANDS.values()] + ["runtime.serve.app", "runtime.serve.opened"]
+    done = run_without(
+        f"for name in {names}:",
+        "    importlib.import_module(name)",
+        "from runtime.serve.cli import _n_connections",
+        "assert _n_connections(10**6) == 10**6",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_server_that_cannot_fork_refuses_grammars() -> None:
+    done = run_without("from runtime.serve.grammars import Grammars", "Grammars('model.gguf', 8).begin()")
+    assert done.returncode == 1
+    sentence = "expected a server on a system that can fork a process for each grammar or schema"
+    assert done.stderr.splitlines()[-1].endswith(f"501: grammar: {sentence}, found {sys.platform}")
+
+
+def test_a_lock_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with exclusive(tmp_path / "lock", "work"), exclusive(tmp_path / "lock", "work"):
+        pass
+
+
+def test_a_file_is_used_now_where_links_have_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "supports_follow_symlinks", set())
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to("file")
+    os.utime(tmp_path / "file", (0, 0))
+    files.mark_used(tmp_path / "link")
+    assert (tmp_path / "file").stat().st_mtime > 0
+
+
+def test_one_server_for_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows' SO_REUSEADDR would let a second one have it; an option that is here stands for the one to ask for."""
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_KEEPALIVE, raising=False)
+    with Listening(host="127.0.0.1", port=0, api_key=(), api_key_file=None, allow_host=()).listen(60, 8) as sock:
+        assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
