@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +334,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     """A file size limit stands for a full disk: write() fails in the same way."""
     path = tmp_path / "c.safetensors"
     path.write_bytes(b"earlier")
+    resource = pytest.importorskip("resource")  # not on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -418,6 +417,7 @@ def test_full_disk_leaves_the_earlier_file(run: Callable[..., Result], base: Pat
     target = base.with_name("m.subkv.gguf")
     target.write_bytes(b"earlier")
     write_calibration(tmp_path / "calib.safetensors", random_calibration())
+    resource = pytest.importorskip("resource")  # not on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     runner, args = CliRunner(), ["--bases", str(tmp_path / "calib.safetensors"), str(base), "--kv-bits", "6", "-y"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (base.stat().st_size, hard))

@@ -69,3 +69,18 @@ def test_macos_compiles(tmp_path: Path) -> None:
             command = ["zig", "c++", "-target", "aarch64-macos", *FLAGS, "-c", str(source)]
             subprocess.run(command, cwd=tmp_path, check=True)
     assert (tmp_path / "neon.o").is_file()
+
+
+@needs("x86_64-w64-mingw32-g++-posix", "x86_64-w64-mingw32-objdump")
+def test_windows_interface(tmp_path: Path) -> None:
+    """A library exports the interface alone, and the sizes of things can be said in its sentences."""
+    compiler, native = "x86_64-w64-mingw32-g++-posix", ROOT / "runtime/native"
+    (tmp_path / "says.cpp").write_text('#include "error.h"\nvoid says() { subkv::set_error("%zu", sizeof(int)); }\n')
+    sources = ["says.cpp", f"{native}/error.cpp"]
+    flags = [*FLAGS, f"-I{native}", "-DSUBKV_BUILD", "-shared", "-o", "says.dll"]
+    subprocess.run([compiler, *flags, *sources], cwd=tmp_path, check=True)
+    printed = subprocess.run(
+        ["x86_64-w64-mingw32-objdump", "-p", "says.dll"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    table = printed.partition("[Ordinal/Name Pointer] Table")[2].partition("\n\n")[0]
+    assert [line.split()[-1] for line in table.splitlines() if "]" in line] == ["subkv_last_error"]

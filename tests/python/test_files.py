@@ -23,6 +23,10 @@ def left_behind(folder: Path, name: str, old: bool = True) -> Path:
     return path
 
 
+posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes among files")
+
+
+@posix
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
@@ -58,6 +62,7 @@ def test_what_killed_processes_left_of_an_entry(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [name]
 
 
+@posix
 def test_a_pipe_among_entries(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     entry = Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -193,6 +192,7 @@ def test_no_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_full_store(model: Path, cache_home: Path) -> None:
     """A file size limit stands for a full disk."""
+    resource = pytest.importorskip("resource")  # not on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -260,6 +259,7 @@ def test_files_of_others_are_left_alone(cached: Callable[..., Llama], tmp_path: 
 
 
 def test_a_full_disk_is_one_warning(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")  # not on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     llm = cached()
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
