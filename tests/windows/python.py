@@ -14,6 +14,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -28,13 +29,15 @@ PACKAGES = (
     *("colorama", "httpx", "hypothesis", "pytest"),
 )
 MATHS, OURS = "api-ms-win-crt-math-l1-1-0", "xpi-ms-win-crt-math-l1-1-0"
-PARTS = """
-typedef struct { double re, im; } D;
-typedef struct { float re, im; } F;
-double x_creal(D z) { return z.re; }
-double x_cimag(D z) { return z.im; }
-float x_crealf(F z) { return z.re; }
-float x_cimagf(F z) { return z.im; }
+COMPLEX = {  # of C's functions of complex numbers: how one of them is made of MinGW's, for double and float
+    ("ccos", "ccosh", "cexp", "csin", "csinh", "ctan", "ctanh"): "TYPE x_NAME(TYPE z) { z.c = NAME(z.c); return z; }",
+    ("cabs", "carg", "cimag", "creal"): "REAL x_NAME(TYPE z) { return NAME(z.c); }",
+    ("cpow",): "TYPE x_NAME(TYPE y, TYPE z) { z.c = NAME(y.c, z.c); return z; }",
+}
+TYPES = """
+#include <complex.h>
+typedef union { double _Complex c; double parts[2]; } D; // passed as Microsoft's structures are
+typedef union { float _Complex c; float parts[2]; } F;
 """
 RANDOM = """
 #include <windows.h>
@@ -81,10 +84,18 @@ def prepare(folder: Path) -> None:
 
     extensions = [path for path in packages.glob("numpy/**/*.pyd") if imported(path)]
     names = sorted({name for path in extensions for name in imported(path)})
-    own = {name: f"x_{name}" for name in names if f" x_{name}(" in PARTS}
+    own, source = {}, TYPES
+    for name, made in ((name, made) for group, made in COMPLEX.items() for name in group):
+        own |= {
+            name: f"x_{name}",
+            f"{name}f": f"x_{name}f",
+            f"{name}l": f"x_{name}",
+        }  # Microsoft's long double is double
+        source += made.replace("TYPE", "D").replace("REAL", "double").replace("NAME", name) + "\n"
+        source += made.replace("TYPE", "F").replace("REAL", "float").replace("NAME", f"{name}f") + "\n"
     lines = [f"{name} = {own.get(name, f'ucrtbase.{name}')}" for name in names]
     (python / f"{OURS}.def").write_text("\n".join([f"LIBRARY {OURS}.dll", "EXPORTS", *lines, ""]))
-    library(python, OURS, PARTS, python / f"{OURS}.def")
+    library(python, OURS, source, python / f"{OURS}.def")
     library(python, "bcryptprimitives", RANDOM)
     for path in extensions:
         path.write_bytes(path.read_bytes().replace(f"{MATHS}.dll".encode(), f"{OURS}.dll".encode()))
@@ -104,15 +115,14 @@ def main(place: str, *arguments: str) -> int:
         "PYTHONUTF8": "1",
     }
     # its Python wants neither a terminal of wine's nor a file that is none
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = ["wine", str(folder / "python" / "python.exe"), *arguments]
-    done = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
-    )
-    with done:
+    with subprocess.Popen(command, env=environment, cwd=ROOT, **streams) as done:
         assert done.stdin is not None and done.stdout is not None
+        signal.signal(signal.SIGTERM, lambda *_: done.kill())
         done.stdin.close()
-        for line in done.stdout:
-            sys.stdout.buffer.write(line)
+        while data := os.read(done.stdout.fileno(), 65536):
+            sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
     return done.returncode
 
