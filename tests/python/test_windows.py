@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -69,6 +70,30 @@ def test_a_file_is_used_now_where_links_have_no_time(tmp_path: Path, monkeypatch
     os.utime(tmp_path / "file", (0, 0))
     files.mark_used(tmp_path / "link")
     assert (tmp_path / "file").stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("platform", ["win32", "linux"])
+def test_a_file_that_others_read_is_replaced_when_they_are_done(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Windows says it, for the first two times; elsewhere nobody is waited for."""
+    replace, n_calls = os.replace, 0
+
+    def refused(source: Path, target: Path) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls < 3:
+            raise PermissionError(13, "Access denied")
+        replace(source, target)
+
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(os, "replace", refused)
+    (tmp_path / "file").write_bytes(b"old")
+    denied = pytest.raises(PermissionError) if platform == "linux" else contextlib.nullcontext()
+    with denied, files.replacing(tmp_path / "file") as handle:
+        handle.write(b"new")
+    assert (tmp_path / "file").read_bytes() == (b"old" if platform == "linux" else b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_one_server_for_a_port(monkeypatch: pytest.MonkeyPatch) -> None:

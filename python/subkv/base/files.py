@@ -8,15 +8,19 @@ import os
 import re
 import secrets
 import stat
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from subkv.base.errors import SubkvError
 
+T = TypeVar("T")
+
 # what replacing() writes to, and what it did before names had a random part
 TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
+BUSY_SECONDS = 2.0
 STALE_SECONDS = 3600.0  # a file still being written is younger
 
 
@@ -77,7 +81,19 @@ def is_regular(path: Path) -> bool:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    return _when_free(path, os.open, path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _when_free(path: str | Path, act: Callable[..., T], *arguments: Any) -> T:
+    """act(*arguments). Windows refuses it while another process reads or replaces `path`: BUSY_SECONDS are waited."""
+    end = time.monotonic() + (BUSY_SECONDS if sys.platform == "win32" else 0.0)
+    while True:
+        try:
+            return act(*arguments)
+        except PermissionError:
+            if time.monotonic() >= end or os.path.isdir(path):
+                raise
+            time.sleep(0.02)
 
 
 def remove_stale(folder: Path, name: str | None = None) -> None:
@@ -118,7 +134,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        _when_free(path, os.replace, temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
