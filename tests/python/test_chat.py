@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -297,10 +296,10 @@ def test_ctrl_c_asks_once_and_insists_twice() -> None:
     interrupts = Interrupts()
     with interrupts.watch():
         assert not interrupts.stop()
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert interrupts.stop()
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     with interrupts.watch():
         assert not interrupts.stop()
 
