@@ -289,7 +289,7 @@ class Machine(RuleBasedStateMachine):
     def slid_away(self, seq: int, positions: Iterable[int], end: int) -> bool:
         """The sliding half has lost one of these that the window of a token at `end` needs."""
         window = range(end + 1 - C.llama_model_n_swa(self.plain.model.handle), end)
-        lost = range(C.llama_memory_seq_pos_min(self.plain.memory, seq))
+        lost = range(C.llama_memory_seq_pos_min(self.coded.memory, seq))  # its pieces are others than the plain one's
         return any(p in lost and p in window for p in positions)
 
     @rule(src=SEQ, dst=SEQ, p0=st.integers(-1, N_MOST), n=st.integers(0, N_MOST), all_of_it=st.booleans())
