@@ -209,8 +209,10 @@ class Machine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 20), word=st.integers(0, 9))
     def decode_for_two(self, n: int, word: int) -> None:
         a, b = self.seqs[0], self.seqs[1]
-        # cells of the first answer for both; llama.cpp splits no batch for two of one recurrent state
-        if self.unified and not self.recurrent and a.cells == b.cells and len(a.cells) + n <= N_MOST:
+        # cells of the first answer for both; llama.cpp splits no batch for two of one recurrent state, and takes none
+        # for two whose sliding cells begin elsewhere
+        alone = self.recurrent or a.apart or b.apart
+        if self.unified and not alone and a.cells == b.cells and len(a.cells) + n <= N_MOST:
             self.decoded(self.text(n, word), a.last() + 1, [0, 1])
 
     @rule(n=st.lists(st.integers(0, 12), min_size=N_SEQ, max_size=N_SEQ), word=st.integers(0, 9))
