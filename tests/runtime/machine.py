@@ -229,7 +229,8 @@ class Machine(RuleBasedStateMachine):
             return
         batch = [item[1:] for item in sorted(items)]  # their tokens take turns
         expected, found = (s.decode_batch(batch) for s in (self.plain, self.coded))
-        assert distance(expected, found) < self.bound, distance(expected, found)
+        apart, texts = distance(expected, found), {seq: [t for t, _, of in batch if of == seq] for *_, seq in batch}
+        assert apart < self.bound or apart < max(self.noise(self.seqs[seq], texts[seq]) for seq in texts), apart
         for token, pos, seq in batch:
             self.n_cells += 1
             self.seqs[seq].decode(pos, token, self.n_cells, self.adapt)
