@@ -12,7 +12,7 @@ def return_freed() -> None:
     """Give blocks of 1 MiB and more back to the system when they are freed, from now on and in the whole process.
 
     glibc would keep those of up to 32 MiB for later ones, among small blocks that then hold them in place: 240 MB of an
-    8B model's matrices, and of a server a quarter more after twenty minutes than at its beginning.
+    8B model's matrices, and after twenty minutes a quarter of a server's memory.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGE)
