@@ -251,16 +251,12 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
     clear_error(); // as in add()
 
     if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // elsewhere dst loses the cells that it has
-        std::vector<PosCell> copied, there;
-        cells.find(src, p0, p1, copied);
-        for (const auto & cell : copied) {
-            cells.find(dst, cell.pos, cell.pos + 1, there);
-            if (!there.empty() && there.front().cell != cell.cell) {
-                set_error("seq_cp: one token per position expected, sequence %d has its own at position %d where one "
-                          "of sequence %d would join it; remove it first",
-                          dst, cell.pos, src);
-                return false;
-            }
+        const int32_t pos = cells.doubled(src, dst, p0, p1);
+        if (pos >= 0) {
+            set_error("seq_cp: one token per position expected, sequence %d has its own at position %d where one of "
+                      "sequence %d would join it; remove it first",
+                      dst, pos, src);
+            return false;
         }
     }
     settle();

@@ -74,6 +74,19 @@ public:
     virtual bool shared(int32_t seq, int32_t cell) const = 0;
     // largest position of a sequence outside [p0, p1), -1 when there is none
     virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
+
+    // First position in [p0, p1) where a copy of src would give dst a second cell beside one of its own; -1: none.
+    int32_t doubled(int32_t src, int32_t dst, int32_t p0, int32_t p1) const {
+        std::vector<PosCell> copied, there;
+        find(src, p0, p1, copied);
+        for (const auto & cell : copied) {
+            find(dst, cell.pos, cell.pos + 1, there);
+            if (!there.empty() && there.front().cell != cell.cell) {
+                return cell.pos;
+            }
+        }
+        return -1;
+    }
 };
 
 // A token of a batch: its position and the sequences it belongs to. `cell` is known once cells are assigned.

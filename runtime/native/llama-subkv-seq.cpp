@@ -119,20 +119,17 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         return true; // between streams llama.cpp copies everything; of no sequence, it says so
     }
     const auto [first, last] = positions(p0, p1);
-    std::vector<subkv::PosCell> copied, there;
-    // a checkpoint has given one of them cells of its own there, beside coded ones that both have
-    reader(swa).find(src, first, last, copied);
-    for (const auto & cell : copied) {
-        reader(swa).find(dst, cell.pos, cell.pos + 1, there);
-        if (!there.empty() && there.front().cell != cell.cell) {
-            base.subkv_hook->carried_out = false;
-            base.subkv_hook->report(format(
-                "seq_cp: one token per position expected in the layers of sliding windows, sequence %d has its own at "
-                "position %d where one of sequence %d would join it; remove it first",
-                dst, cell.pos, src));
-            return false;
-        }
+    // a checkpoint may have given one of them cells of its own there, beside coded ones that both have
+    const llama_pos doubled = reader(swa).doubled(src, dst, first, last);
+    if (doubled >= 0) {
+        base.subkv_hook->carried_out = false;
+        base.subkv_hook->report(format(
+            "seq_cp: one token per position expected in the layers of sliding windows, sequence %d has its own at "
+            "position %d where one of sequence %d would join it; remove it first",
+            dst, doubled, src));
+        return false;
     }
+    std::vector<subkv::PosCell> copied;
     reader(base).find(src, first, last, copied);
     if (copied.empty() || reader(base).max_pos_outside(src, first, last) < 0) {
         return true; // nothing, or everything: dst is as good as src
