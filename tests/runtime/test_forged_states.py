@@ -15,9 +15,10 @@ import engine
 import forge
 import pytest
 from engine import C, agree, session
+from held import WINDOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine import ADAPT, WINDOW, partial_state, set_partial_state
+from machine import ADAPT, partial_state, set_partial_state
 from test_variants import exact_layout
 
 ODD = [0, 1, -1, 2, 3, 4, 7, 24, 28, 59, 60, 64, 127, 255, 256, 2**16, 2**24, 2**30 - 1, 2**30, 2**31 - 1, -(2**31)]

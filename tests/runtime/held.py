@@ -1,0 +1,89 @@
+"""What a sequence has, by a model of its exact window and adaptive bases: what a coded cache must take and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+N_SINK, N_RECENT, N_ROLLBACK = WINDOW = (4, 16, 8)
+BLOCK = 8
+
+
+@dataclass
+class Held:
+    """What a sequence has: its tokens by position, the exact rows in its window, and how far adaptive bases coded."""
+
+    cells: dict[int, tuple[int, int]] = field(default_factory=dict)  # token and number of the cell, by position
+    rows: dict[int, int] = field(default_factory=dict)  # position, by slot of the window
+    coded: int = 0
+    origin: int = 0  # of the ring: shifted positions keep their slots
+    whole: bool = True  # every token saw all those before it, from position 0 on
+    tail: int = -1  # position that recurrent state is of
+    back: int = 0  # tokens that it certainly goes back
+    pending: bool = False  # it went back, and no token has come since
+    apart: bool = False  # a checkpoint may have given it sliding cells beside those that others share
+    moves: Any = ()  # every shift, and those of what was copied here
+
+    def slot(self, pos: int) -> int:
+        return pos if pos < N_SINK else N_SINK + (pos + self.origin) % (N_RECENT + N_ROLLBACK)
+
+    def last(self) -> int:
+        return max(self.cells, default=-1)
+
+    def holds(self, positions: Iterable[int]) -> bool:
+        """The exact rows of those of its cells."""
+        return all(self.rows.get(self.slot(p)) == p for p in positions if p in self.cells)
+
+    def can_decode(self, pos: int, adapts: bool) -> bool:
+        first = max(0, pos - N_RECENT + 1)
+        exact = [*range(min(N_SINK, first)), *range(first, pos)]
+        uncoded = [p for p in self.cells if adapts and max(N_SINK, self.coded) <= p < first]
+        return self.holds(exact) and self.holds(uncoded)
+
+    def decode(self, pos: int, token: int, cell: int, adapts: bool) -> None:
+        self.whole = self.whole and sorted(self.cells) == list(range(pos))
+        self.tail, self.pending = pos, False
+        self.cells[pos] = token, cell
+        self.rows[self.slot(pos)] = pos
+        if adapts and self.coded <= pos - N_RECENT:
+            self.coded = ((pos - N_RECENT) // BLOCK + 1) * BLOCK
+
+    def can_remove(self, p0: int, p1: int, adapts: bool) -> bool:
+        left = max((p for p in self.cells if not p0 <= p < p1), default=-1)
+        window = [p for p in range(max(0, left + 2 - N_RECENT), left + 1) if not p0 <= p < p1]
+        return self.holds(window) and not (adapts and 0 <= left < self.coded - 1)
+
+    def state_parts(self, p0: int, p1: int) -> bool:
+        """Recurrent state would have to lose a tail."""
+        return 0 < p0 <= self.tail < p1
+
+    def remove(self, p0: int, p1: int) -> None:
+        if p0 <= self.tail < p1:
+            self.tail, self.back, self.pending = max(p0 - 1, -1), 0, p0 > 0
+        self.cells = {p: cell for p, cell in self.cells.items() if not p0 <= p < p1}
+        self.rows = {slot: p for slot, p in self.rows.items() if not p0 <= p < p1}
+        self.whole = sorted(self.cells) == list(range(len(self.cells))) and (self.whole or not self.cells)
+        if not self.cells:
+            self.coded, self.moves = 0, ()
+
+    def can_shift(self, p0: int, by: int) -> bool:
+        """Positions from p0 on."""
+        moved = {p: p + by for p in self.cells if p >= p0}
+        after = [moved.get(p, p) for p in self.cells]
+        if any(min(pair) < N_SINK for pair in moved.items()) or len(set(after)) < len(after):
+            return False
+        recent = {p for p in self.cells if moved.get(p, p) >= max(N_SINK, max(after) + 2 - N_RECENT)}
+        return self.holds(recent) and (not moved or recent <= set(moved))
+
+    def shift(self, p0: int, by: int) -> None:
+        if not any(p >= p0 for p in self.cells):
+            return
+        self.cells = {p + by * (p >= p0): cell for p, cell in self.cells.items()}
+        self.rows = {slot: p + by * (p >= p0) for slot, p in self.rows.items() if p >= p0 or p < N_SINK}
+        self.origin -= by
+        self.moves = (self.moves, p0, by)
+        self.whole = False
+
+    def tokens(self) -> list[int]:
+        return [self.cells[p][0] for p in sorted(self.cells)]
