@@ -17,8 +17,8 @@ from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
 
-def _unprepared(program: str, found: Read) -> str:
-    """Why no bases are made before a program starts, and how to have them."""
+def _unprepared(program: str, found: Read, others: bool) -> str:
+    """Why no bases are made of what the arguments name, and how to have them, unless those of others were."""
     program = name_of(program)
     if found.elsewhere:
         why, what = "the model comes from an address", "FILE"
@@ -26,10 +26,8 @@ def _unprepared(program: str, found: Read) -> str:
         why, what = f"{program} chooses models itself", "DIR"
     else:
         why, what = "the arguments name no model", "FILE"
-    return (
-        f"KV cache: subkv for every model that has bases, f16 for others, as {why}; `subkv run --prepare {what} "
-        f"{program} …` makes bases first"
-    )
+    line = "KV cache: subkv for every model that has bases, f16 for others"
+    return line if others else f"{line}, as {why}; `subkv run --prepare {what} {program} …` makes bases first"
 
 
 def _prepare_others(paths: Sequence[Path]) -> None:
@@ -48,8 +46,11 @@ def _prepare_others(paths: Sequence[Path]) -> None:
                 options.note(f"{model.name}: {error.reason}")
 
 
-def _variables(program: str, found: Read, asked: Asked) -> dict[str, str]:
-    """What the environment says of the cache; also says it on stderr. Raises SubkvError."""
+def _variables(program: str, found: Read, asked: Asked, others: bool) -> dict[str, str]:
+    """What the environment says of the cache; also says it on stderr. others: bases of others were made.
+
+    Raises SubkvError.
+    """
     if found.ordinary:
         kinds = (found.type_k or "f16", found.type_v or found.type_k or "f16")
         name = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
@@ -59,7 +60,7 @@ def _variables(program: str, found: Read, asked: Asked) -> dict[str, str]:
         return {CACHE: OFF}
     with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
         variables, told = cache_variables(found.models, asked, found.strict)
-    for line in told or [_unprepared(program, found)]:
+    for line in told or [_unprepared(program, found, others)]:
         options.note(line)
     return variables
 
@@ -95,7 +96,7 @@ def main(asked: Asked, prepare: tuple[Path, ...], program: str, arguments: tuple
         with concerning(hf_repo="-hf"):
             found = hub_models(found)
     _prepare_others(prepare)
-    environment = found.environment | _variables(program, found, asked)
+    environment = found.environment | _variables(program, found, asked, bool(prepare))
     raise click.exceptions.Exit(programs.execute(path, [program, *found.arguments], environment))
 
 
