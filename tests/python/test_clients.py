@@ -138,7 +138,7 @@ def test_llama_cpp_alone(client: Callable[..., tuple[Any, str]], model: Path) ->
     assert line.startswith("subkv: coded K/V cache, ") and line.endswith(".weights.gguf")
     assert coded["fingerprint"]
     quiet, said = client(PLAIN, "--prepare", model, arguments=("quiet",))
-    assert quiet == coded
+    assert quiet == coded and caches(said) == [line]  # a warning, which llama_cpp does not hide
 
 
 def test_llama_cpp_alone_without_bases(client: Callable[..., tuple[Any, str]]) -> None:
