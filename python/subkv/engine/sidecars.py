@@ -62,7 +62,7 @@ def calibrated(model: Path) -> Found | None:
         n_tokens = layout.description["calibration"]["tokens"]
     day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
     made = f"calibrated on {n_tokens} tokens" if n_tokens else "made without a calibration"
-    return Found(path, f"bases: {made} for this model, {day}, {_bits(path)} ({path})")
+    return Found(path, f"bases: {made} for this model, {day}, {bits(path)} ({path})")
 
 
 def of_weights(model: Path, keep: bool) -> Found:
@@ -77,10 +77,11 @@ def of_weights(model: Path, keep: bool) -> Found:
     if path is None or not _usable(path, entry.content):
         path, kept = _make(model, path, entry, kept)
     gain = f"; calibrating makes it better: `{command(model)}`"
-    return Found(path, f"bases: from the weights alone, {_bits(path)}{kept}{gain}")
+    return Found(path, f"bases: from the weights alone, {bits(path)}{kept}{gain}")
 
 
-def _bits(path: Path) -> str:
+def bits(path: Path) -> str:
+    """The bits per element of a layout, for people. Raises CacheError about `path`."""
     with Layout(path) as layout:
         read = layout.description
     return f"{read['bits_per_element']:.2f} bits per element at {read['bpe_context']} tokens"

@@ -1,0 +1,181 @@
+"""Model files of the Hugging Face hub, by package huggingface_hub (the extra `hub`).
+
+`fetch("user/model:Q8_0")` is llama.cpp's -hf. Where files are kept, HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE
+are huggingface_hub's own matters: what other programs downloaded is found, and the other way round.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from subkv.base.errors import SubkvError, install
+
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's choice, in this order, before the first file
+NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # in names of files beside a model
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def fetch(
+    repo: str,
+    pattern: str | None = None,
+    *,
+    more: Sequence[str] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_dir: str | os.PathLike[str] | None = None,
+    note: Callable[[str], None] = _note,
+) -> Path:
+    """A model of the hub as a local file, downloaded where it is not there yet; of a split model all files, the first
+    one returned.
+
+    repo: USER/MODEL[:QUANT]; without QUANT Q4_K_M, else Q8_0, else the first GGUF. pattern: the one file by its name or
+    a pattern of it, instead of a quant. more: patterns of further files to download. cache_dir, local_dir: as in
+    huggingface_hub. note: is told in one line that the hub cannot be reached and an earlier download is taken.
+
+    Raises SubkvError about `hf_repo`.
+    """
+    name, _, quant = repo.partition(":")
+    if not re.fullmatch(r"[^/\s:]+/[^/\s:]+", name) or (":" in repo and not quant):
+        raise SubkvError("hf_repo", f"expected USER/MODEL or USER/MODEL:QUANT, found {repo!r}")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise SubkvError("hf_repo", f"expected package huggingface_hub, found none: {install('hub')}")
+    kept = {"cache_dir": cache_dir, "local_dir": local_dir}
+    files, why_not = _listed(name, kept)
+    where = f"what is here of {name}, as {why_not}" if why_not else name
+    chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern)
+    wanted = [*_parts(files, chosen), *(_matching(files, where, each) for each in more)]
+    if why_not:
+        note(f"{repo}: {why_not}; an earlier download of {chosen} is taken")
+    return _download(name, wanted, kept, bool(why_not)) / chosen
+
+
+def _listed(repo: str, kept: dict[str, Any]) -> tuple[list[str], str]:
+    """Names of the files of a repository. Then: why these are those that are here, "" if the hub has said them."""
+    from huggingface_hub import HfApi  # an extra
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    try:
+        return sorted(file.rfilename for file in HfApi().model_info(repo).siblings or []), ""
+    except GatedRepoError as error:
+        reason = f"expected a repository that may be read, found {repo} gated; ask for access there and set HF_TOKEN"
+        raise SubkvError("hf_repo", reason) from error
+    except RepositoryNotFoundError as error:
+        reason = f"expected a repository of the hub, found none named {repo}; a private one needs HF_TOKEN"
+        raise SubkvError("hf_repo", reason) from error
+    except OfflineModeIsEnabled:
+        why = "HF_HUB_OFFLINE is set"
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code < 500:
+            raise SubkvError("hf_repo", f"expected the files of {repo}, found {_first_line(error)}") from error
+        why = f"the hub does not answer ({_first_line(error)})"
+    except ValueError as error:  # a name that no repository has
+        raise SubkvError(
+            "hf_repo", f"expected a name that the hub allows, found {repo}: {_first_line(error)}"
+        ) from error
+    except Exception as error:  # of the HTTP library, another one in every version of huggingface_hub
+        why = f"the hub cannot be reached ({_first_line(error)})"
+    try:
+        folder = _snapshot(repo, [], kept, offline=True)
+    except OSError as error:
+        raise SubkvError("hf_repo", f"expected {repo}, found no earlier download of it, and {why}") from error
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()), why
+
+
+def _snapshot(repo: str, files: Iterable[str], kept: dict[str, Any], offline: bool) -> Path:
+    """The folder that holds a repository's files, these among them. Raises what huggingface_hub does."""
+    from huggingface_hub import snapshot_download  # an extra
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        """Only where stderr is a terminal, like all bars of ours; the hub's own counts files everywhere."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.setdefault("disable", None)
+            super().__init__(*args, **kwargs)
+
+    names = [glob.escape(file) for file in files]
+    return Path(snapshot_download(repo, allow_patterns=names, local_files_only=offline, tqdm_class=Bar, **kept))
+
+
+def _download(repo: str, files: Sequence[str], kept: dict[str, Any], offline: bool) -> Path:
+    try:
+        folder = _snapshot(repo, files, kept, offline)
+    except Exception as error:  # of the HTTP library or the disk
+        raise SubkvError("hf_repo", f"cannot download {files[0]} of {repo}: {_first_line(error)}") from error
+    for file in files:
+        if not (folder / file).is_file():
+            raise SubkvError("hf_repo", f"expected {file} of {repo} in {folder}, found none; download it again")
+    return folder
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+#
+# which file
+#
+
+
+def _choose(files: Sequence[str], where: str, quant: str) -> str:
+    """The model of this quant; "": the default one. where: what files are those of."""
+    models = [file for file in files if _is_model(file)]
+    if not models:
+        raise SubkvError("hf_repo", f"expected GGUF files in {where}, found none")
+    for wanted in [quant] if quant else DEFAULT_QUANTS:
+        # llama.cpp finds F16 in BF16, too
+        form = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
+        for file in models:
+            if form.search(file):
+                return file
+    if quant:
+        found = sorted({_quant_of(file) for file in models})
+        raise SubkvError("hf_repo", f"expected quant {quant} in {where}, found {', '.join(found)}")
+    return models[0]
+
+
+def _is_model(file: str) -> bool:
+    """Whether a file is a model, or the first one of a split model."""
+    split = _SPLIT.search(file)
+    name = file.rsplit("/", 1)[-1]
+    return file.endswith(".gguf") and not any(word in name for word in NOT_MODELS) and (not split or int(split[1]) == 1)
+
+
+def _quant_of(file: str) -> str:
+    """What a file's name ends in, as llama.cpp reads it: Q4_K_M of model-Q4_K_M-00001-of-00002.gguf."""
+    stem = _SPLIT.sub("", file).removesuffix(".gguf")
+    found = re.search(r"[-.]([A-Za-z0-9_]+)$", stem)
+    return found[1].upper() if found else file
+
+
+def _parts(files: Sequence[str], first: str) -> list[str]:
+    """All files of a model, by its first. Raises SubkvError where the repository lacks one."""
+    split = _SPLIT.search(first)
+    if not split:
+        return [first]
+    parts = [f"{first[: split.start()]}-{i + 1:05d}-of-{split[2]}.gguf" for i in range(int(split[2]))]
+    for part in parts:
+        if part not in files:
+            raise SubkvError("hf_repo", f"expected all {len(parts)} files of a split model, found no {part}")
+    return parts
+
+
+def _matching(files: Sequence[str], where: str, pattern: str) -> str:
+    """The one file that a pattern means. Of a split model its first file is enough."""
+    found = [file for file in files if fnmatch.fnmatch(file, pattern)]
+    firsts = [file for file in found if not (split := _SPLIT.search(file)) or int(split[1]) == 1] or found
+    if len(firsts) != 1:
+        others = ", ".join(firsts or [file for file in files if file.endswith(".gguf")]) or "no GGUF"
+        raise SubkvError("hf_repo", f"expected one file like {pattern} in {where}, found {len(firsts)}: {others}")
+    return firsts[0]

@@ -1,0 +1,147 @@
+"""Models of the Hugging Face hub: which file is meant, what is downloaded, what is said where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hub
+import pytest
+
+pytest.importorskip("huggingface_hub")
+
+# Every setting of huggingface_hub is read once, when it is imported: so in a process of its own.
+PROGRAM = """
+import json, sys
+from subkv.base.errors import SubkvError
+from subkv.base.hub import fetch
+out = []
+for repo, pattern, more in json.loads(sys.argv[1]):
+    try:
+        out.append(str(fetch(repo, pattern, **more)))
+    except SubkvError as error:
+        assert error.key == "hf_repo"
+        out.append(error.reason)
+print(json.dumps(out))
+"""
+
+FILES: dict[str, Path | bytes] = {
+    "README.md": b"# tiny",
+    "mmproj-model-F16.gguf": b"pictures",
+    "model-BF16.gguf": b"bf16",
+    "model-F16.gguf": b"f16",
+    "model-Q8_0.gguf": b"q8",
+    "model.imatrix.gguf": b"statistics",
+    "split/model-Q6_K-00001-of-00003.gguf": b"1",
+    "split/model-Q6_K-00002-of-00003.gguf": b"22",
+    "split/model-Q6_K-00003-of-00003.gguf": b"333",
+}
+
+
+@pytest.fixture
+def a_hub() -> Iterator[hub.Hub]:
+    with hub.serving({"me/model-GGUF": dict(FILES)}) as served:
+        yield served
+
+
+@pytest.fixture
+def fetched(a_hub: hub.Hub, tmp_path: Path) -> Callable[..., Any]:
+    """fetched("me/model-GGUF", ("me/model-GGUF", "*F16*")): paths or reasons, and what was said on stderr."""
+
+    def run(*calls: Any, prelude: str = "", **env: str) -> tuple[list[str], str]:
+        given = [(call, None, {}) if isinstance(call, str) else (*call, {})[:3] for call in calls]
+        done = subprocess.run(
+            [sys.executable, "-c", prelude + PROGRAM, json.dumps(given)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "HF_ENDPOINT": a_hub.url, "HF_HOME": str(tmp_path / "home"), **env},
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    return run
+
+
+def test_quants(a_hub: hub.Hub, fetched: Callable[..., Any]) -> None:
+    repo = "me/model-GGUF"
+    a_hub.repos["me/Q4"] = {"a-F32.gguf": b"32", "b.q4_k_m.gguf": b"4", "c-Q8_0.gguf": b"8"}
+    a_hub.repos["me/other"] = {"b-Q2_K.gguf": b"2", "a-IQ4_NL.gguf": b"4", "mtp-a-Q4_K_M.gguf": b"5"}
+    found, said = fetched(repo, f"{repo}:bf16", f"{repo}:F16", f"{repo}:Q6_K", "me/Q4", "me/other", HF_TOKEN="hf_abc")
+    names = ["Q8_0", "BF16", "F16", "Q6_K-00001-of-00003"]
+    assert [Path(path).name for path in found[:4]] == [f"model-{name}.gguf" for name in names]
+    assert [Path(path).name for path in found[4:]] == ["b.q4_k_m.gguf", "a-IQ4_NL.gguf"]
+    assert [Path(path).read_bytes() for path in found] == [b"q8", b"bf16", b"f16", b"1", b"4", b"4"]
+    folder = Path(found[3]).parent
+    assert sorted(path.name[-19:] for path in folder.iterdir()) == [f"-0000{i}-of-00003.gguf"[-19:] for i in (1, 2, 3)]
+    assert "Bearer hf_abc" in a_hub.tokens
+    assert "Fetching" not in said  # no bars where there is no terminal
+
+
+def test_patterns(fetched: Callable[..., Any], tmp_path: Path) -> None:
+    repo, folder = "me/model-GGUF", str(tmp_path / "here")
+    found, _ = fetched(
+        (repo, "*-Q8_0.gguf", {"local_dir": folder}), (repo, "split/*", {"more": ["mmproj*"]}), (repo, "model-*16*"),
+        (repo, "nothing*"),
+    )  # fmt: skip
+    assert found[0] == str(tmp_path / "here" / "model-Q8_0.gguf")
+    assert found[1].endswith("split/model-Q6_K-00001-of-00003.gguf")
+    assert (Path(found[1]).parent.parent / "mmproj-model-F16.gguf").read_bytes() == b"pictures"
+    assert found[2] == f"expected one file like model-*16* in {repo}, found 2: model-BF16.gguf, model-F16.gguf"
+    assert found[3].startswith(f"expected one file like nothing* in {repo}, found 0: mmproj-model-F16.gguf, model-BF16")
+
+
+def test_refusals(a_hub: hub.Hub, fetched: Callable[..., Any], tmp_path: Path) -> None:
+    a_hub.repos |= {
+        "me/text": {"README.md": b"#"},
+        "me/gated": {"a.gguf": b"a"},
+        "me/parts": {"a-00001-of-00002.gguf": b"a"},
+    }
+    a_hub.gated.add("me/gated")
+    (tmp_path / "file").write_text("in the way")
+    found, _ = fetched(
+        "me/none", "me/text", "me/gated", "me/parts", "me/model-GGUF:Q3_K_S", "model", "me/model-GGUF:", "a/b/c",
+        "me/..x",
+        ("me/model-GGUF", None, {"cache_dir": str(tmp_path / "file" / "below")}),
+    )  # fmt: skip
+    starts = [
+        "expected a repository of the hub, found none named me/none; a private one needs HF_TOKEN",
+        "expected GGUF files in me/text, found none",
+        "expected a repository that may be read, found me/gated gated; ask for access there and set HF_TOKEN",
+        "expected all 2 files of a split model, found no a-00002-of-00002.gguf",
+        "expected quant Q3_K_S in me/model-GGUF, found BF16, F16, Q6_K, Q8_0",
+        "expected USER/MODEL or USER/MODEL:QUANT, found 'model'",
+        "expected USER/MODEL or USER/MODEL:QUANT, found 'me/model-GGUF:'",
+        "expected USER/MODEL or USER/MODEL:QUANT, found 'a/b/c'",
+        "expected a name that the hub allows, found me/..x: ",
+        "cannot download model-Q8_0.gguf of me/model-GGUF: ",
+    ]
+    assert [reason[: len(start)] for reason, start in zip(found, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize("away", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str)
+def test_without_the_hub(a_hub: hub.Hub, fetched: Callable[..., Any], away: dict[str, str]) -> None:
+    repo = "me/model-GGUF"
+    fetched(f"{repo}:Q8_0", f"{repo}:F16")
+    a_hub.requests.clear()
+    found, said = fetched(f"{repo}:F16", f"{repo}:Q6_K", "me/never", **away)
+    assert Path(found[0]).read_bytes() == b"f16"
+    why = "HF_HUB_OFFLINE is set" if "HF_HUB_OFFLINE" in away else "the hub cannot be reached ("
+    assert said.startswith(f"{repo}:F16: {why}") and said.endswith("; an earlier download of model-F16.gguf is taken\n")
+    assert found[1].startswith(f"expected quant Q6_K in what is here of {repo}, as {why}")
+    assert found[1].endswith("found F16, Q8_0")
+    assert found[2].startswith(f"expected me/never, found no earlier download of it, and {why}")
+    assert a_hub.requests == []
+
+
+def test_without_the_package(fetched: Callable[..., Any]) -> None:
+    found, _ = fetched("me/model-GGUF", prelude="import sys; sys.modules['huggingface_hub'] = None\n")
+    assert found == [
+        "expected package huggingface_hub, found none: pip install '.[hub]' in the clone of subkv",
+    ]
