@@ -34,7 +34,7 @@ endif()
 foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP UI)
     set(LLAMA_BUILD_${part} OFF CACHE BOOL "not part of subkv" FORCE)
 endforeach()
-set(LLAMA_OPENSSL OFF CACHE BOOL "not part of subkv" FORCE)
+set(LLAMA_OPENSSL OFF CACHE BOOL "with SUBKV_PROGRAMS, HTTPS by the system's OpenSSL")
 set(BUILD_SHARED_LIBS ON CACHE BOOL "subkv and llama-cpp-python bind to shared libraries" FORCE)
 # The commit of the pin, not of the repository that happens to surround the build folder.
 set(GIT_EXE "" CACHE INTERNAL "")

@@ -1,6 +1,5 @@
 # The page that llama-server serves (targets llama-ui, llama-ui-assets): built from tools/ui by npm where npm is there.
 # Upstream's targets of these names would run npm at every build, or download the page from a hub.
-option(SUBKV_PAGE "with SUBKV_PROGRAMS: build the page of llama-server by npm, from the packages of its lock file" ON)
 
 set(page ${CMAKE_CURRENT_BINARY_DIR}/page)
 set(ui ${SUBKV_LLAMA_CPP_TREE}/tools/ui)
@@ -33,3 +32,5 @@ add_library(llama-ui STATIC EXCLUDE_FROM_ALL ${page}/ui.cpp ${page}/ui.h)
 add_dependencies(llama-ui llama-ui-assets)
 target_include_directories(llama-ui PUBLIC ${page})
 set_target_properties(llama-ui PROPERTIES POSITION_INDEPENDENT_CODE ON)
+
+install(FILES ${page}/page-licenses.txt DESTINATION ${SUBKV_LIB_DESTINATION}/llama.cpp COMPONENT subkv OPTIONAL)

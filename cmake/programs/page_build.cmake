@@ -1,4 +1,4 @@
-# Makes ${page}/ui.cpp and ui.h, which hold the page of llama-server, or no page.
+# Makes ${page}/ui.cpp and ui.h, which hold the page of llama-server, or no page; with it, page-licenses.txt.
 #
 #   cmake -Dnpm=PROGRAM -Dpage=DIR -Dtree=LLAMA_CPP -Dnumber=N -P page_build.cmake
 #
@@ -8,6 +8,7 @@ cmake_minimum_required(VERSION 3.21)
 set(work ${page}/npm) # the sources and npm's 700 MB, while it runs
 set(dist ${page}/built/dist)
 set(log ${page}/npm.log)
+set(licenses ${page}/page-licenses.txt)
 
 # Runs npm in the work folder -> `status`, which is not 0 where it failed. Its output goes to the log.
 function(run_npm)
@@ -42,7 +43,18 @@ function(build_page)
     run_npm(run build)
     if(NOT status EQUAL 0 OR NOT EXISTS ${dist}/index.html)
         set(failed "npm run build" PARENT_SCOPE)
+        return()
     endif()
+    # The page holds parts of many packages, whose licences ask to go with them: those of all that npm installed.
+    file(GLOB texts ${work}/node_modules/*/* ${work}/node_modules/@*/*/* ${work}/src/lib/vendors/*/*)
+    list(FILTER texts INCLUDE REGEX "/[Ll][Ii][Cc][Ee][Nn][CcSs][Ee][^/]*$")
+    foreach(path IN LISTS texts)
+        if(NOT IS_DIRECTORY ${path})
+            file(READ ${path} text)
+            file(RELATIVE_PATH name ${work} ${path})
+            file(APPEND ${licenses} "==== ${name}\n\n${text}\n")
+        endif()
+    endforeach()
 endfunction()
 
 # Upstream's script turns the files of the built page into C++, or none into an empty table.
@@ -57,7 +69,7 @@ endfunction()
 
 file(MAKE_DIRECTORY ${page})
 file(WRITE ${log} "")
-file(REMOVE_RECURSE ${page}/built)
+file(REMOVE_RECURSE ${page}/built ${licenses})
 set(failed "")
 if(npm)
     build_page()
@@ -71,7 +83,7 @@ if(NOT failed)
 endif()
 if(failed)
     message(STATUS "llama-server gets no page: ${failed} failed, see ${log}; delete ${page}/ui.cpp to try again")
-    file(REMOVE_RECURSE ${page}/built)
+    file(REMOVE_RECURSE ${page}/built ${licenses})
     embed()
 endif()
 if(NOT status EQUAL 0)
