@@ -139,7 +139,7 @@ def test_glibc_2_34_is_enough() -> None:
     name, version = platform.libc_ver()
     if name != "glibc" or tuple(map(int, version.split("."))) > (2, 36):
         pytest.skip(f"glibc: what is built on {name} {version} is not for older ones")
-    for path in sorted(_lib.lib_dir().glob("*.so")):
+    for path in sorted([*_lib.lib_dir().glob("*.so"), *_lib.lib_dir().glob("llama-*")]):
         symbols = subprocess.run(["objdump", "-T", path], capture_output=True, text=True, check=True).stdout
         newer = [line for line in symbols.splitlines() if int(*re.findall(r"GLIBC_2\.(\d+)", line) or "0") > 34]
         assert not newer, path.name
@@ -157,7 +157,8 @@ def test_stock_library_is_stock() -> None:
 
 def test_llama_cpps_converter_is_installed_with_its_licence() -> None:
     folder = _lib.lib_dir() / "llama.cpp"
-    names = {path.name for path in folder.iterdir()} - {"__pycache__"}  # made by pip
+    names = {path.name for path in folder.iterdir()}
+    names -= {"__pycache__", "page-licenses.txt"}  # made by pip; of the page of llama-server
     assert names == {"LICENSE", "convert_hf_to_gguf.py", "conversion", "gguf-py"}
     assert (folder / "conversion" / "base.py").is_file() and (folder / "gguf-py" / "gguf" / "constants.py").is_file()
 
@@ -165,5 +166,5 @@ def test_llama_cpps_converter_is_installed_with_its_licence() -> None:
 def test_no_links_and_no_versions() -> None:
     """A wheel stores a link as a second copy, and llama_cpp opens the plain name."""
     names = sorted(p.name for p in _lib.lib_dir().iterdir() if p.is_file())
-    assert all(re.fullmatch(r"lib[\w-]+\.(so|dylib)", name) for name in names), names
+    assert all(re.fullmatch(r"lib[\w-]+\.(so|dylib)|llama-[a-z-]+", name) for name in names), names
     assert not any(p.is_symlink() for p in _lib.lib_dir().iterdir())
