@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from subkv.engine.llama import Llama
-from subkv.native import library as _lib
+from subkv.native import places
 from subkv.native.binding import C
 
 Models = Callable[..., Path]
@@ -82,10 +82,10 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if shutil.which(tool) is None:
             pytest.skip(f"C example: {tool} is not installed")
     folder = tmp_path_factory.mktemp("c")
-    if os.environ.get(_lib.SUBKV_LIB_PATH):
-        build = _lib.lib_dir().parent
+    if os.environ.get(places.SUBKV_LIB_PATH):
+        build = places.lib_dir().parent
         if not (build / "package" / "subkvConfig.cmake").is_file():
-            pytest.skip(f"C example: {_lib.SUBKV_LIB_PATH} is not in a build tree that can be installed")
+            pytest.skip(f"C example: {places.SUBKV_LIB_PATH} is not in a build tree that can be installed")
         moved = folder / "moved"
         done = run("cmake", "--install", build, "--prefix", folder / "prefix")
         assert done.returncode == 0, done.stderr
