@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -319,3 +321,32 @@ def test_a_state_of_other_parameters_is_refused(coded_model: Models) -> None:
         with pytest.raises(SubkvError, match=r"state: rope_freq_base: expected 5000\.0, found 0"):
             llm.load_state(state)
         assert llm.n_tokens == 0
+
+
+# An application that knows llama_cpp alone, as LangChain calls it.
+PATCHED = """
+import subkv, llama_cpp, sys
+llama_cpp.Llama = subkv.Llama
+def application():
+    from llama_cpp import Llama
+    return Llama(model_path=sys.argv[1], n_ctx=256, n_parts=-1, f16_kv=True, n_threads=None, verbose=False)
+llm = application()
+print(type(llm).__module__, llm.kv_stats().type_k, llm("the cat", max_tokens=3, temperature=0.0)["usage"])
+import pickle
+print(pickle.loads(pickle.dumps(llm)).kv_stats() == llm.kv_stats())
+try:
+    llama_cpp.Llama(sys.argv[1], n_contexts=5)
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_in_place_of_the_class_of_llama_cpp(coded_model: Models) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "LLAMA_CPP_LIB_PATH"}
+    command = [sys.executable, "-c", PATCHED, str(coded_model())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    first, again, refused = done.stdout.splitlines()
+    assert first.startswith("subkv.engine.llama subkv {'prompt_tokens': ")
+    assert again == "True"
+    assert refused.startswith("Llama: unknown keyword argument: n_contexts")

@@ -5,15 +5,14 @@
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
     llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
 
-Differences to the parent class, all of them wanted: unknown keyword arguments are errors, flash attention is "auto" as
-on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails without a reason),
-failures carry the native reason, and a state without logits_all does not copy unused logits.
+Differences to the parent class, all of them wanted: keyword arguments that no version of it knew are errors, flash
+attention is "auto" as on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails
+without a reason), failures carry the native reason, and a state without logits_all does not copy unused logits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import sys
@@ -25,6 +24,7 @@ import numpy as np
 
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import states
+from subkv.engine.arguments import checked
 from subkv.engine.cache import (
     CacheChoice,
     CacheOptions,
@@ -103,13 +103,9 @@ class Llama(llama_cpp.Llama):
         prompt_cache: str | os.PathLike[str] | PromptCache | None = None,
         **kwargs: Any,
     ) -> None:
-        known = inspect.signature(llama_cpp.Llama.__init__).parameters
-        unknown = sorted(name for name in kwargs if name not in known or name in ("self", "kwargs"))
-        if unknown:
-            raise TypeError(f"Llama: unknown keyword argument{'s' if len(unknown) > 1 else ''}: {', '.join(unknown)}")
+        kwargs, arguments = checked(kwargs, Llama.__init__.__kwdefaults__)
         with concerning(model="model_path"):
             path = check_model_file(model_path)
-        arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
