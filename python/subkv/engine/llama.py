@@ -103,7 +103,7 @@ class Llama(llama_cpp.Llama):
         prompt_cache: str | os.PathLike[str] | PromptCache | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs, arguments = checked(kwargs, Llama.__init__.__kwdefaults__)
+        kwargs, arguments = checked(kwargs, Llama.__init__.__kwdefaults__ or ())
         with concerning(model="model_path"):
             path = check_model_file(model_path)
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
