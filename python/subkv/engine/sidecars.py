@@ -21,6 +21,7 @@ from subkv.format.metadata import generator
 from subkv.native.gguf import Gguf
 
 _ENDING = ".weights.gguf"  # in the store: of bases made of the weights alone
+_LEAST_BITS = 6.25  # of them; the default budget was 4.75 once
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def nothing_found(model: Path) -> str:
     why = store.unreadable()
     prepared = f"none can be looked for ({why})" if why else "none were prepared"
     return (
-        f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is several times smaller at "
-        f"once, and `{command(model)}` makes it better"
+        f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is less than half as large at "
+        f"once, and `{command(model)}` makes it smaller"
     )
 
 
@@ -76,8 +77,8 @@ def of_weights(model: Path, keep: bool) -> Found:
     path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
     if path is None or not _usable(path, entry.content):
         path, kept = _make(model, path, entry, kept)
-    gain = f"; calibrating makes it better: `{command(model)}`"
-    return Found(path, f"bases: from the weights alone, {_bits(path)}{kept}{gain}")
+    told = f"bases: from the weights alone, {_bits(path)}, predicted as good as q8_0{kept}"
+    return Found(path, f"{told}; -ctk f16: without bases; `{command(model)}`: smaller at the same quality")
 
 
 def _bits(path: Path) -> str:
@@ -93,7 +94,8 @@ def _usable(path: Path, content: str) -> bool:
     try:
         store.check(path, content)
         with Layout(path) as layout:
-            return bool(layout.description["generator"] == generator())
+            read = layout.description
+            return bool(read["generator"] == generator() and read["bits_per_element"] >= _LEAST_BITS)
     except SubkvError:
         return False
 
