@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from subkv.base import hub
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import states
 from subkv.engine.arguments import checked
@@ -161,6 +162,28 @@ class Llama(llama_cpp.Llama):
         stats = self.kv_stats()
         if verbose:
             print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        additional_files: Sequence[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_dir_use_symlinks: Any = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Llama:
+        """A model of the Hugging Face hub, downloaded where it is not yet here (subkv.base.hub; the extra `hub`).
+
+        repo_id: USER/MODEL, or USER/MODEL:QUANT as llama.cpp's -hf. filename, additional_files: names or patterns;
+        without filename -hf's choice. All files of a split model come along. local_dir_use_symlinks: no longer of use.
+        kwargs: arguments of Llama. Raises SubkvError.
+        """
+        more = additional_files or ()
+        with concerning(hf_repo="repo_id", pattern="filename", more="additional_files"):
+            path = hub.fetch(repo_id, filename, more=more, cache_dir=cache_dir, local_dir=local_dir)
+        return cls(path, **kwargs)
 
     _drafts: Drafting | None = None
     _n_texts = 1  # that drafts are asked for
