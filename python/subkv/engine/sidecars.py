@@ -77,8 +77,37 @@ def of_weights(model: Path, keep: bool) -> Found:
     path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
     if path is None or not _usable(path, entry.content):
         path, kept = _make(model, path, entry, kept)
-    told = f"bases: from the weights alone, {_bits(path)}, predicted as good as q8_0{kept}"
-    return Found(path, f"{told}; -ctk f16: without bases; `{command(model)}`: smaller at the same quality")
+    return Found(
+        path, f"bases: from the weights alone, {_quality(path)}{kept}; -ctk f16: without bases; {_gain(model)}"
+    )
+
+
+def foreseen(model: Path) -> tuple[Found, bool]:
+    """What -ctk subkv takes for a model that carries no bases, and whether it is there already; nothing is written.
+
+    Bases of the weights that nobody has made yet are made for this process alone. Raises as calibrated() and
+    of_weights() do.
+    """
+    found = calibrated(model)
+    if found is not None:
+        return found, True
+    with Gguf(model) as base:
+        entry = store.entry(base)
+    path = None if store.unreadable() else entry.named(_ENDING)
+    if path is not None and _usable(path, entry.content):
+        told = f"bases: from the weights alone, {_quality(path)}, made by an earlier -ctk subkv ({path})"
+        return Found(path, f"{told}; {_gain(model)}"), True
+    path = of_weights(model, keep=False).path
+    told = f"bases: none yet; -ctk subkv makes these, from the weights alone, {_quality(path)}"
+    return Found(path, f"{told}; {_gain(model)}"), False
+
+
+def _quality(of_weights: Path) -> str:
+    return f"{_bits(of_weights)}, predicted as good as q8_0"
+
+
+def _gain(model: Path) -> str:
+    return f"`{command(model)}`: smaller at the same quality"
 
 
 def _bits(path: Path) -> str:
