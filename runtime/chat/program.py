@@ -305,6 +305,7 @@ sampling_options = group(
 @options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @hf_option
 @talk_options
+@options.template_options
 @options.predict_option("most tokens per answer, -1: no limit")
 @options.cache_options(options.rollback_option)
 @sampling_options
@@ -319,6 +320,7 @@ def main(
     model: str | None,
     hf_repo: str | None,
     talk: Talk,
+    template: str | None,
     n_predict: int,
     cache: CacheOptions,
     sampling: Sampling,
@@ -340,6 +342,7 @@ def main(
     from runtime.chat.conversation import Conversation
     from runtime.opening import open_coded, open_llama
     from subkv.engine.llama import Llama
+    from subkv.engine.template import for_chat
 
     path = model_given(model or None, hf_repo)
 
@@ -351,7 +354,10 @@ def main(
 
     with warm.opened(open_llm) as (llm, opening):
         options.note_cache(llm.kv_stats(), llm.cache_choice)
-        chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift), n_predict)
+        chosen, told = for_chat(llm.opened, template)
+        if told:
+            options.note(told)
+        chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift, chosen), n_predict)
         if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
             raise click.exceptions.Exit(1)
         if not talk.single_turn:
