@@ -15,6 +15,8 @@ COMMANDS = {
     "chat": ("runtime.chat.program", "chat with a model"),
     "bench": ("runtime.bench", "measure speed under different KV caches"),
     "serve": ("runtime.serve.cli", "answer OpenAI requests over HTTP"),
+    "run": ("runtime.launch.cli", "run a program on llama.cpp's libraries with a compressed cache"),
+    "env": ("runtime.launch.env", "print the variables that run sets, for shells, services, containers"),
     "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
     "tasks": ("runtime.tasks.cli", "retrieval, recall and tool calls under several caches, scored exactly"),
     "errors": ("runtime.experiments.tracker", "measure attention's errors against their bounds as a text is read"),

@@ -113,6 +113,17 @@ def program(module: str) -> click.Command | None:
     return None
 
 
+def own(command: click.Command, words: list[str]) -> list[str]:
+    """A command's own words, without a program behind them and its arguments."""
+    try:
+        found, _, _ = command.make_parser(click.Context(command, **command.context_settings)).parse_args(list(words))
+    except click.UsageError:
+        return words
+    program = [found.get(str(parameter.name)) for parameter in command.params if isinstance(parameter, click.Argument)]
+    n = sum(len(value) if isinstance(value, tuple) else value is not None for value in program)
+    return words[: len(words) - n]
+
+
 def wrong(command: click.Command | None, words: list[str]) -> list[str]:
     """What of the words after a command it does not have: commands of a group, and flags."""
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
@@ -122,6 +133,8 @@ def wrong(command: click.Command | None, words: list[str]) -> list[str]:
         command, words = inner, words[1:]
     if command is None:
         return []
+    if not command.context_settings.get("allow_interspersed_args", True):
+        words = own(command, words)
     known = HELP | {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     return [word for word in words if re.match(r"--?[a-zA-Z]", word) and word.partition("=")[0] not in known]
 

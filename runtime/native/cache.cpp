@@ -98,18 +98,38 @@ static void check_group(int32_t il, int32_t n_head, int32_t n_head_kv) {
     }
 }
 
+std::string Cache::misfit(const Layout & l, const CacheDesc & desc) {
+    if (l.arch != desc.arch) {
+        return sentence("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%.100s\" found",
+                        desc.arch.c_str(), l.arch.c_str());
+    }
+    if (l.n_layer != desc.n_layer) {
+        return sentence("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer);
+    }
+    for (const auto & layer : desc.layers) {
+        const LayerCodec * codec = l.layer(layer.il);
+        if (codec && (codec->n_head_kv != layer.n_head_kv || codec->d_k != layer.d_k || codec->d_v != layer.d_v)) {
+            return sentence("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
+                            "%d heads of size %d / %d found",
+                            layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k, codec->d_v);
+        }
+        if (codec && codec->latent != layer.latent) {
+            return sentence("subkv.layout: layer %d of the model has %s, bases for %s found", layer.il,
+                            layer.latent ? "values that are part of its keys" : "values of their own",
+                            codec->latent ? "values that are part of keys" : "values of their own");
+        }
+    }
+    return "";
+}
+
 void Cache::check(const CacheDesc & desc) const {
     const auto & l = *layout_;
     if (!desc.unsupported.empty()) {
         fail("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
              desc.arch.c_str(), desc.unsupported.c_str());
     }
-    if (l.arch != desc.arch) {
-        fail("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%.100s\" found", desc.arch.c_str(),
-             l.arch.c_str());
-    }
-    if (l.n_layer != desc.n_layer) {
-        fail("subkv.block_count: the model's %d layers expected, %d found", desc.n_layer, l.n_layer);
+    if (const std::string why = misfit(l, desc); !why.empty()) {
+        fail("%s", why.c_str());
     }
     if (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16) {
         fail("type_k, type_v: f16 expected with a subkv cache (coefficients replace the cache type), "
@@ -126,16 +146,6 @@ void Cache::check(const CacheDesc & desc) const {
             continue;
         }
         n_coded++;
-        if (codec->n_head_kv != layer.n_head_kv || codec->d_k != layer.d_k || codec->d_v != layer.d_v) {
-            fail("subkv.layout: layer %d of the model has %d KV heads of size %d / %d (K / V), bases for "
-                 "%d heads of size %d / %d found",
-                 layer.il, layer.n_head_kv, layer.d_k, layer.d_v, codec->n_head_kv, codec->d_k, codec->d_v);
-        }
-        if (codec->latent != layer.latent) {
-            fail("subkv.layout: layer %d of the model has %s, bases for %s found", layer.il,
-                 layer.latent ? "values that are part of its keys" : "values of their own",
-                 codec->latent ? "values that are part of keys" : "values of their own");
-        }
         check_group(layer.il, layer.n_head, layer.n_head_kv);
         for (const auto & reader : desc.readers) {
             if (reader.owner == layer.il) {
@@ -225,6 +235,11 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
         }
     }
     return true;
+}
+
+int32_t Cache::goes_back_to(int32_t seq, const CellReader & cells) const {
+    const int32_t to = window_.goes_back_to(seq, cells);
+    return to >= 0 && adaptive_ ? std::max(to, adaptive_->coded(cells.stream_of(seq))) : to;
 }
 
 bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) {

@@ -49,19 +49,24 @@ public:
     Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
           const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter);
 
-    bool   coded() const override { return layout_ != nullptr; }
-    size_t row_bytes(int32_t il, bool value) const override;
-    void   clear() override;
-    bool   can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
-    bool   remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;
-    bool   copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) override;
-    void   keep(int32_t seq, const CellReader & cells) override;
-    bool   can_shift() const override { return why_no_shift().empty(); }
-    bool   add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
-    bool   ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
-    void   refuse(const char * what) const override;
-    void   report(const std::string & reason) const override;
-    bool   goes_back() const override { return !adaptive_; }
+    bool                                                 coded() const override { return layout_ != nullptr; }
+    size_t                                               row_bytes(int32_t il, bool value) const override;
+    const std::map<ggml_backend_buffer_type_t, size_t> & bytes_beside() const override {
+        return window_.bytes_by_type();
+    }
+    void    clear() override;
+    bool    can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
+    bool    remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;
+    bool    copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) override;
+    void    keep(int32_t seq, const CellReader & cells) override;
+    bool    can_shift() const override { return why_no_shift().empty(); }
+    bool    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
+    int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
+    int32_t n_rollback() const override { return window_.n_recent() > 0 ? window_.n_rollback() : -1; }
+    bool    ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
+    void    refuse(const char * what) const override;
+    void    report(const std::string & reason) const override;
+    bool    goes_back() const override { return !adaptive_; }
 
     int64_t       n_slots() const override { return window_.n_slots(); }
     void          turns(int32_t * by) const override { window_.turns(by); }
@@ -83,6 +88,9 @@ public:
     void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                                    uint8_t * rows) const override;
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
+
+    // Why bases belong to another model than that of this cache; "": they fit.
+    static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
     void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
     int32_t          n_seq() const { return window_.n_seq(); }

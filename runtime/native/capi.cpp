@@ -1,9 +1,11 @@
 // capi.cpp: attaching layouts, observers and planters to the next context, and what a context can tell.
+#include "automatic.h"
 #include "cache.h"
 #include "error.h"
 #include "hook.h"
 #include "observer.h"
 #include "planter.h"
+#include "request.h"
 #include "subkv_test.h"
 
 #include <algorithm>
@@ -14,10 +16,9 @@ using namespace subkv;
 namespace {
 
 struct Pending {
-    std::shared_ptr<const Layout> layout;
-    subkv_cache_params            params = { -1, -1, -1, 0, {} };
-    AdaptRequest                  adapt;
-    subkv_observer *              observer = nullptr;
+    CacheRequest     cache;
+    subkv_observer * observer = nullptr;
+    bool             ordinary = false; // until it is cancelled: a memory may have several caches
 };
 
 thread_local Pending pending;
@@ -27,17 +28,21 @@ thread_local std::shared_ptr<Planter> planting;
 
 // Runs inside llama_init_from_model, on the thread that called it.
 std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
-    if (desc.sliding || (!pending.layout && !pending.observer && !planting)) {
+    if (desc.sliding) {
         return nullptr;
+    }
+    if (!pending.cache.layout && !pending.observer && !planting) {
+        return pending.ordinary ? nullptr : automatic_cache(desc);
     }
     const Pending request = std::move(pending);
     pending               = {};
+    pending.ordinary      = request.ordinary;
     const auto planter    = planting;
     if (!desc.no_alloc) {
         planting = nullptr;
     }
     try {
-        if (!request.layout && !desc.unsupported.empty()) {
+        if (!request.cache.layout && !desc.unsupported.empty()) {
             const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
             throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + desc.unsupported);
         }
@@ -46,7 +51,8 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
                                      ": cannot have K/V rows planted because its attention is multi-head latent (MLA): "
                                      "its values are part of its keys");
         }
-        return std::make_shared<Cache>(desc, request.layout, request.params, request.adapt, request.observer, planter);
+        const auto & asked = request.cache;
+        return std::make_shared<Cache>(desc, asked.layout, asked.params, asked.adapt, request.observer, planter);
     } catch (const std::exception & e) {
         set_error("%s", e.what());
         throw;
@@ -60,40 +66,28 @@ const Cache * cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes
 
 } // namespace
 
+// libllama calls it where SUBKV asks for a cache in a process that has not loaded libsubkv.
+extern "C" SUBKV_API void subkv_register(void) {
+    llama_subkv_register(cache_new);
+}
+
 extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params) {
     pending = {};
     if (!layout) {
         return true;
     }
-    if (params) {
-        if (params->n_sink > MAX_SINK || params->n_recent > MAX_RECENT || params->n_rollback > MAX_RECENT) {
-            set_error("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK,
-                      MAX_RECENT, MAX_RECENT, params->n_sink, params->n_recent, params->n_rollback);
-            return false;
-        }
-        // Sensitivities count errors beyond the window only: inside it these bases are free to be anything.
-        const Layout & l = *layout->p;
-        if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && params->n_recent >= 0 &&
-            params->n_recent < l.n_recent) {
-            set_error("n_recent: at least %d expected, for which the kld-aware bases were made, %d found; convert the "
-                      "model with --n-recent %d",
-                      l.n_recent, params->n_recent, params->n_recent);
-            return false;
-        }
-        pending.params = *params;
-        if (params->adapt < 0 || params->adapt > 3) {
-            set_error("adapt: 0 to 3 expected, %d found", params->adapt);
-            return false;
-        }
-        pending.adapt = { (params->adapt & 1) != 0, (params->adapt & 2) != 0, adapt_params(params->adaptive) };
-    }
-    if (ops_error()) {
-        set_error("%s", ops_error());
+    try {
+        pending.cache = CacheRequest(layout->p, params ? *params : CacheRequest().params);
+    } catch (const std::exception &) { // the error is set
         return false;
     }
-    pending.layout = layout->p;
-    llama_subkv_register(cache_new);
+    subkv_register();
     return true;
+}
+
+extern "C" void subkv_attach_ordinary(void) {
+    pending          = {};
+    pending.ordinary = true;
 }
 
 extern "C" bool subkv_observe(subkv_observer * obs) {
@@ -103,7 +97,7 @@ extern "C" bool subkv_observe(subkv_observer * obs) {
         return false;
     }
     pending.observer = obs;
-    llama_subkv_register(cache_new);
+    subkv_register();
     return true;
 }
 
@@ -114,7 +108,7 @@ extern "C" bool subkv_plant(subkv_planter * planter) {
         set_error("planter: a context with a K/V cache expected, none was created");
         return false;
     }
-    llama_subkv_register(cache_new);
+    subkv_register();
     return true;
 }
 

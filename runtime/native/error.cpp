@@ -25,6 +25,14 @@ static std::string formatted(const char * fmt, va_list args) {
     return text;
 }
 
+std::string sentence(const char * fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    std::string text = formatted(fmt, args);
+    va_end(args);
+    return text;
+}
+
 void set_error(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);

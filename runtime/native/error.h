@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <string>
 
 #if defined(__MINGW_PRINTF_FORMAT) // C99's: Windows' own printf has no %zu there
 #    define SUBKV_FORMAT __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2)))
@@ -13,6 +14,8 @@
 #endif
 
 namespace subkv {
+
+SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
 SUBKV_FORMAT void set_error(const char * fmt, ...);
 

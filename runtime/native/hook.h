@@ -42,6 +42,7 @@ struct ReaderDesc {
 // What the constructor of a K/V cache knows before it allocates anything.
 struct CacheDesc {
     std::string             arch;
+    std::string             model_path;  // of its first file; empty: unknown, the model was read from a stream
     std::string             unsupported; // why this cache cannot hold coefficients; empty: it can
     int32_t                 n_layer;
     uint32_t                n_cells; // per stream
@@ -183,6 +184,8 @@ public:
 
     // false: rows stay ordinary, the layers are only observed or planted
     virtual bool coded() const = 0;
+    // bytes beside the cells, by the type of buffer that holds them
+    virtual const std::map<ggml_backend_buffer_type_t, size_t> & bytes_beside() const = 0;
     // bytes of a cell's row, of another layer's for one that reads it; 0: this layer stays ordinary
     virtual size_t row_bytes(int32_t il, bool value) const = 0;
 
@@ -209,6 +212,11 @@ public:
     virtual void refuse(const char * what) const = 0;
     // What subkv_last_error says: the reason of another half's refusal.
     virtual void report(const std::string & reason) const = 0;
+    // The smallest position to which a sequence of cells can be cut back, so that its next token gets this position: 0 or
+    // more, at most one above its last one; -1: it is empty.
+    virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
+    // How many of a sequence's last tokens can be removed, whatever its length is; -1: all.
+    virtual int32_t n_rollback() const = 0;
     // Does an exact window of earlier fit the cells that are held now? false: bases follow the text.
     virtual bool goes_back() const = 0;
 
@@ -259,6 +267,8 @@ struct llama_context;
 #    define SUBKV_HOOK_API __attribute__((visibility("default")))
 #endif
 SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
+// Writes a line to llama.cpp's log, with the level of warnings: at lower ones programs of llama.cpp hide it.
+SUBKV_HOOK_API void llama_subkv_log(const std::string & line);
 // The hook of a context's cache (of the full-attention half of an iswa cache), nullptr: none. `bytes_stock` receives
 // the K/V bytes of the context's layers that stay ordinary, `bytes_coded` those of the coded ones.
 SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);

@@ -12,13 +12,80 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
+#include <string>
+
+#if defined(_WIN32)
+#    include <windows.h>
+#else
+#    include <dlfcn.h>
+#endif
 
 static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
 
 void llama_subkv_register(subkv::cache_new_fn fn) {
     g_cache_new = fn;
+}
+
+void llama_subkv_log(const std::string & line) {
+    LLAMA_LOG_WARN("subkv: %s\n", line.c_str());
+}
+
+//
+// SUBKV in a process that has not loaded libsubkv, which is beside libllama
+//
+
+#if defined(_WIN32)
+static void (*find_register(std::string & why))() {
+    HMODULE here = nullptr;
+    wchar_t path[MAX_PATH];
+    GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT,
+                       (LPCWSTR) &llama_subkv_register, &here);
+    const DWORD  size   = GetModuleFileNameW(here, path, MAX_PATH);
+    std::wstring folder = std::wstring(path, size);
+    folder.resize(folder.find_last_of(L"\\/") + 1);
+    HMODULE library = LoadLibraryExW((folder + L"libsubkv.dll").c_str(), nullptr, LOAD_WITH_ALTERED_SEARCH_PATH);
+    why             = "libsubkv.dll: error " + std::to_string(GetLastError());
+    return library ? (void (*)())(void *) GetProcAddress(library, "subkv_register") : nullptr;
+}
+#else
+static void (*find_register(std::string & why))() {
+#    if defined(__APPLE__)
+    const std::string name = "libsubkv.dylib";
+#    else
+    const std::string name = "libsubkv.so";
+#    endif
+    Dl_info here = {};
+    dladdr((void *) &llama_subkv_register, &here);
+    std::string path = here.dli_fname ? here.dli_fname : "";
+    path.resize(path.find_last_of('/') + 1);
+    void * library = dlopen((path + name).c_str(), RTLD_NOW | RTLD_LOCAL);
+    void * found   = library ? dlsym(library, "subkv_register") : nullptr;
+    why            = found ? "" : dlerror();
+    return (void (*)()) found;
+}
+#endif
+
+static subkv::cache_new_fn registered() {
+    const char * asked = std::getenv("SUBKV");
+    if (g_cache_new || !asked || !*asked || std::strcmp(asked, "off") == 0) {
+        return g_cache_new;
+    }
+    static std::mutex           mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!g_cache_new) {
+        std::string why;
+        auto *      subkv_register = find_register(why);
+        if (!subkv_register) {
+            throw std::runtime_error(
+                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", asked, why.c_str()));
+        }
+        subkv_register();
+    }
+    return g_cache_new;
 }
 
 //
@@ -94,7 +161,7 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
-    const subkv::cache_new_fn cache_new = g_cache_new;
+    const subkv::cache_new_fn cache_new = registered();
     if (!cache_new) {
         return;
     }
@@ -110,6 +177,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(kv.model.arch);
+    desc.model_path  = kv.model.subkv_path;
     desc.unsupported = reason_unsupported(kv.model, hparams, shares);
     desc.n_layer     = hparams.n_layer_all - has_router;
     desc.n_cells     = kv_size;
@@ -144,6 +212,50 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
 
 size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {
     return kv.subkv_hook ? kv.subkv_hook->row_bytes(il, value) : 0;
+}
+
+const char * llama_subkv::type_name(const llama_kv_cache & kv, ggml_type type) {
+    return kv.subkv_hook && kv.subkv_hook->coded() ? "subkv" : ggml_type_name(type);
+}
+
+void llama_subkv::add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes) {
+    if (kv.subkv_hook) {
+        for (const auto & [buft, size] : kv.subkv_hook->bytes_beside()) {
+            bytes[buft] += size;
+        }
+    }
+}
+
+void llama_subkv::loaded(llama_model & model, const std::string & path) {
+    model.subkv_path = path;
+}
+
+llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
+    const llama_pos first  = memory.seq_pos_min(seq);
+    const kv_caches caches = caches_of(&memory);
+    if (first < 0 || !coded(&memory)) {
+        return first;
+    }
+    llama_pos last = caches.base->subkv_hook->goes_back_to(seq, reader(*caches.base)) - 1;
+    // Callers who know of a sliding window that is not held whole subtract its size from where they go back to.
+    if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
+        last -= (llama_pos) caches.base->hparams.n_swa;
+    }
+    return std::max(first, last);
+}
+
+uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
+    const uint32_t   snapshots = ctx.get_cparams().n_rs_seq;
+    llama_memory_i * memory    = ctx.get_memory();
+    const auto *     hook      = hook_of(memory, nullptr, nullptr);
+    if (!hook || !hook->coded() || hook->n_rollback() < 0) {
+        return snapshots;
+    }
+    const auto n_rollback = (uint32_t) std::max(1, hook->n_rollback());
+    if (dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return std::min(snapshots, n_rollback);
+    }
+    return n_rollback;
 }
 
 void llama_subkv::clear(llama_kv_cache & kv) {

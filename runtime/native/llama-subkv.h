@@ -21,9 +21,19 @@ struct llama_subkv {
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
     // llama_kv_cache: called by the constructor before anything is allocated
-    static void   init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
-                       const layer_filter & filter, const layer_reuse & reuse, bool shares);
-    static size_t row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
+    static void         init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+                             const layer_filter & filter, const layer_reuse & reuse, bool shares);
+    static size_t       row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
+    static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
+    // Adds the bytes beside the cells.
+    static void add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes);
+    // The file that a model is loaded from, for SUBKV=auto.
+    static void loaded(llama_model & model, const std::string & path);
+
+    // What a context answers about the removal of a tail, as of a recurrent one: positions up to pos_min must stay; the last
+    // n_rs_seq tokens of a sequence can always be removed.
+    static llama_pos pos_min(llama_memory_i & memory, llama_seq_id seq);
+    static uint32_t  n_rs_seq(const llama_context & ctx);
 
     static void clear(llama_kv_cache & kv);
     static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1); // false: refused

@@ -96,6 +96,18 @@ typedef struct subkv_cache_params {
 // subkv_attach(NULL, NULL), and check with subkv_get_stats that the context is what you asked for.
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
+// Contexts that nothing is attached to get the cache that the environment asks for: SUBKV unset or `off`: an ordinary
+// one; `auto`: the bases that the model has; else a file with bases (docs/programs.md). After this call those of this
+// thread are ordinary, until subkv_attach.
+SUBKV_API void subkv_attach_ordinary(void);
+
+// How bases follow the text, as users write it: "none", "v", "kv,length=512,gain=0.9". Sets `adapt` and `adaptive`.
+SUBKV_API bool subkv_adapt_parse(const char * text, subkv_cache_params * params);
+
+// The digest of a model's content that sidecars are found by (converter/FORMAT.md §1.1), 64 digits and a zero; `path` is
+// the first file of a split model.
+SUBKV_API bool subkv_model_content(const char * path, char out[65]);
+
 typedef struct subkv_stats {
     uint64_t bytes_codes;     // coefficient rows as allocated, K and V
     uint64_t bytes_window;    // exact window as allocated

@@ -41,6 +41,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
             }
             tensor_[(size_t) layer->il] = t;
             bytes_ += ggml_nbytes(t);
+            bytes_by_type_[buft] += ggml_nbytes(t);
         }
         ggml_backend_buffer_ptr buf;
         if (no_alloc) {
@@ -149,6 +150,21 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         }
     }
     return true;
+}
+
+int32_t Window::goes_back_to(int32_t seq, const CellReader & cells) const {
+    const int32_t last = seq < n_seq_ ? cells.max_pos_outside(seq, 0, 0) : -1;
+    if (last < 0 || n_recent_ == 0) {
+        return last < 0 ? -1 : 0;
+    }
+    // no ring slot holds a position before last - n_ring_, unless the sequence has been cut back, which changes nothing
+    std::vector<PosCell> there;
+    cells.find(seq, std::max(n_sink_, last - n_ring_), last + 1, there);
+    int32_t lost = -1;
+    for (const auto & cell : there) {
+        lost = holds(seq, cell.pos) ? lost : std::max(lost, cell.pos);
+    }
+    return lost < 0 ? 0 : std::min(last + 1, lost + n_recent_);
 }
 
 bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace) {

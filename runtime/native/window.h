@@ -7,6 +7,7 @@
 #include "ggml-cpp.h"
 #include "hook.h"
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,6 +36,7 @@ public:
     int32_t       first_slot(int32_t seq) const { return seq * n_slot_; }
     ggml_tensor * rows(int32_t il) const;
     size_t        bytes() const { return bytes_; }
+    const auto &  bytes_by_type() const { return bytes_by_type_; } // std::map<ggml_backend_buffer_type_t, size_t>
 
     std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) that a call for seq (-1: all) is about
 
@@ -45,6 +47,8 @@ public:
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
+    // As CacheHook::goes_back_to.
+    int32_t goes_back_to(int32_t seq, const CellReader & cells) const;
     // replace: dst has no other cells then, else it keeps them.
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
@@ -84,6 +88,8 @@ private:
     int32_t n_slot_; // all slots of a sequence
     int32_t n_seq_;
     size_t  bytes_ = 0;
+
+    std::map<ggml_backend_buffer_type_t, size_t> bytes_by_type_;
 
     std::vector<int32_t>                 pos_;    // [n_slots] position held, -1: none
     std::vector<int32_t>                 turn_;   // [n_slots] positions by which the key is still to be rotated

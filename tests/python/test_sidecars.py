@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 from click.testing import CliRunner
+from gguf import GGUFReader, GGUFWriter
 
 import subkv
 from converter.cli import main as convert
@@ -101,19 +103,49 @@ def test_other_models_have_another(model: Path, tiny_model: Models, tmp_path: Pa
     assert len(set(contents)) == len(contents)
 
 
+def test_content_is_as_format_md_says(tmp_path: Path) -> None:
+    """An independent reader of tensors and samples; the metadata are ggml's own, as this file has no other keys."""
+    path = tiny.build(tmp_path / "m.gguf", "llama", n_embd=256, n_ff=512)
+    with Gguf(path) as opened:
+        table = [opened.data_offset, opened.metadata_with({})]
+    tensors = GGUFReader(path).tensors
+    keys_only = GGUFWriter(tmp_path / "keys.gguf", arch="")
+    keys_only.kv_data[0].clear()
+    for field in GGUFReader(path).fields.values():
+        if not field.name.startswith("GGUF."):
+            sub = field.types[1] if len(field.types) > 1 else None
+            keys_only.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
+    keys_only.write_header_to_file()
+    keys_only.write_kv_data_to_file()
+    keys_only.close()
+    metadata = (tmp_path / "keys.gguf").read_bytes()
+    metadata += bytes(-len(metadata) % 32)
+    digest = hashlib.sha256(metadata)
+    whole = path.read_bytes()
+    assert len(table[1]) == table[0]
+    for tensor in sorted(tensors, key=lambda t: t.name.encode()):
+        ne = [*map(int, tensor.shape), 1, 1, 1][:4]
+        fields = [tensor.name, int(tensor.tensor_type), ",".join(map(str, ne)), int(tensor.n_bytes)]
+        digest.update("".join(f"{field}\0" for field in fields).encode())
+        size, start = int(tensor.n_bytes), int(tensor.data_offset)
+        places = [(0, size)] if size <= 12288 else [(at, 4096) for at in (0, (size - 4096) // 2, size - 4096)]
+        for at, n in places:
+            digest.update(whole[start + at : start + at + n])
+    assert entry(path).content == digest.hexdigest()
+
+
 def test_every_tensor_is_sampled(tmp_path: Path) -> None:
     path = tiny.build(tmp_path / "m.gguf", "llama", n_embd=256, n_ff=512)
     before = entry(path).content
-    with Gguf(path) as opened:
-        places = list(opened._places())
-    assert max(place.size for place in places) > 100_000
+    tensors = [(t.name, int(t.data_offset), int(t.n_bytes)) for t in GGUFReader(path).tensors]
+    assert max(size for _, _, size in tensors) > 100_000
     whole = path.read_bytes()
-    for place in places:
-        for offset in (0, place.size // 2, place.size - 1):
+    for name, start, size in tensors:
+        for offset in (0, size // 2, size - 1):
             data = bytearray(whole)
-            data[place.offset + offset] ^= 1
+            data[start + offset] ^= 1
             path.write_bytes(data)
-            assert entry(path).content != before, place.name
+            assert entry(path).content != before, name
 
 
 def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> None:

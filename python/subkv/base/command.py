@@ -71,9 +71,11 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
     return str(error)
 
 
-def command(name: str | None = None, **kwargs: Any) -> Callable[[Callable[..., Any]], Command]:
+def command(
+    name: str | None = None, context_settings: dict[str, Any] | None = None, **kwargs: Any
+) -> Callable[[Callable[..., Any]], Command]:
     """click.command with our errors, -h, and defaults shown."""
-    settings = {"help_option_names": ["-h", "--help"], "show_default": True}
+    settings = {"help_option_names": ["-h", "--help"], "show_default": True, **(context_settings or {})}
     return click.command(name, cls=Command, context_settings=settings, **kwargs)
 
 

@@ -253,12 +253,17 @@ def beside(attach: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attached(choice: CacheChoice) -> Iterator[None]:
-    """The next context that this thread creates inside the block uses the choice's layout (none for ordinary types)."""
+    """Contexts that this thread creates inside the block have this cache, whatever SUBKV says.
+
+    A layout is for the first of them; ordinary caches are for all.
+    """
     with contextlib.ExitStack() as stack:
-        if choice.layout is not None:
+        stack.callback(native().subkv_attach, None, None)  # nothing to cancel when a context consumed it
+        if choice.layout is None:
+            native().subkv_attach_ordinary()
+        else:
             with concerning(path=""):
                 layout = stack.enter_context(Layout(choice.layout))
-            stack.callback(native().subkv_attach, None, None)  # nothing to cancel when the context consumed it
             params = library.CacheParams(choice.window.n_sink, choice.window.n_recent, choice.window.n_rollback)
             if choice.adapt is not None and choice.adapt != adaptive.NONE:
                 sides, how = adaptive.parse(choice.adapt)

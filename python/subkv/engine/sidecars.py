@@ -63,7 +63,7 @@ def calibrated(model: Path) -> Found | None:
         n_tokens = layout.description["calibration"]["tokens"]
     day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
     made = f"calibrated on {n_tokens} tokens" if n_tokens else "made without a calibration"
-    return Found(path, f"bases: {made} for this model, {day}, {_bits(path)} ({path})")
+    return Found(path, f"bases: {made} for this model, {day}, {bits(path)} ({path})")
 
 
 def of_weights(model: Path, keep: bool) -> Found:
@@ -103,14 +103,15 @@ def foreseen(model: Path) -> tuple[Found, bool]:
 
 
 def _quality(of_weights: Path) -> str:
-    return f"{_bits(of_weights)}, predicted as good as q8_0"
+    return f"{bits(of_weights)}, predicted as good as q8_0"
 
 
 def _gain(model: Path) -> str:
     return f"`{command(model)}`: smaller at the same quality"
 
 
-def _bits(path: Path) -> str:
+def bits(path: Path) -> str:
+    """The bits per element of a layout, for people. Raises CacheError about `path`."""
     with Layout(path) as layout:
         read = layout.description
     return f"{read['bits_per_element']:.2f} bits per element at {read['bpe_context']} tokens"

@@ -45,27 +45,16 @@ def parse(text: str) -> tuple[str, Adapt]:
 
     Raises CacheError; limits of the numbers are libsubkv's to check.
     """
-    sides, *changes = text.split(",")
-    if sides not in SIDES:
-        raise CacheError("adapt", f"expected k, v or kv, found {sides!r}")
-    kinds = {name: type(value) for name, value in vars(Adapt()).items()}
-    given: dict[str, Any] = {}
-    for change in changes:
-        name, _, value = change.partition("=")
-        if name not in kinds:
-            raise CacheError("adapt", f"expected one of {', '.join(kinds)}, found {name!r}")
-        try:
-            given[name] = kinds[name](value)
-        except ValueError as error:
-            raise CacheError("adapt", f"{name}: expected a number, found {value!r}") from error
-    # what switches a trigger off is for the defaults to say: a user who names one wants it
-    if not 0.0 < given.get("tau", 0.5) < 1.0:
-        raise CacheError("adapt", f"tau: expected a relative residual between 0 and 1, found {given['tau']:g}")
-    if given.get("length", 1) < 1:
-        raise CacheError("adapt", f"length: expected at least 1 token, found {given['length']}")
-    adapt = Adapt(**given)
-    native_params(adapt)
-    return sides, adapt
+    params = _lib.CacheParams()
+    if not _lib.load().subkv_adapt_parse(text.encode(), ctypes.byref(params)) or not params.adapt:
+        reason = _lib.last_error() if text != NONE else f"expected k, v or kv, found {NONE!r}"
+        raise CacheError("adapt", reason.removeprefix("adapt: "))
+    given: dict[str, Any] = {"kind": KINDS[params.adaptive.kind]}
+    fields: Any = _lib.AdaptParams._fields_[1:]
+    for name, kind in fields:
+        value = getattr(params.adaptive, name)
+        given[name] = round(value, 6) if kind is ctypes.c_float else value  # single precision: 0.9 is to read 0.9
+    return next(sides for sides, number in SIDES.items() if number == params.adapt), Adapt(**given)
 
 
 def native_params(params: Adapt) -> ctypes.Structure:

@@ -6,7 +6,6 @@ is copied as raw bytes, so tensors keep their bytes, order and alignment.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from subkv.base.errors import ModelFileError, SubkvError
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
-from subkv.native.library import Signatures, declare, ggml
+from subkv.native.library import Signatures, declare, ggml, last_error, load
 from subkv.native.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
@@ -34,8 +33,6 @@ _F32 = 0  # GGML_TYPE_F32
 Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
 CONTENT_KEY = "subkv.base.content"  # of sidecars: the digest that they are found by
-NOT_CONTENT = ("split.", "subkv.")  # beginnings of keys that copies of a model differ in
-SAMPLE = 4096  # bytes
 
 _str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 
@@ -86,9 +83,6 @@ _GGUF: Signatures = {
     "gguf_set_val_u64": (None, [_ptr, _str, ctypes.c_uint64]),
     "gguf_set_val_f32": (None, [_ptr, _str, ctypes.c_float]),
     "gguf_set_val_str": (None, [_ptr, _str, _str]),
-    "gguf_get_tensor_name": (_str, [_ptr, _i64]),
-    "gguf_set_kv": (None, [_ptr, _ptr]),
-    "gguf_remove_key": (_i64, [_ptr, _str]),
     "gguf_get_meta_size": (_size, [_ptr]),
     "gguf_get_meta_data": (None, [_ptr, _ptr]),
 }
@@ -153,25 +147,6 @@ class Matrix:
         values = np.empty((len(raw), self.n), dtype=np.float32)
         to_float(raw.ctypes.data, values.ctypes.data, values.size)
         return values
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor's bytes: its name as in the file, ggml type, ne, and where they begin in which file."""
-
-    name: bytes
-    kind: int
-    ne: tuple[int, ...]
-    path: Path
-    offset: int
-    size: int
-
-    def samples(self) -> list[tuple[int, int]]:
-        """What of them stands for all: offsets in the file, and numbers of bytes."""
-        if self.size <= 3 * SAMPLE:
-            return [(self.offset, self.size)]
-        last = self.size - SAMPLE
-        return [(self.offset + start, SAMPLE) for start in (0, last // 2, last)]
 
 
 class Gguf:
@@ -303,43 +278,13 @@ class Gguf:
     def content(self) -> str:
         """Hex digest of the model's content, FORMAT.md §1.1: the same for copies, links, split and merged files.
 
-        Reads metadata, table of tensors and SAMPLE bytes at three places of each: milliseconds where hashing the file
+        Reads metadata, table of tensors and 4096 bytes at three places of each: milliseconds where hashing the file
         takes seconds. Raises ModelFileError about `model`.
         """
-        digest = hashlib.sha256(self._metadata_of_content())
-        opened: dict[Path, BinaryIO] = {}
-        try:
-            with contextlib.ExitStack() as stack:
-                for place in sorted(self._places(), key=lambda place: place.name):
-                    if place.path not in opened:
-                        opened[place.path] = stack.enter_context(open(place.path, "rb", buffering=0))
-                    shape = ",".join(map(str, place.ne)).encode()
-                    digest.update(b"%s\0%d\0%s\0%d\0" % (place.name, place.kind, shape, place.size))
-                    for start, size in place.samples():
-                        opened[place.path].seek(start)
-                        digest.update(opened[place.path].read(size))
-        except OSError as error:
-            raise ModelFileError("model", f"cannot read {self.path}: {error.strerror or error}") from error
-        return digest.hexdigest()
-
-    def _metadata_of_content(self) -> bytes:
-        """The keys of the first file that copies of a model share, in order, as a GGUF without tensors."""
-        ctx = self._c.gguf_init_empty()
-        self._c.gguf_set_kv(ctx, self._ctx)
-        for key in self.keys():
-            if key.startswith(NOT_CONTENT):
-                self._c.gguf_remove_key(ctx, key.encode())
-        return _metadata(ctx, {})
-
-    def _places(self) -> Iterator[_Place]:
-        """Where all tensors of all files are."""
-        c = self._c
-        for ctx, path in zip(self._opened, self.files, strict=True):
-            start = c.gguf_get_data_offset(ctx)
-            for i in range(c.gguf_get_n_tensors(ctx)):
-                name, kind = c.gguf_get_tensor_name(ctx, i), c.gguf_get_tensor_type(ctx, i)
-                offset, size = start + c.gguf_get_tensor_offset(ctx, i), c.gguf_get_tensor_size(ctx, i)
-                yield _Place(name, kind, tuple(c.gguf_get_tensor_ne(ctx, i)[:4]), path, offset, size)
+        digest = ctypes.create_string_buffer(65)
+        if not load().subkv_model_content(os.fsencode(self.path), digest):
+            raise ModelFileError("model", last_error())
+        return digest.value.decode()
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""

@@ -1,0 +1,83 @@
+"""`subkv env`: the variables that `subkv run` sets, for shells, services and containers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from runtime import options
+from runtime.launch.environment import Asked, asked_options, cache_variables, library_variables
+from subkv.base.command import command
+from subkv.base.errors import SubkvError, concerning
+
+
+def _sh(name: str, value: str) -> str:
+    quoted = value.replace("'", "'\\''")
+    return f"export {name}='{quoted}'"
+
+
+def _fish(name: str, value: str) -> str:
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"set -gx {name} '{quoted}'"
+
+
+def _check(name: str, value: str) -> None:
+    """Refuse what a file of one variable per line cannot say. Raises SubkvError about `form`."""
+    if any(character < " " or character == "\x7f" for character in value):
+        found = f"expected a value without line ends and control characters, found {value!r}"
+        raise SubkvError("form", f"{name}: {found}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SubkvError("form", f"{name}: expected a value in UTF-8, found {os.fsencode(value)!r}") from error
+
+
+def _systemd(name: str, value: str) -> str:
+    _check(name, value)
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'Environment="{name}={quoted}"'
+
+
+def _docker(name: str, value: str) -> str:
+    _check(name, value)
+    return f"{name}={value}"
+
+
+LINES: dict[str, Callable[[str, str], str]] = {"sh": _sh, "fish": _fish, "systemd": _systemd, "docker": _docker}
+
+
+def written(variables: dict[str, str], form: str) -> bytes:
+    """The variables in a format: a name of LINES, or json. Raises SubkvError about `form`."""
+    if form == "json":
+        return json.dumps(variables, indent=2).encode()
+    return os.fsencode("\n".join(LINES[form](name, value) for name, value in variables.items()))
+
+
+@command()
+@options.model_option(required=False, text="model file (GGUF) whose bases are found, or made of its weights")
+@asked_options
+@click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="whose syntax")
+def main(model: str | None, asked: Asked, form: str) -> None:
+    """Print the variables that have programs keep coefficients: eval "$(subkv env -m model.gguf)".
+
+    For services and containers (systemd, docker) the file with the bases is named, as these have a cache folder of
+    their own.
+    """
+    from subkv.native.library import lib_dir  # native libraries: not for a --help
+
+    apart = form in ("systemd", "docker")
+    models = [Path(model)] if model else []
+    with concerning(model_path="model", kv_cache="model"):
+        variables, told = cache_variables(models, asked, fixed=apart)
+    found = library_variables(lib_dir(), {} if apart else os.environ) | variables
+    for line in told or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE makes those of one"]:
+        options.note(line)
+    click.echo(written(found, form))
+
+
+if __name__ == "__main__":
+    main()

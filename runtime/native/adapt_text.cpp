@@ -1,0 +1,124 @@
+// adapt_text.cpp: see adapt_text.h.
+#include "adapt_text.h"
+
+#include "error.h"
+#include "layout_keys.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <iterator>
+#include <sstream>
+
+namespace subkv {
+
+namespace {
+
+// The cheapest choice with most of the gain (converter/NOTES.md).
+constexpr subkv_adapt_params DEFAULTS = {
+    /*kind =*/0,     /*rank =*/0,       /*rows =*/0,   /*decay =*/1.0f, /*rate =*/0.05f, /*block =*/32,
+    /*length =*/512,
+    /*warm =*/1024,  /*max_chunks =*/1, /*tau =*/1.0f, /*gain =*/0.9f,  /*reuse =*/1,    /*merge =*/0,
+};
+
+constexpr const char * KINDS[] = { "covariance", "fd", "oja" };
+
+struct Field {
+    const char * name;
+    int32_t subkv_adapt_params::* whole;  // nullptr: a fraction
+    float subkv_adapt_params::* fraction; // nullptr: a whole number
+};
+
+constexpr Field FIELDS[] = {
+    { "rank", &subkv_adapt_params::rank, nullptr },   { "rows", &subkv_adapt_params::rows, nullptr },
+    { "decay", nullptr, &subkv_adapt_params::decay }, { "rate", nullptr, &subkv_adapt_params::rate },
+    { "block", &subkv_adapt_params::block, nullptr }, { "length", &subkv_adapt_params::length, nullptr },
+    { "warm", &subkv_adapt_params::warm, nullptr },   { "max_chunks", &subkv_adapt_params::max_chunks, nullptr },
+    { "tau", nullptr, &subkv_adapt_params::tau },     { "gain", nullptr, &subkv_adapt_params::gain },
+    { "reuse", &subkv_adapt_params::reuse, nullptr }, { "merge", &subkv_adapt_params::merge, nullptr },
+};
+
+std::string quoted(const std::string & text) {
+    return "'" + shortened(text) + "'";
+}
+
+int32_t kind_of(const std::string & value) {
+    for (size_t i = 0; i < std::size(KINDS); ++i) {
+        if (value == KINDS[i]) {
+            return (int32_t) i;
+        }
+    }
+    refuse("adapt: kind", "one of covariance, fd, oja", quoted(value));
+}
+
+void set(subkv_adapt_params & params, const std::string & name, const std::string & value) {
+    if (name == "kind") {
+        params.kind = kind_of(value);
+        return;
+    }
+    for (const auto & field : FIELDS) {
+        if (name != field.name) {
+            continue;
+        }
+        char * end = nullptr;
+        errno      = 0;
+        if (field.whole) {
+            const long number   = std::strtol(value.c_str(), &end, 10);
+            params.*field.whole = (int32_t) number;
+            if (number != params.*field.whole) {
+                errno = ERANGE;
+            }
+        } else {
+            params.*field.fraction = std::strtof(value.c_str(), &end);
+        }
+        if (value.empty() || *end || errno != 0) {
+            refuse("adapt: " + name, "a number", quoted(value));
+        }
+        return;
+    }
+    std::string names = "kind";
+    for (const auto & field : FIELDS) {
+        names += std::string(", ") + field.name;
+    }
+    refuse("adapt", "one of " + names, quoted(name));
+}
+
+} // namespace
+
+void parse_adapt(const std::string & text, subkv_cache_params & params) {
+    std::istringstream fields(text);
+    std::string        field;
+    std::getline(fields, field, ',');
+    params.adaptive = DEFAULTS;
+    params.adapt    = field == "k" ? 1 : field == "v" ? 2 : field == "kv" ? 3 : 0;
+    if (text == "none") {
+        return;
+    }
+    if (params.adapt == 0) {
+        refuse("adapt", "k, v or kv", quoted(field));
+    }
+    auto & given = params.adaptive;
+    while (std::getline(fields, field, ',')) {
+        const size_t      equals = field.find('=');
+        const std::string name   = field.substr(0, equals);
+        set(given, name, equals == std::string::npos ? "" : field.substr(equals + 1));
+        // Only the defaults may switch a trigger off: a user who names one wants it.
+        if (name == "tau" && !(given.tau > 0.0f && given.tau < 1.0f)) {
+            refuse("adapt: tau", "a relative residual between 0 and 1", number(given.tau));
+        }
+        if (name == "length" && given.length < 1) {
+            refuse("adapt: length", "at least 1 token", std::to_string(given.length));
+        }
+    }
+}
+
+} // namespace subkv
+
+extern "C" bool subkv_adapt_parse(const char * text, subkv_cache_params * params) {
+    try {
+        subkv::parse_adapt(text ? text : "", *params);
+        return true;
+    } catch (const subkv::Invalid & e) {
+        subkv::set_error("%s", e.why.c_str());
+        return false;
+    }
+}

@@ -1,0 +1,187 @@
+// automatic.cpp: see automatic.h.
+#include "automatic.h"
+
+#include "adapt_text.h"
+#include "cache.h"
+#include "error.h"
+#include "layout_keys.h"
+#include "model_file.h"
+#include "request.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+
+namespace subkv {
+
+namespace {
+
+const char * set_variable(const char * name) {
+    const char * value = std::getenv(name);
+    return value && *value ? value : nullptr;
+}
+
+int32_t number_of(const char * name, int32_t most) {
+    const char * text = set_variable(name);
+    if (!text) {
+        return -1;
+    }
+    char * end        = nullptr;
+    errno             = 0;
+    const long number = std::strtol(text, &end, 10);
+    if (*end || errno != 0 || number < 0 || number > most) {
+        refuse(name, "a number from 0 to " + std::to_string(most), "'" + shortened(text) + "'");
+    }
+    return (int32_t) number;
+}
+
+// What the other variables say of a cache with these bases.
+subkv_cache_params params_of(const Layout & layout) {
+    subkv_cache_params params = { -1, -1, -1, 0, {} };
+    params.n_sink             = number_of("SUBKV_SINK", MAX_SINK);
+    params.n_recent           = number_of("SUBKV_RECENT", MAX_RECENT);
+    params.n_rollback         = number_of("SUBKV_ROLLBACK", MAX_RECENT);
+    const char * adapt        = set_variable("SUBKV_ADAPT");
+    const auto   text         = adapt ? std::string(adapt) : layout.adapt;
+    if (!text.empty()) {
+        try {
+            parse_adapt(text, params);
+        } catch (const Invalid & e) {
+            throw Invalid{ (adapt ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.why };
+        }
+    }
+    return params;
+}
+
+bool carries_bases(const std::string & model) {
+    std::string err;
+    const int   present = layout_present(model.c_str(), err);
+    if (present < 0) {
+        throw Invalid{ err };
+    }
+    return present > 0;
+}
+
+// The file with the bases that a model has, "": none.
+std::string found_for(const std::string & model) {
+    if (model.empty()) { // loaded from a stream or from memory
+        return "";
+    }
+    if (carries_bases(model)) {
+        return model;
+    }
+    std::error_code   error;
+    const std::string beside = sidecar_beside(model);
+    const bool        near   = std::filesystem::exists(std::filesystem::u8path(beside), error);
+    const std::string store  = sidecar_store();
+    if (!near && (store.empty() || !std::filesystem::exists(std::filesystem::u8path(store), error))) {
+        return "";
+    }
+    const std::string content = model_content(model);
+    std::string       found   = near ? beside : stored_sidecar(content, CALIBRATED);
+    if (found.empty()) {
+        found = stored_sidecar(content, FROM_WEIGHTS);
+    }
+    if (!found.empty()) {
+        check_sidecar(found, content);
+    }
+    return found;
+}
+
+std::shared_ptr<const Layout> layout_of(const std::string & path) {
+    std::string err;
+    auto        layout = load_layout(path.c_str(), err);
+    if (!layout) {
+        throw Invalid{ err };
+    }
+    return layout;
+}
+
+std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
+    if (!desc.no_alloc) {
+        llama_subkv_log("ordinary " + std::string(ggml_type_name(desc.type_k)) + " K/V cache: " + why);
+    }
+    return nullptr;
+}
+
+bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
+    return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
+}
+
+// SUBKV names one file, and a program may open several models: once a context has used the file, it is known to belong
+// to another model than those that it does not fit.
+std::atomic<bool> file_used{ false };
+
+void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
+    size_t rows = 0;
+    for (const auto & layer : desc.layers) {
+        rows += cache.row_bytes(layer.il, false) + cache.row_bytes(layer.il, true);
+    }
+    subkv_stats stats;
+    cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);
+    char line[160];
+    std::snprintf(line, sizeof(line),
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers: ", (double) stats.bpe,
+                  (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20), (double) stats.bytes_f16 / (1 << 20),
+                  stats.n_layer_coded);
+    llama_subkv_log(line + file);
+}
+
+std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string & asked) {
+    const bool        by_name = asked != "auto";
+    const std::string file    = by_name ? asked : found_for(desc.model_path);
+    if (file.empty()) {
+        return ordinary(desc, "no bases for this model; `subkv convert " +
+                                  (desc.model_path.empty() ? "MODEL" : desc.model_path) + "` derives them");
+    }
+    const auto layout = layout_of(file);
+    // A wrong file is the user's mistake; another model than the one that the file belongs to is a second context.
+    const std::string misfit = Cache::misfit(*layout, desc);
+    const bool        second = by_name && (file_used || desc.no_alloc);
+    if (!misfit.empty() && second) {
+        return ordinary(desc, file + " belongs to another model");
+    }
+    if (!by_name || second) {
+        if (!desc.unsupported.empty()) {
+            return ordinary(desc, "coefficients are not supported because " + desc.unsupported);
+        }
+        if (!has_coded_layer(*layout, desc)) {
+            return ordinary(desc, "this context holds none of the layers of " + file);
+        }
+    }
+    if (!by_name && (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16)) {
+        return ordinary(desc, "its type was requested; SUBKV=auto replaces f16");
+    }
+    const CacheRequest request(layout, params_of(*layout));
+    auto               cache = std::make_shared<Cache>(desc, layout, request.params, request.adapt, nullptr, nullptr);
+    if (!desc.no_alloc) {
+        file_used = true;
+        report(desc, *cache, file);
+    }
+    return cache;
+}
+
+} // namespace
+
+std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
+    const char * asked = set_variable("SUBKV");
+    if (!asked || std::strcmp(asked, "off") == 0) {
+        return nullptr;
+    }
+    std::string why;
+    try {
+        return cache_asked(desc, asked);
+    } catch (const Invalid & e) {
+        why = e.why;
+    } catch (const std::exception & e) {
+        why = e.what();
+    }
+    fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", asked, why.c_str());
+}
+
+} // namespace subkv

@@ -1,0 +1,251 @@
+// model_file.cpp: see model_file.h.
+#include "model_file.h"
+
+#include "error.h"
+#include "layout_keys.h"
+#include "llama.h"
+#include "sha256.h"
+#include "subkv.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+
+#if !defined(_WIN32)
+#    include <pwd.h>
+#    include <unistd.h>
+#endif
+
+namespace subkv {
+
+namespace {
+
+constexpr uint64_t SAMPLE         = 4096; // bytes
+constexpr size_t   DIGITS         = 12;   // of a content digest, in a file's name
+constexpr size_t   MAX_PATH_BYTES = 4096;
+
+struct FileClose {
+    void operator()(FILE * file) const { std::fclose(file); }
+};
+
+using File = std::unique_ptr<FILE, FileClose>;
+
+int seek(FILE * file, uint64_t offset) {
+#if defined(_WIN32)
+    return _fseeki64(file, (int64_t) offset, SEEK_SET);
+#else
+    return fseeko(file, (off_t) offset, SEEK_SET);
+#endif
+}
+
+// An unsigned 16-bit key, as split files have; `otherwise` when it is absent or of another type.
+uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
+    const int64_t i = gguf_find_key(ctx, key);
+    return i >= 0 && gguf_get_kv_type(ctx, i) == GGUF_TYPE_UINT16 ? gguf_get_val_u16(ctx, i) : otherwise;
+}
+
+// The keys that copies of a model share, in order, as a GGUF without tensors.
+std::vector<uint8_t> shared_metadata(const gguf_context * ctx) {
+    const Gguf copy(gguf_init_empty());
+    gguf_set_kv(copy.get(), ctx);
+    for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
+        const char * key = gguf_get_key(ctx, i);
+        if (is_ours(key) || std::strncmp(key, "split.", 6) == 0) {
+            gguf_remove_key(copy.get(), key);
+        }
+    }
+    std::vector<uint8_t> bytes(gguf_get_meta_size(copy.get()));
+    gguf_get_meta_data(copy.get(), bytes.data());
+    return bytes;
+}
+
+// Does `text` end in `tail`? digits: a 0 of `tail` stands for any digit.
+bool ends(const std::string & text, const std::string & tail, bool digits) {
+    const auto same = [&](char of_tail, char c) {
+        return digits && of_tail == '0' ? c >= '0' && c <= '9' : of_tail == c;
+    };
+    return text.size() >= tail.size() &&
+           std::equal(tail.begin(), tail.end(), text.end() - (std::ptrdiff_t) tail.size(), same);
+}
+
+struct Tensor {
+    std::string name;
+    std::string head; // what the digest takes before its samples
+    size_t      file; // index of the file that holds it
+    uint64_t    offset;
+    uint64_t    size;
+};
+
+Tensor describe(const gguf_context * ctx, int64_t i, size_t file) {
+    const int64_t *   ne   = gguf_get_tensor_ne(ctx, i);
+    const uint64_t    size = gguf_get_tensor_size(ctx, i);
+    const std::string name = gguf_get_tensor_name(ctx, i);
+    std::string       head = name;
+    const auto        add  = [&](const std::string & field) { head.append(1, '\0').append(field); };
+    add(std::to_string((int) gguf_get_tensor_type(ctx, i)));
+    add(std::to_string(ne[0]) + "," + std::to_string(ne[1]) + "," + std::to_string(ne[2]) + "," +
+        std::to_string(ne[3]));
+    add(std::to_string(size));
+    add("");
+    return { name, head, file, gguf_get_data_offset(ctx) + gguf_get_tensor_offset(ctx, i), size };
+}
+
+void add_sample(Sha256 & digest, FILE * file, const std::string & path, uint64_t offset, uint64_t size) {
+    std::array<uint8_t, 3 * SAMPLE> bytes;
+    if (seek(file, offset) != 0 || std::fread(bytes.data(), 1, (size_t) size, file) != size) {
+        refuse(path, "a readable GGUF file", "an error at byte " + std::to_string(offset));
+    }
+    digest.update(bytes.data(), (size_t) size);
+}
+
+std::string home() {
+#if defined(_WIN32)
+    const char * folder = std::getenv("USERPROFILE");
+    return folder ? folder : "";
+#else
+    if (const char * folder = std::getenv("HOME")) {
+        return folder;
+    }
+    const passwd * user = getpwuid(getuid());
+    return user && user->pw_dir ? user->pw_dir : "";
+#endif
+}
+
+} // namespace
+
+std::vector<std::string> model_files(const std::string & path) {
+    const Gguf     first  = open_gguf(path.c_str());
+    const uint16_t number = u16(first.get(), "split.no", 0);
+    const uint16_t count  = u16(first.get(), "split.count", 1);
+    if (count <= 1) {
+        return { path };
+    }
+    std::string prefix(MAX_PATH_BYTES, '\0');
+    if (path.size() >= MAX_PATH_BYTES ||
+        llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), number, count) <= 0) {
+        refuse(path, "the name of file " + std::to_string(number + 1) + " of " + std::to_string(count), "another name");
+    }
+    if (number != 0) {
+        refuse(path, "the first file of a split model", "file " + std::to_string(number + 1));
+    }
+    std::vector<std::string> files;
+    for (int i = 0; i < count; ++i) {
+        std::string file(MAX_PATH_BYTES, '\0');
+        llama_split_path(file.data(), file.size(), prefix.c_str(), i, count);
+        files.emplace_back(file.c_str());
+    }
+    return files;
+}
+
+std::string model_content(const std::string & path) {
+    const auto          files = model_files(path);
+    std::vector<Tensor> tensors;
+    Sha256              digest;
+    for (size_t f = 0; f < files.size(); ++f) {
+        const Gguf ctx = open_gguf(files[f].c_str());
+        if (f == 0) {
+            const auto metadata = shared_metadata(ctx.get());
+            digest.update(metadata.data(), metadata.size());
+        }
+        for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
+            tensors.push_back(describe(ctx.get(), i, f));
+        }
+    }
+    std::stable_sort(tensors.begin(), tensors.end(), [](auto & a, auto & b) { return a.name < b.name; });
+    std::vector<File> opened;
+    for (const auto & file : files) {
+        opened.emplace_back(ggml_fopen(file.c_str(), "rb"));
+        if (!opened.back()) {
+            refuse(file, "a readable GGUF file", std::strerror(errno));
+        }
+    }
+    for (const auto & t : tensors) {
+        digest.update(t.head.data(), t.head.size());
+        const auto sample = [&](uint64_t start, uint64_t size) {
+            add_sample(digest, opened[t.file].get(), files[t.file], t.offset + start, size);
+        };
+        if (t.size <= 3 * SAMPLE) {
+            sample(0, t.size);
+            continue;
+        }
+        const uint64_t last = t.size - SAMPLE;
+        for (const uint64_t start : { (uint64_t) 0, last / 2, last }) {
+            sample(start, SAMPLE);
+        }
+    }
+    return digest.hex();
+}
+
+std::string sidecar_beside(const std::string & model) {
+    const auto  path = std::filesystem::u8path(model);
+    std::string stem = path.filename().u8string();
+    if (ends(stem, ".gguf", false)) {
+        stem.resize(stem.size() - 5);
+        if (ends(stem, "-00000-of-00000", true)) {
+            stem.resize(stem.size() - 15);
+        }
+    }
+    return (path.parent_path() / std::filesystem::u8path(stem + ".subkv-sidecar.gguf")).u8string();
+}
+
+std::string sidecar_store() {
+    const char * base   = std::getenv("XDG_CACHE_HOME");
+    auto         folder = std::filesystem::u8path(base ? base : "");
+    if (!folder.is_absolute()) {
+        folder = std::filesystem::u8path(home());
+        if (folder.empty()) {
+            return "";
+        }
+        folder /= ".cache";
+    }
+    return (folder / "subkv" / "sidecars").u8string();
+}
+
+std::string stored_sidecar(const std::string & content, const std::string & ending) {
+    const std::string store = sidecar_store();
+    const std::string tail  = "-" + content.substr(0, DIGITS) + ending;
+    std::error_code   error;
+    std::string       found;
+    if (store.empty() || !std::filesystem::exists(std::filesystem::u8path(store), error)) {
+        return found;
+    }
+    auto entries = std::filesystem::directory_iterator(std::filesystem::u8path(store), error);
+    for (const auto end = std::filesystem::directory_iterator(); !error && entries != end; entries.increment(error)) {
+        const std::string name = entries->path().filename().u8string();
+        if (ends(name, tail, false) && (found.empty() || name < found)) {
+            found = name;
+        }
+    }
+    if (error) {
+        refuse(store, "a readable folder", error.message());
+    }
+    return found.empty() ? found : (std::filesystem::u8path(store) / std::filesystem::u8path(found)).u8string();
+}
+
+void check_sidecar(const std::string & path, const std::string & content) {
+    const Gguf        file  = open_gguf(path.c_str());
+    const std::string found = Keys(file.get()).optional_str("subkv.base.content");
+    if (found != content) {
+        refuse(path, "a sidecar of this model",
+               found.empty() ? "one that does not say which model it belongs to" : "one of another model");
+    }
+}
+
+} // namespace subkv
+
+extern "C" bool subkv_model_content(const char * path, char out[65]) {
+    try {
+        std::memcpy(out, subkv::model_content(path).c_str(), 65);
+        return true;
+    } catch (const subkv::Invalid & e) {
+        subkv::set_error("%s", e.why.c_str());
+    } catch (const std::exception & e) {
+        subkv::set_error("model: %s", e.what());
+    }
+    return false;
+}

@@ -1,0 +1,414 @@
+"""`subkv run`: bases, environment, the program in its place; `subkv env`: the same variables, for others to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hub
+import pytest
+from click.testing import CliRunner, Result
+
+from runtime import cli
+from runtime.launch import env
+from runtime.launch.environment import LIBRARY_PATH
+from subkv.base.errors import SubkvError
+from subkv.format import store
+from subkv.native.library import lib_dir
+
+Models = Callable[..., Path]
+REPO = Path(__file__).resolve().parents[2]
+SHOWS = """#!/usr/bin/env python3
+import json, os, sys
+print(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read()}))
+sys.exit(7)
+"""
+WAITS = """#!/usr/bin/env python3
+import signal, sys, time
+def said(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    sys.exit(40 + number)
+for name in ("SIGINT", "SIGTERM"):
+    signal.signal(getattr(signal, name), said)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def model(tiny_model: Models, tmp_path: Path) -> Path:
+    return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+
+
+@pytest.fixture
+def shows(tmp_path: Path) -> Path:
+    """A program with a name of llama.cpp's that prints what it was given, and exits with 7."""
+    return script(tmp_path / "llama-shows", SHOWS)
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def command(*arguments: Any) -> list[str]:
+    return [sys.executable, "-m", "runtime.cli", "run", *map(str, arguments)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LLAMA", "SUBKV_R", LIBRARY_PATH))
+    }
+    return {**clean, "PYTHONPATH": path, "PYTHONUTF8": "1", **more}
+
+
+def run(*arguments: Any, stdin: str = "", **more: str) -> tuple[dict[str, Any], str]:
+    """What the program was given, and what `subkv run` said."""
+    process = subprocess.Popen(
+        command(*arguments),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+    )
+    out, said = process.communicate(stdin, timeout=120)
+    assert process.returncode == 7, said
+    shown: dict[str, Any] = json.loads(out)
+    if sys.platform != "win32":
+        assert shown["pid"] == process.pid  # in its place
+    return shown, said
+
+
+def refused(*arguments: Any, **more: str) -> str:
+    """The one sentence that `subkv run` says and no program runs."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(**more), check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    return done.stderr
+
+
+#
+# the program
+#
+
+
+def test_the_program_gets_what_was_given(model: Path, shows: Path) -> None:
+    given = ["-m", model, "", "a b", "--help", "--", "-c", "*", "ü"]
+    shown, said = run(
+        shows, *given, "-ctk", "subkv", stdin="a text\n", LLAMA_ARG_CACHE_TYPE_V="subkv", OTHER="as it is"
+    )
+    assert shown["argv"] == [str(word) for word in given]
+    assert shown["stdin"] == "a text\n"
+    assert "LLAMA_ARG_CACHE_TYPE_V" not in shown["env"] and shown["env"]["OTHER"] == "as it is"
+    assert said.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals: Windows has others")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signals_are_the_programs(tmp_path: Path, name: str) -> None:
+    waits = script(tmp_path / "waits", WAITS)
+    process = subprocess.Popen(
+        command(waits), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(getattr(signal, name))
+    assert process.communicate(timeout=60)[0] == f"got {name}\n"
+    assert process.returncode == 40 + getattr(signal, name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals: Windows has others")
+def test_signals_that_python_ignores_are_not_ignored() -> None:
+    dies = "kill -PIPE $$; echo alive"
+    done = subprocess.run(command("sh", "-c", dies), stdout=subprocess.PIPE, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGPIPE, b"")
+
+
+def test_programs_that_cannot_run(tmp_path: Path) -> None:
+    assert refused("no-such-program") == "expected a program that can be executed, found no no-such-program\n"
+    assert "found no llama-none; in a clone of subkv, CMAKE_ARGS=" in refused("llama-none")
+    script(tmp_path / "broken", "#!/no/such/interpreter\n")
+    broken = subprocess.run(
+        command(tmp_path / "broken"), capture_output=True, text=True, env=environment(), check=False
+    )
+    assert broken.returncode == 1
+    assert broken.stderr.splitlines()[-1] == f"cannot run {tmp_path}/broken: No such file or directory"
+    done = subprocess.run(command(), capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 2 and "Missing argument 'PROGRAM'" in done.stderr
+
+
+#
+# the cache
+#
+
+
+def test_bases_of_the_weights_are_made_where_the_library_finds_them(model: Path, shows: Path) -> None:
+    shown, said = run(shows, "-m", model)
+    (made,) = store.folder().iterdir()
+    assert made.name.endswith(".weights.gguf")
+    assert said.startswith("bases: from the weights alone, ") and "bits per element" in said
+    assert shown["env"]["SUBKV"] == "auto"
+    before = made.stat().st_mtime_ns
+    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # asked for by name: this file, or no context
+    assert shown["env"]["SUBKV"] == str(made)
+    assert made.stat().st_mtime_ns == before
+
+
+def test_libraries_are_found(shows: Path) -> None:
+    shown, _ = run(shows, **{LIBRARY_PATH: "/a:/b"})
+    assert shown["env"]["LLAMA_CPP_LIB_PATH"] == str(lib_dir())
+    assert shown["env"][LIBRARY_PATH] == f"{lib_dir()}:/a:/b"
+    again = {name: shown["env"][name] for name in (LIBRARY_PATH, "LLAMA_CPP_LIB_PATH")}
+    shown, _ = run(shows, **again, SUBKV="off")
+    assert shown["env"][LIBRARY_PATH] == f"{lib_dir()}:/a:/b"
+    assert shown["env"]["SUBKV"] == "auto"
+
+
+def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: Path, tmp_path: Path) -> None:
+    coded = coded_model()
+    shown, said = run(shows, "-m", coded)
+    assert shown["env"]["SUBKV"] == "auto"
+    assert said.startswith(f"bases: of {coded}, ") and "bits per element at" in said
+    shown, said = run("--bases", coded, shows, "-m", model)
+    assert shown["env"]["SUBKV"] == str(coded)
+    assert not store.folder().exists()
+    shown, said = run("--bases", os.path.relpath(coded), shows)
+    assert shown["env"]["SUBKV"] == str(coded)
+    assert (
+        refused("--bases", model, shows)
+        == f"--bases: expected subkv.* keys (a converted model or a sidecar), found none in {model}\n"
+    )
+    assert refused("--bases", tmp_path / "none.gguf", shows).startswith("--bases: expected a GGUF file, found no file")
+
+
+def test_an_ordinary_cache(shows: Path, model: Path) -> None:
+    shown, said = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0")
+    assert shown["env"]["SUBKV"] == "off" and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
+    assert said == "KV cache: q8_0/q4_0, as the arguments say\n"
+    assert not store.folder().exists()
+    said = refused("--n-recent", 64, shows, "-ctk", "q8_0")
+    assert said == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
+    assert refused("--adapt", "v", shows, "-ctv", "q8_0").startswith("--adapt: expected a coefficient cache")
+    assert refused(shows, "-ctk", "subkv", "-ctv", "f16") == (
+        "-ctv: expected the same cache for K and V with 'subkv', found 'f16'\n"
+    )
+
+
+def test_window_and_adaptation(shows: Path) -> None:
+    shown, _ = run("--n-sink", 0, "--n-recent", 64, "--n-rollback", 8, "--adapt", "v,length=256", shows)
+    got = {name: value for name, value in shown["env"].items() if name.startswith("SUBKV_")}
+    got.pop("SUBKV_LIB_PATH", None)
+    got.pop("SUBKV_CACHE", None)
+    expected = {"SUBKV_SINK": "0", "SUBKV_RECENT": "64", "SUBKV_ROLLBACK": "8", "SUBKV_ADAPT": "v,length=256"}
+    assert got == expected
+    shown, _ = run("--adapt", "none", shows, SUBKV_RECENT="32")
+    assert (shown["env"]["SUBKV_ADAPT"], shown["env"]["SUBKV_RECENT"]) == ("none", "32")
+    assert refused("--adapt", "sideways", shows) == "--adapt: expected k, v or kv, found 'sideways'\n"
+    assert refused("--n-sink", 5000, shows) == "--n-sink: expected 0 to 4096 tokens, found 5000\n"
+
+
+def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, tmp_path: Path) -> None:
+    assert refused(shows, "-m", tmp_path / "none.gguf").startswith("-m: expected a GGUF file, found no file")
+    mamba = tiny_model("mamba")
+    shown, said = run(shows, "-m", mamba)
+    assert said.startswith(f"KV cache: f16, as no bases can be made for {mamba}: ") and said.count("\n") == 1
+    assert "choose" not in said and "use an ordinary cache" not in said
+    assert shown["env"]["SUBKV"] == "auto"
+    assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
+    shutil.copy(model, store.beside(model))  # what is beside a model has to be its sidecar
+    assert refused(shows, "-m", model).startswith(
+        f"--bases: expected a sidecar of this version in {store.beside(model)}"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="rights of folders: Windows has others")
+def test_a_cache_folder_that_cannot_be_written(shows: Path, model: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    said = refused(shows, "-m", model, XDG_CACHE_HOME=str(blocked))
+    assert said.startswith(
+        f"XDG_CACHE_HOME: expected a folder in which the bases of {model} can be kept, found {blocked}"
+    )
+
+
+def test_a_program_without_a_model(shows: Path) -> None:
+    for given, why in (
+        ([], "the arguments name no model; `subkv run --prepare FILE "),
+        (["--models-dir", "models"], "chooses models itself; `subkv run --prepare DIR "),
+        (["-mu", "https://example.com/a.gguf"], "the model comes from an address; `subkv run --prepare FILE "),
+    ):
+        shown, said = run(shows, *given)
+        assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == given
+        assert said.startswith("KV cache: subkv for every model that has bases, f16 for others, as ") and why in said
+        assert said.count("\n") == 1
+
+
+def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    (folder / "deep").mkdir(parents=True)
+    shutil.copy(model, folder / "a.gguf")
+    shutil.copy(tiny_model("qwen2"), folder / "deep" / "b.gguf")
+    shutil.copy(tiny_model("mamba"), folder / "c.gguf")
+    for name in ("mmproj-a.gguf", "a.subkv-sidecar.gguf", "b-00002-of-00002.gguf", "text.txt"):
+        (folder / name).write_bytes(b"GGUF")
+    (folder / "damaged.gguf").write_bytes(b"GGUF and nothing else")
+    os.rename(folder / "a.subkv-sidecar.gguf", folder / "x.subkv-sidecar.gguf")
+    shown, said = run("--prepare", folder, shows, "--models-dir", folder)
+    lines = said.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == ["a.gguf", "c.gguf", "damaged.gguf", "b.gguf"]
+    assert [line.split(": ")[1] for line in lines[:-1]] == ["bases", "KV cache", lines[2].split(": ")[1], "bases"]
+    assert len([path for path in store.folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
+    assert shown["env"]["SUBKV"] == "auto"
+    _, said = run("--prepare", model, shows)
+    assert said.startswith("m.gguf: bases: from the weights alone") and "--prepare" not in said
+    assert refused("--prepare", folder / "damaged.gguf", shows).startswith("--prepare: ")
+    (tmp_path / "empty").mkdir()
+    assert refused("--prepare", tmp_path / "empty", shows).startswith("--prepare: expected a folder with models (GGUF)")
+
+
+def test_several_models_of_llama_bench(model: Path, tiny_model: Models, tmp_path: Path) -> None:
+    bench = script(tmp_path / "llama-bench", SHOWS)
+    other = tiny_model("qwen2")
+    shown, said = run(bench, "-m", f"{model},{other}", "-ctk", "subkv")
+    assert [line.split(": ")[:2] for line in said.splitlines()] == [[model.name, "bases"], [other.name, "bases"]]
+    assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == ["-m", f"{model},{other}"]
+
+
+def test_a_split_model_is_its_first_file(tiny_model: Models, shows: Path, tmp_path: Path) -> None:
+    import tiny
+
+    first = tiny.build(tmp_path / "s.gguf", split_tensors=8)
+    shown, said = run(shows, "-m", first)
+    assert said.startswith("bases: from the weights alone")
+    later = sorted(tmp_path.glob("s-*.gguf"))[1]
+    assert refused(shows, "-m", later).startswith("-m: expected the first file of a split model")
+
+
+def test_a_model_of_the_hub(model: Path, shows: Path, tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="hub: package huggingface_hub is not installed")
+    with hub.serving({"me/a": {"a-Q4_0.gguf": model, "a-Q8_0.gguf": b"GGUF"}}) as served:
+        where = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hub")}
+        shown, said = run(shows, "-hf", "me/a:Q4_0", "-c", 64, **where)
+        assert said.splitlines()[-1].startswith("bases: from the weights alone")
+        flag, path, *rest = shown["argv"]
+        assert flag == "-m" and Path(path).read_bytes() == model.read_bytes() and rest == ["-c", "64"]
+        assert "-hf: expected quant Q2_K in me/a" in refused(shows, "-hf", "me/a:Q2_K", **where)
+
+
+#
+# env
+#
+
+
+def env_of(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli.main, ["env", *map(str, arguments)], prog_name="subkv")
+
+
+NAMES = [
+    "plain",
+    "a b",
+    "it's",
+    'a "quoted" one',
+    "back\\slash",
+    "$HOME `id` $(id)",
+    "new\nline",
+    "100% of %h",
+    "ü",
+    "#!",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: Path) -> None:
+    bases = tmp_path / name / "bases.gguf"
+    bases.parent.mkdir()
+    shutil.copy(coded_model(), bases)
+    result = env_of("--bases", bases, "--n-recent", 64)
+    assert result.exit_code == 0, result.output
+    shows = shlex.join([sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"])
+    read = subprocess.run(["sh", "-c", f'eval "$1"; {shows}', "sh", result.stdout], capture_output=True, check=True)
+    got = json.loads(read.stdout)
+    assert got["SUBKV"] == str(bases) and got["SUBKV_RECENT"] == "64" and got["LLAMA_CPP_LIB_PATH"] == str(lib_dir())
+    assert json.loads(env_of("--bases", bases, "--format", "json").stdout)["SUBKV"] == str(bases)
+    for form in ("systemd", "docker"):
+        result = env_of("--bases", bases, "--format", form)
+        if "\n" in name:
+            assert result.exit_code == 1 and result.stdout == ""
+            assert result.stderr.splitlines()[-1].startswith("--format: SUBKV: expected a value without line ends")
+        else:
+            (line,) = [line for line in result.stdout.splitlines() if "SUBKV=" in line]
+            assert (unit(line) if form == "systemd" else line) == f"SUBKV={bases}"
+
+
+def unit(line: str) -> str:
+    """What systemd takes from a line: C's escapes in quotes, %% for a percent sign."""
+    assert line.startswith('Environment="') and line.endswith('"')
+    inner, text = iter(line[len('Environment="') : -1]), ""
+    for character in inner:
+        assert character != '"'
+        if character in "\\%":
+            following = next(inner)
+            assert following in ('\\"' if character == "\\" else "%")
+            character = following
+        text += character
+    return text
+
+
+def test_fish_quotes() -> None:
+    got = env.written({"A": "it's a \\ and $HOME\n"}, "fish")
+    assert got == b"set -gx A 'it\\'s a \\\\ and $HOME\n'"
+    if shutil.which("fish"):
+        done = subprocess.run(["fish", "-c", f"{got.decode()}; printf %s $A"], capture_output=True, check=True)
+        assert done.stdout == b"it's a \\ and $HOME\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names of files: Windows has text only")
+def test_names_that_are_no_text() -> None:
+    value = os.fsdecode(b"/models/\xff.gguf")
+    assert env.written({"A": value}, "sh") == b"export A='/models/\xff.gguf'"
+    assert json.loads(env.written({"A": value}, "json")) == {"A": value}
+    for form in ("systemd", "docker"):
+        with pytest.raises(SubkvError, match=r"form: A: expected a value in UTF-8, found b'/models/\\xff.gguf'"):
+            env.written({"A": value}, form)
+
+
+def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIBRARY_PATH, "/before")
+    result = env_of("-m", model)
+    assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights alone")
+    (made,) = store.folder().iterdir()
+    assert result.stdout.splitlines() == [
+        f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",
+        f"export {LIBRARY_PATH}='{lib_dir()}:/before'",
+        "export SUBKV='auto'",
+    ]
+    # what runs elsewhere has another cache folder, and its own library path
+    result = env_of("-m", model, "--format", "docker")
+    assert result.stdout.splitlines() == [
+        f"LLAMA_CPP_LIB_PATH={lib_dir()}",
+        f"{LIBRARY_PATH}={lib_dir()}",
+        f"SUBKV={made}",
+    ]
+
+
+def test_env_without_a_model_and_refusals(model: Path, tmp_path: Path) -> None:
+    result = env_of()
+    assert result.exit_code == 0 and "export SUBKV='auto'" in result.stdout and result.stderr.count("\n") == 1
+    for given, sentence in (
+        (["-m", tmp_path / "none.gguf"], "-m: expected a GGUF file, found no file"),
+        (["--adapt", "x"], "--adapt: expected k, v or kv, found 'x'"),
+        (["--bases", model], "--bases: expected subkv.* keys"),
+    ):
+        result = env_of(*given)
+        assert result.exit_code == 1 and result.stdout == "" and result.stderr.startswith(sentence)
+    assert env_of("--format", "csh").exit_code == 2

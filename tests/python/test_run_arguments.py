@@ -1,0 +1,294 @@
+"""The command lines of llama.cpp's programs as `subkv run` reads them, and which file a program's name means."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.launch import programs
+from runtime.launch.arguments import Read, hub_models, of_llama_cpp, read
+from subkv.base import hub
+from subkv.base.errors import CacheError, SubkvError
+
+STOCK = ("f16", "q8_0", "q4_0")
+GET = "-DSUBKV_PROGRAMS=ON"
+
+
+def found(program: str, *arguments: str, **environment: str) -> Read:
+    return read(program, arguments, environment, STOCK)
+
+
+@pytest.mark.parametrize(
+    "name, theirs",
+    [
+        ("llama-server", True),
+        ("/opt/bin/llama-server", True),
+        ("C:\\tools\\llama-cli.exe", True),
+        ("llama", True),
+        ("llamafile", False),
+        ("python", False),
+        ("my-llama-server", False),
+    ],
+)
+def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
+    assert of_llama_cpp(name) is theirs
+
+
+#
+# cache types
+#
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["-ctk", "subkv"],
+        ["-ctv", "subkv"],
+        ["--cache-type-k", "subkv"],
+        ["--cache_type_k", "subkv"],
+        ["--cache-type-k=subkv"],
+        ["-ctk=subkv", "-ctv=subkv"],
+        ["-ctk", "q8_0", "-ctk", "subkv"],  # the last one counts
+        ["-ctk", "subkv", "--cache-type-v", "subkv"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("program", ["llama-server", "nice"])
+def test_subkv_is_taken_out(program: str, given: list[str]) -> None:
+    asked = found(program, "-c", "64", *given, "--port", "0")
+    assert asked.arguments == ("-c", "64", "--port", "0")
+    assert asked.strict and not asked.ordinary
+
+
+def test_auto_is_taken_out_and_is_no_order() -> None:
+    asked = found("llama-server", "-ctk", "auto", "-c", "64")
+    assert asked.arguments == ("-c", "64")
+    assert not asked.strict and not asked.ordinary
+
+
+@pytest.mark.parametrize("given", [["-ctk", "q8_0"], ["-ctv", "q8_0"], ["-ctk", "subkv", "-ctk", "f16"]], ids=" ".join)
+def test_ordinary_types_are_the_programs(given: list[str]) -> None:
+    asked = found("llama-server", *given, "-c", "64")
+    assert asked.arguments == (*given[-2:], "-c", "64")
+    assert asked.ordinary and not asked.strict
+
+
+def test_types_of_the_environment() -> None:
+    asked = found("llama-server", "-c", "64", LLAMA_ARG_CACHE_TYPE_K="subkv", LLAMA_ARG_CACHE_TYPE_V="subkv", A="b")
+    assert asked.strict and asked.environment == {"A": "b"}
+    asked = found("llama-server", LLAMA_ARG_CACHE_TYPE_K="q8_0")
+    assert asked.ordinary and asked.environment == {"LLAMA_ARG_CACHE_TYPE_K": "q8_0"}
+    asked = found("llama-server", "-ctk", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0")  # the flag goes first
+    assert asked.strict and asked.environment == {} and asked.arguments == ()
+    asked = found("llama-server", "-ctk", "q8_0", LLAMA_ARG_CACHE_TYPE_K="subkv")
+    assert asked.ordinary and asked.environment == {} and asked.arguments == ("-ctk", "q8_0")
+
+
+def test_types_that_do_not_go_together() -> None:
+    with pytest.raises(CacheError, match="type_v: expected the same cache for K and V with 'subkv', found 'q8_0'"):
+        found("llama-server", "-ctk", "subkv", "-ctv", "q8_0")
+    with pytest.raises(CacheError, match="type_v: expected the same cache for K and V with 'q8_0', found 'subkv'"):
+        found("llama-server", "-ctv", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0")
+    for given in (["-ctk", "f16,subkv"], ["-ctk", "f16", "-ctk", "subkv"]):
+        with pytest.raises(CacheError, match="type_k: expected subkv alone, .*, found f16,subkv"):
+            found("llama-bench", *given)
+
+
+def test_what_is_no_cache_type_stays() -> None:
+    for given in (("-ctk", "subkv2"), ("-ctk", "f16,subkv"), ("-ctk",), ("-p", "-ctk=none")):
+        asked = found("llama-server", *given)
+        assert asked.arguments == given
+        assert not asked.strict and not asked.ordinary
+    assert found("llama-bench", "-ctk", "f16,q8_0").ordinary
+
+
+#
+# models
+#
+
+
+def test_models_of_llama_cpps_programs() -> None:
+    def models(program: str, *arguments: str, **environment: str) -> list[str]:
+        return [str(path) for path in found(program, *arguments, **environment).models]
+
+    assert models("llama-server", "-m", "a.gguf", "-c", "64") == ["a.gguf"]
+    assert models("llama-server", "--model=a.gguf") == models("llama-server", "-m=a.gguf") == ["a.gguf"]
+    assert models("llama-server", "-m", "a.gguf", "-m", "b.gguf") == ["b.gguf"]
+    assert models("llama-server", "-m", "a,b.gguf") == ["a,b.gguf"]
+    assert models("llama-server", "-m") == models("llama-server", "-m", "") == []
+    assert models("llama-server", LLAMA_ARG_MODEL="a.gguf") == ["a.gguf"]
+    assert models("llama-server", "-m", "b.gguf", LLAMA_ARG_MODEL="a.gguf") == ["b.gguf"]
+    assert models("llama-bench", "-m", "a.gguf,b.gguf", "-m", "c.gguf") == ["a.gguf", "b.gguf", "c.gguf"]
+    assert models("llama", "bench", "-m", "a.gguf,b.gguf") == ["a.gguf", "b.gguf"]
+    # -m is the name of a download
+    assert models("llama-server", "-m", "a.gguf", "-mu", "https://example.com/a.gguf") == []
+
+
+def test_models_of_other_programs_are_files(tmp_path: Path) -> None:
+    model, text = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    model.write_bytes(b"GGUF....")
+    text.write_text("this is text")
+    asked = found("python", "-m", "llama_cpp.server", "--model", str(model), LLAMA_ARG_MODEL=str(model))
+    assert asked.models == (model,)
+    assert asked.arguments == ("-m", "llama_cpp.server", "--model", str(model))
+    for value in (str(text), str(tmp_path / "none.gguf"), str(tmp_path), "a\0b", ""):
+        assert found("python", "--model", value).models == ()
+
+
+def test_where_models_come_from() -> None:
+    assert found("llama-server", "-mu", "https://example.com/a.gguf").elsewhere
+    assert found("llama-server", "-dr", "ai/a").elsewhere
+    assert found("llama-server", "--models-dir", "models").folder == "models"
+    assert found("llama-server", LLAMA_ARG_MODELS_DIR="models").folder == "models"
+    assert found("llama-server", "-hf", "me/a:Q4_0", "-hff", "b.gguf").repos == ("me/a:Q4_0",)
+    assert found("llama-bench", "-hf", "me/a,me/b").repos == ("me/a", "me/b")
+    assert found("python", "-hf", "me/a").repos == ()
+
+
+def test_a_model_of_the_hub_becomes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "fetch", lambda repo, file: Path("/hub") / repo.replace(":", "-") / (file or "a.gguf"))
+
+    def got(program: str, *arguments: str, **environment: str) -> Read:
+        made = hub_models(found(program, *arguments, **environment))
+        assert made.repos == ()
+        return made
+
+    # -m is the name of a download
+    asked = got("llama-server", "-m", "gone", "-c", "8", "-hf", "me/a:Q4_0", "-np", "2", LLAMA_ARG_MODEL="gone", A="b")
+    assert asked.arguments == ("-c", "8", "-m", "/hub/me/a-Q4_0/a.gguf", "-np", "2")
+    assert asked.models == (Path("/hub/me/a-Q4_0/a.gguf"),) and asked.environment == {"A": "b"}
+    asked = got("llama-server", "-c", "8", "-hff", "b.gguf", "-hf=me/a", "-np", "2")
+    assert asked.arguments == ("-c", "8", "-m", "/hub/me/a/b.gguf", "-np", "2")
+    asked = got("llama-server", "-c", "8", LLAMA_ARG_HF_REPO="me/a", LLAMA_ARG_HF_FILE="b.gguf")
+    assert asked.arguments == ("-m", "/hub/me/a/b.gguf", "-c", "8") and asked.environment == {}
+    asked = got("llama-bench", "-m", "c.gguf", "-hf", "me/a,me/b")
+    assert asked.arguments == ("-m", "c.gguf", "-m", "/hub/me/a/a.gguf", "-m", "/hub/me/b/a.gguf")
+    assert [str(model) for model in asked.models] == ["c.gguf", "/hub/me/a/a.gguf", "/hub/me/b/a.gguf"]
+
+
+#
+# programs
+#
+
+
+def executable(path: Path, text: str | bytes = "#!/bin/sh\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(0o755)
+    return path
+
+
+def test_upstreams_programs_beside_our_libraries_come_first(tmp_path: Path) -> None:
+    libraries, folder = tmp_path / "lib", tmp_path / "path"
+    elsewhere = executable(folder / "llama-server")
+    other = executable(folder / "tool")
+    executable(libraries / "tool")  # only llama.cpp's programs are looked for there
+    assert programs.find("llama-server", libraries, str(folder)) == elsewhere
+    installed = executable(tmp_path / "bin" / "llama-server")
+    assert programs.find("llama-server", libraries, str(folder)) == installed
+    beside = executable(libraries / "llama-server")
+    assert programs.find("llama-server", libraries, str(folder)) == beside
+    assert programs.find(str(elsewhere), libraries, "") == elsewhere
+    assert programs.find("tool", libraries, str(folder)) == other
+
+
+def test_programs_that_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(
+        SubkvError, match="expected one of llama.cpp's programs in .*, found no llama-server; in a clone"
+    ) as at:
+        programs.find("llama-server", tmp_path, str(tmp_path))
+    assert GET in at.value.reason
+    (tmp_path / "llama-cli").write_text("not to be executed")
+    for name in ("tool", str(tmp_path / "llama-cli"), ""):
+        with pytest.raises(SubkvError, match=f"expected a program that can be executed, found no {name}"):
+            programs.find(name, tmp_path, str(tmp_path))
+
+
+def elf(*headers: tuple[int, bytes]) -> bytes:
+    """A 64-bit ELF file with these program headers: type and contents."""
+    at = 64 + 56 * len(headers)
+    head = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack(
+        "<HHIQQQIHHH", 2, 62, 1, 0, 64, 0, 0, 64, 56, len(headers)
+    )
+    table, data = b"", b""
+    for kind, contents in headers:
+        table += struct.pack("<IIQQQQQQ", kind, 4, at + len(data), 0, 0, len(contents), len(contents), 1)
+        data += contents
+    return head.ljust(64, b"\0") + table + data
+
+
+def test_dynamic_linkers(tmp_path: Path) -> None:
+    def of(contents: bytes) -> str | None:
+        return programs.linker(executable(tmp_path / "program", contents))
+
+    assert of(elf((1, b"code"), (3, b"/lib/ld-x.so.2\0"))) == "/lib/ld-x.so.2"
+    assert of(elf((1, b"code"))) == ""
+    assert of(b"#!/bin/sh\n" * 10) is None
+    assert of(b"") is None
+    whole = elf((1, b"code"), (3, b"/lib/ld-x.so.2\0"))
+    for n in range(len(whole)):
+        assert of(whole[:n]) in (None, "", *("/lib/ld-x.so.2"[:i] for i in range(15)))
+    with pytest.raises(ValueError, match="offset"):
+        of(whole[:32] + b"\xff" * 8 + whole[40:])
+    programs.check("llama-cli", tmp_path / "program", tmp_path / "lib", {})  # left to the system
+
+
+def test_programs_with_a_llama_cpp_of_their_own(tmp_path: Path) -> None:
+    def check(name: str, contents: bytes) -> None:
+        programs.check(name, executable(tmp_path / name, contents), tmp_path / "lib", os.environ)
+
+    static = elf((1, b"code"))
+    with pytest.raises(
+        SubkvError, match="expected a program that loads .*libllama.so, found .*llama-server, which"
+    ) as at:
+        check("llama-server", static)
+    assert "brings a llama.cpp of its own" in at.value.reason and GET in at.value.reason
+    check("tool", static)
+    check("llama-server", b"#!/bin/sh\n")
+    check("llama-server", elf((3, b"/lib/ld-musl-x86_64.so.1\0")))  # its linker cannot be asked
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("cc"), reason="a C compiler and Linux's linker: not here"
+)
+def test_programs_that_load_another_libllama(tmp_path: Path) -> None:
+    def build(path: Path, source: str, *flags: str | Path) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        command = ["cc", "-x", "c", "-", "-o", path, *flags]
+        subprocess.run(list(map(str, command)), input=source, text=True, check=True)
+        return path
+
+    ours, theirs = (
+        build(
+            tmp_path / name / "libllama.so",
+            "int llama(void) { return 0; }",
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libllama.so",
+        )
+        for name in ("ours", "theirs")
+    )
+    main = "int llama(void); int main(void) { return llama(); }"
+    search = {"LD_LIBRARY_PATH": str(ours.parent)}
+
+    def program(name: str, *flags: str) -> Path:
+        return build(tmp_path / name, main, "-x", "none", "-L", ours.parent, "-lllama", *flags)
+
+    for name in ("llama-tool", "tool"):
+        path = program(name)
+        programs.check(name, path, ours.parent, search)
+        programs.check(name, path, ours.parent, {})  # it finds none, and says so itself
+        path = program(name, "-Wl,--disable-new-dtags", f"-Wl,-rpath,{theirs.parent}")
+        with pytest.raises(SubkvError, match=f"which loads libllama.so from {theirs}") as at:
+            programs.check(name, path, ours.parent, search)
+        assert (GET in at.value.reason) == (name == "llama-tool")
+    plain = build(tmp_path / "plain", "int main(void) { return 0; }")
+    programs.check("plain", plain, ours.parent, search)
+    with pytest.raises(SubkvError, match="which brings a llama.cpp of its own"):
+        programs.check("llama-plain", plain, ours.parent, search)

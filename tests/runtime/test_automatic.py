@@ -1,0 +1,275 @@
+"""Caches that the environment asks for, in processes that know llama_cpp and nothing of subkv."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine
+import pytest
+from gguf import GGUFReader
+
+from subkv.format import store
+from subkv.native import library as _lib
+from subkv.native.gguf import Gguf
+
+Models = Callable[..., Path]
+
+# One context of each model, in this order; a model may be followed by =TYPE, a cache type, or =dry, a dry run.
+PROGRAM = """
+import ctypes, hashlib, json, sys
+import numpy as np
+from llama_cpp import llama_cpp as C
+lines = []
+collect = C.llama_log_callback(lambda level, text, _: lines.append((level, text.decode())))
+C.llama_log_set(collect, None)
+C.llama_backend_init()
+out = []
+for name in sys.argv[1:]:
+    path, _, kind = name.partition("=")
+    of_model = C.llama_model_default_params()
+    of_model.no_alloc, of_model.load_mode = kind == "dry", C.LLAMA_LOAD_MODE_NONE
+    model = C.llama_model_load_from_file(path.encode(), of_model)
+    assert model, path
+    lines.clear()
+    params = C.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads = 512, 512, 512, 1
+    if kind and kind != "dry":
+        params.type_k = params.type_v = int(kind)
+    ctx = C.llama_init_from_model(model, params)
+    said = [text.strip() for level, text in lines if level >= 3 and ("subkv" in text or "SUBKV" in text)]
+    kv = [text.split("size =")[1].strip() for _, text in lines if "cells" in text and "K (" in text]
+    found = {"made": bool(ctx), "log": said, "kv": kv[0] if kv else ""}
+    if ctx and kind != "dry":
+        n = 40
+        n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))
+        batch = C.llama_batch_init(n, 0, 1)
+        batch.n_tokens = n
+        for i in range(n):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = 10 + 3 * i, i, 1, 1
+            batch.seq_id[i][0] = 0
+        assert C.llama_decode(ctx, batch) == 0
+        logits = np.ctypeslib.as_array(C.llama_get_logits(ctx), (n, n_vocab))
+        found["logits"] = hashlib.sha256(logits.tobytes()).hexdigest()
+        memory = C.llama_get_memory(ctx)
+        found["n_rs_seq"], found["pos_min"] = C.llama_n_rs_seq(ctx), C.llama_memory_seq_pos_min(memory, 0)
+    out.append(found)
+print(json.dumps(out))
+"""
+
+
+def run(*models: Path | str, subkv: str | None = "auto", **variables: str) -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA"))}
+    env |= {"LLAMA_CPP_LIB_PATH": str(_lib.lib_dir()), **variables}
+    if subkv is not None:
+        env["SUBKV"] = subkv
+    command = [sys.executable, "-c", PROGRAM, *map(str, models)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture
+def model(tiny_model: Models, tmp_path: Path) -> Path:
+    """A copy of the tiny llama in a folder of its own."""
+    return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+
+
+@pytest.fixture
+def bases(tmp_path: Path, model: Path) -> Path:
+    """A file with bases of the tiny llama that is not where `auto` looks."""
+    return sidecar(tmp_path / "elsewhere.gguf", model)
+
+
+def sidecar(path: Path, model: Path, n_recent: int = 8, content: str | None = None, **more: Any) -> Path:
+    """Bases for a tiny llama, 8 bits, with the digest of `model` or another one."""
+    with Gguf(model) as opened:
+        digest, n_layer = opened.content(), opened.get("llama.block_count")
+    layout = engine.signed_permutations(
+        [(il, 2, 32, 32) for il in range(n_layer)],
+        [(32, 8)],
+        [(32, 8)],
+        arch="llama",
+        block_count=n_layer,
+        path=path,
+        n_recent=n_recent,
+        **more,
+    )
+    engine.SUBKV.subkv_layout_free(layout)
+    with Gguf(path) as plain:
+        data = plain.metadata_with({"subkv.base.content": ("str", digest if content is None else content)})
+    path.write_bytes(data)
+    return path
+
+
+def stored(model: Path, ending: str = ".gguf", **options: Any) -> Path:
+    """The same in the user's cache folder."""
+    with Gguf(model) as opened:
+        entry = store.entry(opened)
+    entry.prepare()
+    return sidecar(entry.named(ending), model, **options)
+
+
+def test_off_is_ordinary(model: Path) -> None:
+    stored(model)
+    unset, empty, off = (run(model, subkv=value)[0] for value in (None, "", "off"))
+    assert unset == empty == off
+    assert unset["log"] == [] and "(f16)" in unset["kv"] and unset["n_rs_seq"] == unset["pos_min"] == 0
+
+
+def test_auto_without_bases_is_ordinary_and_says_so(model: Path) -> None:
+    (found,) = run(model)
+    assert found["log"] == [
+        f"subkv: ordinary f16 K/V cache: no bases for this model; `subkv convert {model}` derives them"
+    ]
+    assert found["logits"] == run(model, subkv=None)[0]["logits"]
+
+
+def test_where_auto_looks(model: Path) -> None:
+    """Each place comes before the one that was there already; the windows tell them apart."""
+    for n_recent, place in enumerate(["weights", "store", "beside"], 8):
+        path = {
+            "weights": lambda n: stored(model, ".weights.gguf", n_recent=n),
+            "store": lambda n: stored(model, n_recent=n),
+            "beside": lambda n: sidecar(store.beside(model), model, n_recent=n),
+        }[place](n_recent)
+        (found,) = run(model)
+        (line,) = found["log"]
+        assert line.startswith("subkv: coded K/V cache, ") and line.endswith(f" layers: {path}")
+        assert found["kv"].count("(subkv)") == 2 and found["n_rs_seq"] == 16
+        assert found == {**run(model, subkv=str(path))[0]}
+
+
+def test_own_keys_come_first(model: Path, bases: Path) -> None:
+    sidecar(store.beside(model), model)
+    kinds = {4: "u32", 10: "u64", 6: "f32", 8: "str"}
+    fields = [field for field in GGUFReader(bases).fields.values() if field.name.startswith("subkv.")]
+    with Gguf(model) as plain:
+        keys = plain.metadata_with({field.name: (kinds[field.types[0]], field.contents()) for field in fields})
+        data = model.read_bytes()[plain.data_offset :]
+    model.write_bytes(keys + data)
+    (found,) = run(model)
+    assert found["log"][0].endswith(f": {model}") and len(found["log"]) == 1
+
+
+def test_split_models_find_their_bases(tiny_model: Models) -> None:
+    model = tiny_model("llama", split_tensors=6)
+    path = stored(model)
+    assert run(model)[0]["log"][0].endswith(str(path))
+
+
+def test_explicit_attach_gives_the_same_numbers(model: Path, bases: Path) -> None:
+    """And what is attached, or asked to be ordinary, wins over the environment."""
+    program = PROGRAM.replace(
+        "    ctx = C.llama_init",
+        "    from subkv.engine.cache import CacheChoice, attached\n"
+        "    import os, pathlib\n"
+        "    file = os.environ['BASES']\n"
+        "    choice = CacheChoice('x', 'x', 1, 1, pathlib.Path(file) if file else None)\n"
+        "    hold = attached(choice); hold.__enter__()\n"
+        "    ctx = C.llama_init",
+    )
+    env = {**os.environ, "SUBKV": "/no/such/file", "LLAMA_CPP_LIB_PATH": str(_lib.lib_dir())}
+    found = []
+    for file in (str(bases), ""):
+        command = [sys.executable, "-c", program, str(model)]
+        done = subprocess.run(command, env={**env, "BASES": file}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1])[0])
+    assert found[0]["logits"] == run(model, subkv=str(bases))[0]["logits"]
+    assert found[1] == run(model, subkv=None)[0]
+
+
+def test_two_contexts_of_one_model(model: Path) -> None:
+    stored(model)
+    first, second = run(model, model)
+    assert first == second and "(subkv)" in first["kv"]
+
+
+def test_dry_runs_see_coded_sizes(model: Path, bases: Path) -> None:
+    dry, real = run(f"{model}=dry", model, subkv=str(bases))
+    assert dry["made"] and dry["log"] == [] and dry["kv"] == real["kv"]
+
+
+@pytest.mark.parametrize("other", ["gemma2", "qwen2"])
+def test_other_models_beside_it_stay_ordinary(other: str, model: Path, bases: Path, tiny_model: Models) -> None:
+    stored(model)
+    draft = tiny_model(other)
+    for value in ("auto", str(bases)):
+        first, second = run(model, draft, subkv=value)
+        assert "(subkv)" in first["kv"] and second["made"] and "(f16)" in second["kv"]
+        why = "no bases for this model" if value == "auto" else f"{bases} belongs to another model"
+        assert len(second["log"]) == 1
+        assert second["log"][0].startswith(f"subkv: ordinary f16 K/V cache: {why}")
+        assert second["logits"] == run(draft, subkv=None)[0]["logits"]
+
+
+def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
+    stored(model)
+    (found,) = run(f"{model}=8")
+    assert found["log"] == ["subkv: ordinary q8_0 K/V cache: its type was requested; SUBKV=auto replaces f16"]
+    (refused,) = run(f"{model}=8", subkv=str(bases))
+    assert not refused["made"] and "f16 expected with a subkv cache" in refused["log"][0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"SUBKV_RECENT": "x"}, "SUBKV_RECENT: expected a number from 0 to 65536, found 'x'"),
+        ({"SUBKV_RECENT": "-1"}, "SUBKV_RECENT: expected a number from 0 to 65536, found '-1'"),
+        ({"SUBKV_SINK": "99999999999999999999"}, "SUBKV_SINK: expected a number from 0 to 4096, found '9"),
+        ({"SUBKV_ROLLBACK": "16 "}, "SUBKV_ROLLBACK: expected a number from 0 to 65536, found '16 '"),
+        ({"SUBKV_ADAPT": "q"}, "SUBKV_ADAPT: adapt: expected k, v or kv, found 'q'"),
+    ],
+)
+def test_bad_values_make_no_context(variables: dict[str, str], why: str, model: Path) -> None:
+    stored(model)
+    (found,) = run(model, **variables)
+    assert not found["made"]
+    assert f"SUBKV=auto: {why}" in found["log"][0]
+    assert found["log"][0].endswith("SUBKV=off runs with an ordinary cache")
+    (unused,) = run(model, subkv="off", **variables)
+    assert unused["made"] and unused["log"] == []
+
+
+def test_files_that_cannot_be_used_make_no_context(
+    model: Path, bases: Path, tiny_model: Models, tmp_path: Path
+) -> None:
+    text, damaged = tmp_path / "text", tmp_path / "damaged.gguf"
+    text.write_text("no bases at all")
+    damaged.write_bytes(bases.read_bytes()[:-200])
+    gemma = tiny_model("gemma2")
+    for file, used_by, why in (
+        (tmp_path / "none.gguf", model, "no such file"),
+        (tmp_path, model, "a directory"),
+        (text, model, "other first bytes than 'GGUF'"),
+        (damaged, model, "truncated or damaged"),
+        (model, model, "subkv.version"),
+        (bases, gemma, "subkv.arch"),
+    ):
+        (found,) = run(used_by, subkv=str(file))
+        assert not found["made"] and why in found["log"][0], (file, found)
+
+
+@pytest.mark.parametrize("content", ["", "0" * 64])
+def test_sidecars_of_other_models_are_refused(content: str, model: Path) -> None:
+    sidecar(store.beside(model), model, content=content)
+    (found,) = run(model)
+    assert not found["made"] and "expected a sidecar of this model" in found["log"][0]
+
+
+def test_the_window_is_what_the_variables_say(model: Path, bases: Path) -> None:
+    usual, longer = (run(model, subkv=str(bases), **v)[0] for v in ({}, {"SUBKV_ROLLBACK": "40"}))
+    assert (usual["n_rs_seq"], usual["pos_min"]) == (16, 40 - 1 - 16 - 1)
+    assert (longer["n_rs_seq"], longer["pos_min"]) == (40, 0)
+    exact = run(model, subkv=str(bases), SUBKV_SINK="4", SUBKV_RECENT="100")[0]
+    assert exact["logits"] != usual["logits"]
+    adaptive = run(model, subkv=str(bases), SUBKV_ADAPT="v,block=4,warm=8,length=16", SUBKV_RECENT="24")[0]
+    assert adaptive["made"] and adaptive["logits"] != usual["logits"]
