@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.llama import Llama
 from subkv.native import places
 from subkv.native.binding import C
@@ -127,10 +128,23 @@ def test_c_program_says_what_python_says(generate: Path, coded_model: Models) ->
 def test_c_program_refuses(generate: Path, coded_model: Models, tiny_model: Models) -> None:
     for arguments, message in (
         ([], b"usage: generate MODEL.subkv.gguf PROMPT"),
-        ([tiny_model(), "Hello"], b"subkv.version: expected"),
+        ([tiny_model(), "Hello"], str(tiny_model()).encode() + b": expected a model with bases, found none; `subkv "),
         ([coded_model(), "word " * 5000], b"the prompt is empty or longer than the context"),
     ):
         done = run(generate, *arguments)
         assert done.returncode == 1
         assert done.stdout == b""
         assert done.stderr.startswith(message)
+
+
+def test_c_program_takes_what_the_environment_finds(
+    generate: Path, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBKV", "auto")
+    done = run(generate, tiny_model(), "Hello")
+    assert done.returncode == 1
+    assert done.stderr.startswith(str(tiny_model()).encode() + b": expected a model with bases, found none; `subkv ")
+    assert choose_cache(tiny_model(), CacheOptions("subkv")).coded  # made of the weights and kept
+    done = run(generate, tiny_model(), "Hello")
+    assert done.returncode == 0, done.stderr
+    assert b"bits per element" in done.stdout
