@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,25 +203,6 @@ def test_pickling_keeps_every_argument(coded_model: Models) -> None:
         assert (copy.n_ctx(), copy.n_batch, copy._seed, copy._logits_all) == (N_CTX, 64, 5, False)
         assert copy.draft_model.num_pred_tokens == 5
         assert copy(TEXT, **GREEDY)["choices"] == text
-
-
-def test_from_pretrained(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = coded_model()
-
-    class Files:
-        def ls(self, repo: str, recursive: bool) -> list[str]:
-            return [f"{repo}/{path.name}", f"{repo}/other.bin"]
-
-    hub = types.ModuleType("huggingface_hub")
-    hub.HfFileSystem = Files  # type: ignore[attr-defined]
-    hub.hf_hub_download = lambda **_: str(path)  # type: ignore[attr-defined]
-    utils = types.ModuleType("huggingface_hub.utils")
-    utils.validate_repo_id = lambda _: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
-    with Llama.from_pretrained("someone/tiny", "*.gguf", n_ctx=64, verbose=False) as llm:
-        assert isinstance(llm, Llama)
-        assert llm.kv_stats().type_k == "subkv"
 
 
 def test_a_context_size_that_is_rounded_up(coded_model: Models) -> None:
