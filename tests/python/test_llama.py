@@ -11,8 +11,8 @@ import pytest
 from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
-from subkv.engine.arguments import STALE
 from subkv.engine.cache import STOCK_TYPES
+from subkv.engine.keywords import STALE
 from subkv.engine.llama import Llama, forgettable
 
 Models = Callable[..., Path]

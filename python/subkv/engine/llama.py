@@ -25,7 +25,6 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import states
-from subkv.engine.arguments import checked
 from subkv.engine.cache import (
     CacheChoice,
     CacheOptions,
@@ -45,6 +44,7 @@ from subkv.engine.drafts import (
     with_room_for_drafts,
 )
 from subkv.engine.guarded import GuardedContext
+from subkv.engine.keywords import checked
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
 from subkv.engine.prompt_cache import PromptCache
