@@ -24,3 +24,7 @@ SUBKV_PROGRAMS_API void llama_subkv_require(void);
 // 4 n_ubatch tokens evaluates at most n_ubatch tokens again, an earlier one at most as many as follow it, and a prompt of
 // n tokens costs log2(n / n_ubatch) + 3 checkpoints. Always false for ordinary caches.
 SUBKV_PROGRAMS_API bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch);
+
+// Tokens at the beginning of a sequence that a context shift keeps where `n_keep` were asked for: a coded cache also keeps
+// its sinks, which cannot be replaced by later tokens.
+SUBKV_PROGRAMS_API int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep);
