@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 from programs_found import program
 
 START = 60  # seconds
@@ -38,17 +37,19 @@ class Refused(Exception):
 
 
 def assert_same(one: Any, other: Any, tie: float = 0.02) -> None:
-    """Two answers with n_probs=2 are the same, up to where two tokens are equally probable.
+    """Two answers are the same, up to where two tokens are about equally probable in `one`, asked for with n_probs=2.
 
     Other sequences in a batch and between the cells of a unified cache change the order of sums; f16 differs as much.
+    Probabilities are compared where `other` has them, too (a token that was drafted has none).
     """
-    for a, b in zip(one["completion_probabilities"], other["completion_probabilities"], strict=True):
-        if a["id"] != b["id"]:
-            for step in (a, b):
-                first, second = (top["logprob"] for top in step["top_logprobs"])
-                assert first - second < tie, (one["tokens"], other["tokens"], step["top_logprobs"])
+    others = other.get("completion_probabilities", [])
+    for i, (step, token) in enumerate(zip(one["completion_probabilities"], other["tokens"], strict=True)):
+        if step["id"] != token:
+            first, second = (top["logprob"] for top in step["top_logprobs"])
+            assert first - second < tie, (one["tokens"], other["tokens"], step["top_logprobs"])
             return
-        assert a["logprob"] == pytest.approx(b["logprob"], abs=tie)
+        if others:
+            assert abs(step["logprob"] - others[i]["logprob"]) < tie, (i, step, others[i])
 
 
 class Server:
@@ -121,9 +122,10 @@ def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **mor
         end = time.monotonic() + START
         while True:
             assert process.poll() is None, server.log[-3000:]
-            with contextlib.suppress(OSError, Refused):
-                server.request("GET", "/health")
-                break
+            if "listening on http" in server.log:  # another program may have got the port
+                with contextlib.suppress(OSError, Refused):
+                    server.request("GET", "/health")
+                    break
             assert time.monotonic() < end, server.log[-3000:]
             time.sleep(0.02)
         yield server

@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIM = {"fim_pre_token_id": ord("{"), "fim_suf_token_id": ord("}"), "fim_mid_token_id": ord("|")}
 
 
-# Words of upstream's prompts: with them the prompts have about as many tokens as in the vocabulary they were written for.
+# Words of upstream's prompts, so that these have about as many tokens as in the vocabulary they were written for.
 WORDS = "Hello ĠHello Ġhello Ġquick Ġbrown Ġfox Ġjumps Ġover Ġlazy Ġdog What Ġthis Ġis Ġb Ġc Ġd"
 WORDS += " Ġdolor Ġut Ġconsectetur Ġexercitation Ġullamco Ġmagna"
 MARKS = ["<start_of_image>", "<end_of_image>"]  # taken as they are, not as letters
@@ -55,7 +55,9 @@ def with_words(path: Path, source: Path, **more: Any) -> Path:
             new = seeded(len(tokens) - len(known), known.shape[1], seed=i, std=float(known.std()))
             changed[name] = np.concatenate([known, new])
     if "output.weight" in changed:
-        says = [t == 1 and all("!" <= c <= "~" or c == "Ġ" for c in token) for t, token in zip(types, tokens, strict=True)]
+        says = [
+            t == 1 and all("!" <= c <= "~" or c == "Ġ" for c in token) for t, token in zip(types, tokens, strict=True)
+        ]
         changed["token_embd.weight"][:, 0] = 1.5
         changed["output.weight"][:, 0] = np.where(says, 0, -30)
         for name, data in tensors.items():
@@ -226,4 +228,3 @@ def downloads(tmp: Path, model: Path) -> None:
     """The files that upstream's tests load by address, as if they had been loaded before."""
     (tmp / "stories15M-q4_0.gguf").symlink_to(model)
     adapter(tmp / "moe_shakespeare15M.gguf", model)
-

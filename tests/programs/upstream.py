@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / name) for name in ("", "cmake", "tests")]
 
 import stand_ins
 import upstream_source
+from programs_found import program
 
 REPO = Path(__file__).resolve().parents[2]
 Results = dict[str, dict[str, Any]]
@@ -91,10 +92,10 @@ class Upstream:
             subprocess.run(prepare, env=env, check=True, capture_output=True, text=True)
             yield suite
 
-    def run(self, name: str, subkv: str, tests: Iterable[str], expected: str = "", any_text: bool = False) -> Results:
+    def run(self, name: str, subkv: str, tests: Iterable[str], expected: str = "", **more: str) -> Results:
         """What each test came to. name: of this run's files; subkv: the variable; expected: the run before.
 
-        any_text: a text may be another than in the run before.
+        more: other variables.
         """
         report = self.home / f"{name}.json"
         env = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SUBKV", "PYTEST_"))}
@@ -110,13 +111,15 @@ class Upstream:
             "SUBKV": subkv,
             "UPSTREAM_EXPECTED": str(self.home / f"{expected}.json") if expected else "",
             "UPSTREAM_REPORT": str(report),
-            "UPSTREAM_TEXTS": "any" if any_text else "",
             "XDG_CACHE_HOME": str(self.cache),
+            **more,
         }
         command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-m", "not slow"]
         with (self.home / f"{name}.log").open("wb") as log:
             command += ["-q", "-rA", "--tb=short", *tests]
-            done = subprocess.run(command, cwd=self.folder, env=env, stdout=log, stderr=log, timeout=SECONDS, check=False)
+            done = subprocess.run(
+                command, cwd=self.folder, env=env, stdout=log, stderr=log, timeout=SECONDS, check=False
+            )
         assert done.returncode in (0, 1), (self.home / f"{name}.log").read_text("utf-8", "replace")[-3000:]
         results: Results = json.loads(report.read_text("utf-8"))
         return results
@@ -136,32 +139,41 @@ def lost(before: Results, after: Results) -> list[str]:
     return [name for name, entry in before.items() if entry["outcome"] == "passed" != after[name]["outcome"]]
 
 
+def other_texts(results: Results) -> tuple[int, int]:
+    """How many texts and values are not those of the run before, and of how many."""
+    return sum(len(entry["other"]) for entry in results.values()), sum(len(e["values"]) for e in results.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("-m", "--model", type=Path)
     parser.add_argument("--unit", nargs="*", default=["unit"])
     args = parser.parse_args()
-    from programs_found import program
-
     args.folder.mkdir(parents=True)
     model = args.model or stand_ins.with_words(
         args.folder / "words.gguf", stand_ins.tiny.build(args.folder / "tiny.gguf")
     )
     tests = [unit if unit == "unit" else f"unit/{unit}" for unit in args.unit]
     with Upstream.prepared(program("llama-server"), model.resolve(), args.folder.resolve()) as suite:
-        f16 = suite.run("f16", "off", tests)
-        coded = suite.run("coded", "auto", tests, "f16", any_text=not args.model)
-    print("f16", dict(counts(f16)))
-    print("coefficients", dict(counts(coded)), "contexts", [sum(e["caches"][i] for e in coded.values()) for i in (0, 1)])
-    for name, entry in coded.items():
-        if entry["other"]:
-            print("OTHER", name[:100], entry["other"])
-    for name in lost(f16, coded):
-        print("LOST", name, coded[name]["why"])
-    for name, entry in f16.items():
-        if entry["outcome"] == "failed":
-            print("F16", name, entry["why"][:300].replace("\n", " "))
+        runs = {
+            "f16": suite.run("f16", "off", tests),
+            "f16, no flash attention": suite.run("plain", "off", tests, "f16", LLAMA_ARG_FLASH_ATTN="off"),
+            "coefficients": suite.run("coded", "auto", tests, "f16"),
+        }
+    for title, results in runs.items():
+        contexts = [sum(entry["caches"][i] for entry in results.values()) for i in (0, 1)]
+        print(f"{title}: {dict(counts(results))}; coded and ordinary contexts {contexts}")
+        print(f"    texts and values other than on f16: {other_texts(results)}")
+        for name in lost(runs["f16"], results):
+            print(f"    lost: {name[:160]}: {results[name]['why'][:200]}")
+        for name, entry in results.items():
+            for line, expected, found in entry["other"]:
+                print(f"    other: {name[:100]}, line {line}: {str(expected)[:60]!r}, {str(found)[:60]!r}")
+            if results is runs["f16"] and entry["outcome"] != "passed":
+                print(f"    {entry['outcome']}: {name[:160]}: {entry['why'][:200]}")
+            for line in entry["aborts"]:
+                print(f"    abort: {name[:160]}: {line}")
 
 
 if __name__ == "__main__":

@@ -7,17 +7,13 @@ an assertion names is compared by `expects` (upstream_plugin.py), which knows th
 from __future__ import annotations
 
 import ast
-import sys
 import tarfile
 from pathlib import Path
 
+import llama_source as source
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO / "cmake"))
-
-import llama_source as source
-
 TESTS = "tools/server/tests"
 PARTS = (TESTS, "models/templates", "tools/mtmd/test-1.jpeg")  # the tests read templates and a picture beside them
 HUB = "https://huggingface.co/"
@@ -103,8 +99,9 @@ def _given(function: ast.FunctionDef) -> set[str]:
 
 
 def _constant(node: ast.expr, names: set[str]) -> bool:
-    calls = (ast.Call, ast.Attribute, ast.Subscript, ast.Await)
-    return not any(isinstance(part, calls) or isinstance(part, ast.Name) and part.id not in names for part in ast.walk(node))
+    found = (ast.Call, ast.Attribute, ast.Subscript, ast.Await)
+    parts = list(ast.walk(node))
+    return not any(isinstance(part, found) or (isinstance(part, ast.Name) and part.id not in names) for part in parts)
 
 
 def _is_of_the_model(test: ast.expr, names: set[str]) -> bool:
