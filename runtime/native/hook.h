@@ -50,6 +50,7 @@ struct CacheDesc {
     uint32_t                n_seq_max;
     bool                    sliding;  // the sliding-window half of an iswa cache
     bool                    no_alloc; // dry run: sizes only
+    bool                    required; // llama_subkv_require
     ggml_type               type_k;
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;
