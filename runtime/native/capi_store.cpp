@@ -1,7 +1,10 @@
 // capi_store.cpp: subkv_store.h.
 #include "error.h"
+#include "layout_keys.h"
+#include "model_file.h"
 #include "prefix_store.h"
-#include "subkv_store.h"
+#include "sha256.h"
+#include "store_hook.h"
 
 #include <algorithm>
 #include <memory>
@@ -137,4 +140,43 @@ extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_sta
     const PrefixStats now = store->store.stats();
     *stats                = { now.n_entries, now.n_bytes,   now.n_hits,    now.n_restored,
                               now.n_written, now.n_dropped, now.n_damaged, now.n_failures };
+}
+
+//
+// for libllama
+//
+
+namespace {
+
+std::string content_of(const std::string & path) {
+    clear_error();
+    return guarded("model", std::string(), [&] {
+        try {
+            return model_content(path);
+        } catch (const Invalid & e) {
+            set_error("%s", e.why.c_str());
+            return std::string();
+        }
+    });
+}
+
+StoreIdentity digest_of(const std::string & text) {
+    Sha256 digest;
+    digest.update(text.data(), text.size());
+    const std::string digits = digest.hex();
+    StoreIdentity     out;
+    for (size_t i = 0; i < out.size(); ++i) {
+        out[i] = (uint8_t) std::stoi(digits.substr(2 * i, 2), nullptr, 16);
+    }
+    return out;
+}
+
+} // namespace
+
+extern "C" SUBKV_API const StoreCalls * subkv_store_calls(void) {
+    static const StoreCalls calls = {
+        subkv_last_error,         subkv_store_open,       subkv_store_put,       subkv_store_flush, subkv_store_get,
+        subkv_store_found_prompt, subkv_store_found_free, subkv_store_get_stats, content_of,        digest_of
+    };
+    return &calls;
 }

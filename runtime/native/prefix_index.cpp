@@ -138,10 +138,11 @@ std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::str
 }
 
 void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> & wanted) const {
-    std::atomic<size_t> next{ 0 };
-    std::mutex          first;
-    std::exception_ptr  error;
-    const auto          work = [&] {
+    std::atomic<size_t>      next{ 0 };
+    std::mutex               first;
+    std::exception_ptr       error;
+    std::vector<std::string> damaged;
+    const auto               work = [&] {
         try {
             for (size_t i = next++; i < wanted.size(); i = next++) {
                 const Wanted &                 piece = wanted[i];
@@ -151,11 +152,9 @@ void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> &
                     rooms.push_back({ piece.data + span.offset, (size_t) span.size });
                     bytes.push_back({ piece.data + span.offset, (size_t) span.size });
                 }
-                if (!folder.read(piece.name + PIECE, piece.size, rooms)) {
-                    throw PrefixDamaged("a piece is gone or cut", piece.name);
-                }
-                if (address(identity, bytes) != piece.name) {
-                    throw PrefixDamaged("the checksum of a piece differs", piece.name);
+                if (!folder.read(piece.name + PIECE, piece.size, rooms) || address(identity, bytes) != piece.name) {
+                    std::lock_guard<std::mutex> lock(first);
+                    damaged.push_back(piece.name);
                 }
             }
         } catch (...) {
@@ -179,6 +178,9 @@ void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> &
     if (error) {
         std::rethrow_exception(error);
     }
+    if (!damaged.empty()) {
+        throw PrefixDamaged("pieces are gone, or their checksums differ", damaged);
+    }
 }
 
 void PrefixIndex::used(const PrefixHead & head) const {
@@ -189,8 +191,8 @@ void PrefixIndex::used(const PrefixHead & head) const {
 void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
     std::lock_guard<std::mutex> lock(mutex);
     ++n_damaged;
-    if (!why.piece.empty()) {
-        drop(why.piece + PIECE);
+    for (const auto & piece : why.pieces) {
+        drop(piece + PIECE);
     }
     if (!folder.remove(name + HEAD)) {
         refused.insert(name);
@@ -211,12 +213,14 @@ void PrefixIndex::drop(const std::string & file) const {
 // writing
 //
 
-// Does a prompt that is there serve as well?
-bool PrefixIndex::covered(const PrefixHead & head, const Files & files, int64_t n_removable) {
-    const auto n = (int64_t) head.tokens.size();
+bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const Files                 files = look();
+    learn(files);
+    const auto n = (int64_t) tokens.size();
     for (const auto & [name, other] : known) {
-        const bool begins = other->identity == head.identity &&
-                            common_prefix(other->tokens, head.tokens.data(), head.tokens.size()) == head.tokens.size();
+        const bool begins =
+            other->identity == identity && common_prefix(other->tokens, tokens.data(), tokens.size()) == tokens.size();
         if (!begins || reach((int64_t) other->tokens.size(), n, other->points, n_removable) < n) {
             continue;
         }
@@ -258,12 +262,13 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
         std::lock_guard<std::mutex> lock(mutex);
         Files                       files = look();
         learn(files);
-        if (covered(cut.head, files, n_removable)) {
-            return true;
+        std::set<std::string> named;
+        for (const auto & [name, head] : known) {
+            head->each_piece([&](const std::string & piece, uint64_t) { named.insert(piece); });
         }
         uint64_t n = file.size();
-        cut.head.each_piece([&](const std::string & piece, uint64_t size) {
-            if (size_of(files, piece + PIECE) == size) {
+        cut.head.each_piece([&](const std::string & piece, uint64_t size) { // one that no prompt names may be damaged
+            if (size_of(files, piece + PIECE) == size && named.count(piece) > 0) {
                 folder.mark(piece + PIECE);
             } else {
                 missing.push_back(piece);

@@ -15,12 +15,12 @@
 
 namespace subkv {
 
-// A prompt in the folder is not what it says. piece: the damaged one, empty: pieces are gone.
+// A prompt in the folder is not what it says. pieces: the damaged ones.
 struct PrefixDamaged : std::runtime_error {
-    explicit PrefixDamaged(const std::string & why, const std::string & piece = "") :
-        std::runtime_error(why), piece(piece) {}
+    explicit PrefixDamaged(const std::string & why, std::vector<std::string> pieces = {}) :
+        std::runtime_error(why), pieces(std::move(pieces)) {}
 
-    std::string piece;
+    std::vector<std::string> pieces;
 };
 
 // Methods may be called from any thread, and throw std::runtime_error when the folder cannot be read or written.
@@ -34,7 +34,11 @@ public:
         std::unordered_map<std::string, std::vector<Bytes>> pieces;
     };
 
-    // Writes what is not there yet. n_removable: of reach(). false: it is larger than everything may be.
+    // Does a prompt that is there serve as well as one of these tokens would? It counts as used then. n_removable: of
+    // reach().
+    bool has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable);
+
+    // Writes what is not there yet. false: it is larger than everything may be.
     bool add(const Cut & cut, int64_t n_removable);
 
     // Of every prompt that is bound to `identity`.
@@ -67,7 +71,6 @@ private:
     Files look() const; // files of a store, by name
     void  learn(const Files & files);
     bool  learn(const std::string & file, uint64_t size);
-    bool  covered(const PrefixHead & head, const Files & files, int64_t n_removable);
     void  forget_beginnings(const PrefixHead & head, int64_t n_removable);
     void  make_room(Files & files, uint64_t n, const Cut & spared);
     void  drop(const std::string & file) const;

@@ -20,10 +20,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t N_QUEUED      = 2;  // prompts that wait to be written
-constexpr size_t N_TRIED       = 3;  // prompts that are read for a query
-constexpr double CLOSE_SECONDS = 30; // for what is still to be written at the end
-constexpr double SMOOTHING     = 0.2;
+constexpr size_t   N_QUEUED      = 2; // prompts that wait to be written, more while they have few bytes
+constexpr uint64_t QUEUED_BYTES  = 256 << 20;
+constexpr size_t   N_TRIED       = 3;  // prompts that are read for a query
+constexpr double   CLOSE_SECONDS = 30; // for what is still to be written at the end
+constexpr double   SMOOTHING     = 0.2;
 
 std::chrono::duration<double> seconds_of(double seconds) {
     return std::chrono::duration<double>(seconds);
@@ -181,6 +182,9 @@ void PrefixStore::Core::fails(std::atomic<bool> & told, const std::string & why,
 void PrefixStore::Core::write(Prefix && prefix) {
     try {
         thin(prefix.points);
+        if (index.has(prefix.identity, prefix.tokens, prefix.n_removable)) {
+            return;
+        }
         if (index.add(cut(prefix), prefix.n_removable)) {
             ++n_written;
         } else {
@@ -285,9 +289,15 @@ bool PrefixStore::put(Prefix && prefix, bool wait) {
         return false;
     }
     std::unique_lock<std::mutex> lock(core->mutex);
-    const auto                   room = [&] { return core->queue.size() < N_QUEUED; };
-    if (wait) {
-        core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room);
+    const auto                   room = [&] {
+        uint64_t bytes = prefix.n_bytes();
+        for (const auto & queued : core->queue) {
+            bytes += queued.n_bytes();
+        }
+        return core->queue.size() < N_QUEUED || bytes < QUEUED_BYTES;
+    };
+    if (wait && !core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room)) {
+        core->fails(core->unwritable, "the disk takes too long", "prompts are not stored any more");
     }
     if (!room()) {
         ++core->n_dropped;
