@@ -55,6 +55,11 @@ inline void put_last(const server_prompt & prompt, llama_context * ctx, llama_co
     }
 }
 
+// Is a text worth storing that a slot loses when it goes on from this part of its tokens?
+inline bool loses(const server_prompt & prompt, float kept) {
+    return (1.0f - kept) * (float) prompt.tokens.size() >= 32.0f && llama_subkv_store_on();
+}
+
 // Before the context of the slots is freed, to end or to sleep.
 template <typename Slots> void put_all(const Slots & slots, llama_context * ctx, llama_context * draft) {
     for (const auto & slot : slots) {

@@ -25,6 +25,7 @@ constexpr uint64_t QUEUED_BYTES  = 256 << 20;
 constexpr size_t   N_TRIED       = 3;  // prompts that are read for a query
 constexpr double   CLOSE_SECONDS = 30; // for what is still to be written at the end
 constexpr double   SMOOTHING     = 0.2;
+constexpr int64_t  SPACING       = 128; // tokens between checkpoints that are kept
 
 std::chrono::duration<double> seconds_of(double seconds) {
     return std::chrono::duration<double>(seconds);
@@ -83,14 +84,27 @@ PrefixIndex::Cut cut(const Prefix & prefix) {
     return out;
 }
 
-// At most MAX_POINTS checkpoints, in order: those go first without which the fewest tokens are evaluated again.
-void thin(std::vector<PrefixPoint> & points) {
+// At most MAX_POINTS checkpoints, in order, and SPACING tokens apart; none of where the cache goes back to without. Those
+// go first without which the fewest tokens are evaluated again, never the last one.
+void thin(Prefix & prefix) {
+    auto &     points = prefix.points;
+    const auto n      = (int64_t) prefix.tokens.size();
+    const auto end    = prefix.n_removable > 0 ? n - prefix.n_removable : n + 1;
+    points.erase(std::remove_if(points.begin(), points.end(), [&](auto & p) { return p.n_tokens >= end; }),
+                 points.end());
     std::sort(points.begin(), points.end(), [](auto & a, auto & b) { return a.n_tokens < b.n_tokens; });
-    while (points.size() > MAX_POINTS) {
-        size_t worst = 0;
+    while (points.size() > 1) {
+        const auto gain  = [&](size_t i) { return points[i].n_tokens - (i > 0 ? points[i - 1].n_tokens : 0); };
+        size_t     worst = 0;
         for (size_t i = 1; i + 1 < points.size(); ++i) {
-            const auto gain = [&](size_t j) { return points[j].n_tokens - (j > 0 ? points[j - 1].n_tokens : 0); };
-            worst           = gain(i) < gain(worst) ? i : worst;
+            worst = gain(i) < gain(worst) ? i : worst;
+        }
+        if (points.size() <= MAX_POINTS) {
+            if (gain(points.size() - 1) < SPACING) { // the one before it
+                worst = points.size() - 2;
+            } else if (gain(worst) >= SPACING) {
+                return;
+            }
         }
         points.erase(points.begin() + (std::ptrdiff_t) worst);
     }
@@ -181,7 +195,7 @@ void PrefixStore::Core::fails(std::atomic<bool> & told, const std::string & why,
 
 void PrefixStore::Core::write(Prefix && prefix) {
     try {
-        thin(prefix.points);
+        thin(prefix);
         if (index.has(prefix.identity, prefix.tokens, prefix.n_removable)) {
             return;
         }

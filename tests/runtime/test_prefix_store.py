@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_what_is_put_is_found(store: Store) -> None:
     """By the process that put it and by another one, byte for byte, checkpoints in order."""
     tokens = text(0, 3 * BLOCK + 17)
-    given = prompt(tokens, points=(100, 300, 700))
+    given = prompt(tokens, points=(200, 400, 700))
     assert store.put(given)
     with opened(store.folder) as other:
         for reader in (store, other):
@@ -148,15 +148,27 @@ def test_the_same_prompt_and_its_beginnings(store: Store) -> None:
     assert len(store.files(".prefix")) == 2
 
 
-def test_checkpoints_are_thinned(store: Store) -> None:
+@pytest.mark.parametrize(
+    "points, n_removable, kept",
+    [
+        ([10, 200, 205, 400, 600, 800, 1000, 1195, 1199], -1, [200, 400, 600, 800, 1000, 1199]),
+        ([10, 200, 205, 400, 600, 800, 1000, 1195, 1199], 5, [200, 400, 600, 800, 1000]),
+        ([200, 400, 500, 600, 800, 1000, 1200], 0, [200, 400, 600, 800, 1000, 1200]),
+        ([700, 1190, 1199], 16, [700]),
+        ([10, 20], 0, [20]),
+        ([10], 0, [10]),
+        ([1190], 16, []),
+        ([400, 200], 0, [200, 400]),
+    ],
+)
+def test_checkpoints_are_thinned(store: Store, points: list[int], n_removable: int, kept: list[int]) -> None:
     """Those stay without which most would be evaluated again, the last one always; nonsense is left out."""
-    tokens = text(13, 1000)
-    points = [10, 12, 200, 205, 400, 600, 800, 995, 999]
-    given = prompt(tokens, points)
-    given.points.extend([Point(1001), Point(-1)])
+    tokens = text(13, 1200)
+    given = prompt(tokens, points, n_removable=n_removable)
+    given.points.extend([Point(1201), Point(-1)])
     assert store.put(given)
     found = store.get([*tokens, 1])
-    assert found and [point.n_tokens for point in found.prompt.points] == [200, 400, 600, 800, 995, 999][-6:]
+    assert found and [point.n_tokens for point in found.prompt.points] == kept
 
 
 def test_a_refused_prompt_is_not_found_again(store: Store) -> None:
@@ -166,6 +178,24 @@ def test_a_refused_prompt_is_not_found_again(store: Store) -> None:
     assert store.get([*tokens, 1]) is None
     assert store.put(prompt(tokens))
     assert store.get([*tokens, 1])
+
+
+def test_damaged_pieces_are_made_again(store: Store) -> None:
+    """All of them at once, also when the head that named them is gone."""
+    tokens = text(16, 600)
+    given = prompt(tokens)
+    for with_head in (True, False):
+        store.put(given)
+        for path in store.files(".piece"):
+            path.write_bytes(bytes(path.stat().st_size))
+        if with_head:
+            assert store.get([*tokens, 1]) is None
+            assert not store.files(".piece")
+        else:
+            store.files(".prefix")[0].unlink()
+        store.put(given)
+        found = store.get([*tokens, 1])
+        assert found and found.prompt == given
 
 
 def test_files_are_private(store: Store) -> None:
