@@ -81,6 +81,7 @@ public:
     void          build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
                                   ggml_tensor *& v, const Inputs & in, float scale) override;
 
+    std::string           state_identity() const override;
     void                  state_write_head(StateWriter & w, int32_t seq) const override;
     std::vector<uint64_t> state_read_head(StateReader & r, int32_t seq, bool partial) const override;
     void                  state_write_window(StateWriter & w, int32_t seq) const override;

@@ -28,6 +28,18 @@ static StateWindow state_window(const Window & window, const Adaptive * adaptive
              adaptive ? adaptive->request().params.block : 0 };
 }
 
+std::string Cache::state_identity() const {
+    if (!layout_) {
+        return "observed";
+    }
+    const StateWindow s    = state_window(window_, adaptive_.get(), 0);
+    std::string       text = std::string(STATE_MAGIC, sizeof(STATE_MAGIC)) + " " + layout_->fingerprint;
+    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, s.adapt, s.block }) {
+        text += " " + std::to_string(number);
+    }
+    return text;
+}
+
 void Cache::state_write_head(StateWriter & w, int32_t seq) const {
     const StateWindow s = state_window(window_, adaptive_.get(), seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));

@@ -236,6 +236,7 @@ public:
     // The head comes before any cell is touched and throws when the state belongs to another layout, or, of a partial one,
     // to cells at other positions; it gives state_read_window() what tells such apart. The window comes after the cells and
     // throws when it is not theirs. seq -1: all.
+    virtual std::string           state_identity() const = 0; // of the layout and the window
     virtual void                  state_write_head(StateWriter & w, int32_t seq) const              = 0;
     virtual std::vector<uint64_t> state_read_head(StateReader & r, int32_t seq, bool partial) const = 0;
     virtual void                  state_write_window(StateWriter & w, int32_t seq) const            = 0;

@@ -1,5 +1,6 @@
 // llama-subkv.cpp: adapts llama.cpp's internals to hook.h. Part of libllama; all logic lives in libsubkv.
 #include "llama-subkv-cells.h"
+#include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
 
 #include "llama-context.h"
@@ -9,6 +10,7 @@
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
+#include "llama-model-loader.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -19,12 +21,6 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(_WIN32)
-#    include <windows.h>
-#else
-#    include <dlfcn.h>
-#endif
-
 static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
 
 void llama_subkv_register(subkv::cache_new_fn fn) {
@@ -34,41 +30,6 @@ void llama_subkv_register(subkv::cache_new_fn fn) {
 void llama_subkv_log(const std::string & line) {
     LLAMA_LOG_WARN("subkv: %s\n", line.c_str());
 }
-
-//
-// SUBKV in a process that has not loaded libsubkv, which is beside libllama
-//
-
-#if defined(_WIN32)
-static void (*find_register(std::string & why))() {
-    HMODULE here = nullptr;
-    wchar_t path[MAX_PATH];
-    GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT,
-                       (LPCWSTR) &llama_subkv_register, &here);
-    const DWORD  size   = GetModuleFileNameW(here, path, MAX_PATH);
-    std::wstring folder = std::wstring(path, size);
-    folder.resize(folder.find_last_of(L"\\/") + 1);
-    HMODULE library = LoadLibraryExW((folder + L"libsubkv.dll").c_str(), nullptr, LOAD_WITH_ALTERED_SEARCH_PATH);
-    why             = "libsubkv.dll: error " + std::to_string(GetLastError());
-    return library ? (void (*)())(void *) GetProcAddress(library, "subkv_register") : nullptr;
-}
-#else
-static void (*find_register(std::string & why))() {
-#    if defined(__APPLE__)
-    const std::string name = "libsubkv.dylib";
-#    else
-    const std::string name = "libsubkv.so";
-#    endif
-    Dl_info here = {};
-    dladdr((void *) &llama_subkv_register, &here);
-    std::string path = here.dli_fname ? here.dli_fname : "";
-    path.resize(path.find_last_of('/') + 1);
-    void * library = dlopen((path + name).c_str(), RTLD_NOW | RTLD_LOCAL);
-    void * found   = library ? dlsym(library, "subkv_register") : nullptr;
-    why            = found ? "" : dlerror();
-    return (void (*)()) found;
-}
-#endif
 
 static std::atomic<bool> g_required{ false };
 
@@ -92,7 +53,7 @@ static subkv::cache_new_fn registered() {
     std::lock_guard<std::mutex> lock(mutex);
     if (!g_cache_new) {
         std::string why;
-        auto *      subkv_register = find_register(why);
+        auto *      subkv_register = llama_subkv_find("subkv_register", why);
         if (!subkv_register) {
             throw std::runtime_error(
                 format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", asked, why.c_str()));
@@ -106,12 +67,7 @@ static subkv::cache_new_fn registered() {
 // memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state
 //
 
-struct kv_caches {
-    llama_kv_cache * base;
-    llama_kv_cache * swa;
-};
-
-static kv_caches caches_of(llama_memory_i * memory) {
+llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         memory = hybrid->get_mem_attn();
     } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
@@ -241,13 +197,24 @@ void llama_subkv::add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buf
     }
 }
 
-void llama_subkv::loaded(llama_model & model, const std::string & path) {
+void llama_subkv::loaded(llama_model & model, const std::string & path, const llama_model_loader & loader) {
     model.subkv_path = path;
+    std::map<std::string, std::string> sorted;
+    for (const auto & [key, value] : loader.kv_overrides) {
+        const bool text = value.tag == LLAMA_KV_OVERRIDE_TYPE_STR;
+        sorted[key] =
+            std::to_string((int) value.tag) + " " +
+            (text ? std::string(value.val_str, strnlen(value.val_str, sizeof(value.val_str))) :
+                    std::to_string(value.tag == LLAMA_KV_OVERRIDE_TYPE_BOOL ? value.val_bool : value.val_i64));
+    }
+    for (const auto & [key, value] : sorted) {
+        model.subkv_overrides += key + " " + value + "\n";
+    }
 }
 
 llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
-    const llama_pos first  = memory.seq_pos_min(seq);
-    const kv_caches caches = caches_of(&memory);
+    const llama_pos     first  = memory.seq_pos_min(seq);
+    const struct caches caches = caches_of(&memory);
     if (first < 0 || !coded(&memory)) {
         return first;
     }
@@ -460,8 +427,8 @@ ggml_tensor * llama_subkv::build_attn_latent(const llm_graph_context & g, const 
 }
 
 subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded) {
-    const kv_caches caches   = caches_of(memory);
-    size_t          bytes[2] = {};
+    const struct caches caches   = caches_of(memory);
+    size_t              bytes[2] = {};
     for (const auto * kv : { caches.base, caches.swa }) {
         if (!kv) {
             continue;

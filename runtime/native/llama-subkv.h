@@ -14,6 +14,7 @@ class llama_kv_cache_iswa;
 class llama_memory_hybrid;
 class llama_memory_recurrent;
 struct llama_cparams;
+struct llama_model_loader;
 struct llm_graph_context;
 
 struct llama_subkv {
@@ -27,8 +28,8 @@ struct llama_subkv {
     static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
     // Adds the bytes beside the cells.
     static void add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes);
-    // The file that a model is loaded from, for SUBKV=auto.
-    static void loaded(llama_model & model, const std::string & path);
+    // The file that a model is loaded from, for SUBKV=auto, and metadata that its user has replaced.
+    static void loaded(llama_model & model, const std::string & path, const llama_model_loader & loader);
 
     // What a context answers about the removal of a tail, as of a recurrent one: positions up to pos_min must stay; the last
     // n_rs_seq tokens of a sequence can always be removed.
@@ -122,6 +123,20 @@ struct llama_subkv {
     struct counts_only {
         virtual ~counts_only() = default;
     };
+
+    // A stored state: everything that decides which bytes a token leaves in it, `content` being the model's; whether that
+    // is all (no adapters, no planted rows); how long a tail of a restored sequence can be removed without a checkpoint,
+    // -1: any.
+    static std::string state_identity(const llama_context & ctx, const std::string & content);
+    static bool        storable(const llama_context & ctx);
+    static int64_t     n_removable(const llama_context & ctx);
+
+    struct caches { // of full attention, of sliding windows; nullptr: none
+        llama_kv_cache * base;
+        llama_kv_cache * swa;
+    };
+
+    static caches caches_of(llama_memory_i * memory);
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);

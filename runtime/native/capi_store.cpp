@@ -1,0 +1,182 @@
+// capi_store.cpp: subkv_store.h.
+#include "error.h"
+#include "layout_keys.h"
+#include "model_file.h"
+#include "prefix_store.h"
+#include "sha256.h"
+#include "store_hook.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+using namespace subkv;
+
+struct subkv_store {
+    subkv_store(const char * folder, uint64_t max_bytes) : store(folder, max_bytes) {}
+
+    PrefixStore store;
+};
+
+struct subkv_store_found {
+    std::unique_ptr<PrefixFound>   found;
+    std::vector<subkv_store_point> points;
+    subkv_store_prompt             prompt;
+};
+
+namespace {
+
+std::string digits_of(const uint8_t * identity) {
+    static const char hex[] = "0123456789abcdef";
+    std::string       out;
+    for (int i = 0; i < SUBKV_STORE_IDENTITY; ++i) {
+        out += hex[identity[i] >> 4];
+        out += hex[identity[i] & 15];
+    }
+    return out;
+}
+
+std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
+    const auto * data = (const uint8_t *) bytes.data;
+    return { data, data + bytes.size };
+}
+
+subkv_store_bytes shown(const std::vector<uint8_t> & bytes) {
+    return { bytes.data(), bytes.size() };
+}
+
+} // namespace
+
+extern "C" subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes) {
+    clear_error();
+    return guarded("SUBKV_STORE", (subkv_store *) nullptr, [&] { return new subkv_store(folder, max_bytes); });
+}
+
+extern "C" void subkv_store_close(subkv_store * store) {
+    delete store;
+}
+
+extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
+                                bool wait) {
+    clear_error();
+    return guarded("SUBKV_STORE", false, [&] {
+        Prefix prefix;
+        prefix.identity    = digits_of(identity);
+        prefix.tokens      = { prompt->tokens, prompt->tokens + std::max<int64_t>(0, prompt->n_tokens) };
+        prefix.n_removable = prompt->n_removable;
+        for (size_t i = 0; i < N_STATES; ++i) {
+            prefix.states[i] = copied(prompt->state[i]);
+        }
+        for (int64_t i = 0; i < prompt->n_points; ++i) {
+            const auto & given = prompt->points[i];
+            if (given.n_tokens < 0 || given.n_tokens > prompt->n_tokens) {
+                continue;
+            }
+            auto & point   = prefix.points.emplace_back();
+            point.n_tokens = given.n_tokens;
+            point.pos_min  = given.pos_min;
+            point.pos_max  = given.pos_max;
+            for (size_t j = 0; j < N_POINT_DATA; ++j) {
+                point.data[j] = copied(given.data[j]);
+            }
+        }
+        return store->store.put(std::move(prefix), wait);
+    });
+}
+
+extern "C" bool subkv_store_flush(subkv_store * store, double seconds) {
+    return store->store.flush(seconds);
+}
+
+extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_t * identity,
+                                               const subkv_store_query * query) {
+    clear_error();
+    return guarded("SUBKV_STORE", (subkv_store_found *) nullptr, [&]() -> subkv_store_found * {
+        PrefixQuery asked;
+        asked.identity          = digits_of(identity);
+        asked.tokens            = { query->tokens, query->tokens + std::max<int64_t>(0, query->n_tokens) };
+        asked.n_held            = query->n_held;
+        asked.n_max             = query->n_max;
+        asked.n_removable       = query->n_removable;
+        asked.seconds_per_token = query->seconds_per_token;
+        asked.seconds           = query->seconds;
+        auto found              = store->store.get(asked);
+        if (!found) {
+            return nullptr;
+        }
+        auto out   = std::make_unique<subkv_store_found>();
+        out->found = std::move(found);
+        for (const auto & point : out->found->prefix.points) {
+            out->points.push_back({ point.n_tokens,
+                                    point.pos_min,
+                                    point.pos_max,
+                                    { shown(point.data[0]), shown(point.data[1]), shown(point.data[2]) } });
+        }
+        const auto & prefix = out->found->prefix;
+        out->prompt         = {
+            prefix.tokens.data(), (int64_t) prefix.tokens.size(), { shown(prefix.states[0]), shown(prefix.states[1]) },
+            out->points.data(),   (int64_t) out->points.size(),   asked.n_removable
+        };
+        return out.release();
+    });
+}
+
+extern "C" const subkv_store_prompt * subkv_store_found_prompt(const subkv_store_found * found) {
+    return &found->prompt;
+}
+
+extern "C" int64_t subkv_store_found_reach(const subkv_store_found * found) {
+    return found->found->n_reached;
+}
+
+extern "C" void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused) {
+    if (found && refused) {
+        store->store.reject(found->found->name);
+    }
+    delete found;
+}
+
+extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats) {
+    const PrefixStats now = store->store.stats();
+    *stats                = { now.n_entries, now.n_bytes,   now.n_hits,    now.n_restored,
+                              now.n_written, now.n_dropped, now.n_damaged, now.n_failures };
+}
+
+//
+// for libllama
+//
+
+namespace {
+
+std::string content_of(const std::string & path) {
+    clear_error();
+    return guarded("model", std::string(), [&] {
+        try {
+            return model_content(path);
+        } catch (const Invalid & e) {
+            set_error("%s", e.why.c_str());
+            return std::string();
+        }
+    });
+}
+
+StoreIdentity digest_of(const std::string & text) {
+    Sha256 digest;
+    digest.update(text.data(), text.size());
+    const std::string digits = digest.hex();
+    StoreIdentity     out;
+    for (size_t i = 0; i < out.size(); ++i) {
+        out[i] = (uint8_t) std::stoi(digits.substr(2 * i, 2), nullptr, 16);
+    }
+    return out;
+}
+
+} // namespace
+
+extern "C" SUBKV_API const StoreCalls * subkv_store_calls(void) {
+    static const StoreCalls calls = {
+        subkv_last_error,         subkv_store_open,       subkv_store_put,       subkv_store_flush, subkv_store_get,
+        subkv_store_found_prompt, subkv_store_found_free, subkv_store_get_stats, content_of,        digest_of
+    };
+    return &calls;
+}

@@ -1,0 +1,266 @@
+// llama-subkv-store.cpp: see llama-subkv-store.h. Part of libllama.
+#include "llama-subkv-store.h"
+
+#include "llama-subkv-library.h"
+#include "llama-subkv.h"
+#include "store_hook.h"
+
+#include "llama-adapter.h"
+#include "llama-context.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+static constexpr uint64_t MIB           = 1 << 20;
+static constexpr uint64_t DEFAULT_MIB   = 4096;
+static constexpr uint64_t MAX_MIB       = (uint64_t) 1 << 30;
+static constexpr double   GET_SECONDS   = 20; // that a request waits for a disk
+static constexpr double   CLOSE_SECONDS = 30;
+
+//
+// what a state is bound to: everything that decides which bytes a token leaves in it
+//
+
+std::string llama_subkv::state_identity(const llama_context & ctx, const std::string & content) {
+    const auto &       model   = ctx.get_model();
+    const auto &       cparams = ctx.get_cparams();
+    const auto         caches  = caches_of(ctx.get_memory());
+    const auto &       hparams = model.hparams;
+    std::ostringstream out;
+    out << std::hexfloat;
+    out << "format 1 " << SUBKV_LLAMA_COMMIT << " " << LLAMA_STATE_SEQ_VERSION << "\n" << content << "\n";
+    out << model.subkv_overrides << "\n";
+    out << (int) cparams.rope_scaling_type << " " << cparams.rope_freq_base << " " << cparams.rope_freq_scale << " "
+        << cparams.n_ctx_orig_yarn << " " << cparams.yarn_ext_factor << " " << cparams.yarn_attn_factor << " "
+        << cparams.yarn_beta_fast << " " << cparams.yarn_beta_slow << " " << cparams.causal_attn << " "
+        << cparams.n_rs_seq << " " << (int) cparams.ctx_type << "\n";
+    const bool long_rope = std::any_of(model.layers.begin(), model.layers.end(), [](auto & l) { return l.rope_long; });
+    out << (long_rope && cparams.n_ctx_seq > hparams.n_ctx_orig_yarn) << "\n";
+    for (const auto * kv : { caches.base, caches.swa }) {
+        if (!kv) {
+            continue;
+        }
+        const auto * hook = kv->subkv_hook.get();
+        const bool   full = kv->get_size() >= caches.base->get_size(); // what slides away is kept
+        out << "cache " << kv->n_stream << " " << (int) kv->swa_type << " " << full << " " << kv->v_trans << " "
+            << (hook ? hook->state_identity() : "ordinary") << "\n";
+        for (const auto & layer : kv->layers) {
+            out << layer.il;
+            for (const auto * t : { layer.k, layer.v }) {
+                out << " " << (t ? ggml_type_name(t->type) : "none") << " " << (t ? t->ne[0] : 0);
+            }
+            out << "\n";
+        }
+    }
+    return out.str();
+}
+
+bool llama_subkv::storable(const llama_context & ctx) {
+    const auto & model  = ctx.get_model();
+    const auto   caches = caches_of(ctx.get_memory());
+    if (model.subkv_path.empty() || !model.loras.empty() || !ctx.get_memory()) {
+        return false;
+    }
+    for (const auto * kv : { caches.base, caches.swa }) { // rows that are planted are no model's
+        if (kv && kv->subkv_hook && !kv->subkv_hook->coded()) {
+            return false;
+        }
+    }
+    for (int il = 0; ctx.cvec && il < (int) model.hparams.n_layer_all; ++il) {
+        if (ctx.cvec->tensor_for(il)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int64_t llama_subkv::n_removable(const llama_context & ctx) {
+    auto *     memory = ctx.get_memory();
+    const auto caches = caches_of(memory);
+    const bool recurrent =
+        !caches.base || dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory);
+    if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
+        return 0; // what a removed tail brings back into the window is not in the state
+    }
+    const auto * hook = hook_of(memory, nullptr, nullptr);
+    if (recurrent) { // a restored state has no snapshots
+        return 0;
+    }
+    return hook && hook->coded() ? hook->n_rollback() : -1;
+}
+
+//
+// the store of the process
+//
+
+namespace {
+
+struct process_store {
+    const subkv::StoreCalls *          calls = nullptr;
+    subkv_store *                      store = nullptr;
+    std::mutex                         mutex;
+    std::map<std::string, std::string> contents; // by path of a model's first file
+};
+
+void open_store(process_store & to, const char * folder) {
+    const char * limit = std::getenv("SUBKV_STORE_MIB");
+    uint64_t     mib   = DEFAULT_MIB;
+    if (limit && *limit) {
+        char * end = nullptr;
+        errno      = 0;
+        mib        = std::strtoull(limit, &end, 10);
+        if (*end || errno != 0 || mib < 1 || mib > MAX_MIB || !std::strchr("0123456789", *limit)) {
+            llama_subkv_log("SUBKV_STORE_MIB: a number from 1 to " + std::to_string(MAX_MIB) + " expected, '" + limit +
+                            "' found; prompts are not stored");
+            return;
+        }
+    }
+    std::string why;
+    const auto  find = llama_subkv_find(SUBKV_STORE_CALLS, why);
+    if (!find) {
+        llama_subkv_log("SUBKV_STORE: libsubkv beside libllama expected, found none that loads: " + why +
+                        "; prompts are not stored");
+        return;
+    }
+    to.calls = ((const subkv::StoreCalls * (*)()) find)();
+    to.store = to.calls->open(folder, mib * MIB);
+    if (!to.store) {
+        llama_subkv_log(std::string(to.calls->last_error()) + "; prompts are not stored");
+        return;
+    }
+    llama_subkv_log(std::string("prompts are stored in ") + folder + ", at most " + std::to_string(mib) + " MiB");
+}
+
+// Never closed: a thread that a disk holds up may outlive everything.
+process_store & the_store() {
+    static process_store * store = [] {
+        auto *       made   = new process_store;
+        const char * folder = std::getenv("SUBKV_STORE");
+        if (folder && *folder) {
+            open_store(*made, folder);
+        }
+        return made;
+    }();
+    return *store;
+}
+
+// "": its files cannot be read any more.
+std::string content_of(process_store & store, const std::string & path) {
+    std::lock_guard<std::mutex> lock(store.mutex);
+    const auto                  known = store.contents.find(path);
+    if (known != store.contents.end()) {
+        return known->second;
+    }
+    std::string content = store.calls->content(path);
+    if (content.empty()) {
+        llama_subkv_log(std::string("SUBKV_STORE: ") + store.calls->last_error() + "; its prompts are not stored");
+    }
+    return store.contents[path] = content;
+}
+
+// false: nothing of these contexts is stored.
+bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft,
+                 subkv::StoreIdentity & identity) {
+    std::string text;
+    for (const auto * one : { ctx, draft }) {
+        if (!one) {
+            continue;
+        }
+        if (!llama_subkv::storable(*one)) {
+            return false;
+        }
+        const auto content = content_of(store, one->get_model().subkv_path);
+        if (content.empty()) {
+            return false;
+        }
+        text += llama_subkv::state_identity(*one, content);
+    }
+    identity = store.calls->digest(text);
+    return true;
+}
+
+// Does a sequence hold n tokens, and nothing else?
+bool holds(llama_context * ctx, llama_seq_id seq, int64_t n) {
+    return llama_memory_seq_pos_max(llama_get_memory(ctx), seq) + 1 == n;
+}
+
+// Tokens for which a sequence that is emptied finds cells.
+int64_t n_room(llama_context * ctx, llama_seq_id seq) {
+    int64_t n = llama_n_ctx_seq(ctx);
+    if (ctx->get_cparams().kv_unified) {
+        for (llama_seq_id other = 0; other < (llama_seq_id) llama_n_seq_max(ctx); ++other) {
+            n -= other == seq ? 0 : llama_memory_seq_pos_max(llama_get_memory(ctx), other) + 1;
+        }
+    }
+    return n;
+}
+
+} // namespace
+
+bool llama_subkv_store_on(void) {
+    return the_store().store != nullptr;
+}
+
+int64_t llama_subkv_store_removable(const llama_context * ctx) {
+    return llama_subkv::n_removable(*ctx);
+}
+
+void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
+                           bool wait) {
+    auto &               store = the_store();
+    subkv::StoreIdentity identity;
+    if (!store.store || !holds(ctx, seq, prompt.n_tokens) || (draft && !holds(draft, seq, prompt.n_tokens)) ||
+        !identity_of(store, ctx, draft, identity)) {
+        return;
+    }
+    prompt.n_removable = llama_subkv::n_removable(*ctx);
+    store.calls->put(store.store, identity.data(), &prompt, wait);
+}
+
+subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, int32_t seq,
+                                          const int32_t * tokens, int64_t n_tokens, int64_t n_held) {
+    auto &               store = the_store();
+    subkv::StoreIdentity identity;
+    if (!store.store || !identity_of(store, ctx, draft, identity)) {
+        return nullptr;
+    }
+    const auto        perf  = llama_perf_context(ctx);
+    const double      per   = perf.n_p_eval > 0 ? perf.t_p_eval_ms / 1000 / perf.n_p_eval : 0;
+    subkv_store_query query = { tokens, n_tokens,   n_held, n_room(ctx, seq), llama_subkv::n_removable(*ctx),
+                                per,    GET_SECONDS };
+    if (draft) {
+        query.n_max = std::min(query.n_max, n_room(draft, seq));
+    }
+    return store.calls->get(store.store, identity.data(), &query);
+}
+
+const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found) {
+    return the_store().calls->found_prompt(found);
+}
+
+void llama_subkv_store_free(subkv_store_found * found, bool refused) {
+    const auto & store = the_store();
+    if (refused) {
+        llama_subkv_log(std::string("SUBKV_STORE: the cache does not take a stored prompt: ") +
+                        store.calls->last_error());
+    }
+    store.calls->found_free(store.store, found, refused);
+}
+
+void llama_subkv_store_flush(void) {
+    auto & store = the_store();
+    if (store.store && !store.calls->flush(store.store, CLOSE_SECONDS)) {
+        llama_subkv_log("SUBKV_STORE: the disk takes too long; some prompts are not stored");
+    }
+}

@@ -1,0 +1,31 @@
+// llama-subkv-store.h: evaluated prompts that outlive a server (docs/programs.md), for the hunks in llama-server. Compiled
+// into libllama; with SUBKV_STORE unset nothing is stored, and libsubkv is not loaded for it.
+#pragma once
+
+#include "llama-subkv-programs.h"
+#include "subkv_store.h"
+
+#include <cstdint>
+
+struct llama_context;
+
+// The folder of SUBKV_STORE, opened at the first call; reports once in the log. false: there is none, or it cannot be used.
+SUBKV_PROGRAMS_API bool llama_subkv_store_on(void);
+
+// How long a tail of a sequence that was just restored can be removed without a checkpoint; -1: any.
+SUBKV_PROGRAMS_API int64_t llama_subkv_store_removable(const llama_context * ctx);
+
+// Stores what sequence `seq` of a context, and of the draft model's (or nullptr), holds: prompt.state are its states.
+// Nothing is stored where the sequence does not hold these tokens, and while adapters or control vectors are loaded.
+// wait: until there is room for it.
+SUBKV_PROGRAMS_API void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq,
+                                              subkv_store_prompt prompt, bool wait);
+
+// A prompt whose beginning spares evaluations, beyond n_held tokens; nullptr: none. Then restored, or refused by the cache.
+SUBKV_PROGRAMS_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, int32_t seq,
+                                                             const int32_t * tokens, int64_t n_tokens, int64_t n_held);
+SUBKV_PROGRAMS_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
+SUBKV_PROGRAMS_API void                       llama_subkv_store_free(subkv_store_found * found, bool refused);
+
+// Waits, at most for half a minute, until everything is written.
+SUBKV_PROGRAMS_API void llama_subkv_store_flush(void);

@@ -1,0 +1,338 @@
+// prefix_blocks.cpp: see prefix_blocks.h.
+#include "prefix_blocks.h"
+
+#include "sha256.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace subkv {
+
+namespace {
+
+constexpr char     MAGIC[8]    = { 's', 'u', 'b', 'k', 'v', 'P', 'X', '1' };
+constexpr uint32_t MAX_REGIONS = 1 << 13;
+constexpr uint32_t MAX_ROW     = 1 << 24; // bytes
+constexpr uint64_t MAX_PIECE   = (uint64_t) 1 << 44;
+constexpr int32_t  MAX_TYPE    = 256;
+constexpr size_t   LOOKED      = 1 << 20; // bytes of a state in which its cells begin
+
+class Writer {
+public:
+    void bytes(const void * data, size_t size) {
+        const auto * begin = (const uint8_t *) data;
+        out.insert(out.end(), begin, begin + size);
+    }
+
+    template <typename T> void number(T value) {
+        uint8_t le[sizeof(T)];
+        for (size_t i = 0; i < sizeof(T); ++i) {
+            le[i] = (uint8_t) ((uint64_t) value >> (8 * i));
+        }
+        bytes(le, sizeof(le));
+    }
+
+    void digest(const std::string & name) { bytes(name.data(), N_DIGEST); }
+
+    void piece(const PieceRef & ref) {
+        number(ref.size);
+        if (ref.size > 0) {
+            digest(ref.name);
+        }
+    }
+
+    std::vector<uint8_t> out;
+};
+
+class Parser {
+public:
+    Parser(const uint8_t * data, size_t size) : at(data), left(size) {}
+
+    const uint8_t * bytes(size_t size) {
+        if (size > left) {
+            throw std::runtime_error("it is cut");
+        }
+        const uint8_t * here = at;
+        at += size;
+        left -= size;
+        return here;
+    }
+
+    template <typename T> T number() {
+        const uint8_t * le    = bytes(sizeof(T));
+        uint64_t        value = 0;
+        for (size_t i = 0; i < sizeof(T); ++i) {
+            value |= (uint64_t) le[i] << (8 * i);
+        }
+        return (T) value;
+    }
+
+    template <typename T> T number(T most, const char * what) {
+        const T value = number<T>();
+        if (value > most) {
+            throw std::runtime_error(std::string("expected at most ") + std::to_string(most) + " " + what + ", found " +
+                                     std::to_string(value));
+        }
+        return value;
+    }
+
+    std::string digest() {
+        std::string name((const char *) bytes(N_DIGEST), N_DIGEST);
+        if (name.find_first_not_of("0123456789abcdef") != std::string::npos) {
+            throw std::runtime_error("expected hex digits of an address, found something else");
+        }
+        return name;
+    }
+
+    PieceRef piece() {
+        PieceRef ref;
+        ref.size = number<uint64_t>(MAX_PIECE, "bytes of a piece");
+        if (ref.size > 0) {
+            ref.name = digest();
+        }
+        return ref;
+    }
+
+    void end() const {
+        if (left != 0) {
+            throw std::runtime_error("there is more behind its end");
+        }
+    }
+
+private:
+    const uint8_t * at;
+    size_t          left;
+};
+
+void write_state(Writer & w, const StateRefs & state) {
+    w.number((uint32_t) state.regions.size());
+    for (const auto & region : state.regions) {
+        w.number(region.offset);
+        w.number(region.row);
+    }
+    w.number((uint32_t) state.blocks.size());
+    for (const auto & block : state.blocks) {
+        w.digest(block);
+    }
+    w.piece(state.rest);
+}
+
+StateRefs read_state(Parser & p, uint64_t n_tokens) {
+    StateRefs      state;
+    const uint32_t n_regions = p.number<uint32_t>(MAX_REGIONS, "tensors");
+    for (uint32_t i = 0; i < n_regions; ++i) {
+        const auto offset = p.number<uint64_t>(MAX_PIECE, "bytes of a state");
+        const auto row    = p.number<uint32_t>(MAX_ROW, "bytes of a row");
+        state.regions.push_back({ offset, row });
+    }
+    const auto n_blocks = p.number<uint32_t>((uint32_t) (n_tokens / BLOCK_TOKENS), "blocks");
+    for (uint32_t i = 0; i < n_blocks; ++i) {
+        state.blocks.push_back(p.digest());
+    }
+    state.rest = p.piece();
+    // no sum of these overflows: 2^13 regions of 2^12 blocks of 2^8 rows of 2^24 bytes
+    uint64_t end = 0;
+    for (const auto & region : state.regions) {
+        if (region.row == 0 || region.offset < end) {
+            throw std::runtime_error("expected rows one after the other, found others");
+        }
+        end = region.offset + (uint64_t) n_blocks * BLOCK_TOKENS * region.row;
+    }
+    if (end > state.size() || (n_blocks > 0) != (n_regions > 0)) {
+        throw std::runtime_error("expected rows inside of the state, found others");
+    }
+    return state;
+}
+
+} // namespace
+
+uint64_t StateRefs::block_bytes() const {
+    uint64_t bytes = 0;
+    for (const auto & region : regions) {
+        bytes += BLOCK_TOKENS * region.row;
+    }
+    return bytes;
+}
+
+std::vector<Span> StateRefs::of_block(uint64_t i) const {
+    std::vector<Span> spans;
+    for (const auto & region : regions) {
+        const uint64_t size = BLOCK_TOKENS * region.row;
+        spans.push_back({ region.offset + i * size, size });
+    }
+    return spans;
+}
+
+std::vector<Span> StateRefs::of_rest() const {
+    std::vector<Span> spans;
+    uint64_t          end = 0;
+    for (const auto & region : regions) {
+        spans.push_back({ end, region.offset - end });
+        end = region.offset + blocks.size() * BLOCK_TOKENS * region.row;
+    }
+    spans.push_back({ end, size() - end });
+    return spans;
+}
+
+std::string prefix_of(const std::string & identity) {
+    return identity.substr(0, 24) + "-";
+}
+
+std::string PrefixHead::name() const {
+    Writer listed;
+    for (const int32_t token : tokens) {
+        listed.number(token);
+    }
+    Sha256 digest;
+    digest.update(listed.out.data(), listed.out.size());
+    return prefix_of(identity) + digest.hex().substr(0, 32);
+}
+
+uint64_t PrefixHead::n_bytes() const {
+    uint64_t bytes = 0;
+    each_piece([&](const std::string &, uint64_t size) { bytes += size; });
+    return bytes;
+}
+
+// The magic, a digest of all that follows, the rest.
+std::vector<uint8_t> PrefixHead::file() const {
+    Writer body;
+    body.digest(identity);
+    body.number((uint32_t) tokens.size());
+    for (const int32_t token : tokens) {
+        body.number(token);
+    }
+    for (const auto & state : states) {
+        write_state(body, state);
+    }
+    body.number((uint32_t) points.size());
+    for (const auto & point : points) {
+        body.number(point.n_tokens);
+        body.number(point.pos_min);
+        body.number(point.pos_max);
+        for (const auto & piece : point.data) {
+            body.piece(piece);
+        }
+    }
+    Sha256 digest;
+    digest.update(body.out.data(), body.out.size());
+    Writer file;
+    file.bytes(MAGIC, sizeof(MAGIC));
+    file.digest(digest.hex());
+    file.bytes(body.out.data(), body.out.size());
+    return std::move(file.out);
+}
+
+PrefixHead PrefixHead::parse(const std::vector<uint8_t> & file) {
+    constexpr size_t begin = sizeof(MAGIC) + N_DIGEST;
+    if (file.size() < begin || std::memcmp(file.data(), MAGIC, sizeof(MAGIC)) != 0) {
+        throw std::runtime_error("it is none of this version");
+    }
+    Sha256 digest;
+    digest.update(file.data() + begin, file.size() - begin);
+    if (digest.hex() != std::string((const char *) file.data() + sizeof(MAGIC), N_DIGEST)) {
+        throw std::runtime_error("its checksum differs");
+    }
+    Parser     p(file.data() + begin, file.size() - begin);
+    PrefixHead head;
+    head.identity          = p.digest();
+    const uint32_t  n      = p.number<uint32_t>((uint32_t) MAX_TOKENS, "tokens");
+    const uint8_t * listed = p.bytes(sizeof(int32_t) * n);
+    Parser          tokens(listed, sizeof(int32_t) * n);
+    for (uint32_t i = 0; i < n; ++i) {
+        head.tokens.push_back(tokens.number<int32_t>());
+    }
+    for (auto & state : head.states) {
+        state = read_state(p, n);
+    }
+    const auto n_points = p.number<uint32_t>(MAX_POINTS, "checkpoints");
+    for (uint32_t i = 0; i < n_points; ++i) {
+        PointRefs point;
+        point.n_tokens = p.number<int64_t>(n, "tokens before a checkpoint");
+        point.pos_min  = p.number<int32_t>();
+        point.pos_max  = p.number<int32_t>();
+        if (point.n_tokens < 0) {
+            throw std::runtime_error("expected tokens before a checkpoint, found a negative number");
+        }
+        for (auto & piece : point.data) {
+            piece = p.piece();
+        }
+        head.points.push_back(point);
+    }
+    p.end();
+    return head;
+}
+
+std::string address(const std::string & identity, const std::vector<Bytes> & pieces) {
+    Sha256 digest;
+    digest.update(identity.data(), identity.size());
+    for (const Bytes & piece : pieces) {
+        digest.update(piece.data, piece.size);
+    }
+    return digest.hex();
+}
+
+namespace {
+
+template <typename T> T at(const uint8_t * p) {
+    T value;
+    std::memcpy(&value, p, sizeof(T));
+    return value;
+}
+
+// Rows of n cells behind one header (type i32, bytes of a row u64) after another.
+std::vector<Region> chain(const uint8_t * state, size_t size, uint64_t offset, uint64_t n, size_t most) {
+    std::vector<Region> found;
+    while (found.size() < most && offset + 12 <= size) {
+        const auto type = at<int32_t>(state + offset);
+        const auto row  = at<uint64_t>(state + offset + 4);
+        offset += 12;
+        if (type < 0 || type >= MAX_TYPE || row == 0 || row >= MAX_ROW || n * row > size - offset) {
+            break;
+        }
+        found.push_back({ offset, (uint32_t) row });
+        offset += n * row;
+    }
+    return found;
+}
+
+} // namespace
+
+// llama.cpp writes: the number of cells, the cells from position 0 on, whether values are by element, the number of
+// layers, and for the keys and then the values of each: type, bytes of a row, n rows. A wrong guess costs sharing only.
+std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n) {
+    if (n < BLOCK_TOKENS || n > MAX_TOKENS) {
+        return {};
+    }
+    const int32_t pattern[3] = { (int32_t) n, 0, 1 };
+    const auto *  first      = (const uint8_t *) pattern;
+    const auto *  end        = state + std::min(size, LOOKED);
+    const auto *  start      = std::search(state, end, first, first + sizeof(pattern));
+    if (start == end) {
+        return {};
+    }
+    for (const uint64_t cell : { 12, 20 }) { // bytes: position, sequences; of positions of three numbers
+        const uint64_t offset = (uint64_t) (start - state) + 4 + n * cell;
+        if (offset + 8 > size) {
+            continue;
+        }
+        const auto by_element = at<uint32_t>(state + offset);
+        const auto n_layer    = at<uint32_t>(state + offset + 4);
+        if (by_element <= 1 && n_layer > 0 && n_layer <= MAX_REGIONS / 2) {
+            auto found = chain(state, size, offset + 8, n, 2 * (size_t) n_layer);
+            if (!found.empty()) {
+                return found;
+            }
+        }
+    }
+    return {};
+}
+
+size_t common_prefix(const std::vector<int32_t> & tokens, const int32_t * other, size_t n) {
+    const size_t most = std::min(tokens.size(), n);
+    return (size_t) (std::mismatch(tokens.begin(), tokens.begin() + (std::ptrdiff_t) most, other).first -
+                     tokens.begin());
+}
+
+} // namespace subkv

@@ -1,0 +1,118 @@
+// prefix_blocks.h: an evaluated prompt in pieces: blocks of rows, which equal beginnings of texts have in common, and the
+// rest.
+//
+// A state of llama.cpp's lists the rows of a tensor one after the other, tensor after tensor. A block is the rows of
+// BLOCK_TOKENS tokens of all of them. Every piece is named by a hash of its bytes and of what the state is bound to. A
+// state in which no rows are found is all rest: nothing is shared, nothing is lost.
+#pragma once
+
+#include "store_folder.h"
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+constexpr uint64_t BLOCK_TOKENS = 256;
+constexpr size_t   N_STATES     = 2;       // of the model, of a draft model
+constexpr size_t   N_POINT_DATA = 3;       // of a checkpoint: of the model, of a draft model, of its speculation
+constexpr size_t   MAX_POINTS   = 6;       // checkpoints of a prompt that are kept
+constexpr size_t   N_DIGEST     = 64;      // hex digits
+constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
+constexpr uint64_t MAX_HEAD     = 16 << 20;
+
+struct Region {
+    uint64_t offset; // of the rows of one tensor in a state
+    uint32_t row;    // bytes of one
+};
+
+struct PieceRef {
+    std::string name; // without its ending
+    uint64_t    size = 0;
+};
+
+struct Span {
+    uint64_t offset, size;
+};
+
+// Of what a state consists.
+struct StateRefs {
+    std::vector<Region>      regions;
+    std::vector<std::string> blocks;
+    PieceRef                 rest;
+
+    uint64_t          block_bytes() const;
+    uint64_t          size() const { return rest.size + blocks.size() * block_bytes(); }
+    std::vector<Span> of_block(uint64_t i) const; // where its bytes lie in the state
+    std::vector<Span> of_rest() const;
+};
+
+struct PointRefs {
+    int64_t                            n_tokens = 0;
+    int32_t                            pos_min = 0, pos_max = 0;
+    std::array<PieceRef, N_POINT_DATA> data;
+};
+
+// All that is known of a stored prompt without reading its states.
+struct PrefixHead {
+    std::string                     identity; // N_DIGEST digits: what states are bound to
+    std::vector<int32_t>            tokens;
+    std::array<StateRefs, N_STATES> states;
+    std::vector<PointRefs>          points;
+
+    std::string name() const;    // begins with prefix_of(identity)
+    uint64_t    n_bytes() const; // of all pieces
+
+    // Calls use(name, bytes) for every piece.
+    template <typename F> void each_piece(F use) const {
+        for (const auto & state : states) {
+            for (const auto & block : state.blocks) {
+                use(block, state.block_bytes());
+            }
+            if (state.rest.size > 0) {
+                use(state.rest.name, state.rest.size);
+            }
+        }
+        for (const auto & point : points) {
+            for (const auto & piece : point.data) {
+                if (piece.size > 0) {
+                    use(piece.name, piece.size);
+                }
+            }
+        }
+    }
+
+    std::vector<uint8_t> file() const;
+    // Throws std::runtime_error with what is wrong.
+    static PrefixHead parse(const std::vector<uint8_t> & file);
+};
+
+std::string prefix_of(const std::string & identity); // how the names of its prompts begin
+
+// The address of a piece, N_DIGEST digits.
+std::string address(const std::string & identity, const std::vector<Bytes> & pieces);
+
+// Where the rows of n cells lie in a state of a sequence; empty: none are found.
+std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n);
+
+size_t common_prefix(const std::vector<int32_t> & tokens, const int32_t * other, size_t n);
+
+// How many of n_held tokens stay when those from n on are removed: all n when the removed tail has at most n_removable
+// tokens (-1: any number), else those before the last checkpoint that is not behind them.
+template <typename Points>
+int64_t reach(int64_t n_held, int64_t n, const Points & points, int64_t n_removable) {
+    if (n_removable < 0 || n_held - n <= n_removable) {
+        return n;
+    }
+    int64_t most = 0;
+    for (const auto & point : points) {
+        if (point.n_tokens <= n && point.n_tokens > most) {
+            most = point.n_tokens;
+        }
+    }
+    return most;
+}
+
+} // namespace subkv

@@ -1,0 +1,382 @@
+// prefix_index.cpp: see prefix_index.h.
+#include "prefix_index.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <thread>
+
+namespace subkv {
+
+namespace {
+
+constexpr const char * HEAD        = ".prefix";
+constexpr const char * PIECE       = ".piece";
+constexpr size_t       MAX_FILES   = 1 << 17; // names of a folder that are looked at
+constexpr size_t       MAX_ENTRIES = 1024;
+constexpr uint64_t     MAX_INDEX   = 256 << 20; // bytes of heads in memory
+constexpr size_t       N_READERS   = 4;
+constexpr int64_t      SECOND      = 1000000000;    // ns
+constexpr int64_t      COARSE      = 2 * SECOND;    // of the times of files
+constexpr int64_t      STALE       = 3600 * SECOND; // a file still being written is younger
+constexpr int64_t      SPACING     = 512; // tokens that may be evaluated again where a longer prompt serves as well
+
+bool hex(const std::string & text, size_t first, size_t n) {
+    return text.size() >= first + n && text.find_first_not_of("0123456789abcdef", first) >= first + n;
+}
+
+bool ends(const std::string & text, size_t at, const char * tail) {
+    return text.compare(at, std::string::npos, tail) == 0;
+}
+
+bool is_head(const std::string & file) {
+    return hex(file, 0, 24) && file[24] == '-' && hex(file, 25, 32) && ends(file, 57, HEAD);
+}
+
+bool is_piece(const std::string & file) {
+    return hex(file, 0, N_DIGEST) && ends(file, N_DIGEST, PIECE);
+}
+
+uint64_t size_of(const std::map<std::string, StoredFile> & files, const std::string & file) {
+    const auto found = files.find(file);
+    return found == files.end() ? 0 : found->second.size;
+}
+
+} // namespace
+
+PrefixIndex::PrefixIndex(const std::string & folder, uint64_t max_bytes) : folder(folder), max_bytes(max_bytes) {}
+
+PrefixIndex::Files PrefixIndex::look() const {
+    Files files = folder.list(MAX_FILES);
+    for (auto it = files.begin(); it != files.end();) {
+        const std::string   whole = StoreFolder::of_temporary(it->first);
+        const std::string & name  = whole.empty() ? it->first : whole;
+        it                        = is_head(name) || is_piece(name) ? std::next(it) : files.erase(it);
+    }
+    return files;
+}
+
+// Makes `known` what the files say; those that were used last go first.
+void PrefixIndex::learn(const Files & files) {
+    std::vector<std::pair<int64_t, std::string>> order;
+    n_bytes = 0;
+    for (const auto & [file, status] : files) {
+        n_bytes += status.size;
+        if (is_head(file)) {
+            order.emplace_back(-status.used, file);
+        }
+    }
+    std::sort(order.begin(), order.end());
+    std::set<std::string> there;
+    uint64_t              bytes = 0;
+    for (const auto & [used, file] : order) {
+        const uint64_t    size = files.at(file).size;
+        const std::string name = file.substr(0, file.size() - std::strlen(HEAD));
+        if (there.size() == MAX_ENTRIES || bytes + size > MAX_INDEX || refused.count(name) > 0) {
+            continue;
+        }
+        if (known.count(name) > 0 || learn(name, size)) {
+            there.insert(name);
+            bytes += size;
+        }
+    }
+    for (auto it = known.begin(); it != known.end();) {
+        it = there.count(it->first) > 0 ? std::next(it) : known.erase(it);
+    }
+}
+
+bool PrefixIndex::learn(const std::string & name, uint64_t size) {
+    std::string why;
+    try {
+        std::vector<uint8_t> file;
+        if (size > MAX_HEAD) {
+            throw std::invalid_argument("it is too large");
+        }
+        file.resize((size_t) size);
+        try {
+            if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) {
+                return false; // gone, or cut, meanwhile
+            }
+        } catch (const std::runtime_error &) { // a part of the disk fails: others can be read
+            return false;
+        }
+        auto head = std::make_shared<PrefixHead>(PrefixHead::parse(file));
+        if (head->name() != name) {
+            throw std::invalid_argument("its name belongs to other tokens");
+        }
+        known[name] = head;
+        return true;
+    } catch (const std::exception &) {
+        ++n_damaged;
+        if (!folder.remove(name + HEAD)) {
+            refused.insert(name);
+        }
+        return false;
+    }
+}
+
+std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::string & identity) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int64_t               time = folder.changed();
+    // A name that appeared within the grain of these times after the last look has not changed it.
+    if (time != changed || looked - time < COARSE) {
+        looked  = StoreFolder::now();
+        changed = time;
+        learn(look());
+    }
+    std::vector<std::shared_ptr<const PrefixHead>> found;
+    const std::string                              begin = prefix_of(identity);
+    for (auto it = known.lower_bound(begin); it != known.end() && it->first.compare(0, begin.size(), begin) == 0;
+         ++it) {
+        if (it->second->identity == identity) {
+            found.push_back(it->second);
+        }
+    }
+    return found;
+}
+
+void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> & wanted) const {
+    std::atomic<size_t>      next{ 0 };
+    std::mutex               first;
+    std::exception_ptr       error;
+    std::vector<std::string> damaged;
+    const auto               work = [&] {
+        try {
+            for (size_t i = next++; i < wanted.size(); i = next++) {
+                const Wanted &                 piece = wanted[i];
+                std::vector<StoreFolder::Room> rooms;
+                std::vector<Bytes>             bytes;
+                for (const Span & span : piece.to) {
+                    rooms.push_back({ piece.data + span.offset, (size_t) span.size });
+                    bytes.push_back({ piece.data + span.offset, (size_t) span.size });
+                }
+                if (!folder.read(piece.name + PIECE, piece.size, rooms) || address(identity, bytes) != piece.name) {
+                    std::lock_guard<std::mutex> lock(first);
+                    damaged.push_back(piece.name);
+                }
+            }
+        } catch (...) {
+            next = wanted.size();
+            std::lock_guard<std::mutex> lock(first);
+            error = error ? error : std::current_exception();
+        }
+    };
+    std::vector<std::thread> threads;
+    const size_t n = std::min({ N_READERS, (size_t) std::max(1u, std::thread::hardware_concurrency()), wanted.size() });
+    try {
+        for (size_t i = 1; i < n; ++i) {
+            threads.emplace_back(work);
+        }
+    } catch (const std::system_error &) { // fewer do
+    }
+    work();
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    if (error) {
+        std::rethrow_exception(error);
+    }
+    if (!damaged.empty()) {
+        throw PrefixDamaged("pieces are gone, or their checksums differ", damaged);
+    }
+}
+
+void PrefixIndex::used(const PrefixHead & head) const {
+    folder.mark(head.name() + HEAD);
+    head.each_piece([&](const std::string & piece, uint64_t) { folder.mark(piece + PIECE); });
+}
+
+void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++n_damaged;
+    for (const auto & piece : why.pieces) {
+        drop(piece + PIECE);
+    }
+    if (!folder.remove(name + HEAD)) {
+        refused.insert(name);
+    }
+    known.erase(name);
+}
+
+PrefixIndex::Seen PrefixIndex::seen() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return { known.size(), n_bytes, n_damaged };
+}
+
+void PrefixIndex::drop(const std::string & file) const {
+    folder.remove(file); // what cannot be removed stays
+}
+
+//
+// writing
+//
+
+bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const Files                 files = look();
+    learn(files);
+    const auto n = (int64_t) tokens.size();
+    for (const auto & [name, other] : known) {
+        const bool begins =
+            other->identity == identity && common_prefix(other->tokens, tokens.data(), tokens.size()) == tokens.size();
+        if (!begins || reach((int64_t) other->tokens.size(), n, other->points, n_removable) < n) {
+            continue;
+        }
+        bool whole = true;
+        other->each_piece(
+            [&](const std::string & piece, uint64_t size) { whole = whole && size_of(files, piece + PIECE) == size; });
+        if (whole) {
+            used(*other);
+            return true;
+        }
+    }
+    return false;
+}
+
+// Beginnings of a new prompt that it serves as well for, but for some tokens between two checkpoints.
+void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable) {
+    const auto n_tokens = (int64_t) head.tokens.size();
+    for (auto it = known.begin(); it != known.end();) {
+        const auto & other = *it->second;
+        const auto   n     = (int64_t) other.tokens.size();
+        const bool begins = n < n_tokens && other.identity == head.identity &&
+                            common_prefix(head.tokens, other.tokens.data(), other.tokens.size()) == other.tokens.size();
+        if (begins && n - reach(n_tokens, n, head.points, n_removable) < SPACING) {
+            drop(it->first + HEAD);
+            it = known.erase(it);
+        } else {
+            ++it;
+        }
+    }
+}
+
+bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
+    const auto file = cut.head.file();
+    if (file.size() > MAX_HEAD || cut.head.n_bytes() + file.size() > max_bytes) {
+        return false;
+    }
+    std::vector<std::string> missing;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        Files                       files = look();
+        learn(files);
+        std::set<std::string> named;
+        for (const auto & [name, head] : known) {
+            head->each_piece([&](const std::string & piece, uint64_t) { named.insert(piece); });
+        }
+        uint64_t n = file.size();
+        cut.head.each_piece([&](const std::string & piece, uint64_t size) { // one that no prompt names may be damaged
+            if (size_of(files, piece + PIECE) == size && named.count(piece) > 0) {
+                folder.mark(piece + PIECE);
+            } else {
+                missing.push_back(piece);
+                n += size;
+            }
+        });
+        make_room(files, n, cut);
+    }
+    for (const auto & piece : missing) {
+        folder.write(piece + PIECE, cut.pieces.at(piece));
+    }
+    const std::string name = cut.head.name();
+    folder.write(name + HEAD, { { file.data(), file.size() } });
+    std::lock_guard<std::mutex> lock(mutex);
+    refused.erase(name);
+    forget_beginnings(cut.head, n_removable);
+    known[name] = std::make_shared<PrefixHead>(cut.head);
+    Files files = look();
+    make_room(files, 0, cut);
+    return true;
+}
+
+// Which of the prompts go: those that have cost most bytes of their own for the longest time, and save fewest tokens.
+struct PrefixIndex::Usage {
+    const Files &                             files;
+    std::unordered_map<std::string, uint32_t> n_uses; // of pieces
+    int64_t                                   now = StoreFolder::now();
+
+    double cost(const std::string & name, const PrefixHead & head) const {
+        const auto file = files.find(name + HEAD);
+        uint64_t   own  = file->second.size;
+        head.each_piece([&](const std::string & piece, uint64_t) {
+            own += n_uses.at(piece) == 1 ? size_of(files, piece + PIECE) : 0;
+        });
+        const double seconds = (double) (now - file->second.used) / SECOND; // a clock may have been set back
+        return std::max(seconds, 1.0) * (double) own / (double) std::max<size_t>(1, head.tokens.size());
+    }
+};
+
+// Removes files until there is room for n bytes, and what others left behind when they were killed.
+void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
+    Usage usage{ files, {} };
+    for (const auto & [name, head] : known) {
+        head->each_piece([&](const std::string & piece, uint64_t) { ++usage.n_uses[piece]; });
+    }
+    uint64_t total   = 0;
+    size_t   n_heads = 0;
+    for (const auto & [file, status] : files) {
+        total += status.size;
+        n_heads += is_head(file);
+    }
+    const auto gone = [&](const std::string & file) {
+        const auto found = files.find(file);
+        if (found != files.end()) {
+            drop(file);
+            n_heads -= is_head(file);
+            total -= found->second.size;
+            files.erase(found);
+        }
+    };
+    // Nobody's: pieces that no prompt names, temporary files, heads that there was no room in the index for. Of those of
+    // the last hour a process may be at work on some.
+    std::vector<std::pair<int64_t, std::string>> others;
+    for (const auto & [file, status] : files) {
+        const std::string piece = is_piece(file) ? file.substr(0, N_DIGEST) : "";
+        const std::string name  = is_head(file) ? file.substr(0, file.size() - std::strlen(HEAD)) : "";
+        const bool named = usage.n_uses.count(piece) > 0 || spared.pieces.count(piece) > 0 || known.count(name) > 0;
+        if (!named) {
+            others.emplace_back(status.used, file);
+        }
+    }
+    std::sort(others.begin(), others.end());
+    size_t next = 0;
+    for (; next < others.size() && usage.now - others[next].first > STALE; ++next) {
+        gone(others[next].second);
+    }
+    std::map<std::string, std::shared_ptr<const PrefixHead>> held;
+    for (const auto & [name, head] : known) {
+        if (files.count(name + HEAD) > 0) {
+            held[name] = head;
+        }
+    }
+    while (total + n > max_bytes || n_heads > MAX_ENTRIES) {
+        int64_t oldest = std::numeric_limits<int64_t>::max();
+        for (const auto & [name, head] : held) {
+            oldest = std::min(oldest, files.at(name + HEAD).used);
+        }
+        if (next < others.size() && (held.empty() || others[next].first <= oldest)) {
+            gone(others[next++].second);
+            continue;
+        }
+        if (held.empty()) {
+            break;
+        }
+        const auto worst = std::max_element(held.begin(), held.end(), [&](auto & a, auto & b) {
+            return usage.cost(a.first, *a.second) < usage.cost(b.first, *b.second);
+        });
+        const auto head  = worst->second;
+        gone(worst->first + HEAD);
+        known.erase(worst->first);
+        held.erase(worst);
+        head->each_piece([&](const std::string & piece, uint64_t) {
+            if (--usage.n_uses[piece] == 0 && spared.pieces.count(piece) == 0) {
+                gone(piece + PIECE);
+            }
+        });
+    }
+    n_bytes = total;
+}
+
+} // namespace subkv

@@ -1,0 +1,380 @@
+// prefix_store.cpp: see prefix_store.h. The folder's contents are prefix_index.h's.
+#include "prefix_store.h"
+
+#include "hook.h"
+#include "prefix_index.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+
+namespace subkv {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t   N_QUEUED      = 2; // prompts that wait to be written, more while they have few bytes
+constexpr uint64_t QUEUED_BYTES  = 256 << 20;
+constexpr size_t   N_TRIED       = 3;  // prompts that are read for a query
+constexpr double   CLOSE_SECONDS = 30; // for what is still to be written at the end
+constexpr double   SMOOTHING     = 0.2;
+constexpr int64_t  SPACING       = 128; // tokens between checkpoints that are kept
+
+std::chrono::duration<double> seconds_of(double seconds) {
+    return std::chrono::duration<double>(seconds);
+}
+
+double since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::vector<Bytes> pieces_of(const std::vector<uint8_t> & state, const std::vector<Span> & spans) {
+    std::vector<Bytes> pieces;
+    for (const Span & span : spans) {
+        pieces.push_back({ state.data() + span.offset, (size_t) span.size });
+    }
+    return pieces;
+}
+
+// A prompt cut into pieces, which point into it.
+PrefixIndex::Cut cut(const Prefix & prefix) {
+    PrefixIndex::Cut out;
+    out.head.identity = prefix.identity;
+    out.head.tokens   = prefix.tokens;
+    const auto stored = [&](std::vector<Bytes> bytes) {
+        uint64_t size = 0;
+        for (const Bytes & piece : bytes) {
+            size += piece.size;
+        }
+        PieceRef ref{ size > 0 ? address(prefix.identity, bytes) : "", size };
+        if (size > 0) {
+            out.pieces[ref.name] = std::move(bytes);
+        }
+        return ref;
+    };
+    for (size_t i = 0; i < N_STATES; ++i) {
+        const auto & state = prefix.states[i];
+        auto &       refs  = out.head.states[i];
+        refs.regions       = find_regions(state.data(), state.size(), prefix.tokens.size());
+        refs.rest.size     = state.size();
+        const uint64_t n   = refs.regions.empty() ? 0 : prefix.tokens.size() / BLOCK_TOKENS;
+        for (uint64_t block = 0; block < n; ++block) {
+            refs.blocks.push_back(stored(pieces_of(state, refs.of_block(block))).name);
+        }
+        refs.rest.size -= n * refs.block_bytes();
+        refs.rest = stored(pieces_of(state, refs.of_rest()));
+    }
+    for (const auto & point : prefix.points) {
+        PointRefs refs;
+        refs.n_tokens = point.n_tokens;
+        refs.pos_min  = point.pos_min;
+        refs.pos_max  = point.pos_max;
+        for (size_t i = 0; i < N_POINT_DATA; ++i) {
+            refs.data[i] = stored({ { point.data[i].data(), point.data[i].size() } });
+        }
+        out.head.points.push_back(refs);
+    }
+    return out;
+}
+
+// At most MAX_POINTS checkpoints, in order, and SPACING tokens apart; none of where the cache goes back to without. Those
+// go first without which the fewest tokens are evaluated again, never the last one.
+void thin(Prefix & prefix) {
+    auto &     points = prefix.points;
+    const auto n      = (int64_t) prefix.tokens.size();
+    const auto end    = prefix.n_removable > 0 ? n - prefix.n_removable : n + 1;
+    points.erase(std::remove_if(points.begin(), points.end(), [&](auto & p) { return p.n_tokens >= end; }),
+                 points.end());
+    std::sort(points.begin(), points.end(), [](auto & a, auto & b) { return a.n_tokens < b.n_tokens; });
+    while (points.size() > 1) {
+        const auto gain  = [&](size_t i) { return points[i].n_tokens - (i > 0 ? points[i - 1].n_tokens : 0); };
+        size_t     worst = 0;
+        for (size_t i = 1; i + 1 < points.size(); ++i) {
+            worst = gain(i) < gain(worst) ? i : worst;
+        }
+        if (points.size() <= MAX_POINTS) {
+            if (gain(points.size() - 1) < SPACING) { // the one before it
+                worst = points.size() - 2;
+            } else if (gain(worst) >= SPACING) {
+                return;
+            }
+        }
+        points.erase(points.begin() + (std::ptrdiff_t) worst);
+    }
+}
+
+// Reads every piece of a prompt, several at once, and checks it.
+Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
+    Prefix prefix;
+    prefix.identity = head.identity;
+    prefix.tokens   = head.tokens;
+    std::vector<PrefixIndex::Wanted> wanted;
+    for (size_t i = 0; i < N_STATES; ++i) {
+        const auto & refs  = head.states[i];
+        auto &       state = prefix.states[i];
+        state.resize((size_t) refs.size());
+        for (uint64_t block = 0; block < refs.blocks.size(); ++block) {
+            wanted.push_back({ refs.blocks[block], refs.block_bytes(), state.data(), refs.of_block(block) });
+        }
+        if (refs.rest.size > 0) {
+            wanted.push_back({ refs.rest.name, refs.rest.size, state.data(), refs.of_rest() });
+        }
+    }
+    for (const auto & refs : head.points) {
+        auto & point   = prefix.points.emplace_back();
+        point.n_tokens = refs.n_tokens;
+        point.pos_min  = refs.pos_min;
+        point.pos_max  = refs.pos_max;
+        for (size_t i = 0; i < N_POINT_DATA; ++i) {
+            const auto & piece = refs.data[i];
+            point.data[i].resize((size_t) piece.size);
+            if (piece.size > 0) {
+                wanted.push_back({ piece.name, piece.size, point.data[i].data(), { { 0, piece.size } } });
+            }
+        }
+    }
+    index.read(head.identity, wanted);
+    return prefix;
+}
+
+} // namespace
+
+uint64_t Prefix::n_bytes() const {
+    uint64_t bytes = 0;
+    for (const auto & state : states) {
+        bytes += state.size();
+    }
+    for (const auto & point : points) {
+        for (const auto & data : point.data) {
+            bytes += data.size();
+        }
+    }
+    return bytes;
+}
+
+class PrefixStore::Core {
+public:
+    Core(const std::string & folder, uint64_t max_bytes) : max_bytes(max_bytes), index(folder, max_bytes) {}
+
+    std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
+    void                         run(); // of the writing thread
+    void                         fails(std::atomic<bool> & told, const std::string & why, const char * then);
+
+    const uint64_t          max_bytes;
+    PrefixIndex             index;
+    std::mutex              mutex;
+    std::condition_variable changed;
+    std::deque<Prefix>      queue;
+    bool                    writing = false;
+    bool                    ended   = false;
+    std::atomic<bool>       unwritable{ false };
+    std::atomic<bool>       told_reading{ false };
+    std::atomic<bool>       reading{ false };
+    std::atomic<uint64_t>   n_hits{ 0 }, n_restored{ 0 }, n_written{ 0 }, n_dropped{ 0 }, n_failures{ 0 };
+
+private:
+    void write(Prefix && prefix);
+
+    std::mutex pace_mutex;
+    double     pace = 0; // seconds to read a byte
+};
+
+void PrefixStore::Core::fails(std::atomic<bool> & told, const std::string & why, const char * then) {
+    ++n_failures;
+    if (!told.exchange(true)) {
+        llama_subkv_log("SUBKV_STORE: " + why + "; " + then);
+    }
+}
+
+void PrefixStore::Core::write(Prefix && prefix) {
+    try {
+        thin(prefix);
+        if (index.has(prefix.identity, prefix.tokens, prefix.n_removable)) {
+            return;
+        }
+        if (index.add(cut(prefix), prefix.n_removable)) {
+            ++n_written;
+        } else {
+            ++n_dropped;
+        }
+    } catch (const std::exception & e) {
+        fails(unwritable, e.what(), "prompts are not stored any more");
+    }
+}
+
+void PrefixStore::Core::run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+        changed.wait(lock, [&] { return ended || !queue.empty(); });
+        if (queue.empty()) {
+            return;
+        }
+        Prefix prefix = std::move(queue.front());
+        queue.pop_front();
+        writing = true;
+        changed.notify_all();
+        lock.unlock();
+        if (!unwritable) {
+            write(std::move(prefix));
+        }
+        lock.lock();
+        writing = false;
+        changed.notify_all();
+    }
+}
+
+std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) {
+    double per_byte = 0;
+    {
+        std::lock_guard<std::mutex> lock(pace_mutex);
+        per_byte = pace;
+    }
+    const auto n_wanted = (int64_t) query.tokens.size() - 1; // the last token gives the logits
+    struct Choice {
+        double                            gain; // in tokens, or in seconds
+        int64_t                           n;
+        std::shared_ptr<const PrefixHead> head;
+    };
+    std::vector<Choice> choices;
+    for (const auto & head : index.heads(query.identity)) {
+        if ((int64_t) head->tokens.size() > query.n_max || head->n_bytes() > max_bytes) {
+            continue;
+        }
+        const auto   n         = (int64_t) common_prefix(head->tokens, query.tokens.data(), (size_t) n_wanted);
+        const auto   n_reached = reach((int64_t) head->tokens.size(), n, head->points, query.n_removable);
+        const auto   n_gained  = n_reached - query.n_held;
+        const double cost      = query.seconds_per_token > 0 ? (double) head->n_bytes() * per_byte : 0;
+        const double gain      = (double) n_gained * (query.seconds_per_token > 0 ? query.seconds_per_token : 1) - cost;
+        if (n_gained >= LEAST_TOKENS && gain > 0) {
+            choices.push_back({ gain, n_reached, head });
+        }
+    }
+    std::stable_sort(choices.begin(), choices.end(), [](auto & a, auto & b) { return a.gain > b.gain; });
+    choices.resize(std::min(choices.size(), N_TRIED));
+    for (const auto & choice : choices) {
+        const auto start = Clock::now();
+        auto       found = std::make_unique<PrefixFound>();
+        try {
+            found->prefix = assemble(index, *choice.head);
+        } catch (const PrefixDamaged & e) {
+            index.damaged(choice.head->name(), e);
+            continue;
+        } catch (const std::runtime_error & e) { // a part of the disk fails: others can be read
+            fails(told_reading, e.what(), "its prompt is evaluated");
+            continue;
+        }
+        found->name      = choice.head->name();
+        found->n_reached = choice.n;
+        index.used(*choice.head);
+        ++n_hits;
+        n_restored += (uint64_t) (choice.n - query.n_held);
+        const double                per = since(start) / (double) std::max<uint64_t>(1, found->prefix.n_bytes());
+        std::lock_guard<std::mutex> lock(pace_mutex);
+        pace = pace > 0 ? (1 - SMOOTHING) * pace + SMOOTHING * per : per;
+        return found;
+    }
+    return nullptr;
+}
+
+PrefixStore::PrefixStore(const std::string & folder, uint64_t max_bytes) :
+    core(std::make_shared<Core>(folder, max_bytes)) {
+    std::thread([core = core] { core->run(); }).detach();
+}
+
+PrefixStore::~PrefixStore() {
+    flush(CLOSE_SECONDS);
+    std::lock_guard<std::mutex> lock(core->mutex);
+    core->ended = true;
+    core->queue.clear();
+    core->changed.notify_all();
+}
+
+bool PrefixStore::put(Prefix && prefix, bool wait) {
+    const size_t n = prefix.tokens.size();
+    if (core->unwritable || n < (size_t) LEAST_TOKENS || n > MAX_TOKENS || prefix.n_bytes() > core->max_bytes) {
+        ++core->n_dropped;
+        return false;
+    }
+    std::unique_lock<std::mutex> lock(core->mutex);
+    const auto                   room = [&] {
+        uint64_t bytes = prefix.n_bytes();
+        for (const auto & queued : core->queue) {
+            bytes += queued.n_bytes();
+        }
+        return core->queue.size() < N_QUEUED || bytes < QUEUED_BYTES;
+    };
+    if (wait && !core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room)) {
+        core->fails(core->unwritable, "the disk takes too long", "prompts are not stored any more");
+    }
+    if (!room()) {
+        ++core->n_dropped;
+        return false;
+    }
+    core->queue.push_back(std::move(prefix));
+    core->changed.notify_all();
+    return true;
+}
+
+std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
+    if ((int64_t) query.tokens.size() - 1 - query.n_held < LEAST_TOKENS || core->reading) {
+        return nullptr; // reading: a disk has not answered an earlier query yet
+    }
+    struct Answer {
+        std::mutex                   mutex;
+        std::condition_variable      ready;
+        bool                         there = false;
+        std::unique_ptr<PrefixFound> found;
+    };
+    const auto answer = std::make_shared<Answer>();
+    core->reading     = true;
+    const auto read   = [answer, query, core = core] {
+        std::unique_ptr<PrefixFound> found;
+        try {
+            found = core->find(query);
+        } catch (const std::bad_alloc &) { // nothing of it is needed
+        } catch (const std::exception & e) {
+            core->fails(core->told_reading, e.what(), "prompts are evaluated");
+        }
+        core->reading = false;
+        std::lock_guard<std::mutex> lock(answer->mutex);
+        answer->found = std::move(found);
+        answer->there = true;
+        answer->ready.notify_all();
+    };
+    try {
+        std::thread(read).detach();
+    } catch (const std::system_error &) { // no threads left
+        core->reading = false;
+        return nullptr;
+    }
+    std::unique_lock<std::mutex> lock(answer->mutex);
+    if (!answer->ready.wait_for(lock, seconds_of(query.seconds), [&] { return answer->there; })) {
+        ++core->n_failures;
+        return nullptr;
+    }
+    return std::move(answer->found);
+}
+
+void PrefixStore::reject(const std::string & name) {
+    core->index.damaged(name, PrefixDamaged("the cache does not take it"));
+}
+
+bool PrefixStore::flush(double seconds) {
+    std::unique_lock<std::mutex> lock(core->mutex);
+    return core->changed.wait_for(lock, seconds_of(seconds), [&] { return core->queue.empty() && !core->writing; });
+}
+
+PrefixStats PrefixStore::stats() const {
+    const auto seen = core->index.seen();
+    return { seen.n_entries,  seen.n_bytes,    core->n_hits,   core->n_restored,
+             core->n_written, core->n_dropped, seen.n_damaged, core->n_failures };
+}
+
+} // namespace subkv

@@ -1,0 +1,311 @@
+// store_folder.cpp: see store_folder.h.
+#include "store_folder.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <stdexcept>
+#include <system_error>
+
+#if defined(_WIN32)
+#    include <io.h>
+#    include <process.h>
+#else
+#    include <unistd.h>
+#endif
+
+namespace subkv {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr size_t       MAX_CALL = (size_t) 1 << 30; // bytes of one read or write
+constexpr const char * ENDING   = ".tmp";
+constexpr size_t       N_RANDOM = 16; // hex digits of a temporary name
+
+int64_t nanoseconds(fs::file_time_type time) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+[[noreturn]] void broken(const std::string & what, const std::string & path, int error) {
+    throw std::runtime_error("cannot " + what + " " + path + ": " + std::generic_category().message(error));
+}
+
+#if defined(_WIN32)
+int open_old(const std::string & path) {
+    return _wopen(fs::u8path(path).c_str(), _O_RDONLY | _O_BINARY);
+}
+
+int open_new(const std::string & path) {
+    return _wopen(fs::u8path(path).c_str(), _O_WRONLY | _O_BINARY | _O_CREAT | _O_EXCL, _S_IREAD | _S_IWRITE);
+}
+
+int64_t read_some(int file, void * data, size_t size) {
+    return _read(file, data, (unsigned) size);
+}
+
+int64_t write_some(int file, const void * data, size_t size) {
+    return _write(file, data, (unsigned) size);
+}
+
+int close_file(int file) {
+    return _close(file);
+}
+
+int process() {
+    return _getpid();
+}
+#else
+// A pipe would wait for its writer, a link may lead anywhere.
+int open_old(const std::string & path) {
+    return ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+}
+
+int open_new(const std::string & path) {
+    return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+}
+
+int64_t read_some(int file, void * data, size_t size) {
+    return ::read(file, data, size);
+}
+
+int64_t write_some(int file, const void * data, size_t size) {
+    return ::write(file, data, size);
+}
+
+int close_file(int file) {
+    return ::close(file);
+}
+
+int process() {
+    return (int) getpid();
+}
+#endif
+
+class File {
+public:
+    explicit File(int file) : file(file) {}
+
+    ~File() {
+        if (file >= 0) {
+            close_file(file);
+        }
+    }
+
+    File(const File &)             = delete;
+    File & operator=(const File &) = delete;
+
+    // 0, or the error of a file system that reports a failed write only now.
+    int close() {
+        const int closed = close_file(file);
+        file             = -1;
+        return closed == 0 ? 0 : errno;
+    }
+
+    int file;
+};
+
+std::string random_digits() {
+    static std::atomic<uint64_t> count{ 0 };
+    std::random_device           device;
+    const uint64_t               number =
+        ((uint64_t) device() << 32 | device()) + ++count; // device: the same everywhere on some systems
+    static const char digits[] = "0123456789abcdef";
+    std::string       out;
+    for (size_t i = 0; i < N_RANDOM; ++i) {
+        out += digits[number >> (4 * i) & 15];
+    }
+    return out;
+}
+
+std::string temporary(const std::string & name) {
+    return "." + name + "." + std::to_string(process()) + "." + random_digits() + ENDING;
+}
+
+void write_all(int file, const std::vector<Bytes> & pieces, const std::string & path) {
+    for (const Bytes & piece : pieces) {
+        for (size_t done = 0; done < piece.size;) {
+            const int64_t n = write_some(file, piece.data + done, std::min(piece.size - done, MAX_CALL));
+            if (n < 0 && errno == EINTR) {
+                continue;
+            }
+            if (n <= 0) {
+                broken("write", path, n < 0 ? errno : ENOSPC);
+            }
+            done += (size_t) n;
+        }
+    }
+}
+
+} // namespace
+
+StoreFolder::StoreFolder(const std::string & path) : path_(path) {
+    make();
+    std::error_code error;
+    const auto      status = fs::status(fs::u8path(path_), error);
+    if (error || !fs::is_directory(status)) {
+        throw std::runtime_error("expected a folder, found something else: " + path_);
+    }
+#if !defined(_WIN32)
+    if ((status.permissions() & fs::perms::others_write) != fs::perms::none) {
+        throw std::runtime_error("expected a folder that is not writable by everybody: " + path_);
+    }
+#endif
+}
+
+void StoreFolder::make() const {
+    const fs::path  path = fs::u8path(path_);
+    std::error_code error;
+    if (fs::exists(path, error)) {
+        return;
+    }
+    if (path.has_parent_path()) {
+        fs::create_directories(path.parent_path(), error);
+    }
+#if defined(_WIN32)
+    fs::create_directory(path, error);
+    const int failed = error && !fs::exists(path) ? error.value() : 0;
+#else
+    const int failed = ::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST ? errno : 0; // files tell what was asked
+#endif
+    if (failed != 0) {
+        broken("make the folder", path_, failed);
+    }
+}
+
+int64_t StoreFolder::now() {
+    return nanoseconds(fs::file_time_type::clock::now());
+}
+
+int64_t StoreFolder::changed() const {
+    std::error_code error;
+    const auto      time = fs::last_write_time(fs::u8path(path_), error);
+    if (error == std::errc::no_such_file_or_directory) {
+        return 0;
+    }
+    if (error) {
+        broken("read", path_, error.value());
+    }
+    return nanoseconds(time);
+}
+
+std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
+    std::map<std::string, StoredFile> found;
+    std::error_code                   error;
+    fs::directory_iterator            files(fs::u8path(path_), error);
+    for (; !error && files != fs::directory_iterator() && found.size() < most; files.increment(error)) {
+        std::error_code of_file; // others may remove some meanwhile
+        const bool      regular = fs::is_regular_file(files->symlink_status(of_file));
+        const auto      time    = regular ? files->last_write_time(of_file) : fs::file_time_type();
+        const auto      size    = regular && !of_file ? files->file_size(of_file) : 0;
+        if (regular && !of_file) {
+            found[files->path().filename().u8string()] = { nanoseconds(time), size };
+        }
+    }
+    if (error && error != std::errc::no_such_file_or_directory) {
+        broken("read", path_, error.value());
+    }
+    return found;
+}
+
+bool StoreFolder::read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const {
+    const std::string path = full(name);
+#if defined(_WIN32)
+    std::error_code error;
+    if (!fs::is_regular_file(fs::symlink_status(fs::u8path(path), error))) {
+        return false;
+    }
+#endif
+    const File opened(open_old(path));
+    if (opened.file < 0) {
+        if (errno == ENOENT || errno == ELOOP || errno == ENXIO) {
+            return false;
+        }
+        broken("read", path, errno);
+    }
+#if defined(_WIN32)
+    struct _stat64 status;
+    const bool     known = _fstat64(opened.file, &status) == 0 && (status.st_mode & _S_IFMT) == _S_IFREG;
+#else
+    struct stat status;
+    const bool  known = ::fstat(opened.file, &status) == 0 && S_ISREG(status.st_mode);
+#endif
+    if (!known || (uint64_t) status.st_size != size) {
+        return false;
+    }
+    for (const Room & to : rooms) {
+        for (size_t done = 0; done < to.size;) {
+            const int64_t n = read_some(opened.file, to.data + done, std::min(to.size - done, MAX_CALL));
+            if (n < 0 && errno == EINTR) {
+                continue;
+            }
+            if (n < 0) {
+                broken("read", path, errno);
+            }
+            if (n == 0) { // it was cut meanwhile
+                return false;
+            }
+            done += (size_t) n;
+        }
+    }
+    return true;
+}
+
+void StoreFolder::write(const std::string & name, const std::vector<Bytes> & pieces) const {
+    make();
+    const std::string path = full(temporary(name));
+    File              made(open_new(path));
+    if (made.file < 0) {
+        broken("write", path, errno);
+    }
+    std::error_code error;
+    try {
+        write_all(made.file, pieces, path);
+        if (const int failed = made.close(); failed != 0) {
+            broken("write", path, failed);
+        }
+        // Not flushed to the disk first: what a power failure damages has a wrong checksum and is evaluated again.
+        fs::rename(fs::u8path(path), fs::u8path(full(name)), error);
+        if (error) {
+            broken("write", full(name), error.value());
+        }
+    } catch (...) {
+        fs::remove(fs::u8path(path), error);
+        throw;
+    }
+}
+
+void StoreFolder::mark(const std::string & name) const {
+#if defined(_WIN32)
+    std::error_code error;
+    fs::last_write_time(fs::u8path(full(name)), fs::file_time_type::clock::now(), error);
+#else
+    (void) ::utimensat(AT_FDCWD, full(name).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+#endif
+}
+
+bool StoreFolder::remove(const std::string & name) const {
+    std::error_code error;
+    fs::remove(fs::u8path(full(name)), error);
+    return !error;
+}
+
+std::string StoreFolder::of_temporary(const std::string & name) {
+    const size_t tail = std::strlen(ENDING);
+    if (name.size() < tail + 2 || name[0] != '.' || name.compare(name.size() - tail, tail, ENDING) != 0) {
+        return "";
+    }
+    const size_t random = name.rfind('.', name.size() - tail - 1); // .NAME.PROCESS.RANDOM.tmp
+    const size_t number = random == 0 || random == std::string::npos ? 0 : name.rfind('.', random - 1);
+    return number == 0 || number == std::string::npos ? "" : name.substr(1, number - 1);
+}
+
+} // namespace subkv

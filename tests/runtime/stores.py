@@ -1,0 +1,233 @@
+"""The store of evaluated prompts (subkv_store.h) through ctypes, and states of no meaning in llama.cpp's layout."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import capi
+
+LIB = capi.load()
+MIB = 1 << 20
+IDENTITY = bytes(range(32))
+BLOCK = 256  # tokens
+LEAST = 32
+
+_i32, _i64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+class Bytes(ctypes.Structure):
+    _fields_ = [("data", _ptr), ("size", ctypes.c_size_t)]
+
+
+class PointStruct(ctypes.Structure):
+    _fields_ = [("n_tokens", _i64), ("pos_min", _i32), ("pos_max", _i32), ("data", Bytes * 3)]
+
+
+class PromptStruct(ctypes.Structure):
+    _fields_ = [
+        ("tokens", ctypes.POINTER(_i32)),
+        ("n_tokens", _i64),
+        ("state", Bytes * 2),
+        ("points", ctypes.POINTER(PointStruct)),
+        ("n_points", _i64),
+        ("n_removable", _i64),
+    ]
+
+
+class QueryStruct(ctypes.Structure):
+    _fields_ = [
+        ("tokens", ctypes.POINTER(_i32)),
+        ("n_tokens", _i64),
+        ("n_held", _i64),
+        ("n_max", _i64),
+        ("n_removable", _i64),
+        ("seconds_per_token", ctypes.c_double),
+        ("seconds", ctypes.c_double),
+    ]
+
+
+class Stats(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("entries", "bytes", "hits", "restored", "written", "dropped", "damaged", "failures")
+    ]
+
+
+capi.declare(
+    LIB,
+    {
+        "subkv_store_open": (_ptr, [ctypes.c_char_p, ctypes.c_uint64]),
+        "subkv_store_close": (None, [_ptr]),
+        "subkv_store_put": (ctypes.c_bool, [_ptr, ctypes.c_char_p, ctypes.POINTER(PromptStruct), ctypes.c_bool]),
+        "subkv_store_flush": (ctypes.c_bool, [_ptr, ctypes.c_double]),
+        "subkv_store_get": (_ptr, [_ptr, ctypes.c_char_p, ctypes.POINTER(QueryStruct)]),
+        "subkv_store_found_prompt": (ctypes.POINTER(PromptStruct), [_ptr]),
+        "subkv_store_found_reach": (_i64, [_ptr]),
+        "subkv_store_found_free": (None, [_ptr, _ptr, ctypes.c_bool]),
+        "subkv_store_get_stats": (None, [_ptr, ctypes.POINTER(Stats)]),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """data: of the model, of a draft model, of its speculation."""
+
+    n_tokens: int
+    pos_min: int = 0
+    pos_max: int = 0
+    data: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """states: of the model, of a draft model."""
+
+    tokens: list[int]
+    states: tuple[bytes, bytes]
+    points: list[Point] = field(default_factory=list)
+    n_removable: int = -1
+
+
+@dataclass(frozen=True)
+class Found:
+    prompt: Prompt
+    reach: int
+
+
+def _bytes(data: bytes) -> Bytes:
+    return Bytes(ctypes.cast(ctypes.c_char_p(data), _ptr), len(data))
+
+
+def _shown(given: Bytes) -> bytes:
+    return ctypes.string_at(given.data, given.size) if given.size else b""
+
+
+class Store:
+    """An open store; its methods wait until everything is written."""
+
+    def __init__(self, folder: Path, max_bytes: int = 256 * MIB) -> None:
+        self.folder = folder
+        self.handle = LIB.subkv_store_open(str(folder).encode(), max_bytes)
+        if not self.handle:
+            raise OSError(LIB.subkv_last_error().decode())
+
+    def close(self) -> None:
+        LIB.subkv_store_close(self.handle)
+
+    def put(self, prompt: Prompt, identity: bytes = IDENTITY) -> bool:
+        points = [
+            PointStruct(p.n_tokens, p.pos_min, p.pos_max, (Bytes * 3)(*map(_bytes, p.data))) for p in prompt.points
+        ]
+        given = PromptStruct(
+            (_i32 * len(prompt.tokens))(*prompt.tokens),
+            len(prompt.tokens),
+            (Bytes * 2)(*map(_bytes, prompt.states)),
+            (PointStruct * len(points))(*points),
+            len(points),
+            prompt.n_removable,
+        )
+        taken: bool = LIB.subkv_store_put(self.handle, identity, ctypes.byref(given), True)
+        assert LIB.subkv_store_flush(self.handle, 60.0)
+        return taken
+
+    def get(
+        self,
+        tokens: Sequence[int],
+        identity: bytes = IDENTITY,
+        *,
+        n_held: int = 0,
+        n_max: int = 1 << 20,
+        n_removable: int = -1,
+        seconds_per_token: float = 0.0,
+        refused: bool = False,
+    ) -> Found | None:
+        """refused: the cache does not take what is found."""
+        listed = (_i32 * len(tokens))(*tokens)
+        query = QueryStruct(listed, len(tokens), n_held, n_max, n_removable, seconds_per_token, 60.0)
+        found = LIB.subkv_store_get(self.handle, identity, ctypes.byref(query))
+        if not found:
+            return None
+        p = LIB.subkv_store_found_prompt(found).contents
+        points = [
+            Point(q.n_tokens, q.pos_min, q.pos_max, tuple(map(_shown, q.data)))  # type: ignore[arg-type]
+            for q in p.points[: p.n_points]
+        ]
+        prompt = Prompt(list(p.tokens[: p.n_tokens]), (_shown(p.state[0]), _shown(p.state[1])), points, n_removable)
+        result = Found(prompt, LIB.subkv_store_found_reach(found))
+        LIB.subkv_store_found_free(self.handle, found, refused)
+        return result
+
+    @property
+    def stats(self) -> Stats:
+        stats = Stats()
+        LIB.subkv_store_get_stats(self.handle, ctypes.byref(stats))
+        return stats
+
+    def files(self, ending: str = "") -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if path.name.endswith(ending))
+
+
+@contextmanager
+def opened(folder: Path, max_bytes: int = 256 * MIB) -> Iterator[Store]:
+    store = Store(folder, max_bytes)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def text(seed: int, n: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(n)]
+
+
+def state(tokens: Sequence[int], n_layer: int = 2, row: int = 40, tail: bytes = b"window") -> bytes:
+    """As llama.cpp writes one: rows are a function of the tokens up to theirs, as those of a model are."""
+    n = len(tokens)
+    out = [
+        b"head",
+        struct.pack("<I", n),
+        *(struct.pack("<iIi", i, 1, 0) for i in range(n)),
+        struct.pack("<II", 0, n_layer),
+    ]
+    rows = []
+    total = 0
+    for token in tokens:
+        total = (total * 31 + token + 1) % (1 << 61)
+        rows.append(total)
+    for tensor in range(2 * n_layer):
+        out.append(struct.pack("<iQ", 24, row))
+        out.extend(hashlib.shake_128(b"%d %d" % (tensor, value)).digest(row) for value in rows)
+    return b"".join([*out, tail])
+
+
+def prompt(tokens: list[int], points: Sequence[int] = (), **options: int) -> Prompt:
+    """With a state, one of a draft model, and checkpoints."""
+    held = [Point(n, 3, n - 1, (bytes([n % 256]) * 500, b"draft%d" % n, b"")) for n in points]
+    return Prompt(tokens, (state(tokens), state(tokens, 1, 16, b"")), held, **options)
+
+
+def forged(body: bytes) -> bytes:
+    """A head whose checksum fits."""
+    return b"subkvPX1" + hashlib.sha256(body).hexdigest().encode() + body
+
+
+def head_name(identity: bytes, tokens: list[int]) -> str:
+    digest = hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
+    return f"{identity.hex()[:24]}-{digest[:32]}.prefix"
+
+
+def tokens_of(tokens: list[int]) -> bytes:
+    return struct.pack(f"<I{len(tokens)}i", len(tokens), *tokens)
+
+
+def size(store: Store) -> int:
+    return sum(path.stat().st_size for path in store.files())

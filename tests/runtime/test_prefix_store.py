@@ -1,0 +1,332 @@
+"""The store of evaluated prompts: what is put is found again, shared, bounded, and never wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import engine
+import pytest
+from engine import C, session
+from stores import (
+    BLOCK,
+    IDENTITY,
+    LEAST,
+    Point,
+    Prompt,
+    Store,
+    forged,
+    head_name,
+    opened,
+    prompt,
+    size,
+    state,
+    text,
+    tokens_of,
+)
+
+WINDOW = (4, 16, 8)
+PARTIAL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+BANDS = [(8, 8), (8, 5), (16, 3)]
+OTHER = bytes(32)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path / "store") as opening:
+        yield opening
+
+
+def test_what_is_put_is_found(store: Store) -> None:
+    """By the process that put it and by another one, byte for byte, checkpoints in order."""
+    tokens = text(0, 3 * BLOCK + 17)
+    given = prompt(tokens, points=(200, 400, 700))
+    assert store.put(given)
+    with opened(store.folder) as other:
+        for reader in (store, other):
+            found = reader.get([*tokens, 1, 2, 3])
+            assert found
+            assert (found.prompt, found.reach) == (given, len(tokens))
+            assert (reader.stats.hits, reader.stats.restored) == (1, len(tokens))
+
+
+@pytest.mark.parametrize("n", [1, LEAST - 1, LEAST, LEAST + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+def test_lengths(store: Store, n: int) -> None:
+    """Fewer tokens than are worth it are not kept; the last token of a prompt is evaluated always."""
+    tokens = text(1, n)
+    given = prompt(tokens)
+    assert store.put(given) == (n >= LEAST)
+    found = store.get([*tokens, 5])
+    assert (found.prompt if found else None) == (given if n >= LEAST else None)
+    found = store.get(tokens)
+    assert (found.reach if found else 0) == (n - 1 if n > LEAST else 0)
+
+
+def test_states_of_any_bytes(store: Store) -> None:
+    """A state in which no rows are found, an empty one, one that only begins as a state does."""
+    rng = random.Random(2)
+    for i, data in enumerate((b"", rng.randbytes(1), rng.randbytes(100_000), state(text(9, 400))[:4000])):
+        tokens = text(10 + i, 400)
+        given = Prompt(tokens, (data, b"x" * i))
+        assert store.put(given)
+        found = store.get([*tokens, 0])
+        assert found and found.prompt == given
+
+
+def test_equal_beginnings_share_their_blocks(store: Store) -> None:
+    """Ten conversations that begin alike take a third of what they would; a draft model's states share theirs."""
+    begin = text(3, 20 * BLOCK)
+    sizes = []
+    for i in range(10):
+        tokens = begin + text(100 + i, 30)
+        assert store.put(prompt(tokens))
+        sizes.append(sum(path.stat().st_size for path in store.files()))
+    assert 3 * sizes[-1] < 10 * sizes[0]  # of so small rows the cells of a state, which differ, are an eighth
+    assert len(store.files(".prefix")) == 10
+    for i in range(10):
+        tokens = begin + text(100 + i, 30)
+        found = store.get([*tokens, 7])
+        assert found and found.prompt == prompt(tokens)
+
+
+def test_identities_are_apart(store: Store) -> None:
+    """Of another model, window or owner: not found, no piece shared, also where the first digits are the same."""
+    near = IDENTITY[:16] + bytes(16)
+    tokens = text(4, 2 * BLOCK)
+    for i, identity in enumerate((IDENTITY, OTHER, near)):
+        assert store.get([*tokens, 1], identity) is None
+        assert store.put(Prompt(tokens, (state(tokens), bytes([i]))), identity)
+    assert store.get([*tokens, 1], OTHER).prompt.states[1] == b"\1"  # type: ignore[union-attr]
+    assert len(store.files(".piece")) == 3 * len({path.name for path in store.files(".piece")}) // 3
+    assert store.stats.entries >= 2
+
+
+def test_the_longest_useful_beginning(store: Store) -> None:
+    """What the cache can go back to counts, not what texts have in common."""
+    begin = text(5, 400)
+    short, long = begin[:300] + text(6, 100), begin + text(7, 100)
+    assert store.put(prompt(short, n_removable=0))
+    assert store.put(prompt(long, points=(120, 350), n_removable=0))
+    asked = [*begin, *text(8, 200)]
+    for n_removable, n_reached in ((-1, 400), (100, 400), (99, 350), (0, 350)):
+        found = store.get(asked, n_removable=n_removable)
+        assert found and found.reach == n_reached, n_removable
+    assert store.get(asked, n_held=350 - LEAST, n_removable=0)
+    assert store.get(asked, n_held=351 - LEAST, n_removable=0) is None
+    assert store.get(asked, n_removable=-1, n_max=399) is None
+    found = store.get([*short, 1], n_removable=16)
+    assert found and found.prompt.tokens == short
+
+
+def test_slow_disks_are_not_asked(store: Store) -> None:
+    """Once it is known how long reading takes: a token that is evaluated faster is evaluated."""
+    tokens = text(11, 2 * BLOCK)
+    assert store.put(prompt(tokens))
+    assert store.get([*tokens, 1], seconds_per_token=1e-12)  # not known yet
+    assert store.get([*tokens, 1], seconds_per_token=1e-12) is None
+    assert store.get([*tokens, 1], seconds_per_token=1.0)
+    assert store.get([*tokens, 1])
+
+
+def test_the_same_prompt_and_its_beginnings(store: Store) -> None:
+    """Written once; a longer one replaces those that it serves as well for, and serves them."""
+    tokens = text(12, 3 * BLOCK)
+    for _ in range(2):
+        assert store.put(prompt(tokens[:BLOCK]))
+    assert store.put(prompt(tokens))
+    assert store.put(prompt(tokens[: 2 * BLOCK]))
+    assert len(store.files(".prefix")) == 1
+    assert store.get([*tokens[:BLOCK], 1]).reach == BLOCK  # type: ignore[union-attr]
+    short = Prompt(tokens[:40], (state(tokens[:40]), b""), n_removable=0)
+    assert store.put(short)  # the long one cannot go back to it
+    assert len(store.files(".prefix")) == 2
+
+
+@pytest.mark.parametrize(
+    "points, n_removable, kept",
+    [
+        ([10, 200, 205, 400, 600, 800, 1000, 1195, 1199], -1, [200, 400, 600, 800, 1000, 1199]),
+        ([10, 200, 205, 400, 600, 800, 1000, 1195, 1199], 5, [200, 400, 600, 800, 1000]),
+        ([200, 400, 500, 600, 800, 1000, 1200], 0, [200, 400, 600, 800, 1000, 1200]),
+        ([700, 1190, 1199], 16, [700]),
+        ([10, 20], 0, [20]),
+        ([10], 0, [10]),
+        ([1190], 16, []),
+        ([400, 200], 0, [200, 400]),
+    ],
+)
+def test_checkpoints_are_thinned(store: Store, points: list[int], n_removable: int, kept: list[int]) -> None:
+    """Those stay without which most would be evaluated again, the last one always; nonsense is left out."""
+    tokens = text(13, 1200)
+    given = prompt(tokens, points, n_removable=n_removable)
+    given.points.extend([Point(1201), Point(-1)])
+    assert store.put(given)
+    found = store.get([*tokens, 1])
+    assert found and [point.n_tokens for point in found.prompt.points] == kept
+
+
+def test_a_refused_prompt_is_not_found_again(store: Store) -> None:
+    tokens = text(14, 100)
+    assert store.put(prompt(tokens))
+    assert store.get([*tokens, 1], refused=True)
+    assert store.get([*tokens, 1]) is None
+    assert store.put(prompt(tokens))
+    assert store.get([*tokens, 1])
+
+
+def test_damaged_pieces_are_made_again(store: Store) -> None:
+    """All of them at once, also when the head that named them is gone."""
+    tokens = text(16, 600)
+    given = prompt(tokens)
+    for with_head in (True, False):
+        store.put(given)
+        for path in store.files(".piece"):
+            path.write_bytes(bytes(path.stat().st_size))
+        if with_head:
+            assert store.get([*tokens, 1]) is None
+            assert not store.files(".piece")
+        else:
+            store.files(".prefix")[0].unlink()
+        store.put(given)
+        found = store.get([*tokens, 1])
+        assert found and found.prompt == given
+
+
+def test_files_are_private(store: Store) -> None:
+    store.put(prompt(text(15, 300)))
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in store.files()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (lambda path: path.write_text(""), "expected a folder, found something else"),
+        (lambda path: path.mkdir() or path.chmod(0o777), "writable by everybody"),
+        (lambda path: path.symlink_to(path.parent / "nowhere" / "at all"), "expected a folder, found something else"),
+    ],
+)
+def test_folders_that_cannot_be_used(tmp_path: Path, make: Callable[[Path], Any], sentence: str) -> None:
+    make(tmp_path / "store")
+    with pytest.raises(OSError, match=sentence):
+        Store(tmp_path / "store")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot make the folder"):
+        Store(tmp_path / "file" / "store")
+
+
+#
+# real states
+#
+
+
+def partial(s: engine.Session) -> bytes:
+    size = C.llama_state_seq_get_size_ext(s.ctx, 0, PARTIAL)
+    data = (ctypes.c_uint8 * size)()
+    assert C.llama_state_seq_get_data_ext(s.ctx, data, size, 0, PARTIAL) == size
+    return bytes(data)
+
+
+ADAPT = "kv,block=8,length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
+
+
+@pytest.mark.parametrize(
+    "arch, kind",
+    [("llama", "ordinary"), ("gemma2", "ordinary"), ("lfm2", "ordinary"), ("llama", "coded"), ("llama", "adaptive")],
+)
+def test_states_of_models(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any], store: Store, arch: str, kind: str
+) -> None:
+    """A context that takes what was stored goes on as the one that left it; blocks of rows are shared."""
+    model = engine.Model(tiny_model(arch))
+    layout = None if kind == "ordinary" else make_layout(BANDS, BANDS)
+    adapt = ADAPT if kind == "adaptive" else None
+    rng = random.Random(3)
+    tokens = [rng.randrange(10, model.n_vocab - 2) for _ in range(2 * BLOCK + 50)]
+    options = {"window": WINDOW, "n_ctx": 1024, "flash_attn": 1, "adapt": adapt}
+    with session(model, layout, **options) as s:
+        s.decode(tokens[:BLOCK])
+        points = [Point(BLOCK, 0, BLOCK - 1, (b"" if adapt else partial(s), b"", b""))]  # adaptive bases have none
+        s.decode(tokens[BLOCK:], BLOCK)
+        given = Prompt(tokens, (s.state(0), b""), points, n_removable=8)
+        assert store.put(given)
+        expected = s.decode([5, 6, 7], len(tokens))
+    if arch == "llama":  # others keep some of their rows elsewhere
+        assert len(store.files(".piece")) == 2 + 1 + (not adapt)
+    with session(model, layout, **options) as s, opened(store.folder) as other:
+        found = other.get([*tokens, 5, 6, 7], n_removable=8)
+        assert found and found.prompt == Prompt(tokens, given.states, points, 8)
+        assert s.set_state(found.prompt.states[0], 0) == len(found.prompt.states[0])
+        assert engine.agree(s.decode([5, 6, 7], len(tokens)), expected)
+    model.free()
+
+
+#
+# bounds
+#
+
+
+def test_the_least_useful_goes(tmp_path: Path) -> None:
+    """Oldest use first where size and length are equal; pieces that others name stay."""
+    one = prompt(text(50, BLOCK + 40))
+    n = len(one.states[0]) + len(one.states[1])
+    with opened(tmp_path / "store", 4 * n) as store:
+        texts = [text(50 + i, BLOCK + 40) for i in range(6)]
+        for i, tokens in enumerate(texts):
+            store.put(prompt(tokens))
+            for path in store.files():
+                age = path.stat().st_mtime - 100
+                os.utime(path, (age, age))
+            if i == 1:
+                assert store.get([*texts[0], 1])
+            assert size(store) <= 4 * n
+            assert store.stats.bytes == size(store)
+        held = [bool(store.get([*tokens, 1])) for tokens in texts]
+        assert held[-1] and not held[1] and 2 <= sum(held) < 6
+
+
+def test_one_that_is_too_large(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", 20_000) as store:
+        assert store.put(prompt(text(60, 40)))
+        assert not store.put(prompt(text(61, 400)))
+        assert store.stats.dropped == 1
+        assert store.get([*text(60, 40), 1])
+
+
+def test_many_prompts(tmp_path: Path) -> None:
+    """More than there are places: the number of files is bounded, too."""
+    with opened(tmp_path / "store") as store:
+        store.put(Prompt(text(1, 40), (b"s", b"")))
+        head = store.files(".prefix")[0].read_bytes()
+        body = head[72:]
+        for i in range(1100):
+            tokens = [*text(1, 39), i + 2000]
+            forged_body = body[:64] + tokens_of(tokens) + body[64 + 4 + 160 :]
+            path = store.folder / head_name(IDENTITY, tokens)
+            path.write_bytes(forged(forged_body))
+            os.utime(path, (1000 + i, 1000 + i))
+        store.put(Prompt(text(2, 40), (b"t", b"")))
+        assert len(store.files(".prefix")) <= 1024 + 1
+        assert store.get([*text(2, 40), 1])
+
+
+def test_what_killed_processes_left(tmp_path: Path) -> None:
+    """Older than an hour it goes; younger it may be at work."""
+    with opened(tmp_path / "store") as store:
+        store.put(prompt(text(70, 40)))
+        names = [f".{'0' * 64}.piece.1.0123456789abcdef.tmp", f"{'1' * 64}.piece"]
+        old = [store.folder / f"{name}" for name in names]
+        young = [store.folder / name.replace("0" * 64, "2" * 64).replace("1" * 64, "3" * 64) for name in names]
+        for path in (*old, *young):
+            path.write_bytes(b"x")
+        for path in old:
+            os.utime(path, (time.time() - 4000,) * 2)
+        store.put(prompt(text(71, 40)))
+        assert not any(path.exists() for path in old)
+        assert all(path.exists() for path in young)

@@ -1,0 +1,330 @@
+"""Damaged, hostile and foreign files of the store of prompts; kills, disks, several processes: never a wrong answer."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stores import BLOCK, IDENTITY, Store, forged, head_name, opened, prompt, size, text, tokens_of
+
+COMPILER = os.environ.get("CXX", "c++")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path / "store") as opening:
+        yield opening
+
+
+def damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    rng = random.Random(f"{path.name}{how}")
+    if how == "bit":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif how == "cut":
+        data = data[: rng.randrange(len(data))]
+    elif how == "longer":
+        data += b"x"
+    elif how == "zeros":
+        data = bytearray(len(data))
+    path.unlink()
+    if how == "link":
+        target = path.with_name("elsewhere")
+        target.write_bytes(data)
+        path.symlink_to(target)
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how == "folder":
+        path.mkdir()
+    elif how == "unreadable":
+        path.write_bytes(data)
+        path.chmod(0)
+    elif how != "gone":
+        path.write_bytes(data)
+
+
+WAYS = ["bit", "cut", "longer", "zeros", "gone", "link", "pipe", "folder"]
+
+
+@pytest.mark.parametrize("ending", [".piece", ".prefix"])
+@pytest.mark.parametrize("how", WAYS)
+def test_damaged_files(tmp_path: Path, how: str, ending: str) -> None:
+    """Of every file of a prompt in turn: not found, others are, and it can be put again."""
+    tokens, others = text(20, BLOCK + 40), text(21, 60)
+    given = prompt(tokens, points=(50,))
+    with opened(tmp_path / "whole") as store:
+        store.put(prompt(others))
+        known = set(store.files())
+        store.put(given)
+        names = [path.name for path in store.files(ending) if path not in known]
+    assert names
+    for i, name in enumerate(names):
+        folder = tmp_path / str(i)
+        shutil.copytree(tmp_path / "whole", folder)
+        damaged(folder / name, how)
+        with opened(folder) as store:
+            for _ in range(2):
+                assert store.get([*tokens, 1]) is None
+                assert store.get([*others, 1])
+            elsewhere = folder / "elsewhere"
+            assert not elsewhere.exists() or elsewhere.stat().st_size > 0
+            if how != "folder":
+                assert store.put(given)
+                found = store.get([*tokens, 1])
+                assert found and found.prompt == given
+
+
+NOTHING = struct.pack("<IIQ", 0, 0, 0)  # a state without regions, blocks and rest
+NAME = hashlib.sha256(b"").hexdigest().encode()
+
+
+TOKENS = text(30, 300)
+BEGIN = IDENTITY.hex().encode() + tokens_of(TOKENS)
+HOSTILE = {
+    "nothing": b"",
+    "identity": b"../../../../etc/passwd".ljust(64, b"/") + tokens_of(TOKENS) + 2 * NOTHING + struct.pack("<I", 0),
+    "many tokens": IDENTITY.hex().encode() + struct.pack("<I", 0xFFFFFFFF),
+    "more tokens than bytes": IDENTITY.hex().encode() + struct.pack("<I", 1 << 20),
+    "many regions": BEGIN + struct.pack("<I", 0xFFFFFFFF),
+    "many blocks": BEGIN + struct.pack("<IQII", 1, 0, 8, 0xFFFFFFFF),
+    "huge rest": BEGIN + struct.pack("<IIQ", 0, 0, 1 << 63) + NAME,
+    "rest of terabytes": BEGIN + struct.pack("<IIQ", 0, 0, 1 << 43) + NAME + NOTHING + struct.pack("<I", 0),
+    "path for a piece": BEGIN + struct.pack("<IIQ", 0, 0, 10) + b"../" * 21 + b"x" + NOTHING + struct.pack("<I", 0),
+    "rows behind the end": BEGIN
+    + struct.pack("<IQIQII", 2, 0, 8, 1 << 43, 8, 1)
+    + NAME
+    + struct.pack("<Q", 10)
+    + NAME
+    + NOTHING
+    + struct.pack("<I", 0),
+    "rows that overlap": BEGIN
+    + struct.pack("<IQIQII", 2, 0, 8, 100, 8, 1)
+    + NAME
+    + struct.pack("<Q", 10)
+    + NAME
+    + NOTHING
+    + struct.pack("<I", 0),
+    "rows of nothing": BEGIN + struct.pack("<IQII", 1, 0, 0, 1) + NAME + struct.pack("<Q", 0) + NOTHING + bytes(4),
+    "blocks without rows": BEGIN + struct.pack("<II", 0, 1) + NAME + struct.pack("<Q", 0) + NOTHING + bytes(4),
+    "many checkpoints": BEGIN + 2 * NOTHING + struct.pack("<I", 0xFFFFFFFF),
+    "checkpoint behind the end": BEGIN + 2 * NOTHING + struct.pack("<Iqii", 1, 301, 0, 0) + bytes(24),
+    "checkpoint before the start": BEGIN + 2 * NOTHING + struct.pack("<Iqii", 1, -1, 0, 0) + bytes(24),
+    "more behind the end": BEGIN + 2 * NOTHING + struct.pack("<I", 0) + b"x",
+    "another text's": IDENTITY.hex().encode() + tokens_of(TOKENS[1:]) + 2 * NOTHING + struct.pack("<I", 0),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_heads(store: Store, name: str) -> None:
+    """Checksums that fit: refused before anything is allocated, and gone afterwards; others are found."""
+    others = text(31, 60)
+    store.put(prompt(others))
+    path = store.folder / head_name(IDENTITY, TOKENS)
+    path.write_bytes(forged(HOSTILE[name]))
+    found = store.get([*TOKENS, 1])
+    assert found is None
+    assert store.get([*others, 1])
+    assert not path.exists() or name == "rest of terabytes"  # it is larger than everything may be, and is passed over
+
+
+def test_random_heads(store: Store) -> None:
+    """Bytes of a sound head changed at random, with a checksum that fits."""
+    others, tokens = text(32, 60), text(33, 300)
+    store.put(prompt(others))
+    store.put(prompt(tokens, points=(50, 100)))
+    path = store.folder / head_name(IDENTITY, tokens)
+    sound = path.read_bytes()
+    rng = random.Random(34)
+    for _ in range(300):
+        body = bytearray(sound[72:])
+        for _ in range(rng.randrange(1, 4)):
+            body[rng.randrange(len(body))] = rng.choice((0, 1, 127, 255, rng.randrange(256)))
+        path.write_bytes(forged(bytes(body)))
+        with opened(store.folder) as other:
+            found = other.get([*tokens, 1])
+            assert found is None or found.prompt.tokens == tokens
+            assert other.get([*others, 1])
+
+
+def test_a_file_with_holes(store: Store) -> None:
+    """A piece of terabytes that takes no room on the disk: not read."""
+    body = BEGIN + struct.pack("<IIQ", 0, 0, 1 << 40) + NAME + NOTHING + struct.pack("<I", 0)
+    store.put(prompt(text(35, 60)))
+    path = store.folder / head_name(IDENTITY, TOKENS)
+    path.write_bytes(forged(body))
+    with open(store.folder / f"{NAME.decode()}.piece", "wb") as file:
+        try:
+            file.truncate(1 << 40)
+        except OSError:
+            pytest.skip("no files with holes of a terabyte")
+    assert store.get([*TOKENS, 1]) is None
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Whatever has no name of ours, also when there is no room."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    names = ["letter.txt", "a.prefix", f"{'0' * 64}.rows", f"{'g' * 64}.piece", ".x.1.0123456789abcdef.tmp"]
+    for name in names:
+        (folder / name).write_bytes(b"x" * 10_000)
+        os.utime(folder / name, (1, 1))
+    (folder / "folder.prefix").mkdir()
+    with opened(folder, 200_000) as store:
+        for i in range(8):
+            store.put(prompt(text(40 + i, 300)))
+        assert 0 < len(store.files(".prefix")) < 12
+    assert all((folder / name).exists() for name in [*names, "folder.prefix"])
+
+
+#
+# several processes, kills, disks
+#
+
+WRITER = """
+import sys
+from pathlib import Path
+from stores import opened, prompt, text
+folder, first, n = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+begin = text(80, 600)
+with opened(folder, 400_000) as store:
+    for i in range(first, first + n):
+        tokens = begin + text(1000 + i, 40)
+        store.put(prompt(tokens))
+        found = store.get([*tokens, 1])
+        assert found is None or found.prompt == prompt(found.prompt.tokens)
+        assert store.stats.failures == 0
+"""
+
+
+def program(text: str, *arguments: object, preload: Path | None = None) -> subprocess.Popen[str]:
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if preload:
+        env["LD_PRELOAD"] = str(preload)
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    """They write, read and make room in one folder; whatever is found is whole."""
+    folder = tmp_path / "store"
+    writers = [program(WRITER, folder, 20 * i, 25) for i in range(2)]
+    for writer in writers:
+        _, errors = writer.communicate()
+        assert writer.returncode == 0, errors[-3000:]
+    with opened(folder, 400_000) as store:
+        begin = text(80, 600)
+        found = [store.get([*begin, *text(1000 + i, 40), 1]) for i in range(45)]
+        assert sum(one is not None for one in found) >= 2
+        assert all(one.prompt == prompt(one.prompt.tokens) for one in found if one)
+        assert size(store) <= 500_000
+
+
+STEPS = """
+import ctypes, os, sys
+from pathlib import Path
+from stores import opened, prompt, text
+fail_file = ctypes.CDLL(None).fail_file
+fail_file.argtypes, fail_file.restype = [ctypes.c_long, ctypes.c_int], ctypes.c_long
+error = int(sys.argv[2])
+
+def work(folder, n):
+    tokens = text(90, 300)
+    with opened(folder) as store:
+        store.put(prompt(text(91, 60)))
+        fail_file(n, error)
+        store.put(prompt(tokens, points=(50,)))
+        left = fail_file(0, 0)
+        assert store.get([*text(91, 60), 1])
+        if left == 0:  # it failed: nothing more is written, what is there is read
+            assert store.stats.failures == 1
+            assert not store.put(prompt(text(92, 60)))
+            assert store.get([*tokens, 1]) is None
+            assert not store.files(".tmp")
+    return 3 if left else 0
+
+for n in range(1, 100):
+    process = os.fork()
+    if not process:
+        try:
+            os._exit(work(Path(sys.argv[1]) / str(n), n))
+        except BaseException as reason:
+            print(repr(reason), file=sys.stderr, flush=True)
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    print(code, flush=True)
+    if code == 3:  # there are no more steps
+        break
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not sys.platform.startswith("linux") or shutil.which(COMPILER) is None:
+        pytest.skip(f"needs LD_PRELOAD and {COMPILER}")
+    path = tmp_path_factory.mktemp("shim") / "failing_files.so"
+    source = Path(__file__).with_name("failing_files.cpp")
+    subprocess.run([COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", source, "-o", path, "-ldl"], check=True)
+    return path
+
+
+@pytest.mark.parametrize("error", [0, errno.ENOSPC, errno.EROFS], ids=["killed", "full", "read-only"])
+def test_every_step_of_writing(shim: Path, tmp_path: Path, error: int) -> None:
+    """It fails, or the process ends there: the prompt before is found, this one is not, until it is put again."""
+    given = prompt(text(90, 300), points=(50,))
+    process = program(STEPS, tmp_path, error, preload=shim)
+    printed, errors = process.communicate()
+    codes = list(map(int, printed.split()))
+    assert codes[-1] == 3 and len(codes) > 10, errors[-3000:]
+    for n, code in enumerate(codes[:-1], 1):
+        assert code == (0 if error else -9), errors[-3000:]
+        with opened(tmp_path / str(n)) as store:
+            assert store.get([*text(91, 60), 1])
+            assert store.get([*given.tokens, 1]) is None
+            assert store.put(given)
+            found = store.get([*given.tokens, 1])
+            assert found and found.prompt == given
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="whoever is root may write anywhere")
+def test_a_folder_that_is_read_only(store: Store) -> None:
+    tokens = text(95, 100)
+    store.put(prompt(tokens))
+    store.folder.chmod(0o500)
+    try:
+        with opened(store.folder) as other:
+            assert other.get([*tokens, 1])
+            other.put(prompt(text(96, 100)))
+            assert other.stats.failures == 1
+            assert other.get([*tokens, 1])
+    finally:
+        store.folder.chmod(0o700)
+
+
+def test_a_folder_that_is_removed(store: Store) -> None:
+    """By whoever cleans up: nothing is found, and it is made again."""
+    tokens = text(97, 100)
+    store.put(prompt(tokens))
+    shutil.rmtree(store.folder)
+    assert store.get([*tokens, 1]) is None
+    assert store.put(prompt(tokens))
+    assert store.get([*tokens, 1])
+    assert store.stats.failures == 0
+
+
+def test_what_another_process_puts_is_found(store: Store) -> None:
+    """At once: nobody waits for a time to pass, and heads are read once."""
+    with opened(store.folder) as other:
+        for i in range(20):
+            tokens = text(200 + i, 50)
+            other.put(prompt(tokens))
+            assert store.get([*tokens, 1])
