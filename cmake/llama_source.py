@@ -1,9 +1,10 @@
 """The pinned llama.cpp source: fetch, verify, patch, write.
 
-    python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--source DIR]
-    python cmake/llama_source.py tree-hash DIR
+    python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--source DIR] [--programs]
+    python cmake/llama_source.py tree-hash [--programs] DIR
 
-`--pin` holds VERSION (what to take) and patches/ (one unified diff per upstream file). Standard library and pip only.
+`--pin` holds VERSION (what to take) and patches/ (one unified diff per upstream file). With `--programs` the files of
+llama.cpp's own programs belong to the source, too. Standard library and pip only.
 """
 
 from __future__ import annotations
@@ -29,9 +30,26 @@ Tree = dict[str, bytes]
 KEEP_FILES = ("CMakeLists.txt", "LICENSE", "convert_hf_to_gguf.py")
 KEEP_DIRS = ("cmake", "conversion", "ggml", "gguf-py", "include", "src", "vendor")
 SKIP_DIRS = ("gguf-py/examples", "gguf-py/gguf/scripts", "gguf-py/tests", "vendor/cpp-httplib")
+# SUBKV_PROGRAMS: set apart, so that a plain build neither writes nor hashes these 900 files
+PROGRAM_FILES = ("scripts/ui-assets.cmake",)
+PROGRAM_DIRS = ("common", "vendor/cpp-httplib") + tuple(
+    f"tools/{name}" for name in ("cli", "completion", "llama-bench", "mtmd", "perplexity", "server", "ui")
+)
+PROGRAM_SKIP = (
+    "tools/mtmd/legacy-models",
+    "tools/mtmd/test-1.jpeg",
+    "tools/mtmd/test-2.mp3",
+    "tools/mtmd/test-3.mp4",
+    "tools/mtmd/tests",
+    "tools/server/bench",
+    "tools/server/tests",
+    "tools/ui/dist",
+    "tools/ui/node_modules",
+    "tools/ui/tests",
+)
 STOCK_DIRS = ("include", "src")
 STAMP = ".subkv.json"
-VERSION_KEYS = ("package", "version", "sha256", "commit", "tree")
+VERSION_KEYS = ("package", "version", "sha256", "commit", "tree", "programs")
 
 
 class SourceError(Exception):
@@ -72,13 +90,24 @@ def digest(pin: Path) -> str:
     return h.hexdigest()
 
 
-def wanted(path: str) -> bool:
-    """Whether the build uses this file of llama.cpp."""
+def _below(path: str, folders: Iterable[str]) -> bool:
+    return any(f"{path}/".startswith(f"{folder}/") for folder in folders)
+
+
+def of_programs(path: str) -> bool:
+    """Whether only llama.cpp's own programs use this file of llama.cpp."""
+    return path in PROGRAM_FILES or (_below(path, PROGRAM_DIRS) and not _below(path, PROGRAM_SKIP))
+
+
+def wanted(path: str, programs: bool = False) -> bool:
+    """Whether the build uses this file of llama.cpp; with `programs`, a build with SUBKV_PROGRAMS."""
     if path in KEEP_FILES:
         return True
-    if any(path.startswith(skip + "/") for skip in SKIP_DIRS) or "__pycache__" in path.split("/"):
+    if "__pycache__" in path.split("/"):
         return False
-    return path.split("/")[0] in KEEP_DIRS and "/" in path
+    if path.split("/")[0] in KEEP_DIRS and "/" in path and not _below(path, SKIP_DIRS):
+        return True
+    return programs and of_programs(path)
 
 
 def tree_hash(tree: Tree) -> str:
@@ -89,30 +118,33 @@ def tree_hash(tree: Tree) -> str:
     return h.hexdigest()
 
 
-def _walk(root: Path) -> Iterator[str]:
-    for name in KEEP_FILES:
-        if (root / name).is_file():
+def _walk(root: Path, programs: bool) -> Iterator[str]:
+    for name in KEEP_FILES + PROGRAM_FILES:
+        if wanted(name, programs) and (root / name).is_file():
             yield name
-    for top in KEEP_DIRS:
+    tops = KEEP_DIRS + tuple(top for top in PROGRAM_DIRS if programs and not _below(top, KEEP_DIRS))
+    for top in tops:
         for folder, _, names in os.walk(root / top):
             for name in names:
                 path = (Path(folder) / name).relative_to(root).as_posix()
-                if wanted(path):
+                if wanted(path, programs):
                     yield path
 
 
-def read_dir(root: Path) -> Tree:
+def read_dir(root: Path, programs: bool = False) -> Tree:
     """The wanted files of a llama.cpp folder."""
-    return {path: (root / path).read_bytes() for path in _walk(root)}
+    return {path: (root / path).read_bytes() for path in _walk(root, programs)}
 
 
-def read_sdist(archive: Path) -> Tree:
+def read_sdist(archive: Path, programs: bool = False) -> Tree:
     """The wanted files of vendor/llama.cpp in a llama-cpp-python source archive."""
     tree: Tree = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
             parts = member.name.split("/", 3)
-            if len(parts) < 4 or parts[1:3] != ["vendor", "llama.cpp"] or not member.isfile() or not wanted(parts[3]):
+            if len(parts) < 4 or parts[1:3] != ["vendor", "llama.cpp"] or not member.isfile():
+                continue
+            if not wanted(parts[3], programs):
                 continue
             stream = tar.extractfile(member)
             assert stream is not None
@@ -135,7 +167,17 @@ def _differences(tree: Tree, pristine: Tree) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
-def pristine_from_dir(root: Path, pin: Path) -> Tree:
+def version_hash(version: dict[str, str], programs: bool) -> str:
+    """The pinned hash of the pristine tree."""
+    return version["programs" if programs else "tree"]
+
+
+def applied_patches(pin: Path, programs: bool) -> list[FileDiff]:
+    """The patches of the files that the build uses: without `programs`, not those of the programs."""
+    return [diff for diff in read_patches(pin) if programs or not of_programs(diff.path)]
+
+
+def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
     """The pristine files of a folder that is clean, or patched by exactly the patches of `pin`.
 
     Raises SourceError for any other content: the libraries must be what the pin says.
@@ -143,24 +185,25 @@ def pristine_from_dir(root: Path, pin: Path) -> Tree:
     if not (root / "src" / "llama.cpp").is_file():
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {root}")
     version = read_version(pin)
-    diffs = read_patches(pin)
-    tree = read_dir(root)
-    if tree_hash(tree) == version["tree"]:
+    expected = version_hash(version, programs)
+    diffs = applied_patches(pin, programs)
+    tree = read_dir(root, programs)
+    if tree_hash(tree) == expected:
         return tree
     try:
         clean = patched(tree, diffs, reverse=True)
-        if tree_hash(clean) == version["tree"]:
+        if tree_hash(clean) == expected:
             return clean
     except DiffError:
         pass
     message = (
         f"SUBKV_LLAMA_CPP_SOURCE: expected llama.cpp {version['commit']}, pristine or with the patches of digest"
         f" {digest(pin)[:12]}, found another content in {root} (tree {tree_hash(tree)[:12]},"
-        f" expected {version['tree'][:12]})"
+        f" expected {expected[:12]})"
     )
     archive = cache_dir() / archive_name(version)
     if archive.is_file() and file_hash(archive) == version["sha256"]:
-        message += f"; differs from pristine in {_differences(tree, read_sdist(archive))}"
+        message += f"; differs from pristine in {_differences(tree, read_sdist(archive, programs))}"
     raise SourceError(message)
 
 
@@ -296,7 +339,7 @@ def is_current(root: Path, want: str) -> bool:
         return False
     if stamp.get("tree") is None:
         return False
-    found = tree_hash(read_dir(root))
+    found = tree_hash(read_dir(root, programs=True))
     if found != stamp["tree"]:
         raise SourceError(
             f"{root}: expected the tree as patched by digest {str(stamp.get('digest'))[:12]}, found edited files;"
@@ -314,7 +357,7 @@ def write_tree(root: Path, tree: Tree, want: str) -> int:
     root.mkdir(parents=True, exist_ok=True)
     _write(root / STAMP, json.dumps({"digest": want, "tree": None}).encode())
     changed = 0
-    for path in list(_walk(root)):
+    for path in list(_walk(root, programs=True)):
         if path not in tree:
             (root / path).unlink()
             changed += 1
@@ -327,21 +370,22 @@ def write_tree(root: Path, tree: Tree, want: str) -> int:
     return changed
 
 
-def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None) -> None:
+def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, programs: bool = False) -> None:
     """Brings `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
     version = read_version(pin)
-    want = digest(pin)
-    diffs = read_patches(pin)
-    clean = pristine_from_dir(source, pin) if source else None
+    want = digest(pin) + (" programs" if programs else "")
+    diffs = applied_patches(pin, programs)
+    clean = pristine_from_dir(source, pin, programs) if source else None
     stock_want = "stock " + version["tree"]
     todo = [root for root, name in ((tree, want), (stock, stock_want)) if root and not is_current(root, name)]
     if not todo:
         say(f"{version['commit']} is up to date, patch digest {want[:12]}")
         return
     if clean is None:
-        clean = read_sdist(fetch_archive(version, tree.parent / "sdist"))
-        if tree_hash(clean) != version["tree"]:
-            raise SourceError(f"{archive_name(version)}: expected tree {version['tree']}, found {tree_hash(clean)}")
+        clean = read_sdist(fetch_archive(version, tree.parent / "sdist"), programs)
+        expected = version_hash(version, programs)
+        if tree_hash(clean) != expected:
+            raise SourceError(f"{archive_name(version)}: expected tree {expected}, found {tree_hash(clean)}")
     if tree in todo:
         changed = write_tree(tree, patched(clean, diffs), want)
         say(f"{version['commit']} with {len(diffs)} patches, digest {want[:12]}: {changed} files written")
@@ -358,14 +402,16 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--tree", type=Path, required=True)
     p.add_argument("--stock", type=Path)
     p.add_argument("--source", type=Path)
+    p.add_argument("--programs", action="store_true")
     p = commands.add_parser("tree-hash")
     p.add_argument("folder", type=Path)
+    p.add_argument("--programs", action="store_true")
     args = parser.parse_args(argv)
     try:
         if args.command == "prepare":
-            prepare(args.pin, args.tree, args.stock, args.source)
+            prepare(args.pin, args.tree, args.stock, args.source, args.programs)
         else:
-            print(tree_hash(read_dir(args.folder)))
+            print(tree_hash(read_dir(args.folder, args.programs)))
     except (SourceError, DiffError, OSError, tarfile.TarError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input, check_writable
+from subkv.base.hub import hf_option, model_given
 from subkv.format.window import N_RECENT, N_SINK, Window
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
@@ -61,7 +62,8 @@ plan_options = group(
 
 
 @command("convert", interrupted="interrupted: no bases were written")
-@click.argument("model", type=PATH)
+@click.argument("model", type=PATH, required=False)
+@hf_option
 @click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
 @corpus_options(
     "UTF-8 text to calibrate on. [default: built-in texts]",
@@ -90,7 +92,8 @@ plan_options = group(
 @click.option("--dry-run", is_flag=True, help="Say what the cache would cost and give; write nothing for programs.")
 @click.option("-v", "--verbose", is_flag=True, help="List all layers.")
 def main(
-    model: Path,
+    model: Path | None,
+    hf_repo: str | None,
     bases: Path | None,
     corpus: Corpus,
     minutes: float | None,
@@ -108,7 +111,8 @@ def main(
 
     With -o, --embed or --bases they go into the metadata of a copy of MODEL, whose weights stay byte-identical.
 
-    MODEL is a GGUF or, with the extra torch, a Hugging Face folder, which becomes one first.
+    MODEL is a GGUF, its name on the Hugging Face hub (-hf) or, with the extra torch, a Hugging Face folder, which
+    becomes one first.
     """
     from converter.prepare import Wish  # this and the following: numpy and the native libraries, not for a --help
     from converter.sources import Sources, prepared
@@ -121,6 +125,12 @@ def main(
         raise click.UsageError("expected --bases with a calibration or --minutes to measure in, found both")
     if sidecar and embed:
         raise click.UsageError("expected --sidecar or --embed, found both")
+    if hf_repo and output is None and (sidecar or embed or bases is not None):
+        raise click.UsageError("-hf: expected -o FILE for what is not kept for all programs, found none")
+    named = f"-hf {hf_repo}" if hf_repo else f"-m {shlex.quote(str(model))}"
+    model = model_given(model, hf_repo)
+    if model is None:
+        raise click.UsageError("expected MODEL or -hf USER/MODEL, found neither")
     if sidecar and model.is_dir():
         raise SubkvError("sidecar", f"expected a GGUF as MODEL, which the sidecar goes with, found {model}")
     target = output
@@ -152,7 +162,7 @@ def main(
     else:
         click.echo(f"wrote {place}")
         if target is None:
-            click.echo(f"programs find it for {model} by themselves: subkv chat -m {shlex.quote(str(model))}")
+            click.echo(f"programs find it for {model} by themselves: subkv chat {named}")
 
 
 def stored_sidecar(model: Path) -> Path:

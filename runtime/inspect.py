@@ -12,7 +12,7 @@ from converter import plain
 from converter.tables import mean_bits, shortened, span
 from runtime import options
 from subkv.base.command import command
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import concerning
 
 
 def layer_table(layout: dict[str, Any]) -> list[str]:
@@ -86,22 +86,22 @@ def summary(layout: dict[str, Any]) -> list[str]:
 def main(
     model: str, bases: Path | None, n_ctx: int | None, bands: bool, verbose: bool, plot: Path | None, form: str
 ) -> None:
-    """Show what a converted model, a sidecar or the sidecar of a model costs and gives: bases, layout, memory."""
+    """Show what a converted model or a sidecar costs and gives: bases, layout, memory.
+
+    Of another model: the same of the bases that -ctk subkv would take, and where those come from.
+    """
     # numpy and the native libraries: not for a --help
     from subkv.engine.memory import available_memory
-    from subkv.engine.sidecars import calibrated
-    from subkv.engine.sidecars import command as command_for
+    from subkv.engine.sidecars import foreseen
     from subkv.format import metadata
     from subkv.format.layout import Layout, present
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
-    with concerning(path="model", bases="model"):
+    with concerning(path="model", bases="model", kv_cache="model"):
+        kept = True
         if not present(path):
-            found = calibrated(path)
-            if found is None:
-                reason = f"expected subkv.* keys (a converted model or a sidecar), found none in {path}"
-                raise SubkvError("model", f"{reason} and no sidecar of it; `{command_for(path)}` makes one")
+            found, kept = foreseen(path)
             options.note(found.told)
             path = found.path
         with Layout(path) as read:
@@ -116,7 +116,7 @@ def main(
         figure.write_figure(layers.layout_figure(layout, calibration), plot)
         options.note(f"wrote {plot}")
     if form == "json":
-        click.echo(json.dumps(layout, indent=2))
+        click.echo(json.dumps({"path": str(path) if kept else None, **layout}, indent=2))
         return
     head, *rows = (band_table if bands else layer_table)(layout)
     click.echo(head)

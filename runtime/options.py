@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from subkv.base.command import group, stack
+from subkv.base.errors import SubkvError
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
@@ -296,6 +297,41 @@ def cache_options(*more: Option) -> Option:
         window_options,
         *more,
     )
+
+
+def chosen_template(chat_template: str | None, chat_template_file: Path | None) -> str | None:
+    """A Jinja template or a name of one; None: the model's own. Raises SubkvError about the file."""
+    if chat_template_file is None:
+        return chat_template
+    if chat_template is not None:
+        raise click.UsageError("--chat-template: expected it or --chat-template-file, found both")
+    try:
+        return chat_template_file.read_text("utf-8")
+    except OSError as error:
+        reason = f"cannot read {chat_template_file}: {error.strerror or error}"
+        raise SubkvError("chat_template_file", reason) from error
+    except UnicodeDecodeError as error:
+        reason = f"expected UTF-8 text, found byte {error.start} of {chat_template_file} to be something else"
+        raise SubkvError("chat_template_file", reason) from error
+
+
+template_options = group(
+    "template",
+    chosen_template,
+    click.option(
+        "--chat-template",
+        envvar="LLAMA_ARG_CHAT_TEMPLATE",
+        metavar="NAME|JINJA",
+        help="Jinja template, or llama.cpp's name of one [default: the model's own, else chatml]",
+    ),
+    click.option(
+        "--chat-template-file",
+        type=PATH,
+        envvar="LLAMA_ARG_CHAT_TEMPLATE_FILE",
+        metavar="FILE",
+        help="file with a Jinja template",
+    ),
+)
 
 
 def form_option(*kinds: str) -> Option:

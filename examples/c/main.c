@@ -1,4 +1,5 @@
 // Writes 20 tokens after a prompt, greedily, on a compressed cache: generate MODEL.subkv.gguf PROMPT
+// With SUBKV=auto MODEL may be any GGUF that `subkv convert` or `subkv chat` has prepared.
 #include <llama.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,6 +15,28 @@ static void require(bool holds, const char * reason) {
     }
 }
 
+static void require_bases(bool found, const char * model) {
+    if (!found) {
+        fprintf(stderr,
+                "%s: expected a model with bases, found none; `subkv convert --embed %s` writes a copy with them, "
+                "or `subkv convert %s` prepares it for SUBKV=auto in the environment\n",
+                model, model, model);
+        exit(1);
+    }
+}
+
+// The bases that the model's own file carries, for the next context. NULL: none, and SUBKV says where others are.
+static subkv_layout * attach_own(const char * model) {
+    if (subkv_layout_present(model) == 0) {
+        require_bases(getenv("SUBKV") != NULL, model);
+        return NULL;
+    }
+    subkv_layout * layout   = subkv_layout_load(model); // or a sidecar with the bases of this model
+    const bool     attached = layout != NULL && subkv_attach(layout, NULL);
+    require(attached, subkv_last_error());
+    return layout;
+}
+
 static void print_errors(enum ggml_log_level level, const char * text, void * user) {
     (void) user;
     fputs(level == GGML_LOG_LEVEL_ERROR ? text : "", stderr);
@@ -25,15 +48,13 @@ int main(int argc, char ** argv) {
     struct llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
     require(model != NULL, "the model cannot be loaded");
 
-    subkv_layout * layout   = subkv_layout_load(argv[1]); // or a sidecar with the bases of this model
-    const bool     attached = layout != NULL && subkv_attach(layout, NULL);
-    require(attached, subkv_last_error());
+    subkv_layout *              layout = attach_own(argv[1]);
     struct llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = N_CTX;
     struct llama_context * ctx    = llama_init_from_model(model, params); // takes what this thread has attached
     subkv_stats            stats  = { 0 };
-    const bool             coded  = ctx != NULL && subkv_get_stats(ctx, &stats);
-    require(coded, subkv_last_error());
+    require(ctx != NULL, subkv_last_error());
+    require_bases(subkv_get_stats(ctx, &stats), argv[1]);
     subkv_attach(NULL, NULL);
 
     const struct llama_vocab * vocab = llama_model_get_vocab(model);

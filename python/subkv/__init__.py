@@ -1,6 +1,7 @@
 """subkv: llama.cpp whose KV cache holds coefficients.
 
-Nothing happens on import; `subkv.Llama` binds the native libraries, `subkv.SubspaceCache` needs the extra `torch`.
+An import only names the folder of our libllama for llama_cpp; `subkv.Llama` loads the native libraries,
+`subkv.SubspaceCache` needs the extra `torch`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from subkv.base.errors import SubkvError, install
 from subkv.base.version import __version__
+from subkv.native.places import tell_early
 
 if TYPE_CHECKING:
     from subkv.engine.drafts import DraftModel, PromptLookup
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from subkv.torch.cache import SubspaceCache
 
 __all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "SubspaceCache", "__version__"]
+
+# The one effect of an import: llama_cpp chooses its libllama when it is imported, and keeps it. Without this
+# `import subkv, llama_cpp` would bind it to another one, and subkv.Llama would come too late.
+tell_early()
 
 _LAZY = {
     "DraftModel": "subkv.engine.drafts",

@@ -20,7 +20,7 @@ import numpy as np
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama, forgettable
-from subkv.engine.template import KEY, Message, Template, TemplateError
+from subkv.engine.template import Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
 MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text
@@ -103,6 +103,7 @@ class Conversation:
     """Messages, their tokens and the cells that hold them.
 
     opening: asked before the first answer. shift: a full context forgets half of what follows the system message.
+    template: instead of the model's own.
     """
 
     def __init__(
@@ -112,13 +113,14 @@ class Conversation:
         sampling: Sampling,
         opening: Opening | None = None,
         shift: bool = False,
+        template: Template | None = None,
     ) -> None:
         if shift:
             llm.require_shift("context_shift")
         self.llm = llm
         self.shift = shift
         self.opening = opening
-        self.template = Template(llm.opened)
+        self.template = template or Template(llm.opened)
         self.sampling = sampling
         self.n_regenerated = 0
         self.system = system
@@ -197,7 +199,7 @@ class Conversation:
         past[answers[-1]]["content"] = MARK
         before, mark, after = self.template.render([*past, user]).rpartition(MARK)
         if not mark:
-            raise TemplateError(KEY, "expected earlier answers in the rendered conversation, found none")
+            raise TemplateError(self.template.key, "expected earlier answers in the rendered conversation, found none")
         return self.tokenize(after)
 
     def tokenize(self, text: str) -> list[int]:

@@ -24,6 +24,7 @@ from runtime.options import Drafts
 from runtime.warmstart.flags import WarmOptions, warm_options
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
+from subkv.base.hub import hf_option, model_given
 
 if TYPE_CHECKING:
     from runtime.chat.conversation import Conversation, Sampling, Stop, Turn
@@ -302,7 +303,9 @@ sampling_options = group(
 
 @command()
 @options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
+@hf_option
 @talk_options
+@options.template_options
 @options.predict_option("most tokens per answer, -1: no limit")
 @options.cache_options(options.rollback_option)
 @sampling_options
@@ -315,7 +318,9 @@ sampling_options = group(
 @warm_options
 def main(
     model: str | None,
+    hf_repo: str | None,
     talk: Talk,
+    template: str | None,
     n_predict: int,
     cache: CacheOptions,
     sampling: Sampling,
@@ -325,20 +330,34 @@ def main(
     context_shift: bool,
     warm: WarmOptions,
 ) -> None:
-    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache."""
+    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache.
+
+    A model without bases for it gets those that its weights give; -ctk f16 does without.
+    """
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
     prompt = talk.first()
     # numpy and the native libraries: not for a --help
     from runtime.chat.conversation import Conversation
-    from runtime.opening import open_llama
+    from runtime.opening import open_coded, open_llama
     from subkv.engine.llama import Llama
+    from subkv.engine.template import for_chat
 
-    more = {"draft_model": drafts.model(n_gpu_layers)}
-    with warm.opened(lambda: open_llama(model, n_gpu_layers, cache, context, Llama, **more)) as (llm, opening):
+    path = model_given(model or None, hf_repo)
+
+    def open_llm() -> Llama:
+        more = {"draft_model": drafts.model(n_gpu_layers)}
+        if path is not None and warm.warm_start == "off":
+            return open_coded(path, n_gpu_layers, cache, context, Llama, **more)
+        return open_llama(path, n_gpu_layers, cache, context, Llama, **more)
+
+    with warm.opened(open_llm) as (llm, opening):
         options.note_cache(llm.kv_stats(), llm.cache_choice)
-        chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift), n_predict)
+        chosen, told = for_chat(llm.opened, template)
+        if told:
+            options.note(told)
+        chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift, chosen), n_predict)
         if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
             raise click.exceptions.Exit(1)
         if not talk.single_turn:

@@ -113,9 +113,9 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// SUBKV names one file, and a program may open several models: once a context has used the file, it is known to belong
-// to another model than those that it does not fit.
-std::atomic<bool> file_used{ false };
+// A program may open several models. The first one is that for which a file is named or coefficients are required; for
+// others an ordinary cache will do.
+std::atomic<bool> cache_made{ false };
 
 void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
     size_t rows = 0;
@@ -133,20 +133,25 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
 }
 
 std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string & asked) {
-    const bool        by_name = asked != "auto";
-    const std::string file    = by_name ? asked : found_for(desc.model_path);
+    const bool        by_name  = asked != "auto";
+    const bool        required = desc.required && !cache_made;
+    const std::string file     = by_name ? asked : found_for(desc.model_path);
     if (file.empty()) {
-        return ordinary(desc, "no bases for this model; `subkv convert " +
-                                  (desc.model_path.empty() ? "MODEL" : desc.model_path) + "` derives them");
+        const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
+        const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
+        if (required) {
+            throw Invalid{ why };
+        }
+        return ordinary(desc, why);
     }
     const auto layout = layout_of(file);
     // A wrong file is the user's mistake; another model than the one that the file belongs to is a second context.
     const std::string misfit = Cache::misfit(*layout, desc);
-    const bool        second = by_name && (file_used || desc.no_alloc);
+    const bool        second = by_name && (cache_made || desc.no_alloc);
     if (!misfit.empty() && second) {
         return ordinary(desc, file + " belongs to another model");
     }
-    if (!by_name || second) {
+    if ((!by_name || second) && !required) {
         if (!desc.unsupported.empty()) {
             return ordinary(desc, "coefficients are not supported because " + desc.unsupported);
         }
@@ -154,13 +159,13 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
             return ordinary(desc, "this context holds none of the layers of " + file);
         }
     }
-    if (!by_name && (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16)) {
+    if (!by_name && !required && (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16)) {
         return ordinary(desc, "its type was requested; SUBKV=auto replaces f16");
     }
     const CacheRequest request(layout, params_of(*layout));
     auto               cache = std::make_shared<Cache>(desc, layout, request.params, request.adapt, nullptr, nullptr);
     if (!desc.no_alloc) {
-        file_used = true;
+        cache_made = true;
         report(desc, *cache, file);
     }
     return cache;
@@ -169,8 +174,9 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
 } // namespace
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
-    const char * asked = set_variable("SUBKV");
-    if (!asked || std::strcmp(asked, "off") == 0) {
+    const char * value = set_variable("SUBKV");
+    const char * asked = value ? value : desc.required ? "auto" : "off";
+    if (std::strcmp(asked, "off") == 0) {
         return nullptr;
     }
     std::string why;
@@ -180,6 +186,9 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
         why = e.why;
     } catch (const std::exception & e) {
         why = e.what();
+    }
+    if (!value) {
+        fail("-ctk subkv: %s; -ctk f16 runs with an ordinary cache", why.c_str());
     }
     fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", asked, why.c_str());
 }

@@ -1,5 +1,6 @@
 // llama-subkv.cpp: adapts llama.cpp's internals to hook.h. Part of libllama; all logic lives in libsubkv.
 #include "llama-subkv-cells.h"
+#include "llama-subkv-programs.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
@@ -69,9 +70,22 @@ static void (*find_register(std::string & why))() {
 }
 #endif
 
+static std::atomic<bool> g_required{ false };
+
+void llama_subkv_require(void) {
+    const char * asked = std::getenv("SUBKV");
+    if (asked && std::strcmp(asked, "off") == 0) {
+        throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
+    }
+    g_required = true;
+}
+
 static subkv::cache_new_fn registered() {
     const char * asked = std::getenv("SUBKV");
-    if (g_cache_new || !asked || !*asked || std::strcmp(asked, "off") == 0) {
+    if (!asked || !*asked) {
+        asked = g_required ? "auto" : "off";
+    }
+    if (g_cache_new || std::strcmp(asked, "off") == 0) {
         return g_cache_new;
     }
     static std::mutex           mutex;
@@ -185,6 +199,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
     desc.n_seq_max   = kv.n_seq_max;
     desc.sliding     = kv.swa_type != LLAMA_SWA_TYPE_NONE;
     desc.no_alloc    = hparams.no_alloc;
+    desc.required    = g_required;
     desc.type_k      = type_k;
     desc.type_v      = type_v;
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
@@ -256,6 +271,17 @@ uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
         return std::min(snapshots, n_rollback);
     }
     return n_rollback;
+}
+
+int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
+    const auto * hook = llama_subkv::hook_of(ctx->get_memory(), nullptr, nullptr);
+    return hook && hook->coded() ? std::max(n_keep, hook->n_sink()) : n_keep;
+}
+
+bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
+    const int32_t pieces = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
+    const bool    wanted = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
+    return wanted && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
 }
 
 void llama_subkv::clear(llama_kv_cache & kv) {

@@ -71,12 +71,32 @@ def test_structures(name: str) -> None:
     assert fields == STRUCTURES[name]._fields_
 
 
-def test_import_does_nothing() -> None:
+def test_import_names_the_folder_and_loads_nothing() -> None:
     done = run(
-        "import os, sys, subkv, subkv.native.library;"
-        "print('llama_cpp' in sys.modules, 'LLAMA_CPP_LIB_PATH' in os.environ)"
+        "import os, sys, subkv, subkv.native.library as l;"
+        "print('llama_cpp' in sys.modules, 'ctypes' in sys.modules and 'numpy' in sys.modules);"
+        "print(os.environ[l.LIB_PATH] == str(l.lib_dir()))"
     )
-    assert done.stdout.split() == ["False", "False"], done.stderr
+    assert done.stdout.split() == ["False", "False", "True"], done.stderr
+
+
+def test_llama_cpp_may_be_imported_before_the_class_is_used() -> None:
+    done = run("import subkv, llama_cpp; print(issubclass(subkv.Llama, llama_cpp.Llama))")
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_import_goes_well_without_libraries(tmp_path: Path) -> None:
+    done = run("import os, subkv; print('LLAMA_CPP_LIB_PATH' in os.environ)", SUBKV_LIB_PATH=str(tmp_path))
+    assert (done.stdout.split(), done.stderr) == (["False"], "")
+    folder = str(_lib.lib_dir())  # named after the import, in place of the installed ones
+    code = f"import os, subkv; os.environ['SUBKV_LIB_PATH'] = {folder!r}; {LOAD}; print(_lib.lib_dir())"
+    done = run(code, SUBKV_LIB_PATH=str(tmp_path))
+    assert done.stdout.strip() == folder, done.stderr
+
+
+def test_import_leaves_what_the_user_has_set(tmp_path: Path) -> None:
+    done = run("import os, subkv; print(os.environ['LLAMA_CPP_LIB_PATH'])", LLAMA_CPP_LIB_PATH=str(tmp_path))
+    assert done.stdout.strip() == str(tmp_path)
 
 
 def test_one_libllama() -> None:
@@ -101,9 +121,14 @@ def test_llama_cpp_bound_elsewhere_is_refused() -> None:
     stock = _lib.lib_dir() / "stock"
     if not stock.is_dir():
         pytest.skip("stock library: not built (SUBKV_STOCK=ON)")
-    done = run(f"import llama_cpp; {LOAD}", LLAMA_CPP_LIB_PATH=str(stock))
-    assert done.returncode != 0
-    assert "ImportError: llama_cpp: expected libllama" in done.stderr.splitlines()[-1]
+    for code, remedy in (
+        (f"import subkv, llama_cpp; {LOAD}", "unset LLAMA_CPP_LIB_PATH"),
+        (f"import llama_cpp, os; del os.environ['LLAMA_CPP_LIB_PATH']; {LOAD}", "import subkv first"),
+    ):
+        done = run(code, LLAMA_CPP_LIB_PATH=str(stock))
+        assert done.returncode != 0
+        assert "ImportError: llama_cpp: expected libllama" in done.stderr.splitlines()[-1]
+        assert remedy in done.stderr.splitlines()[-1]
 
 
 def test_missing_library_is_named(tmp_path: Path) -> None:
@@ -139,7 +164,7 @@ def test_glibc_2_34_is_enough() -> None:
     name, version = platform.libc_ver()
     if name != "glibc" or tuple(map(int, version.split("."))) > (2, 36):
         pytest.skip(f"glibc: what is built on {name} {version} is not for older ones")
-    for path in sorted(_lib.lib_dir().glob("*.so")):
+    for path in sorted([*_lib.lib_dir().glob("*.so"), *_lib.lib_dir().glob("llama-*")]):
         symbols = subprocess.run(["objdump", "-T", path], capture_output=True, text=True, check=True).stdout
         newer = [line for line in symbols.splitlines() if int(*re.findall(r"GLIBC_2\.(\d+)", line) or "0") > 34]
         assert not newer, path.name
@@ -157,7 +182,8 @@ def test_stock_library_is_stock() -> None:
 
 def test_llama_cpps_converter_is_installed_with_its_licence() -> None:
     folder = _lib.lib_dir() / "llama.cpp"
-    names = {path.name for path in folder.iterdir()} - {"__pycache__"}  # made by pip
+    names = {path.name for path in folder.iterdir()}
+    names -= {"__pycache__", "page-licenses.txt"}  # made by pip; of the page of llama-server
     assert names == {"LICENSE", "convert_hf_to_gguf.py", "conversion", "gguf-py"}
     assert (folder / "conversion" / "base.py").is_file() and (folder / "gguf-py" / "gguf" / "constants.py").is_file()
 
@@ -165,5 +191,5 @@ def test_llama_cpps_converter_is_installed_with_its_licence() -> None:
 def test_no_links_and_no_versions() -> None:
     """A wheel stores a link as a second copy, and llama_cpp opens the plain name."""
     names = sorted(p.name for p in _lib.lib_dir().iterdir() if p.is_file())
-    assert all(re.fullmatch(r"lib[\w-]+\.(so|dylib)", name) for name in names), names
+    assert all(re.fullmatch(r"lib[\w-]+\.(so|dylib)|llama-[a-z-]+", name) for name in names), names
     assert not any(p.is_symlink() for p in _lib.lib_dir().iterdir())

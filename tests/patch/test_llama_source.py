@@ -23,15 +23,33 @@ FILES = {
     "src/other.cpp": b"int other;\n",
     "vendor/hash/h.c": b"int v;\n",
 }
+# what only a build with SUBKV_PROGRAMS takes
+PROGRAMS = {
+    "common/common.cpp": b"int common;\nint last;\n",
+    "scripts/ui-assets.cmake": b"set(ui 1)\n",
+    "tools/server/server.cpp": b"int server;\n",
+    "tools/ui/src/page.svelte": b"page\n",
+    "vendor/cpp-httplib/x.h": b"int x;\n",
+}
 UNWANTED = {
     "README.md": b"no\n",
+    "common/__pycache__/x.pyc": b"no\n",
     "conversion/__pycache__/base.pyc": b"no\n",
     "gguf-py/tests/t.py": b"no\n",
+    "scripts/x.sh": b"no\n",
     "srcs/x": b"no\n",
+    "tools/mtmd/test-2.mp3": b"no\n",
+    "tools/quantize/q.cpp": b"no\n",
+    "tools/server/tests/t.py": b"no\n",
     "tools/t.cpp": b"no\n",
-    "vendor/cpp-httplib/x.h": b"no\n",
+    "tools/ui/dist/index.html": b"no\n",
+    "tools/ui/node_modules/x/i.js": b"no\n",
 }
 PATCH = b"--- a/src/llama.cpp\n+++ b/src/llama.cpp\n@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n"
+COMMON_PATCH = (
+    b"--- a/common/common.cpp\n+++ b/common/common.cpp\n@@ -1,2 +1,2 @@\n-int common;\n+int COMMON;\n int last;\n"
+)
+COMMON_PATCHED = {"common/common.cpp": b"int COMMON;\nint last;\n"}
 PATCHED = b"one\nTWO\nthree\n"
 
 
@@ -50,7 +68,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SUBKV_CACHE", str(cache))
     path = cache / "llama_cpp_python-9.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
-        for name, data in (FILES | UNWANTED).items():
+        for name, data in (FILES | PROGRAMS | UNWANTED).items():
             info = tarfile.TarInfo(f"llama_cpp_python-9/vendor/llama.cpp/{name}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
@@ -63,7 +81,8 @@ def pin(tmp_path: Path, archive: Path) -> Path:
     (folder / "patches").mkdir(parents=True)
     (folder / "patches" / "llama.cpp.patch").write_bytes(PATCH)
     (folder / "VERSION").write_text(
-        f"package llama-cpp-python\nversion 9\nsha256 {s.file_hash(archive)}\ncommit abc\ntree {s.tree_hash(FILES)}\n",
+        f"package llama-cpp-python\nversion 9\nsha256 {s.file_hash(archive)}\ncommit abc\n"
+        f"tree {s.tree_hash(FILES)}\nprograms {s.tree_hash(FILES | PROGRAMS)}\n",
         encoding="utf-8",
     )
     return folder
@@ -71,7 +90,7 @@ def pin(tmp_path: Path, archive: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return fill(tmp_path / "source", FILES | UNWANTED)
+    return fill(tmp_path / "source", FILES | PROGRAMS | UNWANTED)
 
 
 Prepare = Callable[..., Path]
@@ -79,8 +98,8 @@ Prepare = Callable[..., Path]
 
 @pytest.fixture
 def prepare(tmp_path: Path, pin: Path) -> Prepare:
-    def run(source: Path | None = None, stock: Path | None = None) -> Path:
-        s.prepare(pin, tmp_path / "tree", stock, source)
+    def run(source: Path | None = None, stock: Path | None = None, programs: bool = False) -> Path:
+        s.prepare(pin, tmp_path / "tree", stock, source, programs)
         return tmp_path / "tree"
 
     return run
@@ -102,6 +121,56 @@ def test_takes_what_is_wanted_and_patches_it(prepare: Prepare, source: Path, tmp
         p: FILES[p] for p in ("include/llama.h", "src/llama.cpp", "src/other.cpp")
     }
     assert snapshot(source) == before
+
+
+@pytest.mark.parametrize("from_dir", [False, True])
+def test_programs_come_and_go(prepare: Prepare, pin: Path, source: Path, tmp_path: Path, from_dir: bool) -> None:
+    """A plain build has none of the programs' files and none of their patches, also after one that had them."""
+    (pin / "patches" / "common.cpp.patch").write_bytes(COMMON_PATCH)
+    given = source if from_dir else None
+    plain = FILES | {"src/llama.cpp": PATCHED}
+    for _ in range(2):
+        tree = prepare(given)
+        assert set(snapshot(tree)) == set(plain) | {s.STAMP}
+        assert s.read_dir(tree) == plain
+        before = snapshot(tree)
+        tree = prepare(given, tmp_path / "stock", programs=True)
+        assert s.read_dir(tree, programs=True) == plain | PROGRAMS | COMMON_PATCHED
+        assert set(snapshot(tree)) == set(plain) | set(PROGRAMS) | {s.STAMP}
+        after = snapshot(tree)
+        assert {path for path in before if after[path] != before[path]} == {s.STAMP}
+        prepare(given, programs=True)
+        assert snapshot(tree) == after
+
+
+def test_programs_need_their_files_and_a_plain_build_does_not(prepare: Prepare, source: Path) -> None:
+    (source / "tools/server/server.cpp").write_bytes(b"int edited;\n")
+    with pytest.raises(s.SourceError, match="differs from pristine in tools/server/server.cpp$"):
+        prepare(source, programs=True)
+    assert s.read_dir(prepare(source), programs=True) == FILES | {"src/llama.cpp": PATCHED}
+
+
+def test_programs_of_a_patched_build_copy_are_taken(prepare: Prepare, pin: Path, source: Path) -> None:
+    (pin / "patches" / "common.cpp.patch").write_bytes(COMMON_PATCH)
+    fill(source, COMMON_PATCHED | {"src/llama.cpp": PATCHED})
+    tree = prepare(source, programs=True)
+    assert s.read_dir(tree, programs=True) == FILES | PROGRAMS | {"src/llama.cpp": PATCHED} | COMMON_PATCHED
+
+
+def test_edited_program_of_the_build_copy_is_refused(prepare: Prepare) -> None:
+    tree = prepare(programs=True)
+    (tree / "tools/server/server.cpp").write_bytes(b"int edited;\n")
+    with pytest.raises(s.SourceError, match="found edited files"):
+        prepare()
+
+
+def test_wrong_hash_of_the_programs_is_refused(prepare: Prepare, pin: Path, tmp_path: Path) -> None:
+    version = (pin / "VERSION").read_text(encoding="utf-8")
+    (pin / "VERSION").write_text(version.replace("programs ", "programs 0"), encoding="utf-8")
+    with pytest.raises(s.SourceError, match="llama_cpp_python-9.tar.gz: expected tree 0"):
+        prepare(programs=True)
+    assert not (tmp_path / "tree").exists()
+    prepare()
 
 
 def test_patched_source_of_the_same_digest_is_accepted(prepare: Prepare, source: Path) -> None:
@@ -284,4 +353,4 @@ def test_pip_is_asked_for_the_pin_and_its_words_are_shown(tmp_path: Path, monkey
 def test_main_reports_one_sentence(pin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (pin / "VERSION").write_text("package x\n", encoding="utf-8")
     assert s.main(["prepare", "--pin", str(pin), "--tree", str(tmp_path / "tree")]) == 1
-    assert "expected the keys package version sha256 commit tree, found package" in capsys.readouterr().err
+    assert "expected the keys package version sha256 commit tree programs, found package" in capsys.readouterr().err

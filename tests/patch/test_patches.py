@@ -16,20 +16,6 @@ def pin(repo: Path) -> Path:
     return repo / "runtime" / "llama.cpp"
 
 
-@pytest.fixture(scope="session")
-def pristine() -> s.Tree:
-    """The pinned source from the cache that the build filled."""
-    pin = Path(__file__).resolve().parents[2] / "runtime" / "llama.cpp"
-    version = s.read_version(pin)
-    archive = s.cache_dir() / s.archive_name(version)
-    if not archive.is_file():
-        pytest.skip(f"pinned source: {archive} does not exist (built with SUBKV_LLAMA_CPP_SOURCE?)")
-    assert s.file_hash(archive) == version["sha256"]
-    tree = s.read_sdist(archive)
-    assert s.tree_hash(tree) == version["tree"]
-    return tree
-
-
 def test_patches_apply_and_come_off(pin: Path, pristine: s.Tree) -> None:
     diffs = s.read_patches(pin)
     patched = s.patched(pristine, diffs)

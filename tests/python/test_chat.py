@@ -395,7 +395,11 @@ def test_environment_variables(program: Program, tiny_model: Models) -> None:
         (["-m", "MODEL", "--bases", "MODEL"], 1, "--bases: expected subkv.* keys (a converted model or a sidecar)"),
         (["-m", "MODEL", "--bases", "missing.gguf"], 1, "--bases: expected a GGUF file, found no file missing.gguf"),
         (["-m", "MODEL", "-ctk", "q4_0", "-fa", "off"], 1, "-fa: expected 'on' or 'auto' for a q4_0 V cache"),
-        (["-m", "MODEL", "--n-recent", "4"], 1, "--n-recent: expected a coefficient cache ('subkv'), found f16"),
+        (
+            ["-m", "MODEL", "--n-recent", "4", "-ctk", "f16"],
+            1,
+            "--n-recent: expected a coefficient cache ('subkv'), found f16",
+        ),
         (["-m", "MODEL", "--temp", "-1"], 2, "--temp: expected 0 or more"),
         (["--no-such-flag"], 2, "No such option"),
     ],

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from gguf import GGUFWriter
 
 from runtime import cli, demo, options
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import choose_cache
+from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.format import store
 from subkv.native.gguf import check_model_file
 
 Models = Callable[..., Path]
@@ -80,10 +83,38 @@ def test_inspect_bands(coded_model: Models) -> None:
 
 
 def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
-    result = run("inspect", tiny_model("llama"))
-    assert result.exit_code == 1
-    assert result.stderr.startswith("expected subkv.* keys (a converted model or a sidecar), found none")
     assert run("inspect", tmp_path / "none").stderr.startswith("expected a GGUF file, found no file")
+    result = run("inspect", tiny_model("mamba"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"{tiny_model('mamba')}: model mamba: subkv cannot hold its K/V cache because ")
+    empty = tmp_path / "empty.gguf"
+    GGUFWriter(empty, "llama").close()
+    result = run("inspect", empty)
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+
+
+def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Path, coded_model: Models) -> None:
+    """Bases that -ctk subkv would make, those that it has made, a calibrated sidecar in the store."""
+    model = tiny_model("llama")
+    result = run("inspect", model)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("bases: none yet; -ctk subkv makes these, from the weights alone, 6.")
+    assert result.stderr.endswith(f"predicted as good as q8_0; `subkv convert {model}`: smaller at the same quality\n")
+    assert "bases made of the weights alone, without a calibration" in result.stdout
+    foreseen = json.loads(run("inspect", model, "-o", "json").stdout)
+    assert foreseen["path"] is None
+    assert not cache_home.exists()  # nothing was kept
+    made = choose_cache(model, CacheOptions("subkv")).layout
+    assert made is not None
+    assert f", made by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
+    assert json.loads(run("inspect", model, "-o", "json").stdout) == {**foreseen, "path": str(made)}
+    beside = Path(shutil.copy(made, store.beside(model)))
+    try:
+        assert run("inspect", model).stderr.startswith("bases: made without a calibration for this model, ")
+        assert json.loads(run("inspect", model, "-o", "json").stdout)["path"] == str(beside)
+    finally:
+        beside.unlink()
+    assert json.loads(run("inspect", coded_model(), "-o", "json").stdout)["path"] == str(coded_model())
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,25 +205,6 @@ def test_pickling_keeps_every_argument(coded_model: Models) -> None:
         assert copy(TEXT, **GREEDY)["choices"] == text
 
 
-def test_from_pretrained(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = coded_model()
-
-    class Files:
-        def ls(self, repo: str, recursive: bool) -> list[str]:
-            return [f"{repo}/{path.name}", f"{repo}/other.bin"]
-
-    hub = types.ModuleType("huggingface_hub")
-    hub.HfFileSystem = Files  # type: ignore[attr-defined]
-    hub.hf_hub_download = lambda **_: str(path)  # type: ignore[attr-defined]
-    utils = types.ModuleType("huggingface_hub.utils")
-    utils.validate_repo_id = lambda _: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
-    with Llama.from_pretrained("someone/tiny", "*.gguf", n_ctx=64, verbose=False) as llm:
-        assert isinstance(llm, Llama)
-        assert llm.kv_stats().type_k == "subkv"
-
-
 def test_a_context_size_that_is_rounded_up(coded_model: Models) -> None:
     with opened(coded_model(), n_ctx=300, logits_all=True) as llm, opened(coded_model(), n_ctx=512) as whole:
         assert (llm.n_ctx(), llm.kv_stats().n_cells) == (512, 512)
@@ -319,3 +301,32 @@ def test_a_state_of_other_parameters_is_refused(coded_model: Models) -> None:
         with pytest.raises(SubkvError, match=r"state: rope_freq_base: expected 5000\.0, found 0"):
             llm.load_state(state)
         assert llm.n_tokens == 0
+
+
+# An application that knows llama_cpp alone, as LangChain calls it.
+PATCHED = """
+import subkv, llama_cpp, sys
+llama_cpp.Llama = subkv.Llama
+def application():
+    from llama_cpp import Llama
+    return Llama(model_path=sys.argv[1], n_ctx=256, n_parts=-1, f16_kv=True, n_threads=None, verbose=False)
+llm = application()
+print(type(llm).__module__, llm.kv_stats().type_k, llm("the cat", max_tokens=3, temperature=0.0)["usage"])
+import pickle
+print(pickle.loads(pickle.dumps(llm)).kv_stats() == llm.kv_stats())
+try:
+    llama_cpp.Llama(sys.argv[1], n_contexts=5)
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_in_place_of_the_class_of_llama_cpp(coded_model: Models) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "LLAMA_CPP_LIB_PATH"}
+    command = [sys.executable, "-c", PATCHED, str(coded_model())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    first, again, refused = done.stdout.splitlines()
+    assert first.startswith("subkv.engine.llama subkv {'prompt_tokens': ")
+    assert again == "True"
+    assert refused.startswith("Llama: unknown keyword argument: n_contexts")

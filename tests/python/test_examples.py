@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.llama import Llama
-from subkv.native import library as _lib
+from subkv.native import places
 from subkv.native.binding import C
 
 Models = Callable[..., Path]
@@ -82,10 +83,10 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if shutil.which(tool) is None:
             pytest.skip(f"C example: {tool} is not installed")
     folder = tmp_path_factory.mktemp("c")
-    if os.environ.get(_lib.SUBKV_LIB_PATH):
-        build = _lib.lib_dir().parent
+    if os.environ.get(places.SUBKV_LIB_PATH):
+        build = places.lib_dir().parent
         if not (build / "package" / "subkvConfig.cmake").is_file():
-            pytest.skip(f"C example: {_lib.SUBKV_LIB_PATH} is not in a build tree that can be installed")
+            pytest.skip(f"C example: {places.SUBKV_LIB_PATH} is not in a build tree that can be installed")
         moved = folder / "moved"
         done = run("cmake", "--install", build, "--prefix", folder / "prefix")
         assert done.returncode == 0, done.stderr
@@ -127,10 +128,23 @@ def test_c_program_says_what_python_says(generate: Path, coded_model: Models) ->
 def test_c_program_refuses(generate: Path, coded_model: Models, tiny_model: Models) -> None:
     for arguments, message in (
         ([], b"usage: generate MODEL.subkv.gguf PROMPT"),
-        ([tiny_model(), "Hello"], b"subkv.version: expected"),
+        ([tiny_model(), "Hello"], str(tiny_model()).encode() + b": expected a model with bases, found none; `subkv "),
         ([coded_model(), "word " * 5000], b"the prompt is empty or longer than the context"),
     ):
         done = run(generate, *arguments)
         assert done.returncode == 1
         assert done.stdout == b""
         assert done.stderr.startswith(message)
+
+
+def test_c_program_takes_what_the_environment_finds(
+    generate: Path, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBKV", "auto")
+    done = run(generate, tiny_model(), "Hello")
+    assert done.returncode == 1
+    assert done.stderr.startswith(str(tiny_model()).encode() + b": expected a model with bases, found none; `subkv ")
+    assert choose_cache(tiny_model(), CacheOptions("subkv")).coded  # made of the weights and kept
+    done = run(generate, tiny_model(), "Hello")
+    assert done.returncode == 0, done.stderr
+    assert b"bits per element" in done.stdout

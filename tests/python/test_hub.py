@@ -25,7 +25,7 @@ for repo, pattern, more in json.loads(sys.argv[1]):
     try:
         out.append(str(fetch(repo, pattern, **more)))
     except SubkvError as error:
-        assert error.key == "hf_repo"
+        assert error.key == ("hf_repo" if pattern is None else "pattern")
         out.append(error.reason)
 print(json.dumps(out))
 """
@@ -109,6 +109,7 @@ def test_refusals(a_hub: hub.Hub, fetched: Callable[..., Any], tmp_path: Path) -
         "me/none", "me/text", "me/gated", "me/parts", "me/model-GGUF:Q3_K_S", "model", "me/model-GGUF:", "a/b/c",
         "me/..x",
         ("me/model-GGUF", None, {"cache_dir": str(tmp_path / "file" / "below")}),
+        ("me/model-GGUF:Q8_0", "*Q8_0*"),
     )  # fmt: skip
     starts = [
         "expected a repository of the hub, found none named me/none; a private one needs HF_TOKEN",
@@ -121,6 +122,7 @@ def test_refusals(a_hub: hub.Hub, fetched: Callable[..., Any], tmp_path: Path) -
         "expected USER/MODEL or USER/MODEL:QUANT, found 'a/b/c'",
         "expected a name that the hub allows, found me/..x: ",
         "cannot download model-Q8_0.gguf of me/model-GGUF: ",
+        "expected a pattern or the quant of me/model-GGUF:Q8_0, found both",
     ]
     assert [reason[: len(start)] for reason, start in zip(found, starts, strict=True)] == starts
 
@@ -145,3 +147,94 @@ def test_without_the_package(fetched: Callable[..., Any]) -> None:
     assert found == [
         "expected package huggingface_hub, found none: pip install '.[hub]' in the clone of subkv",
     ]
+
+
+#
+# the programs, and subkv.Llama
+#
+
+
+@pytest.fixture
+def with_model(a_hub: hub.Hub, tiny_model: Callable[..., Path], tmp_path: Path) -> dict[str, str]:
+    """The environment of a hub with me/tiny, in one file and in several."""
+    split = tiny_model("llama", split_tensors=6)
+    count = len(list(split.parent.glob(f"{split.name[:-20]}*")))
+    a_hub.repos["me/tiny"] = {"tiny-F32.gguf": tiny_model(), "tiny-F16.gguf": b"not this one"}
+    a_hub.repos["me/split"] = {
+        f"tiny-Q8_0-{i:05d}-of-{count:05d}.gguf": split.with_name(f"{split.name[:-20]}-{i:05d}-of-{count:05d}.gguf")
+        for i in range(1, count + 1)
+    }
+    return {"HF_ENDPOINT": a_hub.url, "HF_HOME": str(tmp_path / "home")}
+
+
+def test_chat(program: Callable[..., Any], with_model: dict[str, str], a_hub: hub.Hub) -> None:
+    talk = ("-p", "Hi", "-st", "-n", 2, "-c", 256, "--temp", 0)
+    for repo in ("me/tiny:F32", "me/split"):
+        done = program("runtime.chat", "-hf", repo, *talk, **with_model)
+        assert done.returncode == 0, done.stderr
+        assert "KV cache: subkv, " in done.stderr and "bases: from the weights alone, " in done.stderr
+    done = program("runtime.chat", *talk, **with_model, LLAMA_ARG_HF_REPO="me/nobody")
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "-hf: expected a repository of the hub, found none named me/nobody; a private one needs HF_TOKEN\n"
+    )
+    done = program("runtime.chat", "-hf", "me/tiny", "-m", "m.gguf", *talk, **with_model)
+    assert done.returncode == 2 and "-hf: expected a model file or -hf, found both m.gguf and me/tiny" in done.stderr
+    a_hub.requests.clear()
+    done = program("runtime.chat", "-hf", "me/tiny:F32", *talk, **with_model, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert "me/tiny:F32: HF_HUB_OFFLINE is set; an earlier download of tiny-F32.gguf is taken" in done.stderr
+    assert not a_hub.requests
+
+
+def test_convert(program: Callable[..., Any], with_model: dict[str, str], calibration: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    flags = ("--bases", calibration, "--kv-bits", 9)
+    done = program("converter", "-hf", "me/tiny:F32", *flags, "-o", out, **with_model)
+    assert done.returncode == 0 and out.is_file(), done.stderr
+    done = program("converter", "-hf", "me/tiny:F32", *flags, **with_model)
+    assert done.returncode == 2 and "-hf: expected -o FILE" in done.stderr
+    assert program("converter", *flags).returncode == 2
+    done = program("converter", "-hf", "me/tiny:Q2_K", **with_model)
+    assert (done.returncode, done.stderr) == (1, "-hf: expected quant Q2_K in me/tiny, found F16, F32\n")
+
+
+LLAMA = """
+import json, os, sys
+import subkv
+out = []
+for repo, arguments in json.loads(sys.argv[1]):
+    try:
+        with subkv.Llama.from_pretrained(repo, n_ctx=256, verbose=False, **arguments) as llm:
+            out.append([llm.cache_choice.name, os.path.basename(llm.model_path)])
+    except subkv.SubkvError as error:
+        out.append(str(error))
+print(json.dumps(out))
+"""
+
+
+def test_llama(with_model: dict[str, str], coded_model: Callable[..., Path], tmp_path: Path) -> None:
+    bases = str(coded_model())
+    calls = [
+        ("me/tiny", {"filename": "*F32.gguf", "kv_cache": "subkv"}),
+        (
+            "me/tiny",
+            {"filename": "tiny-F32.gguf", "type_k": "q8_0", "type_v": "q8_0", "local_dir": str(tmp_path / "l")},
+        ),
+        ("me/tiny:F32", {"bases": bases, "additional_files": ["*F16*"], "cache_dir": str(tmp_path / "c")}),
+        ("me/split", {}),
+        ("me/tiny", {"filename": "*.gguf"}),
+        ("me/tiny:Q4_0", {}),
+    ]
+    command = [sys.executable, "-c", LLAMA, json.dumps(calls)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **with_model}
+    )
+    assert done.returncode == 0, done.stderr
+    *found, two, none = json.loads(done.stdout)
+    assert found[:3] == [["subkv", "tiny-F32.gguf"], ["q8_0", "tiny-F32.gguf"], ["subkv", "tiny-F32.gguf"]]
+    assert found[3][0] == "f16" and found[3][1].startswith("tiny-Q8_0-00001-of-")
+    assert (tmp_path / "l" / "tiny-F32.gguf").is_file()
+    assert two == "filename: expected one file like *.gguf in me/tiny, found 2: tiny-F16.gguf, tiny-F32.gguf"
+    assert none == "repo_id: expected quant Q4_0 in me/tiny, found F16, F32"

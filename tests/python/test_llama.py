@@ -12,14 +12,33 @@ from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
+from subkv.engine.keywords import STALE
 from subkv.engine.llama import Llama, forgettable
 
 Models = Callable[..., Path]
 
 
 def test_unknown_keyword_arguments_are_named(tiny_model: Models) -> None:
-    with pytest.raises(TypeError, match="kv_cach, n_contex"):
-        Llama(tiny_model("llama"), n_contex=5, kv_cach="f16")
+    with pytest.raises(TypeError) as error:
+        Llama(tiny_model("llama"), n_batches=5, kv_cahce="f16", zzz=1, kwargs=1)
+    said = "kv_cahce (did you mean kv_cache?), kwargs, n_batches (did you mean n_batch?), zzz"
+    assert str(error.value) == f"Llama: unknown keyword arguments: {said}"
+
+
+def test_arguments_of_older_versions_are_ignored(tiny_model: Models) -> None:
+    old = {
+        "device": None,
+        "f16_kv": False,
+        "n_parts": -1,
+        "low_vram": True,
+        "mul_mat_q": True,
+        "n_gqa": 8,
+        "rms_norm_eps": 1e-6,
+    }
+    with opened(tiny_model("llama"), **old) as llm, opened(tiny_model("llama")) as plain:
+        assert set(old) == STALE
+        assert llm.kv_stats() == plain.kv_stats()
+        assert np.array_equal(last_logits(llm, prompt(8)), last_logits(plain, prompt(8)))
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])

@@ -80,6 +80,9 @@ def test_installed_files() -> None:
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
     expected |= {"runtime/serve/page/index.html", "runtime/serve/page/page.js", "runtime/serve/page/page.css"}
     assert expected <= files
-    kinds = {Path(name).suffix for name in files if not name.startswith(("..", "subkv-", upstream))}
+    # SUBKV_PROGRAMS: all of llama.cpp's own programs or none
+    own = {f"subkv/lib/llama-{name}" for name in ("server", "cli", "completion", "bench", "perplexity", "mtmd-cli")}
+    assert own & files in (set(), own)
+    kinds = {Path(name).suffix for name in files - own if not name.startswith(("..", "subkv-", upstream))}
     programs = {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake", ".html", ".css", ".js"}
     assert kinds <= programs | {".safetensors", ".json", ".txt"}

@@ -335,7 +335,8 @@ def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
 def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
     for flags, name, told in (
         ([], "subkv", "bases: calibrated on "),
-        (["--no-sidecar"], "f16", ""),
+        (["--no-sidecar"], "subkv", "bases: from the weights alone, "),
+        (["--no-sidecar", "-ctk", "f16"], "f16", ""),
         (["-ctk", "q8_0"], "q8_0", ""),
     ):
         arguments = ["chat", "-m", str(model), "-p", "Hi", "-st", "-n", "1", "-c", "256", *flags]

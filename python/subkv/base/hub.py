@@ -16,15 +16,36 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from subkv.base.errors import SubkvError, install
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's choice, in this order, before the first file
 NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # in names of files beside a model
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
+hf_option = click.option(
+    "-hf",
+    "-hfr",
+    "--hf-repo",
+    "hf_repo",
+    envvar="LLAMA_ARG_HF_REPO",
+    metavar="USER/MODEL[:QUANT]",
+    help="model of the Hugging Face hub instead; QUANT: Q4_K_M, else Q8_0, else the first [extra hub]",
+)
+
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def model_given(model: Path | str | None, hf_repo: str | None) -> Path | None:
+    """The model of -m or of -hf, which is fetched; None: neither is given. Raises click.UsageError, as fetch()."""
+    if model is not None and hf_repo is not None:
+        raise click.UsageError(f"-hf: expected a model file or -hf, found both {model} and {hf_repo}")
+    if hf_repo is not None:
+        return fetch(hf_repo)
+    return None if model is None else Path(model)
 
 
 def fetch(
@@ -43,18 +64,20 @@ def fetch(
     a pattern of it, instead of a quant. more: patterns of further files to download. cache_dir, local_dir: as in
     huggingface_hub. note: is told in one line that the hub cannot be reached and an earlier download is taken.
 
-    Raises SubkvError about `hf_repo`.
+    Raises SubkvError about `hf_repo`, `pattern` or `more`.
     """
     name, _, quant = repo.partition(":")
     if not re.fullmatch(r"[^/\s:]+/[^/\s:]+", name) or (":" in repo and not quant):
         raise SubkvError("hf_repo", f"expected USER/MODEL or USER/MODEL:QUANT, found {repo!r}")
+    if quant and pattern is not None:
+        raise SubkvError("pattern", f"expected a pattern or the quant of {repo}, found both")
     if importlib.util.find_spec("huggingface_hub") is None:
         raise SubkvError("hf_repo", f"expected package huggingface_hub, found none: {install('hub')}")
     kept = {"cache_dir": cache_dir, "local_dir": local_dir}
     files, why_not = _listed(name, kept)
     where = f"what is here of {name}, as {why_not}" if why_not else name
-    chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern)
-    wanted = [*_parts(files, chosen), *(_matching(files, where, each) for each in more)]
+    chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern, "pattern")
+    wanted = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
     if why_not:
         note(f"{repo}: {why_not}; an earlier download of {chosen} is taken")
     return _download(name, wanted, kept, bool(why_not)) / chosen
@@ -171,11 +194,11 @@ def _parts(files: Sequence[str], first: str) -> list[str]:
     return parts
 
 
-def _matching(files: Sequence[str], where: str, pattern: str) -> str:
+def _matching(files: Sequence[str], where: str, pattern: str, key: str) -> str:
     """The one file that a pattern means. Of a split model its first file is enough."""
     found = [file for file in files if fnmatch.fnmatch(file, pattern)]
     firsts = [file for file in found if not (split := _SPLIT.search(file)) or int(split[1]) == 1] or found
     if len(firsts) != 1:
         others = ", ".join(firsts or [file for file in files if file.endswith(".gguf")]) or "no GGUF"
-        raise SubkvError("hf_repo", f"expected one file like {pattern} in {where}, found {len(firsts)}: {others}")
+        raise SubkvError(key, f"expected one file like {pattern} in {where}, found {len(firsts)}: {others}")
     return firsts[0]

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +149,30 @@ def choose_cache(model: Path, asked: CacheOptions = CacheOptions()) -> CacheChoi
         return _coded(found.path, asked, found.told)
     told = sidecars.nothing_found(model) if asked.sidecar else ""
     return dataclasses.replace(_stock("f16", "f16", asked), told=told)
+
+
+def or_of_weights(model: Path, asked: CacheOptions) -> tuple[CacheOptions, str]:
+    """What `asked` is for someone who chats with a model: where `auto` finds no bases, those of the weights.
+
+    Then: why none could be made and the cache is f16, one line; else "". Raises about what was prepared, as
+    choose_cache() does.
+    """
+    if asked.bases is not None or {asked.kv_cache, asked.type_k, asked.type_v} - {AUTO, None}:
+        return asked, ""
+    plain = CacheOptions(sidecar=asked.sidecar)
+    if choose_cache(model, plain).coded:
+        return asked, ""
+    try:
+        choose_cache(model, dataclasses.replace(plain, kv_cache=CODED))
+    except CacheError as error:
+        return f16_instead(asked, error)
+    return dataclasses.replace(asked, kv_cache=CODED, type_k=None, type_v=None), ""
+
+
+def f16_instead(asked: CacheOptions, error: CacheError) -> tuple[CacheOptions, str]:
+    """An ordinary cache in place of a coded one that nobody has asked for by name, and why in one line."""
+    reason = re.sub(r"; (choose f16|use an ordinary cache type)[^;]*$", "", error.reason)
+    return dataclasses.replace(asked, kv_cache="f16", type_k=None, type_v=None), f"cache: f16; {reason}"
 
 
 def _coded(layout: Path, asked: CacheOptions, told: str = "") -> CacheChoice:

@@ -5,15 +5,14 @@
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
     llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
 
-Differences to the parent class, all of them wanted: unknown keyword arguments are errors, flash attention is "auto" as
-on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails without a reason),
-failures carry the native reason, and a state without logits_all does not copy unused logits.
+Differences to the parent class, all of them wanted: keyword arguments that no version of it knew are errors, flash
+attention is "auto" as on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails
+without a reason), failures carry the native reason, and a state without logits_all does not copy unused logits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from subkv.base import hub
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import states
 from subkv.engine.cache import (
@@ -44,6 +44,7 @@ from subkv.engine.drafts import (
     with_room_for_drafts,
 )
 from subkv.engine.guarded import GuardedContext
+from subkv.engine.keywords import checked
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
 from subkv.engine.prompt_cache import PromptCache
@@ -103,13 +104,9 @@ class Llama(llama_cpp.Llama):
         prompt_cache: str | os.PathLike[str] | PromptCache | None = None,
         **kwargs: Any,
     ) -> None:
-        known = inspect.signature(llama_cpp.Llama.__init__).parameters
-        unknown = sorted(name for name in kwargs if name not in known or name in ("self", "kwargs"))
-        if unknown:
-            raise TypeError(f"Llama: unknown keyword argument{'s' if len(unknown) > 1 else ''}: {', '.join(unknown)}")
+        kwargs, arguments = checked(kwargs, Llama.__init__.__kwdefaults__ or ())
         with concerning(model="model_path"):
             path = check_model_file(model_path)
-        arguments = {name: kwargs.get(name, parameter.default) for name, parameter in known.items()}
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
@@ -165,6 +162,28 @@ class Llama(llama_cpp.Llama):
         stats = self.kv_stats()
         if verbose:
             print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        additional_files: Sequence[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_dir_use_symlinks: Any = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Llama:
+        """A model of the Hugging Face hub, downloaded where it is not yet here (subkv.base.hub; the extra `hub`).
+
+        repo_id: USER/MODEL, or USER/MODEL:QUANT as llama.cpp's -hf. filename, additional_files: names or patterns;
+        without filename -hf's choice. All files of a split model come along. local_dir_use_symlinks: no longer of use.
+        kwargs: arguments of Llama. Raises SubkvError.
+        """
+        more = additional_files or ()
+        with concerning(hf_repo="repo_id", pattern="filename", more="additional_files"):
+            path = hub.fetch(repo_id, filename, more=more, cache_dir=cache_dir, local_dir=local_dir)
+        return cls(path, **kwargs)
 
     _drafts: Drafting | None = None
     _n_texts = 1  # that drafts are asked for

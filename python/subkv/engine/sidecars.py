@@ -21,6 +21,7 @@ from subkv.format.metadata import generator
 from subkv.native.gguf import Gguf
 
 _ENDING = ".weights.gguf"  # in the store: of bases made of the weights alone
+_LEAST_BITS = 6.25  # of them; the default budget was 4.75 once
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def nothing_found(model: Path) -> str:
     why = store.unreadable()
     prepared = f"none can be looked for ({why})" if why else "none were prepared"
     return (
-        f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is several times smaller at "
-        f"once, and `{command(model)}` makes it better"
+        f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is less than half as large at "
+        f"once, and `{command(model)}` makes it smaller"
     )
 
 
@@ -76,8 +77,37 @@ def of_weights(model: Path, keep: bool) -> Found:
     path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
     if path is None or not _usable(path, entry.content):
         path, kept = _make(model, path, entry, kept)
-    gain = f"; calibrating makes it better: `{command(model)}`"
-    return Found(path, f"bases: from the weights alone, {bits(path)}{kept}{gain}")
+    return Found(
+        path, f"bases: from the weights alone, {_quality(path)}{kept}; -ctk f16: without bases; {_gain(model)}"
+    )
+
+
+def foreseen(model: Path) -> tuple[Found, bool]:
+    """What -ctk subkv takes for a model that carries no bases, and whether it is there already; nothing is written.
+
+    Bases of the weights that nobody has made yet are made for this process alone. Raises as calibrated() and
+    of_weights() do.
+    """
+    found = calibrated(model)
+    if found is not None:
+        return found, True
+    with Gguf(model) as base:
+        entry = store.entry(base)
+    path = None if store.unreadable() else entry.named(_ENDING)
+    if path is not None and _usable(path, entry.content):
+        told = f"bases: from the weights alone, {_quality(path)}, made by an earlier -ctk subkv ({path})"
+        return Found(path, f"{told}; {_gain(model)}"), True
+    path = of_weights(model, keep=False).path
+    told = f"bases: none yet; -ctk subkv makes these, from the weights alone, {_quality(path)}"
+    return Found(path, f"{told}; {_gain(model)}"), False
+
+
+def _quality(of_weights: Path) -> str:
+    return f"{bits(of_weights)}, predicted as good as q8_0"
+
+
+def _gain(model: Path) -> str:
+    return f"`{command(model)}`: smaller at the same quality"
 
 
 def bits(path: Path) -> str:
@@ -94,7 +124,8 @@ def _usable(path: Path, content: str) -> bool:
     try:
         store.check(path, content)
         with Layout(path) as layout:
-            return bool(layout.description["generator"] == generator())
+            read = layout.description
+            return bool(read["generator"] == generator() and read["bits_per_element"] >= _LEAST_BITS)
     except SubkvError:
         return False
 

@@ -1,8 +1,11 @@
-"""The model's own chat template (GGUF metadata)."""
+"""Chat templates: the model's own (GGUF metadata), a Jinja text, or one that llama.cpp has built in."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
+
+import jinja2
 
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
@@ -13,29 +16,83 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 Message = dict[str, str]
 KEY = "tokenizer.chat_template"
+DEFAULT = "chatml"  # as llama-server takes for a model without one
 
 
 class TemplateError(SubkvError):
-    """The model's chat template refuses the conversation."""
+    """The chat template cannot be read, or refuses the conversation."""
+
+
+def built_in() -> list[str]:
+    """Names of the templates that llama.cpp renders itself."""
+    n = C.llama_chat_builtin_templates(None, 0)
+    names = (ctypes.c_char_p * n)()
+    C.llama_chat_builtin_templates(names, n)
+    return [name.decode() for name in names if name]
 
 
 class Template:
-    """Renders conversations. Raises SubkvError where the model has no template."""
+    """Renders conversations.
 
-    def __init__(self, model: Model) -> None:
+    given: instead of the model's own a Jinja text, or a name of built_in(). Raises SubkvError about KEY where the model
+    has none or one that cannot be read, about `chat_template` where `given` is neither.
+    """
+
+    def __init__(self, model: Model, given: str | None = None) -> None:
+        names = [] if given is None else built_in()
+        self.key = KEY if given is None else "chat_template"
+        self.name = given if given in names else None
+        if self.name is not None:
+            return
+        if given is not None and "{" not in given:
+            raise SubkvError(self.key, f"expected a Jinja template or one of {', '.join(names)}, found {given[:40]!r}")
         bos, eos = (
             model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
             for token in (model.bos, C.llama_vocab_eos(model.vocab))
         )
-        self.formatter = Jinja2ChatFormatter(model.chat_template(), eos, bos)
+        text = model.chat_template() if given is None else given
+        try:
+            self.formatter = Jinja2ChatFormatter(text, eos, bos)
+        except jinja2.TemplateError as error:
+            reason = f"expected a Jinja template, found one that cannot be read: {error}"
+            raise TemplateError(self.key, reason) from error
 
     def render(self, messages: list[Message], answer: bool = True, tools: list[Any] | None = None) -> str:
         """The prompt; it ends where the assistant's answer begins, or with the last message. Raises TemplateError.
 
-        tools: as OpenAI has them, for templates that tell the model of them.
+        tools: as OpenAI has them, for templates that tell the model of them; built-in ones do not.
         """
+        if self.name is not None:
+            return self._built_in(self.name, messages, answer)
         self.formatter.add_generation_prompt = answer
         try:
             return str(self.formatter(messages=messages, tools=tools).prompt)  # type: ignore[arg-type]
         except Exception as error:  # whatever a template does with messages of a form that it does not know
-            raise TemplateError(KEY, f"the model's template refuses the conversation: {error}") from error
+            whose = "model's " if self.key == KEY else ""
+            raise TemplateError(self.key, f"the {whose}template refuses the conversation: {error}") from error
+
+    def _built_in(self, name: str, messages: list[Message], answer: bool) -> str:
+        parts = ("role", "content")
+        encoded = [tuple(message[part].encode("utf-8", "replace") for part in parts) for message in messages]
+        chat = (C.llama_chat_message * len(encoded))(*(C.llama_chat_message(*message) for message in encoded))
+        size = 256 + 2 * sum(len(part) for message in encoded for part in message)
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(size)
+            n = C.llama_chat_apply_template(name.encode(), chat, len(encoded), answer, buffer, size)
+            if n < 0:
+                break
+            if n <= size:
+                return buffer.raw[:n].decode("utf-8", "replace")
+            size = n
+        raise TemplateError(self.key, f"llama.cpp's template {name} refuses the conversation")
+
+
+def for_chat(model: Model, given: str | None) -> tuple[Template, str]:
+    """The template of a chat, and one line for the user where it is neither the model's nor asked for.
+
+    Raises SubkvError as Template does.
+    """
+    if given is not None or C.llama_model_chat_template(model.handle, None):
+        return Template(model, given), ""
+    told = "chat template: the model has none, ChatML is taken; --chat-template gives another"
+    return Template(model, DEFAULT), told

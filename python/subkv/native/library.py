@@ -1,7 +1,8 @@
 """ctypes over runtime/native/subkv.h.
 
 libsubkv, libllama and ggml lie in one folder. llama_cpp has to bind exactly that libllama, and it decides when it is
-imported: `load()` therefore comes before `import llama_cpp`. Importing this module does nothing.
+imported: the package therefore says where it is when it is imported itself (places.py). Importing this module loads
+nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from subkv.base.folders import package_folders
-
-LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable: the folder of libllama
-SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
-SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+from subkv.native.places import LIB_PATH, SUFFIX, lib_dir, tell_llama_cpp
 
 _str = ctypes.c_char_p
 _ptr = ctypes.c_void_p
@@ -122,23 +119,6 @@ SIGNATURES: Signatures = {
 }
 
 
-def lib_dir() -> Path:
-    """The folder that holds libsubkv, libllama and ggml: $SUBKV_LIB_PATH, else the installed package's `lib`.
-
-    Raises ImportError when libsubkv is not there.
-    """
-    name = f"libsubkv{SUFFIX}"
-    override = os.environ.get(SUBKV_LIB_PATH)
-    folders = [Path(override)] if override else package_folders("lib")
-    for folder in folders:
-        if (folder / name).is_file():
-            return folder.resolve()
-    raise ImportError(
-        f"{SUBKV_LIB_PATH if override else 'subkv'}: expected {name} in {' or '.join(map(str, folders))}, found none;"
-        " install the package with pip install ."
-    )
-
-
 def _address(lib: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
 
@@ -162,19 +142,18 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
     """Imports llama_cpp so that it uses libllama of `folder`; returns llama_cpp's own handle of it."""
     loaded = sys.modules.get("llama_cpp.llama_cpp")
     if loaded is None:
-        found = os.environ.get(LIB_PATH)
-        if found is not None and Path(found).resolve() != folder:
-            raise ImportError(f"{LIB_PATH}: expected {folder} or no value, found {found}; unset it to use subkv")
-        os.environ[LIB_PATH] = str(folder)
+        tell_llama_cpp(folder)
         try:
             from llama_cpp import llama_cpp as loaded  # type: ignore[no-redef]
         except RuntimeError as error:  # it found the library
             raise ImportError(_unloadable(str(error))) from error
     handle: ctypes.CDLL = loaded._lib  # type: ignore[union-attr]
     if Path(handle._name).resolve() != folder / f"libllama{SUFFIX}":
+        named = os.environ.get(LIB_PATH)
+        other = named is not None and Path(named).resolve() == Path(handle._name).resolve().parent
+        remedy = f"unset {LIB_PATH}" if other else "import subkv first, which makes llama_cpp take it"
         raise ImportError(
-            f"llama_cpp: expected libllama{SUFFIX} of {folder}, found it already bound to {handle._name};"
-            " import subkv before llama_cpp"
+            f"llama_cpp: expected libllama{SUFFIX} of {folder}, found it already bound to {handle._name}; {remedy}"
         )
     return handle
 

@@ -33,7 +33,7 @@ from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_con
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
-KV_BITS = 4.75  # default budget
+KV_BITS = 6.75  # default budget: at it the demo model's divergence is q8_0's (converter/NOTES.md)
 LEAST = 3  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times what varies around it
 # What a value's coefficient weighs against the geometric mean of a head's keys.

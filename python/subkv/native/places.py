@@ -1,0 +1,52 @@
+"""Where libsubkv, libllama and ggml lie, and how llama_cpp is told of it. No native library is loaded here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from subkv.base.folders import package_folders
+
+LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable: the folder of libllama
+SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+
+_told: str | None = None  # the value of LIB_PATH that is of this module
+
+
+def lib_dir() -> Path:
+    """The folder that holds libsubkv, libllama and ggml: $SUBKV_LIB_PATH, else the installed package's `lib`.
+
+    Raises ImportError when libsubkv is not there.
+    """
+    name = f"libsubkv{SUFFIX}"
+    override = os.environ.get(SUBKV_LIB_PATH)
+    folders = [Path(override)] if override else package_folders("lib")
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder.resolve()
+    raise ImportError(
+        f"{SUBKV_LIB_PATH if override else 'subkv'}: expected {name} in {' or '.join(map(str, folders))}, found none;"
+        " install the package with pip install ."
+    )
+
+
+def tell_llama_cpp(folder: Path) -> None:
+    """Have `import llama_cpp` take the libllama of this folder, here and in processes that are started from here.
+
+    Raises ImportError where the user's environment names another folder.
+    """
+    global _told
+    found = os.environ.get(LIB_PATH)
+    if found is not None and found != _told and Path(found).resolve() != folder:
+        raise ImportError(f"{LIB_PATH}: expected {folder} or no value, found {found}; unset it to use subkv")
+    os.environ[LIB_PATH] = _told = str(folder)
+
+
+def tell_early() -> None:
+    """tell_llama_cpp() on `import subkv`; what stands in the way is said when the libraries are loaded."""
+    if "llama_cpp.llama_cpp" not in sys.modules and LIB_PATH not in os.environ:
+        with contextlib.suppress(ImportError):
+            tell_llama_cpp(lib_dir())

@@ -1,0 +1,122 @@
+"""A model that nobody has prepared: `subkv chat` makes bases of its weights, or says why its cache is f16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import subkv
+from runtime import cli
+from runtime.opening import open_coded
+from subkv.base.errors import CacheError, SubkvError
+from subkv.engine.cache import CacheOptions, choose_cache, or_of_weights
+from subkv.engine.context import ContextOptions
+from subkv.engine.llama import Llama
+from subkv.format.layout import Layout
+from subkv.format.window import Window
+from subkv.plan import datafree
+
+Models = Callable[..., Path]
+SHORT = ContextOptions(256, n_batch=64, n_ubatch=64, n_threads=1)
+
+
+def chat(model: Path, *flags: Any) -> Result:
+    arguments = ["chat", "-m", model, "-p", "Hi", "-st", "-n", 1, "-c", 512, *flags]
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+def test_chat_makes_bases(tiny_model: Models, cache_home: Path) -> None:
+    model = tiny_model()
+    first = chat(model)
+    assert first.exit_code == 0, first.output
+    cache, bases = first.stderr.splitlines()[:2]
+    assert cache.startswith("KV cache: subkv, ")
+    assert bases.startswith("bases: from the weights alone, 6.")
+    assert "predicted as good as q8_0" in bases
+    assert "; -ctk f16: without bases; " in bases
+    assert f"`subkv convert {model}`" in bases
+    (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
+    before = made.stat().st_mtime_ns
+    assert chat(model, "-ctk", "auto").stderr.splitlines()[1] == bases
+    assert chat(model, "-ctk", "subkv").stderr.splitlines()[1] == bases
+    assert made.stat().st_mtime_ns == before
+    with Layout(made) as layout:
+        assert datafree.KV_BITS - 0.25 < layout.description["bits_per_element"] <= datafree.KV_BITS
+
+
+def test_flags_of_the_window_are_for_them(tiny_model: Models) -> None:
+    result = chat(tiny_model(), "--n-recent", 16)
+    assert result.exit_code == 0, result.output
+    assert "KV cache: subkv, " in result.stderr
+    assert chat(tiny_model(), "--n-recent", 16, "-ctk", "f16").exit_code == 1
+
+
+@pytest.mark.parametrize("flags", [("-ctk", "f16"), ("-ctk", "q8_0", "-ctv", "f16")])
+def test_ordinary_caches_make_none(tiny_model: Models, cache_home: Path, flags: tuple[str, ...]) -> None:
+    result = chat(tiny_model(), *flags)
+    assert result.exit_code == 0, result.output
+    assert "bases" not in result.stderr
+    assert not cache_home.exists()
+
+
+def test_bases_of_an_earlier_budget_are_made_again(tiny_model: Models, cache_home: Path) -> None:
+    chat(tiny_model())
+    (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
+    from subkv.plan.pipeline import Options
+
+    datafree.sidecar(tiny_model(), made, Options(kv_bits=4.75, bpe_context=8192))
+    assert "bases: from the weights alone, 6." in chat(tiny_model()).stderr
+
+
+def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
+    result = chat(tiny_model("mamba"))
+    assert result.exit_code == 0, result.output
+    why, cache, *rest = result.stderr.splitlines()
+    assert why.startswith(
+        "cache: f16; model mamba: subkv cannot hold its K/V cache because no layer of it has K/V heads"
+    )
+    assert cache.startswith("KV cache: f16, ")
+    assert "bases" not in "".join(rest)
+    asked = chat(tiny_model("mamba"), "-ctk", "subkv")
+    assert asked.exit_code == 1 and asked.stderr.startswith("-ctk: model mamba: subkv cannot hold its K/V cache")
+
+
+def test_a_model_that_the_engine_refuses(tiny_model: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("t5")
+    with open_coded(model, 0, CacheOptions(), SHORT, Llama) as llm:
+        assert llm.cache_choice.name == "f16"
+    said = capsys.readouterr().err
+    assert said.startswith("cache: f16; model t5: subkv cannot hold its K/V cache because it adds a relative position")
+    assert said.count("\n") == 1
+    with pytest.raises(CacheError, match="cannot hold its K/V cache because"):
+        open_coded(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
+
+
+def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Path) -> None:
+    with pytest.raises(SubkvError) as error:
+        open_coded(tiny_model(), 0, CacheOptions(), ContextOptions(1 << 30), Llama)
+    assert error.value.key == "n_ctx"
+    with pytest.raises(SubkvError) as error:
+        open_coded(tmp_path / "none.gguf", 0, CacheOptions(), SHORT, Llama)
+    assert error.value.key == "model_path"
+
+
+def test_what_was_asked_by_name_stays(tiny_model: Models, coded_model: Models) -> None:
+    for model, asked in (
+        (tiny_model(), CacheOptions("q8_0")),
+        (tiny_model(), CacheOptions(type_k="f16")),
+        (tiny_model(), CacheOptions(bases=coded_model())),
+        (coded_model(), CacheOptions(window=Window(n_recent=16))),
+    ):
+        assert or_of_weights(model, asked) == (asked, "")
+
+
+def test_other_programs_stay_with_f16(tiny_model: Models, cache_home: Path) -> None:
+    with subkv.Llama(tiny_model(), n_ctx=256, verbose=False) as llm:
+        assert llm.cache_choice.name == "f16"
+    assert choose_cache(tiny_model()).name == "f16"
+    assert not cache_home.exists()
