@@ -99,5 +99,6 @@ def test_a_long_prompt_edited_early(serve: Serve, text: str, cut: int) -> None:
             if coded:
                 fresh = server.complete(tokens[:cut] + edit, cache_prompt=False)
                 assert answer["tokens"] == fresh["tokens"]
-    print(f"edited at {cut} of 3900: evaluated beyond f16: {evaluated[True] - evaluated[False]}")
-    assert evaluated[True] - evaluated[False] <= BOUND
+    again = evaluated[True] - evaluated[False]
+    print(f"edited at {cut} of 3900: evaluated beyond f16: {again}")
+    assert again <= max(BOUND, len(tokens) - cut)  # far from the end checkpoints are as far apart as it is away

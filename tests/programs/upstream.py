@@ -160,6 +160,7 @@ def main() -> None:
             "f16": suite.run("f16", "off", tests),
             "f16, no flash attention": suite.run("plain", "off", tests, "f16", LLAMA_ARG_FLASH_ATTN="off"),
             "coefficients": suite.run("coded", "auto", tests, "f16"),
+            "coefficients, the last 16 tokens exact": suite.run("deep", "auto", tests, "f16", SUBKV_RECENT="16"),
         }
     for title, results in runs.items():
         contexts = [sum(entry["caches"][i] for entry in results.values()) for i in (0, 1)]
