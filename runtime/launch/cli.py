@@ -79,7 +79,7 @@ def _variables(program: str, found: Read, asked: Asked, others: bool) -> dict[st
 def main(asked: Asked, prepare: tuple[Path, ...], program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with coefficients in its KV cache: one of llama.cpp's, or Python on llama-cpp-python.
 
-    The bases of the model that -m or -hf names are found, or made of its weights; then PROGRAM takes the place of this
+    The bases of the model that -m or -hf names are found, or derived from its weights; PROGRAM then replaces this
     one. Its arguments are its own, except that -ctk subkv is understood here.
     """
     # numpy and the native libraries: not for a --help

@@ -58,7 +58,7 @@ def written(variables: dict[str, str], form: str) -> bytes:
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF) whose bases are found, or made of its weights")
+@options.model_option(required=False, text="model file (GGUF) whose bases are found, or derived from its weights")
 @asked_options
 @click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="whose syntax")
 def main(model: str | None, asked: Asked, form: str) -> None:
