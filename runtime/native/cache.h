@@ -62,6 +62,7 @@ public:
     bool    can_shift() const override { return why_no_shift().empty(); }
     bool    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
     int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
+    int32_t n_sink() const override { return window_.n_sink(); }
     int32_t n_rollback() const override { return window_.n_recent() > 0 ? window_.n_rollback() : -1; }
     bool    ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
     void    refuse(const char * what) const override;

@@ -216,6 +216,8 @@ public:
     // The smallest position to which a sequence of cells can be cut back, so that its next token gets this position: 0 or
     // more, at most one above its last one; -1: it is empty.
     virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
+    // How many of a sequence's first tokens no shift may move.
+    virtual int32_t n_sink() const = 0;
     // How many of a sequence's last tokens can be removed, whatever its length is; -1: all.
     virtual int32_t n_rollback() const = 0;
     // Does an exact window of earlier fit the cells that are held now? false: bases follow the text.

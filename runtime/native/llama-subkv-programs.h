@@ -20,7 +20,11 @@ struct llama_context;
 SUBKV_PROGRAMS_API void llama_subkv_require(void);
 
 // Should a server keep a checkpoint of a prompt of which n_left tokens are still to come? A coded cache cannot go back
-// without one. Checkpoints at 4 + n_ubatch * 2^k tokens before the end: an edit of the prompt then evaluates at most twice
-// the tokens that follow it, and a prompt of n tokens costs log2(n / n_ubatch) checkpoints. Always false for ordinary
-// caches.
+// without one. Checkpoints are 4 + n * n_ubatch tokens before the end, n = 1, 2, 3, 4, 8, 16, …: an edit in the last
+// 4 n_ubatch tokens evaluates at most n_ubatch tokens again, an earlier one at most as many as follow it, and a prompt of
+// n tokens costs log2(n / n_ubatch) + 3 checkpoints. Always false for ordinary caches.
 SUBKV_PROGRAMS_API bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch);
+
+// Tokens at the beginning of a sequence that a context shift keeps where `n_keep` were asked for: a coded cache also keeps
+// its sinks, which cannot be replaced by later tokens.
+SUBKV_PROGRAMS_API int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep);

@@ -240,10 +240,15 @@ uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
     return n_rollback;
 }
 
+int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
+    const auto * hook = llama_subkv::hook_of(ctx->get_memory(), nullptr, nullptr);
+    return hook && hook->coded() ? std::max(n_keep, hook->n_sink()) : n_keep;
+}
+
 bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
     const int32_t pieces = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
-    return pieces > 0 && (pieces & (pieces - 1)) == 0 && n_left == 4 + pieces * n_ubatch &&
-           llama_subkv::coded(ctx->get_memory());
+    const bool    wanted = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
+    return wanted && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
 }
 
 void llama_subkv::clear(llama_kv_cache & kv) {

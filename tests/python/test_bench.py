@@ -187,7 +187,8 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
             for seq in (0, 1):
                 states = {C.llama_state_seq_get_size(context.handle, seq) for context in (evaluated, copied)}
                 assert len(states) == 1
-                assert C.llama_memory_seq_pos_min(copied.memory, seq) == 0
+                for bound in (C.llama_memory_seq_pos_min, C.llama_memory_seq_pos_max):
+                    assert bound(copied.memory, seq) == bound(evaluated.memory, seq)
                 assert C.llama_memory_seq_pos_max(copied.memory, seq) == 503
             assert C.llama_memory_seq_pos_max(copied.memory, 2) == -1
             bench.generate(copied, tokens, 504, 8, 2)

@@ -1,0 +1,62 @@
+"""`-ctk subkv` of llama.cpp's own programs, which nobody prepares anything for, and the memory that they report."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_upstream_programs import environment, program
+
+from subkv.engine import sidecars
+
+
+def complete(model: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [program("llama-completion"), "-m", model, "-p", "Hi", "-n", "2", "-c", "1024", "-t", "1", "-no-cnv"]
+    return subprocess.run(
+        [*map(str, command), "--no-warmup", "-lv", "4", *arguments],
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_bases_are_required(demo_model: Path) -> None:
+    done = complete(demo_model, "-ctk", "subkv")
+    assert done.returncode != 0
+    assert "-ctk subkv: no bases for this model; `subkv convert " in done.stderr
+    assert "-ctk f16 runs with an ordinary cache" in done.stderr
+
+
+def test_off_contradicts_it(demo_model: Path) -> None:
+    done = complete(demo_model, "-ctk", "subkv", SUBKV="off")
+    assert done.returncode != 0
+    assert "cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found" in done.stderr
+
+
+def test_help_lists_it() -> None:
+    done = subprocess.run([program("llama-completion"), "--help"], capture_output=True, text=True, check=True)
+    assert re.search(r"allowed values: subkv, f32, f16,", done.stdout)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")
+def test_the_dry_run_and_the_context_report_the_same_memory(demo_model: Path) -> None:
+    """llama.cpp fits models to memory by a dry run. Both count cells and the exact window."""
+    sidecars.of_weights(demo_model, keep=True)
+    ordinary, coded = (complete(demo_model, "-ctk", name) for name in ("f16", "subkv"))
+    for done in (ordinary, coded):
+        assert done.returncode == 0, done.stderr
+    tables = [re.findall(r"- Host .*= +\d+ \+ +(\d+) \+ +\d+", done.stderr) for done in (ordinary, coded)]
+    assert [len(set(found)) for found in tables] == [1, 1]
+    assert min(map(len, tables)) >= 2  # the dry run's and the context's
+    (line,) = re.findall(r"subkv: coded K/V cache, .*", coded.stderr)
+    mib, f16 = map(float, re.findall(r"([\d.]+) MiB \(f16: ([\d.]+)\)", line)[0])
+    assert abs(int(tables[0][0]) - f16) <= 1
+    assert abs(int(tables[1][0]) - mib) <= 1
+    assert mib < 0.55 * f16
+    assert "ordinary" not in coded.stderr.split("subkv: ")[1].split("\n")[0]
+    assert "subkv:" not in ordinary.stderr

@@ -1,0 +1,137 @@
+"""llama-server of this build in a process of its own, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from programs_found import program
+
+START = 60  # seconds
+ANSWER = 300
+CODED, ORDINARY = "subkv: coded K/V cache", "subkv: ordinary"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, body: Any) -> None:
+        super().__init__(f"{status}: {body}")
+        self.status = status
+        self.body = body
+
+
+def assert_same(one: Any, other: Any, tie: float = 0.02) -> None:
+    """Two answers are the same, up to where two tokens are about equally probable in `one`, asked for with n_probs=2.
+
+    Other sequences in a batch and between the cells of a unified cache change the order of sums; f16 differs as much.
+    Probabilities are compared where `other` has them, too (a token that was drafted has none).
+    """
+    others = other.get("completion_probabilities", [])
+    for i, (step, token) in enumerate(zip(one["completion_probabilities"], other["tokens"], strict=True)):
+        if step["id"] != token:
+            first, second = (top["logprob"] for top in step["top_logprobs"])
+            assert first - second < tie, (one["tokens"], other["tokens"], step["top_logprobs"])
+            return
+        if others:
+            assert abs(step["logprob"] - others[i]["logprob"]) < tie, (i, step, others[i])
+
+
+class Server:
+    """process, port and log of one server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text("utf-8", "replace")
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON or text of an answer. Raises Refused for another status than 200."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER)
+        with contextlib.closing(connection):
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = text
+        if response.status != 200:
+            raise Refused(response.status, answer)
+        return answer
+
+    def complete(self, prompt: str | list[int], n: int = 16, **more: Any) -> Any:
+        """A greedy completion of exactly n tokens."""
+        body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "return_tokens": True, **more}
+        return self.request("POST", "/completion", body)
+
+    def together(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        """Completions that are asked for at once."""
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return list(pool.map(lambda body: self.complete(**body), bodies))
+
+    def tokens(self, text: str) -> list[int]:
+        found: list[int] = self.request("POST", "/tokenize", {"content": text})["tokens"]
+        return found
+
+    def wait(self, what: str, path: str, seen: Any) -> Any:
+        """The answer of `path` once `seen(answer)`."""
+        end = time.monotonic() + START
+        while True:
+            answer = self.request("GET", path)
+            if seen(answer):
+                return answer
+            assert time.monotonic() < end, f"waited for: {what}; {answer}"
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **more: str) -> Iterator[Server]:
+    """A server of a model with these arguments. subkv: the variable; more: other variables. It must end with 0."""
+    port = free_port()
+    log = folder / f"server-{port}.log"
+    given = ["-m", model] if model else []
+    command = [program("llama-server"), *given, "--port", port, "-t", 1, "-tb", 1, "--no-ui", "--offline", *arguments]
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SUBKV"))}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(word) for word in command], stdout=out, stderr=out, env={**env, "SUBKV": subkv, **more}
+        )
+    server = Server(process, port, log)
+    try:
+        end = time.monotonic() + START
+        while True:
+            assert process.poll() is None, server.log[-3000:]
+            if "listening on http" in server.log:  # another program may have got the port
+                with contextlib.suppress(OSError, Refused):
+                    server.request("GET", "/health")
+                    break
+            assert time.monotonic() < end, server.log[-3000:]
+            time.sleep(0.02)
+        yield server
+        assert process.poll() is None, server.log[-3000:]
+        process.terminate()
+        assert process.wait(START) == 0, server.log[-3000:]
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,240 @@
+"""Nobody stops llama-server: whatever one client sends, it is answered or refused in time, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from attacks import ALL, Attack
+from hostile import SECONDS, Failed, Server, binary, parse, receive
+
+pytestmark = [
+    pytest.mark.skipif(binary() is None, reason="llama-server: not built (SUBKV_PROGRAMS=ON)"),
+    pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads a process's memory in /proc"),
+]
+OPTIONS = ("-np", "2", "-c", "4096", "--metrics")
+SMALL = {"prompt": "the", "n_predict": 2, "temperature": 0, "ignore_eos": True}
+
+
+class Kept:
+    """A server that several attacks share; another one takes its place where one of them breaks it."""
+
+    def __init__(self, start: Callable[[], Server]) -> None:
+        self.start = start
+        self.server: Server | None = None
+
+    def get(self) -> Server:
+        if self.server is None:
+            self.server = self.start().__enter__()
+        return self.server
+
+    def drop(self) -> None:
+        if self.server is not None:
+            self.server.__exit__()
+        self.server = None
+
+
+@pytest.fixture(scope="module")
+def kept(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    model = tiny_model("llama", n_ctx_train=32768)
+
+    def start() -> Server:
+        folder = tmp_path_factory.mktemp("server")
+        return Server(model, folder, *OPTIONS, "--slot-save-path", f"{folder}/")
+
+    made = Kept(start)
+    yield made
+    made.drop()
+
+
+@contextlib.contextmanager
+def unharmed(kept: Kept) -> Iterator[Server]:
+    """The server, which has to be well at the end; else the next attack gets another."""
+    server = kept.get()
+    try:
+        yield server
+        server.well()
+    except BaseException:
+        kept.drop()
+        raise
+
+
+@pytest.mark.parametrize(
+    "attack", [pytest.param(a, id=a.name, marks=[pytest.mark.slow] if a.slow else []) for a in ALL]
+)
+def test_an_attack_ends_and_the_others_go_on(kept: Kept, attack: Attack) -> None:
+    with unharmed(kept) as server:
+        found: list[int | Failed] = []
+
+        def make() -> None:
+            try:
+                found.append(server.ask("POST", attack.path, attack.content()).status)
+            except Failed as error:
+                found.append(error)
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        try:
+            answer = server.ask("POST", "/completion", SMALL)  # beside it
+            assert answer.status == 200, answer.text
+        finally:
+            thread.join()
+        if isinstance(found[0], Failed):
+            raise found[0]
+        assert found[0] in attack.statuses
+
+
+def test_a_grammar_within_the_limits_is_followed(kept: Kept) -> None:
+    with unharmed(kept) as server:
+        for grammar, length in (
+            ('root ::= ("a"? "b"?)* "z"', None),
+            ("root ::= " + "x? " * 10 + '"z"\nx ::= "a"?', None),
+            ('root ::= "a"{3,30} "b"', None),
+            ("root ::= ([0-9]{4})", 4),
+        ):
+            answer = server.ask("POST", "/completion", {"prompt": "x", "n_predict": 60, "grammar": grammar, "seed": 1})
+            assert answer.status == 200, answer.text
+            text = json.loads(answer.body)["content"]
+            assert length is None or (len(text) == length and text.isdigit())
+            assert not text.strip("abz0123456789")
+
+
+def test_the_server_says_why(kept: Kept) -> None:
+    with unharmed(kept) as server:
+        for body, sentence in (
+            ({"grammar": "root ::= " + "x? " * 200 + '"z"\nx ::= "a"?'}, "the grammar is too ambiguous or too large"),
+            ({"json_schema": {"properties": {str(i): {} for i in range(600)}}}, "too many optional properties"),
+            ({"grammar_triggers": [{"type": 2, "value": "a"}]}, "grammar_triggers is set by the server"),
+            ({"prompt": ["x"] * 3000}, "too many prompts in one request: at most 2048"),
+        ):
+            answer = server.ask("POST", "/completion", {"prompt": "x", "n_predict": 4} | body)
+            assert answer.status in (400, 500)
+            assert sentence in json.loads(answer.body)["error"]["message"]
+
+
+#
+# connections
+#
+
+HEAD = b"POST /completion HTTP/1.1\r\nHost: x\r\nX-"
+BODY = b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """A server that gives up on a client that neither sends nor reads for two seconds."""
+    model = tiny_model("llama", n_ctx_train=32768)
+    made = Kept(lambda: Server(model, tmp_path_factory.mktemp("hasty"), *OPTIONS, "--timeout", "2", "--context-shift"))
+    yield made
+    made.drop()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /health HTTP/1.1\r\nX: " + b"a" * 10_000_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"X%d: a\r\n" % i for i in range(200_000)) + b"\r\n",
+        b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        bytes(range(256)) * 4000,
+        bytes.fromhex("1603010200010001fc0303") + bytes(500),
+        b"POST /completion HTTP/1.1\r\nContent-Length: -5\r\n\r\n{}",
+        b"POST /completion HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n{}",
+        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
+        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n{}",
+        b"POST /completion HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /completion HTTP/1.1\r\nContent-Type: multipart/form-data; boundary=a\r\nContent-Length: 20\r\n\r\n"
+        + b"--a\r\n" * 4,
+        b"GET /health HTTP/1.1\r\nRange: bytes=" + b",".join([b"0-1"] * 2000) + b"\r\n\r\n",
+    ],
+    ids=["header", "headers", "address", "no-version", "bytes", "tls", "length-negative", "length", "chunk",
+         "chunk-size", "two-lengths", "multipart", "ranges"],
+)  # fmt: skip
+def test_what_is_no_request(hasty: Kept, data: bytes) -> None:
+    """Refused, or the connection is closed; in time."""
+    with unharmed(hasty) as server, server.connect() as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+        said = receive(sock, time.monotonic() + SECONDS)
+        assert not said or said.startswith(b"HTTP/1.1 4")
+
+
+def test_a_body_without_end_is_cut(hasty: Kept) -> None:
+    with unharmed(hasty) as server, server.connect() as sock:
+        sock.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                sock.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+
+
+@pytest.mark.parametrize("first", [b"", HEAD, BODY], ids=["silent", "head", "body"])
+def test_connections_that_do_not_go_on(hasty: Kept, first: bytes) -> None:
+    """Five hundred at once: who asks behind them is answered when they are given up."""
+    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(server.connect()).sendall(first)
+        assert server.ask("POST", "/completion", SMALL).status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [b"", HEAD, BODY], ids=["silent", "head", "body"])
+def test_a_thousand_connections_and_no_option(kept: Kept, first: bytes) -> None:
+    """Without --timeout they are given up after a minute."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2000:
+        pytest.skip("needs two thousand files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, before[1]))
+    try:
+        with unharmed(kept) as server, contextlib.ExitStack() as stack:
+            for _ in range(1100):
+                stack.enter_context(server.connect()).sendall(first)
+            assert server.ask("POST", "/completion", SMALL, seconds=3 * SECONDS).status == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_clients_that_never_read_lose_their_slots(hasty: Kept) -> None:
+    """Two endless answers on two slots, which nobody reads."""
+    endless = {"prompt": "x", "n_predict": -1, "stream": True, "ignore_eos": True, "n_probs": 100}
+    data = json.dumps(endless).encode()
+    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect(server.address)
+            sock.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        assert server.ask("POST", "/completion", SMALL).status == 200
+
+
+def test_clients_that_leave_free_their_slots(hasty: Kept) -> None:
+    with unharmed(hasty) as server:
+        for stream in (False, True):
+            body = json.dumps({"prompt": "x", "n_predict": -1, "stream": stream, "ignore_eos": True}).encode()
+            for _ in range(2):
+                server.send("POST", "/completion", body).close()
+            assert server.ask("POST", "/completion", SMALL).status == 200
+
+
+def test_many_requests_at_once(hasty: Kept) -> None:
+    """A hundred on two slots: each is answered, and as it is alone."""
+    with unharmed(hasty) as server:
+        bodies = [{"prompt": f"{i % 5} {i % 5}", "n_predict": 3, "temperature": 0} for i in range(100)]
+        alone = [json.loads(server.ask("POST", "/completion", body).body)["content"] for body in bodies[:5]]
+        with contextlib.ExitStack() as stack:
+            socks = [
+                stack.enter_context(server.send("POST", "/completion", json.dumps(body).encode())) for body in bodies
+            ]
+            end = time.monotonic() + SECONDS
+            for i, sock in enumerate(socks):
+                answer = parse(receive(sock, end))
+                assert answer.status == 200
+                assert json.loads(answer.body)["content"] == alone[i % 5]
