@@ -166,6 +166,20 @@ def test_servers_share_a_folder(serve: Serve, store: Path) -> None:
         assert answer == expected
 
 
+def test_conversations_that_begin_alike(serve: Serve, store: Path) -> None:
+    """They take one slot from each other, which would keep the last one only: all of them come back."""
+    begin = text(90, 1000)
+    prompts = [begin + text(91 + i, 200) for i in range(4)]
+    with serve(SUBKV_STORE=store) as server:
+        answers = [server.ask(prompt)[0] for prompt in prompts]
+    with serve(SUBKV_STORE=store) as server:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            again, n_restored, _ = server.ask(prompt)
+            assert n_restored > 1100
+            assert again == answer
+    assert len(list(store.glob("*.prefix"))) == len(prompts)
+
+
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 def test_several_slots(serve: Serve, store: Path, unified: bool) -> None:
     """All of them are kept at the end, whatever slot finds them; of another number of slots where these share cells."""
@@ -263,6 +277,19 @@ def test_the_end_of_a_server_at_work(serve: Serve, store: Path) -> None:
         asking.join()
     with serve(SUBKV_STORE=store) as server:
         assert server.ask(prompt)[1] >= N - 256
+
+
+def test_a_server_that_sleeps(serve: Serve, store: Path) -> None:
+    """Its context is freed meanwhile; what slots held comes back from the folder."""
+    prompt = text(65)
+    with serve("-np", 1, "--sleep-idle-seconds", 1, SUBKV_STORE=store) as server:
+        expected, _, _ = server.ask(prompt)
+        for _ in range(600):
+            if "entering sleeping state" in server.log:
+                break
+            time.sleep(0.05)
+        answer, n_restored, _ = server.ask(prompt)
+        assert (answer, n_restored >= N - 256) == (expected, True)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
