@@ -15,6 +15,7 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <vector>
 
 #if !defined(_WIN32)
 #    include <pwd.h>
@@ -103,25 +104,10 @@ void add_sample(Sha256 & digest, FILE * file, const std::string & path, uint64_t
     digest.update(bytes.data(), (size_t) size);
 }
 
-std::string home() {
-#if defined(_WIN32)
-    const char * folder = std::getenv("USERPROFILE");
-    return folder ? folder : "";
-#else
-    if (const char * folder = std::getenv("HOME")) {
-        return folder;
-    }
-    const passwd * user = getpwuid(getuid());
-    return user && user->pw_dir ? user->pw_dir : "";
-#endif
-}
-
-} // namespace
-
-std::vector<std::string> model_files(const std::string & path) {
-    const Gguf     first  = open_gguf(path.c_str());
-    const uint16_t number = u16(first.get(), "split.no", 0);
-    const uint16_t count  = u16(first.get(), "split.count", 1);
+// All files of the model whose first file is `path`, opened as `first`, in order.
+std::vector<std::string> model_files(const std::string & path, const gguf_context * first) {
+    const uint16_t number = u16(first, "split.no", 0);
+    const uint16_t count  = u16(first, "split.count", 1);
     if (count <= 1) {
         return { path };
     }
@@ -142,15 +128,31 @@ std::vector<std::string> model_files(const std::string & path) {
     return files;
 }
 
+std::string home() {
+#if defined(_WIN32)
+    const char * folder = std::getenv("USERPROFILE");
+    return folder ? folder : "";
+#else
+    if (const char * folder = std::getenv("HOME")) {
+        return folder;
+    }
+    const passwd * user = getpwuid(getuid());
+    return user && user->pw_dir ? user->pw_dir : "";
+#endif
+}
+
+} // namespace
+
 std::string model_content(const std::string & path) {
-    const auto          files = model_files(path);
+    Gguf                ctx      = open_gguf(path.c_str());
+    const auto          files    = model_files(path, ctx.get());
+    const auto          metadata = shared_metadata(ctx.get());
     std::vector<Tensor> tensors;
     Sha256              digest;
+    digest.update(metadata.data(), metadata.size());
     for (size_t f = 0; f < files.size(); ++f) {
-        const Gguf ctx = open_gguf(files[f].c_str());
-        if (f == 0) {
-            const auto metadata = shared_metadata(ctx.get());
-            digest.update(metadata.data(), metadata.size());
+        if (f > 0) {
+            ctx = open_gguf(files[f].c_str());
         }
         for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
             tensors.push_back(describe(ctx.get(), i, f));

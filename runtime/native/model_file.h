@@ -3,15 +3,11 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 namespace subkv {
 
-// All files of the model whose first file is `path`, in order. Throws Invalid: a later file of a split model, a missing
-// file.
-std::vector<std::string> model_files(const std::string & path);
-
-// FORMAT.md §1.1: 64 lower-case hex digits. Reads metadata, tensor tables and samples of the tensors. Throws Invalid.
+// FORMAT.md §1.1: 64 lower-case hex digits. Reads metadata, tensor tables and samples of the tensors. `path` is
+// the first file of a split model. Throws Invalid: another file of it, a missing one.
 std::string model_content(const std::string & path);
 
 // Where `convert --sidecar` writes: DIR/M.subkv-sidecar.gguf for DIR/M.gguf and for DIR/M-00001-of-00002.gguf.
