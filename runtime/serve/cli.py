@@ -26,7 +26,7 @@ ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
-# Else glibc keeps freed blocks of up to 32 MiB, a quarter of a server's memory after twenty minutes, and any page in the
+# Else glibc keeps freed blocks of up to 32 MiB, a quarter of the memory after twenty minutes, and any page in the
 # user's browser may read answers.
 DEFAULTS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "LLAMA_ARG_CORS_ORIGINS": "localhost"}
 

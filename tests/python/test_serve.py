@@ -14,6 +14,7 @@ from runtime import cli, demo
 from runtime.launch import programs
 from runtime.serve.cli import serve_start
 
+FIND = programs.find
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="a script stands for llama-server")
 
 
@@ -97,21 +98,18 @@ def test_refusals(bases: str, tmp_path: Path, tiny_model: Callable[..., Path]) -
         serve_start(["-m", bases, "--store-mib", "5"])
     with pytest.raises(click.ClickException, match="--bases: expected a coefficient cache"):
         serve_start(["-m", bases, "--bases", bases, "-ctk", "q8_0"])
-    with pytest.raises(click.ClickException, match="-m: expected a model file"):
+    with pytest.raises(click.ClickException, match="-m: expected a GGUF file"):
         serve_start(["-m", str(tmp_path / "none.gguf")])
     with pytest.raises(click.ClickException, match="-ctv: expected the same cache"):
         serve_start(["-m", bases, "-ctk", "subkv", "-ctv", "q8_0"])
 
 
 def test_without_llama_server(bases: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(programs, "find", lambda name, _libraries, _search: FIND(name, tmp_path, str(tmp_path / "no")))
+    nowhere = tmp_path / "lib"
+    monkeypatch.setattr(programs, "find", lambda name, _libraries, _path: FIND(name, nowhere, str(nowhere)))
     result = CliRunner().invoke(cli.main, ["serve", "-m", bases])
     assert result.exit_code == 1
     assert "found no llama-server; in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF" in result.output
-
-
-FIND = programs.find
 
 
 def test_the_help_names_both_sides() -> None:
