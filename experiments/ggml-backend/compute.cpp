@@ -1,6 +1,8 @@
 // compute.cpp: the CPU backend computes a whole graph. Nodes that store to coded tensors, or attend to them, are replaced
 // by custom nodes that write where the original nodes would have written.
 
+#include "backend.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
