@@ -205,6 +205,7 @@ ggml_tensor * replace(ggml_context * ctx, ggml_tensor * op, ggml_custom_op_t fun
                                      GGML_N_TASKS_MAX, userdata);
     t->data         = op->data;
     t->buffer       = op->buffer;
+    t->flags |= op->flags; // the CPU backend skips nodes without GGML_TENSOR_FLAG_COMPUTE
     return t;
 }
 
