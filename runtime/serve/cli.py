@@ -26,6 +26,11 @@ ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
+# Else glibc keeps freed blocks of up to 32 MiB, a quarter of the memory after twenty minutes, and any page in the
+# user's browser may read answers.
+DEFAULTS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "LLAMA_ARG_CORS_ORIGINS": "localhost"}
+
+
 def _store(store: Path | None, store_mib: int | None) -> dict[str, str]:
     """The variables of the prompt store. Raises SubkvError and click.UsageError."""
     if store is None:
@@ -58,8 +63,8 @@ def _cache(found: Read, arguments: Sequence[str]) -> list[str]:
 
 
 def start(arguments: Sequence[str], asked: Asked, store: Mapping[str, str]) -> Start:
-    """llama-server with these arguments of its own; without a model among them, of the demo model. Raises SubkvError."""
-    program = located(SERVER, {**os.environ, **store})
+    """llama-server with these arguments of its own, on the demo model if they name none. Raises SubkvError."""
+    program = located(SERVER, {**DEFAULTS, **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
     found = understood(program, arguments)
@@ -97,7 +102,7 @@ def _flags(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> S
 
 
 def serve_start(arguments: Sequence[str]) -> Start:
-    """The start that `subkv serve` with this command line makes. Raises SubkvError and click's errors."""
+    """The start that `subkv serve` with this command line makes. Raises click.ClickException."""
     made: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)
     return made
 
