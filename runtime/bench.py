@@ -215,7 +215,9 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Meas
                 for seq in range(n_parallel if depth else 0):
                     config.context.mark(depth, seq)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in tests.kinds]
+        rows = [
+            [Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in tests.kinds
+        ]
         done += [m for row in rows for m in row]
         with progress_bar(f"depth {depth}", tests.repetitions * len(rows) * len(configs), "run") as bar:
             for repetition, row in itertools.product(range(tests.repetitions), rows):

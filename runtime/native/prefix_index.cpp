@@ -101,7 +101,8 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
                 changed = UNKNOWN; // gone, or cut, meanwhile
                 return false;
             }
-        } catch (const std::runtime_error &) { // a part of the disk fails: others can be read, and this one perhaps later
+        } catch (
+            const std::runtime_error &) { // a part of the disk fails: others can be read, and this one perhaps later
             changed = UNKNOWN;
             return false;
         }

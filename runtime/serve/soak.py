@@ -196,9 +196,9 @@ def tables(soak: Soak, seconds: float) -> str:
 def main(url: str, pid: int, minutes: float, n_each: int, n_predict: int, n_slots: int, every: float) -> None:
     """Ask a server on the loopback interface in many ways, politely or not, and print what grew.
 
-    Clients that leave, read slowly, go on with conversations, ask for what cannot be, watch (the server wants --metrics),
-    and (--slots, for a server with --slot-save-path) save and restore slots. Exits with 1 where an answer was not what it
-    had to be.
+    Clients that leave, read slowly, go on with conversations, ask for what cannot be, watch (the server needs
+    --metrics), and (--slots, for a server with --slot-save-path) save and restore slots. Exits with 1 where an answer
+    was not what it had to be.
     """
     host, port = local(url)
     if not Path(f"/proc/{pid}/task").exists():

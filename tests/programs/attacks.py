@@ -55,16 +55,24 @@ def schema(name: str, value: Any, statuses: frozenset[int] = REFUSED, slow: bool
     return Attack(f"schema-{name}", CHAT, content, statuses, slow)
 
 
-def tool(name: str, statuses: frozenset[int] = REFUSED, /, **function: Any) -> Attack:
-    """A chat that has to call a function; what is callable is called when the attack is made."""
+def chat(name: str, statuses: frozenset[int] = EITHER, /, **fields: Any) -> Attack:
+    """A chat with these fields; a function is called when the attack is made."""
 
     def content() -> bytes:
-        made = {key: value() if callable(value) else value for key, value in function.items()}
-        tools = [{"type": "function", "function": {"name": "f", **made}}]
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "tools": tools}
-        return json.dumps({**body, "tool_choice": "required"}).encode()
+        made = {key: value() if callable(value) else value for key, value in fields.items()}
+        return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 8} | made).encode()
 
-    return Attack(f"tool-{name}", CHAT, content, statuses)
+    return Attack(name, CHAT, content, statuses)
+
+
+def tool(name: str, statuses: frozenset[int] = REFUSED, /, **function: Any) -> Attack:
+    """A chat that has to call a function."""
+
+    def tools() -> list[dict[str, Any]]:
+        made = {key: value() if callable(value) else value for key, value in function.items()}
+        return [{"type": "function", "function": {"name": "f", **made}}]
+
+    return chat(f"tool-{name}", statuses, tools=tools, tool_choice="required")
 
 
 def raw(name: str, path: str, content: bytes | Callable[[], bytes], statuses: frozenset[int] = REFUSED) -> Attack:
@@ -106,7 +114,7 @@ GRAMMARS = [
     grammar("empty-alternatives", "root ::= " + "|" * 20_000 + ' "a"', EITHER),
     grammar("rules-again", "root ::= r\n" + "r ::= r\n" * 5_000),
     grammar("half-a-character", 'root ::= "\ud83d"', EITHER),
-    *(grammar(f"unfinished-{i}", 'root ::= "a"\n' + text, EITHER)  # half a minute each where a scan begins at every place
+    *(grammar(f"unfinished-{i}", 'root ::= "a"\n' + text, EITHER)  # slow where a scan begins at every place
       for i, text in enumerate(('"' * 60_001, '"\\' * 30_000, "[\\" * 30_000, "{" * 60_000, "#" * 60_000 + "["))),
     native("trigger-exponential", grammar='root ::= "z"', grammar_lazy=True, n_predict=60,
            grammar_triggers=[{"type": 2, "value": "(a*)*(a*)*(a*)*b"}], **ALWAYS_A),
@@ -180,17 +188,17 @@ TOOLS = [
     tool("elsewhere", parameters={"$ref": "https://x.invalid/"}),
     tool("types", parameters=lambda: nested(ARRAYS, "{}", "}", 30)),
     tool("no-schema", EITHER, parameters=[1, 2]),
-    raw("tools-many", CHAT, lambda: json.dumps({
-        "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "tool_choice": "required",
-        "tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(5_000)],
-    }).encode(), EITHER),
-    *(raw(f"tools-{i}", CHAT, json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 8} | more).encode(),
-          EITHER)
-      for i, more in enumerate((
-          {"tools": 5}, {"tools": {}}, {"tools": [None]}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"},
-          {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": 5}},
-          {"functions": [{"name": "", "parameters": {}}]},
-      ))),
+    chat("tools-many", tool_choice="required", tools=lambda: [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(5_000)
+    ]),
+    chat("tools-number", tools=5),
+    chat("tools-object", tools={}),
+    chat("tools-null", tools=[None]),
+    chat("tools-empty", tools=[{"type": "function"}]),
+    chat("tools-none", tool_choice="required"),
+    chat("tools-choice", tools=[{"type": "function", "function": {"name": "f"}}],
+         tool_choice={"type": "function", "function": 5}),
+    chat("functions", functions=[{"name": "", "parameters": {}}]),
 ]  # fmt: skip
 
 USER = {"role": "user", "content": "x"}
@@ -240,7 +248,9 @@ OTHER_KINDS: list[tuple[str, Any]] = [
 
 BODIES = [
     *(
-        raw(f"kinds-{i}{path.partition('?')[0].replace('/', '-')}", path, json.dumps(body).encode(), EITHER | {404, 501})
+        raw(
+            f"kinds-{i}{path.partition('?')[0].replace('/', '-')}", path, json.dumps(body).encode(), EITHER | {404, 501}
+        )
         for i, (path, body) in enumerate(OTHER_KINDS)
     ),
     raw("not-json", NATIVE, b"{"),

@@ -162,7 +162,7 @@ def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 def test_what_is_no_request(hasty: Kept, data: bytes) -> None:
     """Refused, or the connection is closed; in time."""
     with unharmed(hasty) as server, server.connect() as sock:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # closed by the other side, in the middle of it
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
         said = receive(sock, time.monotonic() + SECONDS)
@@ -188,7 +188,7 @@ def test_connections_that_do_not_go_on(hasty: Kept, first: bytes) -> None:
 
 @pytest.mark.parametrize("first", [HEAD, BODY], ids=["head", "body"])
 def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
-    """Each comes before the server would give up. They come together: every one gets a thread, and who asks then, too."""
+    """Each byte comes before the server would give up. Two hundred at once: each gets a thread, and so do others."""
     ended = threading.Event()
 
     def drip(socks: list[socket.socket]) -> None:
@@ -314,8 +314,16 @@ def test_keys(locked: Kept) -> None:
     assert server.ask("GET", "/health").status == 200
     for header in ("Authorization: Bearer plain", "X-Api-Key: plain", "Authorization: Bearer clé-ключ"):
         assert server.ask("GET", "/v1/models", headers=f"{header}\r\n").status == 200
-    wrong = ("", "Bearer", "Bearer ", "Bearer wrong", "Basic plain", "Bearer plain,clé-ключ", "Bearer plai", "Bearer plainx")
-    for value in wrong:
+    wrong = (
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Basic plain",
+        "Bearer plain,clé-ключ",
+        "Bearer plai",
+        "Bearer plainx",
+    )
+    for value in ("", *wrong):
         header = f"Authorization: {value}\r\n" if value else ""
         for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/slots"), ("GET", "/props"),
                              ("POST", "/completion"), ("POST", "/slots/0?action=erase"), ("GET", "/nowhere"),

@@ -62,8 +62,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-PARTS = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url", "tool_result", "tool_use", "x"])},
-                              optional={"text": TEXTS, "content": VALUES, "image_url": VALUES, "input": VALUES})  # fmt: skip
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url", "tool_result", "tool_use", "x"])},
+    optional={"text": TEXTS, "content": VALUES, "image_url": VALUES, "input": VALUES},
+)
 MESSAGES = st.just([{"role": "user", "content": "a"}]) | st.lists(
     st.fixed_dictionaries(
         {}, optional={"role": TEXTS, "content": VALUES | st.lists(PARTS, max_size=2), "tool_calls": VALUES}

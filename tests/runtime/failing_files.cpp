@@ -16,7 +16,7 @@ constexpr int N_FILES = 1024;
 
 static std::atomic<long>   g_left{ 0 }, g_reads_left{ 0 };
 static std::atomic<int>    g_error{ 0 }, g_read_error{ 0 };
-static std::atomic<int>    g_file{ -1 };        // that is written
+static std::atomic<int>    g_file{ -1 };       // that is written
 static std::atomic<bool>   g_is_read[N_FILES]; // of the store
 static std::atomic<size_t> g_most{ SIZE_MAX };
 

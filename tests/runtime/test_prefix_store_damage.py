@@ -391,7 +391,7 @@ def test_every_step_of_making_room(shim: Path, tmp_path: Path, how: str) -> None
 
 @pytest.mark.parametrize("error", [errno.EIO, 0], ids=["broken", "end"])
 def test_every_step_of_reading(shim: Path, tmp_path: Path, error: int) -> None:
-    """It fails, or finds an end: not found or whole, others are found, and no file is taken for damaged by a failure."""
+    """It fails, or finds an end: not found, or whole; others are found, and no file is lost by a failure."""
     codes = failing(READING, tmp_path, shim, error)
     assert codes[-1] == 3 and len(codes) > 10
 
