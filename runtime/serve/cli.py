@@ -26,6 +26,11 @@ ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
+# What upstream leaves open: glibc keeps freed blocks of up to 32 MiB, a quarter of a server's memory after twenty minutes;
+# any page in the user's browser may read answers.
+DEFAULTS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "LLAMA_ARG_CORS_ORIGINS": "localhost"}
+
+
 def _store(store: Path | None, store_mib: int | None) -> dict[str, str]:
     """The variables of the prompt store. Raises SubkvError and click.UsageError."""
     if store is None:
@@ -59,7 +64,7 @@ def _cache(found: Read, arguments: Sequence[str]) -> list[str]:
 
 def start(arguments: Sequence[str], asked: Asked, store: Mapping[str, str]) -> Start:
     """llama-server with these arguments of its own; without a model among them, of the demo model. Raises SubkvError."""
-    program = located(SERVER, {**os.environ, **store})
+    program = located(SERVER, {**DEFAULTS, **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
     found = understood(program, arguments)

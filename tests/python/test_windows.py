@@ -63,15 +63,6 @@ def test_a_lock_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pass
 
 
-def test_a_file_is_used_now_where_links_have_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "supports_follow_symlinks", set())
-    (tmp_path / "file").write_bytes(b"")
-    (tmp_path / "link").symlink_to("file")
-    os.utime(tmp_path / "file", (0, 0))
-    files.mark_used(tmp_path / "link")
-    assert (tmp_path / "file").stat().st_mtime > 0
-
-
 @pytest.mark.parametrize("platform", ["win32", "linux"])
 def test_a_file_that_others_read_is_replaced_when_they_are_done(
     platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

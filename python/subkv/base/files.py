@@ -111,11 +111,6 @@ def remove_stale(folder: Path, name: str | None = None) -> None:
                         os.unlink(file)
 
 
-def mark_used(path: Path) -> None:
-    """Make now a file's time, where links have none (Windows) of what they lead to. Raises OSError."""
-    os.utime(path, follow_symlinks=os.utime not in os.supports_follow_symlinks)
-
-
 def remove(path: Path) -> None:
     """Remove a file that nobody needs any more; what cannot be removed stays."""
     with contextlib.suppress(OSError):

@@ -1,0 +1,121 @@
+"""`subkv serve`: which llama-server it starts, with which arguments and environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from runtime import cli, demo
+from runtime.launch import programs
+from runtime.serve.cli import serve_start
+from subkv.base.errors import CacheError, ModelFileError, SubkvError
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="a script stands for llama-server")
+
+
+@pytest.fixture(autouse=True)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script that is found as llama-server and prints its arguments and its cache."""
+    path = tmp_path / "llama-server"
+    path.write_text('#!/bin/sh\necho "$@ SUBKV=$SUBKV STORE=$SUBKV_STORE"\nexit 7\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(programs, "find", lambda *_: path)
+    for name in [name for name in os.environ if name.startswith(("SUBKV", "LLAMA_ARG"))]:
+        if name != "SUBKV_LIB_PATH":
+            monkeypatch.delenv(name)
+    return path
+
+
+@pytest.fixture
+def bases(coded_model: Callable[..., Path]) -> str:
+    """A model that carries its bases."""
+    return str(coded_model())
+
+
+def test_coefficients_by_default(bases: str, server: Path) -> None:
+    made = serve_start(["-m", bases, "-np", "2", "--port", "0", "-hff", "x"])
+    assert made.path == server
+    assert made.arguments == ["llama-server", "-m", bases, "-np", "2", "--port", "0", "-hff", "x"]
+    assert made.environment["SUBKV"] == bases  # this file or no context
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["-ctk", "q8_0"], ("off", ["-ctk", "q8_0"])),
+        (["-ctk", "f16"], ("off", ["-ctk", "f16"])),
+        (["-ctk", "auto"], ("auto", [])),
+        (["--cache-type-v=subkv"], (None, [])),
+        (["--embeddings"], ("auto", ["--embeddings"])),
+        (["--rerank", "--pooling", "rank"], ("auto", ["--rerank", "--pooling", "rank"])),
+    ],
+)
+def test_a_cache_that_was_chosen(bases: str, given: list[str], expected: tuple[str | None, list[str]]) -> None:
+    made = serve_start(["-m", bases, *given])
+    cache, left = expected
+    assert made.environment["SUBKV"] == (cache or bases)
+    assert made.arguments == ["llama-server", "-m", bases, *left]
+
+
+def test_the_demo_model(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no model is named; its weights alone for an ordinary cache."""
+    monkeypatch.setattr(demo, "converted", lambda: Path(bases))
+    monkeypatch.setattr(demo, "model_path", lambda: Path("weights.gguf"))
+    assert serve_start(["-np", "1"]).arguments == ["llama-server", "-np", "1", "-m", bases]
+    assert serve_start(["-ctk", "f16"]).arguments == ["llama-server", "-ctk", "f16", "-m", "weights.gguf"]
+
+
+def test_a_router_names_no_model(tmp_path: Path) -> None:
+    made = serve_start(["--models-dir", str(tmp_path)])
+    assert made.arguments == ["llama-server", "--models-dir", str(tmp_path)]
+    assert made.environment["SUBKV"] == "auto"
+
+
+def test_our_options_go_into_the_environment(bases: str, tmp_path: Path) -> None:
+    """In any place among llama-server's."""
+    own = ["--n-recent", "32", "-c", "512", "--store", str(tmp_path / "s"), "--store-mib", "5", "--n-sink=8"]
+    made = serve_start(["--bases", bases, *own, "-m", bases, "--n-rollback", "4"])
+    assert made.arguments == ["llama-server", "-c", "512", "-m", bases]
+    expected = {"SUBKV": bases, "SUBKV_RECENT": "32", "SUBKV_SINK": "8", "SUBKV_ROLLBACK": "4"}
+    expected |= {"SUBKV_STORE": str(tmp_path / "s"), "SUBKV_STORE_MIB": "5"}
+    assert {name: made.environment.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("answer", ["-h", "--version", "--list-devices"])
+def test_what_needs_no_model(answer: str) -> None:
+    assert serve_start([answer]).arguments == ["llama-server", answer]
+
+
+def test_refusals(bases: str, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(SubkvError, match="store: expected a folder, found the file"):
+        serve_start(["-m", bases, "--store", bases])
+    with pytest.raises(click.UsageError, match="--store-mib: expected --store beside it, found none"):
+        serve_start(["-m", bases, "--store-mib", "5"])
+    with pytest.raises(SubkvError, match="bases: expected a coefficient cache"):
+        serve_start(["-m", bases, "--bases", bases, "-ctk", "q8_0"])
+    with pytest.raises(ModelFileError, match="-m: expected a model file"):
+        serve_start(["-m", str(tmp_path / "none.gguf")])
+    with pytest.raises(CacheError, match="-ctv: expected the same cache"):
+        serve_start(["-m", bases, "-ctk", "subkv", "-ctv", "q8_0"])
+
+
+def test_without_llama_server(bases: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(programs, "find", lambda name, _libraries, _search: FIND(name, tmp_path, str(tmp_path / "no")))
+    result = CliRunner().invoke(cli.main, ["serve", "-m", bases])
+    assert result.exit_code == 1
+    assert "found no llama-server; in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF" in result.output
+
+
+FIND = programs.find
+
+
+def test_the_help_names_both_sides() -> None:
+    result = CliRunner().invoke(cli.main, ["serve", "--help"])
+    assert result.exit_code == 0
+    assert "--store FOLDER" in result.output and "llama-server --help" in result.output
