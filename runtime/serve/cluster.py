@@ -41,10 +41,16 @@ ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 N_TRIES = 2  # replicas that a request is given to, where the first is lost before it answered anything
 N_SLOTS = 4  # of llama-server without -np
 END = 60.0  # seconds to finish answers and to store what slots hold
-# options that say where llama-server listens, that have an argument of build() instead, or that choose several models
-OTHERS = {"--host", "--port", "--reuse-port", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"}
-KEYS = {"--api-key", "--api-key-file"}
-MODELS = {"--models-dir", "--models-preset"}
+# options of llama-server that a replica cannot have, and why
+REFUSED = [
+    (
+        {"--host", "--port", "--reuse-port", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"},
+        "replicas listen on a socket of their own",
+    ),
+    ({"--api-key", "--api-key-file"}, "api_key_file is an argument of the cluster"),
+    ({"--models-dir", "--models-preset"}, "a cluster serves one model"),
+    (ANSWERS, "it starts no server"),
+]
 PARALLEL = {"-np", "--parallel"}
 
 
@@ -84,16 +90,10 @@ class Arguments:
     def _check_flags(self) -> None:
         """Raises SubkvError, and click's errors about options of ours."""
         flags = self.listed()
-        remedies = [
-            (OTHERS, "replicas listen on a socket of their own"),
-            (KEYS, "api_key_file is an argument of the cluster"),
-            (MODELS, "a cluster serves one model"),
-            (ANSWERS, "it starts no server"),
-        ]
-        for names, remedy in remedies:
-            for flag in flags:
-                if flag.partition("=")[0] in names:
-                    raise SubkvError("flags", f"expected no {flag:.80}, found one: {remedy}")
+        for names, remedy in REFUSED:
+            for name in [flag.partition("=")[0] for flag in flags]:
+                if name in names:
+                    raise SubkvError("flags", f"expected no {name}, found one: {remedy}")
         flags_context(flags)
 
     @staticmethod

@@ -150,9 +150,7 @@ class Guard:
             raise ApiError(413, f"expected at most {self.max_body} bytes of body, found {n}")
 
 
-def door(
-    forward: Callable[[str, bytes], Response], keys: Sequence[str], max_body: int, timeout: float
-) -> Starlette:
+def door(forward: Callable[[str, bytes], Response], keys: Sequence[str], max_body: int, timeout: float) -> Starlette:
     """The application of an ingress: forward(session, body) makes the answer to a request that may come in.
 
     Keys are checked, and a body's size where it is told, before anything of it is read; all of it is there in time.

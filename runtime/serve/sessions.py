@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 
 # names that clients give to conversations; llama-server's page resumes streams by the second one
 NAMES = ("x-session-id", "x-conversation-id")
-NAME_IN_QUERY = b"conv_id"
+NAME_IN_QUERY = "conv_id"
 OWNERS = ("authorization", "x-api-key")
 N_OPENING = 512  # characters of a prompt without turns that tell conversations apart
 BYTES_PER_TOKEN = 4  # of a body, about
@@ -26,7 +26,8 @@ def session(headers: Iterable[tuple[bytes, bytes]], body: bytes, query: bytes = 
     """
     found = {name.decode("latin-1").lower(): value for name, value in headers}
     owner = b"\0".join(found.get(name, b"") for name in OWNERS)
-    given = [found[name] for name in NAMES if found.get(name)] or parse_qs(query).get(NAME_IN_QUERY, [])
+    given = [found[name] for name in NAMES if found.get(name)]
+    given += [name.encode() for name in parse_qs(query.decode("latin-1")).get(NAME_IN_QUERY, [])]
     if given:
         return _digest(owner, b"id", given[0])
     opening = _opening(body)
