@@ -26,8 +26,8 @@ ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
-# What upstream leaves open: glibc keeps freed blocks of up to 32 MiB, a quarter of a server's memory after twenty minutes;
-# any page in the user's browser may read answers.
+# Else glibc keeps freed blocks of up to 32 MiB, a quarter of the memory after twenty minutes, and any page in the
+# user's browser may read answers.
 DEFAULTS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "LLAMA_ARG_CORS_ORIGINS": "localhost"}
 
 
@@ -63,7 +63,7 @@ def _cache(found: Read, arguments: Sequence[str]) -> list[str]:
 
 
 def start(arguments: Sequence[str], asked: Asked, store: Mapping[str, str]) -> Start:
-    """llama-server with these arguments of its own; without a model among them, of the demo model. Raises SubkvError."""
+    """llama-server with these arguments of its own, on the demo model if they name none. Raises SubkvError."""
     program = located(SERVER, {**DEFAULTS, **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
@@ -107,7 +107,7 @@ def flags_context(arguments: Sequence[str]) -> click.Context:
 
 
 def serve_start(arguments: Sequence[str]) -> Start:
-    """The start that `subkv serve` with this command line makes. Raises SubkvError and click's errors."""
+    """The start that `subkv serve` with this command line makes. Raises click.ClickException."""
     made: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)
     return made
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from runtime import cli, demo
 from runtime.launch import programs
 from runtime.serve.cli import serve_start
-from subkv.base.errors import CacheError, ModelFileError, SubkvError
 
+FIND = programs.find
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="a script stands for llama-server")
 
 
@@ -92,27 +92,24 @@ def test_what_needs_no_model(answer: str) -> None:
 
 
 def test_refusals(bases: str, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(SubkvError, match="store: expected a folder, found the file"):
+    with pytest.raises(click.ClickException, match="--store: expected a folder, found the file"):
         serve_start(["-m", bases, "--store", bases])
     with pytest.raises(click.UsageError, match="--store-mib: expected --store beside it, found none"):
         serve_start(["-m", bases, "--store-mib", "5"])
-    with pytest.raises(SubkvError, match="bases: expected a coefficient cache"):
+    with pytest.raises(click.ClickException, match="--bases: expected a coefficient cache"):
         serve_start(["-m", bases, "--bases", bases, "-ctk", "q8_0"])
-    with pytest.raises(ModelFileError, match="-m: expected a model file"):
+    with pytest.raises(click.ClickException, match="-m: expected a GGUF file"):
         serve_start(["-m", str(tmp_path / "none.gguf")])
-    with pytest.raises(CacheError, match="-ctv: expected the same cache"):
+    with pytest.raises(click.ClickException, match="-ctv: expected the same cache"):
         serve_start(["-m", bases, "-ctk", "subkv", "-ctv", "q8_0"])
 
 
 def test_without_llama_server(bases: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(programs, "find", lambda name, _libraries, _search: FIND(name, tmp_path, str(tmp_path / "no")))
+    nowhere = tmp_path / "lib"
+    monkeypatch.setattr(programs, "find", lambda name, _libraries, _path: FIND(name, nowhere, str(nowhere)))
     result = CliRunner().invoke(cli.main, ["serve", "-m", bases])
     assert result.exit_code == 1
     assert "found no llama-server; in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF" in result.output
-
-
-FIND = programs.find
 
 
 def test_the_help_names_both_sides() -> None:
