@@ -60,7 +60,7 @@ class Arguments:
 
     flags: str | Sequence[str] = ()
     api_key_file: str | None = None
-    max_body: int = 32 * 1024 * 1024
+    max_body: int = 8 * 1024 * 1024
     timeout: float = 600.0
     stall_timeout: float = STALL
     min_replicas: int = 1

@@ -133,7 +133,6 @@ def front(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
         given = {
             "flags": [*flags, "--store", str(folder)],
             "api_key_file": str(keys),
-            "max_body": 9 << 20,
             "min_replicas": 2,
             "max_replicas": 2,
             "max_queued_requests": 6,
