@@ -1,4 +1,4 @@
-"""Which versions of every kind of file this version reads and writes; converter/FORMAT.md §6 has the same table."""
+"""Which versions of every kind of file this version reads and writes; docs/format.md has the same table."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,11 @@ constexpr int64_t  SPACING      = 128;     // tokens between them
 constexpr size_t   N_DIGEST     = 64;      // hex digits
 constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
 constexpr uint64_t MAX_HEAD     = 16 << 20;
+
+// A head that another version of subkv has written: not damaged, and not ours to remove.
+struct PrefixForeign : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 struct Region {
     uint64_t offset; // of the rows of one tensor in a state

@@ -113,6 +113,9 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         }
         known[name] = head;
         return true;
+    } catch (const PrefixForeign &) { // it goes when the folder is full
+        refused.insert(name);
+        return false;
     } catch (const std::exception &) {
         ++n_damaged;
         if (!folder.remove(name + HEAD)) {
