@@ -101,6 +101,11 @@ def _flags(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> S
     return start(arguments, asked, store)
 
 
+def flags_context(arguments: Sequence[str]) -> click.Context:
+    """Our own options of a command line, checked without a look at the model. Raises click's errors."""
+    return _flags.make_context("flags", list(arguments))
+
+
 def serve_start(arguments: Sequence[str]) -> Start:
     """The start that `subkv serve` with this command line makes. Raises click.ClickException."""
     made: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)

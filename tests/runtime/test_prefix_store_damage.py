@@ -267,6 +267,7 @@ def work(folder, n):
         assert store.get([*text(91, 60), 1])
         if left == 0:  # it failed: nothing more is written, what is there is read
             assert store.stats.failures == 1
+            assert store.room(1) == -1
             assert not store.put(prompt(text(92, 60)))
             assert store.get([*tokens, 1]) is None
             assert not store.files(".tmp")
