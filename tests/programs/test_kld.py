@@ -36,7 +36,7 @@ def theirs(model: Path, text_file: Path, subkv: str, *arguments: Any) -> str:
         )
         assert done.returncode == 0, done.stderr[-2000:]
         # upstream's programs may end before all of their log is written (common/log.cpp says so)
-        if "--kl-divergence" not in words or NAMES[-1] in done.stdout:
+        if "--kl-divergence" not in words or f"\n{NAMES[-1]}:" in done.stdout:
             break
     return done.stdout + done.stderr
 
