@@ -20,6 +20,7 @@ constexpr uint64_t     MAX_INDEX   = 256 << 20; // bytes of heads in memory
 constexpr size_t       N_READERS   = 4;
 constexpr int64_t      SECOND      = 1000000000;    // ns
 constexpr int64_t      COARSE      = 2 * SECOND;    // of the times of files
+constexpr int64_t      UNKNOWN     = -1;            // time of a folder that is to be looked at again
 constexpr int64_t      STALE       = 3600 * SECOND; // a file still being written is younger
 constexpr int64_t      UNUSED      = 60 * SECOND;   // a query that reads a file takes less
 constexpr int64_t      SERVES      = 512; // tokens that may be evaluated again where a longer prompt serves as well
@@ -98,9 +99,12 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         file.resize((size_t) size);
         try {
             if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) {
-                return false; // gone, or cut, meanwhile
+                changed = UNKNOWN; // gone, or cut, meanwhile
+                return false;
             }
-        } catch (const std::runtime_error &) { // a part of the disk fails: others can be read
+        } catch (
+            const std::runtime_error &) { // a part of the disk fails: others can be read, and this one perhaps later
+            changed = UNKNOWN;
             return false;
         }
         auto head = std::make_shared<PrefixHead>(PrefixHead::parse(file));
