@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from runtime.launch.start import Start
+from runtime.launch.prepared import Start
 from runtime.serve import tied
 from runtime.serve.cli import serve_start
 from subkv.base.errors import SubkvError
