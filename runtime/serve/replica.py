@@ -7,8 +7,10 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from runtime.launch.start import Start
+from runtime.launch.prepared import Start
 from runtime.serve import tied
 from runtime.serve.cli import serve_start
 from subkv.base.errors import SubkvError
@@ -30,6 +32,8 @@ TERM = 40.0  # seconds between SIGTERM and SIGKILL; llama-server writes its stor
 POLL = 0.05
 LOST = 2.0  # seconds in which a server whose connections break is seen to have ended
 LONGEST = 100  # bytes of a UNIX socket's name; Linux takes 107, macOS 103
+PREFIX = "subkv-"  # of folders with sockets
+STALE = 60.0  # seconds; a younger folder may be of a server that does not listen yet
 # of one connection, and what httpx sets itself
 HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 # of the ingress: a key is checked once
@@ -168,11 +172,24 @@ class LlamaServer:
 
 def _folder() -> Path:
     """A new folder that only this user can enter, with a name short enough for a socket."""
-    found = Path(tempfile.mkdtemp(prefix="subkv-"))
-    if len(os.fsencode(_socket(found))) <= LONGEST:
-        return found
-    found.rmdir()
-    return Path(tempfile.mkdtemp(prefix="subkv-", dir="/tmp"))
+    found = Path(tempfile.mkdtemp(prefix=PREFIX))
+    if len(os.fsencode(_socket(found))) > LONGEST:
+        found.rmdir()
+        found = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+    _remove_stale(found.parent)
+    return found
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove the folders of replicas that were killed: nobody listens there any more."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            if time.time() - folder.stat().st_mtime > STALE:
+                try:
+                    probe.connect(str(_socket(folder)))
+                except ConnectionRefusedError:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _socket(folder: Path) -> Path:

@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -97,8 +99,8 @@ def test_answers_come_through_a_private_socket(flags: list[str]) -> None:
         async with running(flags) as server:
             folder = server._folder
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            (socket,) = folder.iterdir()
-            assert socket.is_socket() and len(str(socket)) <= LONGEST
+            (path,) = folder.iterdir()
+            assert path.is_socket() and len(str(path)) <= LONGEST
             health = await asked(server, Request("GET", b"/health?a=%20b", [(b"Host", b"elsewhere")], b""))
             assert health == (200, {"status": "ok"})
             status, answer = await asked(server, completion(8))
@@ -181,6 +183,31 @@ def test_a_long_name_of_the_temporary_folder(flags: list[str], tmp_path: Path, m
 
     run(work())
     assert not list(folder.iterdir())
+
+
+def test_folders_of_replicas_that_were_killed(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are removed once nobody listens; those of others are not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr("tempfile.tempdir", short)
+        folders = [Path(short, f"subkv-{name}") for name in ("killed", "young", "at-work", "empty")]
+        sockets = [socket.socket(socket.AF_UNIX) for _ in folders]
+        for folder, sock in zip(folders, sockets, strict=True):
+            folder.mkdir()
+            if folder.name != "subkv-empty":
+                sock.bind(str(folder / "llama-server.sock"))
+            if folder.name != "subkv-young":
+                os.utime(folder, (0, 0))
+        sockets[2].listen()
+
+        async def work() -> None:
+            async with running(flags):
+                assert [folder.exists() for folder in folders] == [False, True, True, True]
+
+        run(work())
+        for sock in sockets:
+            sock.close()
 
 
 def test_keys_and_addresses_of_the_environment_are_not_the_server_s(
