@@ -1,0 +1,194 @@
+// buffer.cpp: host memory in which cache tensors of coded layers are as large as their tiles.
+#include "backend.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace subkv::backend {
+
+namespace {
+
+constexpr size_t ALIGNMENT = 128;
+
+struct Memory {
+    uint8_t * base;
+    size_t    size;
+};
+
+Memory & memory(ggml_backend_buffer_t buffer) {
+    return *(Memory *) buffer->context;
+}
+
+void free_buffer(ggml_backend_buffer_t buffer) {
+    std::free(memory(buffer).base);
+    delete &memory(buffer);
+}
+
+void * get_base(ggml_backend_buffer_t buffer) {
+    return memory(buffer).base;
+}
+
+void memset_tensor(ggml_backend_buffer_t, ggml_tensor * t, uint8_t value, size_t offset, size_t size) {
+    if (!coded(t).codec) {
+        std::memset((char *) t->data + offset, value, size);
+    }
+}
+
+// The rows that a part of a view is about. Parts of rows are not asked for by a cache whose values are not transposed.
+struct Rows {
+    int64_t first, n;
+
+    Rows(const ggml_tensor * t, const Coded & c, size_t offset, size_t size) {
+        const size_t row = ggml_row_size(c.root->type, c.root->ne[0]);
+        const size_t at  = (t->view_src ? t->view_offs : 0) + offset;
+        GGML_ASSERT(at % row == 0 && size % row == 0 && "states of a coded cache are whole rows: flash attention off?");
+        first = (int64_t) (at / row);
+        n     = (int64_t) (size / row);
+    }
+};
+
+void set_tensor(ggml_backend_buffer_t, ggml_tensor * t, const void * data, size_t offset, size_t size) {
+    const Coded c = coded(t);
+    if (!c.codec) {
+        std::memcpy((char *) t->data + offset, data, size);
+        return;
+    }
+    const Rows         rows(t, c, offset, size);
+    std::vector<float> x((size_t) (rows.n * c.root->ne[0]));
+    ggml_fp16_to_fp32_row((const ggml_fp16_t *) data, x.data(), (int64_t) x.size());
+    write_rows(c, rows.first, rows.n, x.data());
+}
+
+void get_tensor(ggml_backend_buffer_t, const ggml_tensor * t, void * data, size_t offset, size_t size) {
+    const Coded c = coded(t);
+    if (!c.codec) {
+        std::memcpy(data, (const char *) t->data + offset, size);
+        return;
+    }
+    const Rows         rows(t, c, offset, size);
+    std::vector<float> x((size_t) (rows.n * c.root->ne[0]));
+    read_rows(c, rows.first, rows.n, x.data());
+    ggml_fp32_to_fp16_row(x.data(), (ggml_fp16_t *) data, (int64_t) x.size());
+}
+
+// A stream to another one of the same cache tensor: tiles. All else takes the way through get and set.
+bool cpy_tensor(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
+    const Coded from = coded(src), to = coded(dst);
+    if (!from.codec && !to.codec && ggml_backend_buffer_is_host(src->buffer)) {
+        std::memcpy(dst->data, src->data, ggml_nbytes(src));
+        return true;
+    }
+    if (!from.codec || from.codec != to.codec || from.value != to.value) {
+        return false;
+    }
+    const Rows a(src, from, 0, ggml_nbytes(src)), b(dst, to, 0, ggml_nbytes(dst));
+    GGML_ASSERT(a.first % TILE == 0 && b.first % TILE == 0 && a.n % TILE == 0);
+    std::memcpy((char *) to.root->data + b.first / TILE * to.tile_bytes(),
+                (const char *) from.root->data + a.first / TILE * from.tile_bytes(),
+                (size_t) (a.n / TILE * from.tile_bytes()));
+    return true;
+}
+
+void clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    std::memset(memory(buffer).base, value, memory(buffer).size);
+}
+
+const char * type_name(ggml_backend_buffer_type_t) {
+    return "SUBKV";
+}
+
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    const size_t padded = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    auto *       base   = (uint8_t *) std::aligned_alloc(ALIGNMENT, padded);
+    if (!base) {
+        return nullptr;
+    }
+    ggml_backend_buffer_i i = {};
+    i.free_buffer           = free_buffer;
+    i.get_base              = get_base;
+    i.memset_tensor         = memset_tensor;
+    i.set_tensor            = set_tensor;
+    i.get_tensor            = get_tensor;
+    i.cpy_tensor            = cpy_tensor;
+    i.clear                 = clear;
+    return ggml_backend_buffer_init(type, i, new Memory{ base, padded }, size);
+}
+
+size_t get_alignment(ggml_backend_buffer_type_t) {
+    return ALIGNMENT;
+}
+
+// Smaller than ggml_nbytes: allowed where ggml is built without assertions.
+size_t get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * t) {
+    const Coded c = coded(t);
+    return c.codec && !t->view_src ? (size_t) (c.n_cells() / TILE * c.tile_bytes()) : ggml_nbytes(t);
+}
+
+bool is_host(ggml_backend_buffer_type_t) { // else copies between streams would read tensors past their buffer methods
+    return layout() == nullptr;
+}
+
+} // namespace
+
+ggml_backend_buffer_type_t buffer_type() {
+    static ggml_backend_buffer_type type = {
+        { type_name, alloc_buffer, get_alignment, nullptr, get_alloc_size, is_host }, device(), nullptr
+    };
+    return &type;
+}
+
+Coded coded(const ggml_tensor * t) {
+    const ggml_tensor * root = t->view_src ? t->view_src : t;
+    int                 il = -1, end = 0;
+    char                side = 0;
+    if (!layout() || std::sscanf(root->name, "cache_%c_l%d%n", &side, &il, &end) != 2 || root->name[end] != 0) {
+        return {};
+    }
+    if ((side != 'k' && side != 'v') || root->type != GGML_TYPE_F16 || root->ne[1] % TILE != 0) {
+        return {};
+    }
+    const LayerCodec * codec = layout()->layer(il);
+    const bool         value = side == 'v';
+    if (!codec || codec->latent || root->ne[0] != (int64_t) codec->n_head_kv * (value ? codec->d_v : codec->d_k)) {
+        return {};
+    }
+    return { codec, value, root };
+}
+
+void read_rows(const Coded & c, int64_t first, int64_t n, float * x) {
+    const int64_t        d     = c.value ? c.codec->d_v : c.codec->d_k;
+    const int64_t        width = c.root->ne[0];
+    std::vector<int64_t> cells((size_t) n);
+    for (int64_t i = 0; i < n; ++i) {
+        cells[(size_t) i] = first + i;
+    }
+    std::fill(x, x + n * width, 0.0f);
+    for (int64_t h = 0; h < c.codec->n_head_kv; ++h) {
+        const HeadCodec &  head = c.codec->head(h, c.value);
+        std::vector<float> coefficients((size_t) (n * head.rank));
+        ops().dequantize(head, (const uint8_t *) c.root->data + c.codec->tile_offset(h, c.value), c.tile_bytes(), n,
+                         cells.data(), coefficients.data());
+        for (int64_t i = 0; i < n; ++i) {
+            float * row = x + i * width + h * d;
+            if (!c.value && head.offset) {
+                ggml_fp16_to_fp32_row((const ggml_fp16_t *) c.codec->centre[(size_t) h].mean.data(), row, d);
+            }
+            ops().reconstruct(head.decode, head.rank, d, coefficients.data() + i * head.rank, row);
+        }
+    }
+}
+
+void write_rows(const Coded & c, int64_t first, int64_t n, const float * x) {
+    const int64_t        d = c.value ? c.codec->d_v : c.codec->d_k;
+    std::vector<int64_t> cells((size_t) n);
+    for (int64_t i = 0; i < n; ++i) {
+        cells[(size_t) i] = first + i;
+    }
+    for (int64_t h = 0; h < c.codec->n_head_kv; ++h) {
+        ops().encode(c.codec->head(h, c.value), x + h * d, c.root->ne[0], n, cells.data(),
+                     (uint8_t *) c.root->data + c.codec->tile_offset(h, c.value), c.tile_bytes());
+    }
+}
+
+} // namespace subkv::backend
