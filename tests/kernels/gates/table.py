@@ -154,7 +154,8 @@ def page(rows: dict[Key, Row]) -> str:
 
     attends, others = of("triton", "attend"), [k for k in of("triton") if not k.startswith("attend")]
     parts = [
-        "\nVulkan, RADV of Mesa 22.3.6: vector registers · waves of a SIMD · instructions.\n\n",
+        "\nVulkan, RADV of Mesa 22.3.6: vector registers · waves of a SIMD · instructions.\n"
+        "Spilled registers include scalar ones.\n\n",
         table(rows, "vulkan", of("vulkan"), False),
         "\nCUDA, nvcc 13.0: registers · blocks of a multiprocessor · KiB of code.\n\n",
         table(rows, "cuda", of("cuda"), False),
