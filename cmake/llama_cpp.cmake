@@ -44,6 +44,10 @@ string(REGEX REPLACE "^commit +" "" LLAMA_BUILD_COMMIT "${line}")
 
 add_subdirectory(${SUBKV_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXCLUDE_FROM_ALL)
 
+# libggml says where loadable backends lie.
+target_sources(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/ggml-subkv-folder.cpp)
+target_include_directories(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native)
+
 # The hook is compiled into libllama: it reads llama.cpp's internals.
 file(GLOB SUBKV_HOOK_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/native/llama-*.cpp)
 get_target_property(SUBKV_STOCK_SOURCES llama SOURCES)

@@ -1,4 +1,6 @@
-"""Start the server and call it with OpenAI's client (pip install '.[server]' openai).
+"""Start llama-server on coefficients and call it with OpenAI's client.
+
+CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai
 
 python examples/serve_and_call.py model.gguf "Why is the sky blue?"
 """
@@ -38,9 +40,7 @@ def main() -> None:
     given = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "runtime.serve", "-m", given.model, "-ctk", "subkv", "--port", str(port)]
-    )
+    server = subprocess.Popen([sys.executable, "-m", "runtime.serve", "-m", given.model, "--port", str(port)])
     try:
         wait_until_ready(server, url)
         client = OpenAI(base_url=f"{url}/v1", api_key="not needed")

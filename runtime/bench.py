@@ -18,8 +18,11 @@ import dataclasses
 import io
 import itertools
 import json
+import signal
 import statistics
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -56,6 +59,16 @@ class Tests:
     @property
     def longest(self) -> int:
         return max(*self.prompts, *self.gens)
+
+    @property
+    def kinds(self) -> list[tuple[int, int]]:
+        """(prompt, gen) of each test at a depth."""
+        return [(n, 0) for n in self.prompts if n] + [(0, n) for n in self.gens if n]
+
+    @property
+    def n_runs(self) -> int:
+        """Of each configuration."""
+        return len({*self.depths}) * len(self.kinds) * self.repetitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,15 +175,37 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
         config.depth += n
 
 
-def measure(configs: list[Config], tokens: Tokens, tests: Tests) -> list[Measurement]:
-    """All tests of all configurations; configurations take turns inside every repetition."""
-    done: list[Measurement] = []
+class Stopped(Exception):
+    """A signal, `number`, has asked the program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGINT and SIGTERM inside the block raise Stopped. Threads but the main one get no signals."""
+    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Measurement]) -> None:
+    """All tests of all configurations, into `done`; configurations take turns inside every repetition."""
     for config in configs:  # warm up: page in the weights, build the graphs
         prompt(config.context, tokens, 0, WARM_UP)
         generate(config.context, tokens, WARM_UP, 1)
         config.context.clear()
     n_parallel = tests.parallel
-    kinds = [(n, 0) for n in tests.prompts if n] + [(0, n) for n in tests.gens if n]
     for depth in sorted(set(tests.depths)):
         missing = n_parallel * sum(depth - config.depth for config in configs)
         with progress_bar(f"fill to depth {depth}", missing, "tok") as bar:
@@ -180,8 +215,11 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests) -> list[Measure
                 for seq in range(n_parallel if depth else 0):
                     config.context.mark(depth, seq)
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        rows = [[Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in kinds]
-        with progress_bar(f"depth {depth}", tests.repetitions * len(kinds) * len(configs), "run") as bar:
+        rows = [
+            [Measurement(config, n_p, n_g, depth, now, n_parallel) for config in configs] for n_p, n_g in tests.kinds
+        ]
+        done += [m for row in rows for m in row]
+        with progress_bar(f"depth {depth}", tests.repetitions * len(rows) * len(configs), "run") as bar:
             for repetition, row in itertools.product(range(tests.repetitions), rows):
                 shift = repetition % len(row)  # nobody always comes first
                 for m in row[shift:] + row[:shift]:
@@ -198,8 +236,6 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests) -> list[Measure
                     else:
                         m.config.context.clear()
                     bar.update(1)
-        done += [m for row in rows for m in row]
-    return done
 
 
 def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> float:
@@ -290,8 +326,9 @@ def as_markdown(objects: list[dict[str, Any]]) -> str:
             f"{o['median_ts']:.2f} ± {o['stddev_ts']:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    first = objects[0]
-    lines += ["", f"t/s: median ± standard deviation of {len(first['samples_ns'])} interleaved repetitions; "
+    first, counts = objects[0], [len(o["samples_ns"]) for o in objects]
+    times = str(max(counts)) if len({*counts}) == 1 else f"{min(counts)} to {max(counts)}"
+    lines += ["", f"t/s: median ± standard deviation of {times} interleaved repetitions; "
                   f"read bandwidth {first['read_bandwidth_gbs']:.1f} GB/s; build: {first['build_commit']}"]  # fmt: skip
     return "\n".join(lines)
 
@@ -362,7 +399,10 @@ cache_options = group(
 @options.gpu_option
 @options.form_option("md", "csv", "json")
 def main(model: str, tests: Tests, caches: Caches, context: ContextOptions, n_gpu_layers: int, form: str) -> None:
-    """Measure prompt processing and generation speed, cache types interleaved in one run."""
+    """Measure prompt processing and generation speed, cache types interleaved in one run.
+
+    Stopped by Ctrl-C or SIGTERM, it prints what it has measured.
+    """
     if not any(tests.prompts) and not any(tests.gens):
         raise click.UsageError("-p, -n: expected something to measure, found 0 for both")
     from subkv.engine.model import Model  # numpy and the native libraries: not for a --help
@@ -374,12 +414,22 @@ def main(model: str, tests: Tests, caches: Caches, context: ContextOptions, n_gp
         opened = cleanup.enter_context(Model(model, options.gpu_layers(n_gpu_layers)))
         configs = open_configs(opened, tests, caches, context, cleanup)
         bandwidth = read_bandwidth(n_threads)
-        done = measure(configs, Tokens(opened), tests)
-        objects = [as_object(m, opened, context, bandwidth) for m in done]
+        done: list[Measurement] = []
+        stopped: Stopped | None = None
+        try:
+            with stoppable():
+                measure(configs, Tokens(opened), tests, done)
+        except Stopped as stop:
+            stopped = stop
+        objects = [as_object(m, opened, context, bandwidth) for m in done if m.samples_ns]
     if form == "json":
         click.echo(json.dumps(objects, indent=2))
-    else:
+    elif objects:
         click.echo(as_csv(objects) if form == "csv" else as_markdown(objects))
+    if stopped:
+        n, expected = sum(len(m.samples_ns) for m in done), tests.n_runs * len(configs)
+        options.note(f"stopped by {stopped} after {n} of {expected} runs")
+        raise click.exceptions.Exit(128 + stopped.number)
 
 
 def open_configs(

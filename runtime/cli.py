@@ -24,6 +24,7 @@ COMMANDS = {
     "warmstart": ("runtime.warmstart.cli", "first tokens from similar prompts' caches (experimental)"),
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "show the layout a file carries"),
+    "doctor": ("runtime.doctor.cli", "versions, libraries, devices, cache folder: what a bug report needs"),
     "cmake-dir": ("runtime.cmake_dir", "where CMake finds the libraries and headers for C and C++"),
 }
 

@@ -95,8 +95,7 @@ class Lab:
 
     def run(self, *words: str, env: dict[str, str] | None = None, shown: tuple[str, ...] = ()) -> Done:
         """Run a program in the folder and record its command. Raises click.ClickException where it fails."""
-        self._record(shown or words, env)
-        click.echo(f"  $ {self.commands[-1]}", err=True)
+        click.echo(f"  $ {self._record(shown or words, env)}", err=True)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = self._start(words, env, out, err)
             try:
@@ -118,13 +117,13 @@ class Lab:
     @contextlib.contextmanager
     def server(self, *words: str, port: int | None = None) -> Iterator[Server]:
         """A server until the block ends, on a free port, which it is told, or on the one that it knows."""
-        self._record(words, None)
+        line = self._record(words, None)
         if port is None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             words = (*words, "--port", str(port))
-        click.echo(f"  $ {self.commands[-1]} &", err=True)
+        click.echo(f"  $ {line} &", err=True)
         with tempfile.TemporaryFile() as log:
             process = self._start(words, None, log, log)
             try:
@@ -145,12 +144,14 @@ class Lab:
             time.sleep(0.2)
         raise click.ClickException(f"serve: expected a server within {START_SECONDS} s, found none")
 
-    def _record(self, words: tuple[str, ...], env: dict[str, str] | None) -> None:
+    def _record(self, words: tuple[str, ...], env: dict[str, str] | None) -> str:
+        """The command as a line of the results, where it stands once."""
         line = shlex.join([*(f"{key}={value}" for key, value in (env or {}).items()), *words])
         line = line.replace(f"{self.build}/", "build/dev/") if self.build else line
         line = line.replace(str(self.folder), "FOLDER")
         if line not in self.commands:
             self.commands.append(line)
+        return line
 
     def _start(self, words: tuple[str, ...], env: dict[str, str] | None, out: Any, err: Any) -> subprocess.Popen[bytes]:
         programs = {name: str(Path(sys.executable).with_name(name)) for name in ("serve", "subkv")}

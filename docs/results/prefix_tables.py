@@ -1,4 +1,4 @@
-"""What the server remembers: how soon a prefix is back, what it takes, and what conversations share."""
+"""What llama-server's store remembers: how soon a prompt is back, what it takes, and what conversations share."""
 
 from __future__ import annotations
 
@@ -24,36 +24,26 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def _ask(self, method: str, path: str, body: Any = None) -> bytes:
+    def _ask(self, path: str, body: Any) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        return connection.getresponse().read()
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return json.loads(connection.getresponse().read())
 
     def tokens(self, said: str) -> list[int]:
-        found: list[int] = json.loads(self._ask("POST", "/tokenize", {"content": said}))["tokens"]
+        found: list[int] = self._ask("/tokenize", {"content": said})["tokens"]
         return found
 
     def seconds(self, tokens: Sequence[int]) -> tuple[float, int]:
         """Until the first token of an answer, and how many tokens of the prompt were not evaluated."""
         body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         start = time.perf_counter()
-        answer = json.loads(self._ask("POST", "/v1/completions", body))
-        return time.perf_counter() - start, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        answer = self._ask("/v1/completions", body)
+        return time.perf_counter() - start, answer["timings"]["cache_n"]
 
-    def slot(self, action: str, body: Any = None) -> dict[str, Any]:
+    def slot(self, action: str, body: Any) -> dict[str, Any]:
         """What the server answers to an action on its first slot."""
-        found: dict[str, Any] = json.loads(self._ask("POST", f"/slots/0?action={action}", body))
+        found: dict[str, Any] = self._ask(f"/slots/0?action={action}", body)
         return found
-
-    def metric(self, name: str) -> float:
-        lines = self._ask("GET", "/metrics").decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"subkv:prefix_{name}"))
-
-    def kept(self, n: int) -> None:
-        """Wait until n prefixes are, on the disk, too."""
-        while self.metric("kept_total") < n or not self.metric('bytes{in="disk"}'):
-            time.sleep(0.05)
 
 
 def _cold(folder: Path) -> None:
@@ -64,6 +54,18 @@ def _cold(folder: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _bytes(folder: Path) -> int:
+    """Of the files of a store whose server has ended."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _back(found: tuple[float, int], n: int) -> float:
+    """Seconds of a prompt of which n tokens were held: few were evaluated, up to the checkpoint before the end."""
+    seconds, n_held = found
+    assert n - n_held <= 256, f"expected {n} tokens that are held, found {n_held}"
+    return seconds
+
+
 def server_prefixes(lab: Any) -> Rows:
     n_prefix, n_system, n_talks = lab.pick((N_PREFIX, N_SYSTEM, N_TALKS), (1200, 600, 3))
     bases = ("--bases", lab.sidecar("4.5"))
@@ -71,40 +73,34 @@ def server_prefixes(lab: Any) -> Rows:
     said = lab.read("argparse.py")
     rows = []
     for i, (name, cache) in enumerate(CACHES.items()):
-        kept = f"prefixes{i}"
-        limits = ("-c", "8192", "-np", "1", "-t", "2", "--cache-disk", kept)
-        serve = ("subkv", "serve", "-m", "M.gguf", *(cache or bases), *limits)
+        serve = ("subkv", "serve", "-m", "M.gguf", *(cache or bases), "-c", "8192", "-np", "1", "-t", "2")
+        stored, talks = (lab.folder / f"{kind}{i}" for kind in ("prompts", "talks"))
         (lab.folder / "slots").mkdir(exist_ok=True)
-        with lab.server(*serve, "--slot-save-path", "slots") as server:
+        with lab.server(*serve, "--store", stored.name, "--slot-save-path", "slots") as server:
             client = Client(server.port)
             tokens = client.tokens(said)
             prompt, other = tokens[:n_prefix], tokens[n_prefix : n_prefix + 300]
             evaluated, _ = client.seconds(prompt)
-            client.kept(1)
-            held = [client.metric(f'bytes{{in="{tier}"}}') for tier in ("ram", "disk")]
+            saved = client.slot("save", {"filename": "slot"})
+            client.slot("erase", {})
+            restored = client.slot("restore", {"filename": "slot"})
+            assert restored["n_restored"] == saved["n_saved"] >= n_prefix
+        n_stored = _bytes(stored)
+        _cold(stored)
+        with lab.server(*serve, "--store", stored.name) as server:
+            client = Client(server.port)
+            restarted = _back(client.seconds(prompt), n_prefix)
             evicted = []
             for turn in range(3):
                 client.seconds(other[turn:])
-                seconds, n = client.seconds(prompt)
-                assert n >= n_prefix - 1
-                evicted.append(seconds)
-            saved = client.slot("save", {"filename": "slot"})
-            client.slot("erase")
-            restored = client.slot("restore", {"filename": "slot"})
-            assert restored["n_restored"] == saved["n_saved"] >= n_prefix
-        _cold(lab.folder / kept)
-        with lab.server(*serve) as server:
-            restarted, n = Client(server.port).seconds(prompt)
-            assert n >= n_prefix - 1
-        with lab.server(*serve[:-2], "--cache-ram", "4096") as server:
-            client = Client(server.port)
-            sizes = []
-            for talk in range(n_talks):
-                own = tokens[2000 + N_OWN * talk : 2000 + N_OWN * (talk + 1)]
-                client.seconds([*tokens[:n_system], *own])
-                while client.metric("kept_total") <= talk:
-                    time.sleep(0.05)
-                sizes.append(client.metric('bytes{in="ram"}'))
+                evicted.append(_back(client.seconds(prompt), n_prefix))
+        sizes = []
+        for first, last in ((0, 1), (1, n_talks)):  # the first one alone, then all of them
+            with lab.server(*serve, "--store", talks.name) as server:
+                for talk in range(first, last):
+                    own = tokens[2000 + N_OWN * talk : 2000 + N_OWN * (talk + 1)]
+                    Client(server.port).seconds([*tokens[:n_system], *own])
+            sizes.append(_bytes(talks))
         rows.append(
             {
                 "cache": name,
@@ -112,8 +108,7 @@ def server_prefixes(lab: Any) -> Rows:
                 "evaluated s": evaluated,
                 "evicted s": median(evicted),
                 "restarted s": restarted,
-                "ram MiB": held[0] / MIB,
-                "disk MiB": held[1] / MIB,
+                "disk MiB": n_stored / MIB,
                 "slot MiB": saved["n_written"] / MIB,
                 "slot saved s": saved["timings"]["save_ms"] / 1000,
                 "slot restored s": restored["timings"]["restore_ms"] / 1000,
@@ -133,22 +128,19 @@ def server_handover(lab: Any) -> Rows:
     said = lab.read("argparse.py")
     rows = []
     for i, name in enumerate(("coefficients, 4.5 bits", "f16")):
-        cache = CACHES[name]
         folder = lab.folder / f"store{i}"
-        limits = ("-c", "8192", "-np", "1", "-t", "2", "--cache-store", f"file://{folder}")
-        serve = ("subkv", "serve", "-m", "M.gguf", *(cache or bases), *limits)
+        serve = ("subkv", "serve", "-m", "M.gguf", *(CACHES[name] or bases), "-c", "8192", "-np", "1", "-t", "2")
+        serve = (*serve, "--store", folder.name)
         with lab.server(*serve) as server:
             client = Client(server.port)
             tokens = client.tokens(said)
             evaluated, _ = client.seconds(tokens[:n_prefix])
-            client.kept(1)
         moved = _bytes(folder)
+        names = {path.name for path in folder.iterdir()}
         _cold(folder)
         with lab.server(*serve) as server:
-            client = Client(server.port)
-            taken, n = client.seconds(tokens[: n_prefix + n_turn])
-            assert n >= n_prefix - 1
-            client.kept(1)
+            taken = _back(Client(server.port).seconds(tokens[: n_prefix + n_turn]), n_prefix)
+        added = sum(path.stat().st_size for path in folder.iterdir() if path.name not in names)
         saved = evaluated * (1 + n_turn / n_prefix) - taken  # the turn is evaluated by both
         rows.append(
             {
@@ -156,22 +148,13 @@ def server_handover(lab: Any) -> Rows:
                 "tokens": n_prefix,
                 "turn": n_turn,
                 "moved MiB": moved / MIB,
-                "turn MiB": (_bytes(folder) - moved) / MIB,
+                "turn MiB": added / MIB,
                 "evaluated s": evaluated,
                 "taken over s": taken,
                 "break-even Mbit/s": moved * 8e-6 / saved,
             }
         )
     return rows
-
-
-def _bytes(folder: Path) -> int:
-    """Of what lies in a folder, once nothing is added to it any more."""
-    sizes = [-1, 0]
-    while sizes[-1] != sizes[-2]:
-        time.sleep(0.5)
-        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
-    return sizes[-1]
 
 
 def handover_markdown(rows: Rows) -> str:
@@ -200,15 +183,11 @@ def markdown(rows: Rows) -> str:
         ("evaluated s", lambda row: f"{row['evaluated s']:.2f}"),
         ("evicted, back s", lambda row: _share(row, "evicted s")),
         ("after a restart s", lambda row: _share(row, "restarted s")),
-        ("RAM MiB", lambda row: f"{row['ram MiB']:.1f}"),
         ("disk MiB", lambda row: f"{row['disk MiB']:.1f}"),
         ("10 conversations MiB", lambda row: f"{row['together MiB']:.1f} instead of {row['apart MiB']:.1f}"),
+        ("slot's file MiB", lambda row: f"{row['slot MiB']:.1f}"),
+        ("saved, restored s", lambda row: f"{row['slot saved s']:.2f}, {row['slot restored s']:.2f}"),
     ]
-    if "slot MiB" in rows[0]:  # not measured from the beginning
-        columns += [
-            ("slot's file MiB", lambda row: f"{row['slot MiB']:.1f}"),
-            ("saved, restored s", lambda row: f"{row['slot saved s']:.2f}, {row['slot restored s']:.2f}"),
-        ]
     return grid(rows, columns)
 
 

@@ -213,11 +213,9 @@ def kernels_markdown(rows: Rows) -> str:
 def server_load(lab: Any) -> Rows:
     serve = ("subkv", "serve", "-m", "M.gguf", "--bases", lab.sidecar("4.5"), "-c", "16384", "-np", "4", "-t", "2")
     n = lab.pick(1000, 12)
-    rows = []
-    for queue in ((), ("--queue", str(n))):
-        with lab.server(*serve, *queue) as server:
-            name = f"{n:,} requests at once, 8 tokens each" + (f", `{' '.join(queue)}`" if queue else "")
-            rows.append({"name": name, **server.load("-r", str(n), "-j", str(n), "-n", "8")})
+    with lab.server(*serve) as server:
+        name = f"{n:,} requests at once, 8 tokens each"
+        rows = [{"name": name, **server.load("-r", str(n), "-j", str(n), "-n", "8")}]
     clients = {"one client": "1", "four clients": "4"}
     speeds: dict[str, Rows] = {name: [] for name in clients}
     with lab.server(*serve) as server:

@@ -124,7 +124,8 @@ ORDER = (  # what matters most comes first
     Table(
         "server_load",
         "Load on the server",
-        "4 slots of 4096 tokens, 4.5 bits, 2 threads; the lines of clients are medians of interleaved repetitions.",
+        "llama-server, 4 slots of 4096 tokens, 4.5 bits, 2 threads; the lines of clients are medians of interleaved "
+        "repetitions.",
         4.5,
         speed.server_load,
         speed.server_markdown,
@@ -134,9 +135,10 @@ ORDER = (  # what matters most comes first
     Table(
         "server_prefixes",
         "What the server remembers",
-        f"{MODEL}; one slot of 8192 tokens, 2 threads. Seconds until the first token of an answer to 6,000 tokens: "
-        "evaluated; evicted by another conversation and back (median of three); after a restart, with the files out of "
-        "the system's cache. Sizes of that one prefix. Ten conversations of 200 tokens after the same 1,000.",
+        f"{MODEL}; llama-server with one slot of 8192 tokens, 2 threads. Seconds until the first token of an answer to "
+        "6,000 tokens: evaluated; after a restart, with the files out of the system's cache; evicted by another "
+        "conversation and back, from memory (median of three). On disk: that prompt with its checkpoints. Ten "
+        "conversations of 200 tokens after the same 1,000.",
         4,
         prefixes.server_prefixes,
         prefixes.markdown,
@@ -146,9 +148,9 @@ ORDER = (  # what matters most comes first
     Table(
         "server_handover",
         "A conversation that changes its server",
-        f"{MODEL}; two servers of one slot of 8192 tokens, 2 threads, one after the other, with one store in a folder, "
-        "whose files are out of the system's cache. Moved: all of the store after 6,000 tokens. A turn of 200 tokens "
-        "more: what the second server adds. Taken over: seconds until the first token of the answer to both. "
+        f"{MODEL}; two llama-servers of one slot of 8192 tokens, 2 threads, one after the other, with one store in a "
+        "folder, whose files are out of the system's cache. Moved: all of the store after 6,000 tokens. A turn of 200 "
+        "tokens more: what the second server adds. Taken over: seconds until the first token of the answer to both. "
         "Break-even: at a slower link evaluating is faster.",
         4,
         prefixes.server_handover,

@@ -19,7 +19,8 @@ import numpy as np
 
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
-from subkv.engine.llama import Llama, forgettable
+from subkv.engine.llama import Llama
+from subkv.engine.shift import forgettable
 from subkv.engine.template import Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 

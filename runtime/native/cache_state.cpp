@@ -55,7 +55,7 @@ std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool 
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
         fail("state: a state of a subkv cache as this version writes it expected, one of another cache type or "
-             "version found");
+             "version found; evaluate the prompt again");
     }
     std::string fingerprint(layout_->fingerprint.size(), '\0');
     r.read(fingerprint.data(), fingerprint.size());

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 #include <vector>
 
 using namespace subkv;
@@ -41,6 +42,30 @@ std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     return { data, data + bytes.size };
 }
 
+bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt & prompt, StoreStates && states,
+                bool wait) {
+    Prefix prefix;
+    prefix.identity    = digits_of(identity);
+    prefix.tokens      = { prompt.tokens, prompt.tokens + std::max<int64_t>(0, prompt.n_tokens) };
+    prefix.n_removable = prompt.n_removable;
+    prefix.states      = std::move(states);
+    std::vector<subkv_store_point> points(prompt.points, prompt.points + prompt.n_points);
+    points.erase(std::remove_if(points.begin(), points.end(),
+                                [&](auto & p) { return p.n_tokens < 0 || p.n_tokens > prompt.n_tokens; }),
+                 points.end());
+    thin(points, prompt.n_tokens, prompt.n_removable);
+    for (const auto & given : points) {
+        auto & point   = prefix.points.emplace_back();
+        point.n_tokens = given.n_tokens;
+        point.pos_min  = given.pos_min;
+        point.pos_max  = given.pos_max;
+        for (size_t j = 0; j < N_POINT_DATA; ++j) {
+            point.data[j] = copied(given.data[j]);
+        }
+    }
+    return store->store.put(std::move(prefix), wait);
+}
+
 subkv_store_bytes shown(const std::vector<uint8_t> & bytes) {
     return { bytes.data(), bytes.size() };
 }
@@ -56,31 +81,16 @@ extern "C" void subkv_store_close(subkv_store * store) {
     delete store;
 }
 
+extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
+    const auto room = store->store.room(n_bytes);
+    return room == PrefixStore::Room::NOW ? 1 : room == PrefixStore::Room::LATER ? 0 : -1;
+}
+
 extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                                 bool wait) {
     clear_error();
     return guarded("SUBKV_STORE", false, [&] {
-        Prefix prefix;
-        prefix.identity    = digits_of(identity);
-        prefix.tokens      = { prompt->tokens, prompt->tokens + std::max<int64_t>(0, prompt->n_tokens) };
-        prefix.n_removable = prompt->n_removable;
-        for (size_t i = 0; i < N_STATES; ++i) {
-            prefix.states[i] = copied(prompt->state[i]);
-        }
-        for (int64_t i = 0; i < prompt->n_points; ++i) {
-            const auto & given = prompt->points[i];
-            if (given.n_tokens < 0 || given.n_tokens > prompt->n_tokens) {
-                continue;
-            }
-            auto & point   = prefix.points.emplace_back();
-            point.n_tokens = given.n_tokens;
-            point.pos_min  = given.pos_min;
-            point.pos_max  = given.pos_max;
-            for (size_t j = 0; j < N_POINT_DATA; ++j) {
-                point.data[j] = copied(given.data[j]);
-            }
-        }
-        return store->store.put(std::move(prefix), wait);
+        return put_states(store, identity, *prompt, { copied(prompt->state[0]), copied(prompt->state[1]) }, wait);
     });
 }
 
@@ -160,6 +170,12 @@ std::string content_of(const std::string & path) {
     });
 }
 
+bool take_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
+                 StoreStates && states, bool wait) {
+    clear_error();
+    return guarded("SUBKV_STORE", false, [&] { return put_states(store, identity, *prompt, std::move(states), wait); });
+}
+
 StoreIdentity digest_of(const std::string & text) {
     Sha256 digest;
     digest.update(text.data(), text.size());
@@ -174,9 +190,17 @@ StoreIdentity digest_of(const std::string & text) {
 } // namespace
 
 extern "C" SUBKV_API const StoreCalls * subkv_store_calls(void) {
-    static const StoreCalls calls = {
-        subkv_last_error,         subkv_store_open,       subkv_store_put,       subkv_store_flush, subkv_store_get,
-        subkv_store_found_prompt, subkv_store_found_free, subkv_store_get_stats, content_of,        digest_of
-    };
+    static const StoreCalls calls = { subkv_last_error,
+                                      subkv_store_open,
+                                      subkv_store_room,
+                                      subkv_store_put,
+                                      subkv_store_flush,
+                                      subkv_store_get,
+                                      subkv_store_found_prompt,
+                                      subkv_store_found_free,
+                                      subkv_store_get_stats,
+                                      take_states,
+                                      content_of,
+                                      digest_of };
     return &calls;
 }

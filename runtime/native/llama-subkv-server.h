@@ -11,9 +11,9 @@
 
 namespace llama_subkv_server {
 
-// Stores what slot `seq` holds, unless there are pictures in it. main, drft: its states.
+// Stores what slot `seq` holds, unless there are pictures in it. data: its states, empty: nobody has them.
 inline void put(const server_prompt & prompt, const server_prompt_data & data, llama_context * ctx,
-                llama_context * draft, int seq, bool wait = false) {
+                llama_context * draft, int seq, bool at_end = false) {
     if (!llama_subkv_store_on()) {
         return;
     }
@@ -36,23 +36,7 @@ inline void put(const server_prompt & prompt, const server_prompt_data & data, l
                             points.data(),
                             (int64_t) points.size(),
                             -1 },
-                          wait);
-}
-
-// The same of a slot whose states nobody has, before its context is freed.
-inline void put_last(const server_prompt & prompt, llama_context * ctx, llama_context * draft, int seq) {
-    if (!ctx || prompt.tokens.empty() || !llama_subkv_store_on()) {
-        return;
-    }
-    server_prompt_data data;
-    const auto         state = [&](llama_context * of, std::vector<uint8_t> & to) {
-        to.resize(of ? llama_state_seq_get_size_ext(of, seq, LLAMA_STATE_SEQ_FLAGS_NONE) : 0);
-        return !of ||
-               llama_state_seq_get_data_ext(of, to.data(), to.size(), seq, LLAMA_STATE_SEQ_FLAGS_NONE) == to.size();
-    };
-    if (state(ctx, data.main) && state(draft, data.drft)) {
-        put(prompt, data, ctx, draft, seq, true);
-    }
+                          at_end);
 }
 
 // Is a text worth storing that a slot loses when it goes on from this part of its tokens?
@@ -60,10 +44,40 @@ inline bool loses(const server_prompt & prompt, float kept) {
     return (1.0f - kept) * (float) prompt.tokens.size() >= 32.0f && llama_subkv_store_on();
 }
 
-// Before the context of the slots is freed, to end or to sleep.
+// While no slot is at work: what they hold, one at each call, so that requests come between.
+template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx, llama_context * draft) {
+    if (!llama_subkv_store_on()) {
+        return;
+    }
+    int64_t last = 0;
+    for (const auto & slot : slots) {
+        last = std::max(last, slot.t_last_used);
+    }
+    const double idle = 1e-6 * (double) (ggml_time_us() - last);
+    double       next = -1;
+    bool         done = false;
+    for (const auto & slot : slots) {
+        const llama_tokens tokens = slot.prompt.tokens.get_text_tokens();
+        if (tokens.size() != slot.prompt.tokens.size() || (slot.task_prev && slot.task_prev->need_embd())) {
+            continue;
+        }
+        const double wait = llama_subkv_store_wait(ctx, draft, slot.id, tokens.data(), (int64_t) tokens.size(), idle);
+        if (wait == 0 && !done) {
+            put(slot.prompt, {}, ctx, draft, slot.id);
+            done = true;
+        } else if (wait >= 0) {
+            next = next < 0 ? wait : std::min(next, wait);
+        }
+    }
+    llama_subkv_store_wake(ctx, next);
+}
+
+// Before the context of the slots is freed, to end or to sleep: what they hold.
 template <typename Slots> void put_all(const Slots & slots, llama_context * ctx, llama_context * draft) {
     for (const auto & slot : slots) {
-        put_last(slot.prompt, ctx, draft, slot.id);
+        if (ctx && !slot.prompt.tokens.empty()) {
+            put(slot.prompt, {}, ctx, draft, slot.id, true);
+        }
     }
     llama_subkv_store_flush();
 }
@@ -128,7 +142,7 @@ inline bool load(server_prompt & prompt, const server_prompt * other, const serv
             }
         }
     }
-    llama_subkv_store_free(found, !done);
+    llama_subkv_store_free(found, seq, !done);
     return done;
 }
 

@@ -15,18 +15,27 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 static constexpr uint64_t MIB           = 1 << 20;
 static constexpr uint64_t DEFAULT_MIB   = 4096;
 static constexpr uint64_t MAX_MIB       = (uint64_t) 1 << 30;
 static constexpr double   GET_SECONDS   = 20; // that a request waits for a disk
 static constexpr double   CLOSE_SECONDS = 30;
+static constexpr double   SHARE         = 0.1;  // of the time of evaluations, or of rest, for copies of states
+static constexpr double   PACE          = 1e-9; // seconds to copy a byte, before the first copy
+static constexpr double   SMOOTHING     = 0.5;
+static constexpr double   RETRY_SECONDS = 1; // after others have been written, maybe
+static constexpr int64_t  LEAST_TOKENS  = 32;
 
 //
 // what a state is bound to: everything that decides which bytes a token leaves in it
@@ -111,7 +120,17 @@ struct process_store {
     subkv_store *                      store = nullptr;
     std::mutex                         mutex;
     std::map<std::string, std::string> contents; // by path of a model's first file
+
+    // of the thread that drives the contexts
+    std::map<int32_t, std::vector<int32_t>> stored; // tokens of a sequence as it was stored, or restored
+    double                                  pace = PACE;
+    double                                  paid = 0; // seconds of evaluations that copies have taken their share of
+    double                                  wake = 0; // on the clock of now(); 0: there is nothing to store
 };
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 void open_store(process_store & to, const char * folder) {
     const char * limit = std::getenv("SUBKV_STORE_MIB");
@@ -190,9 +209,38 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
     return true;
 }
 
-// Does a sequence hold n tokens, and nothing else?
-bool holds(llama_context * ctx, llama_seq_id seq, int64_t n) {
-    return llama_memory_seq_pos_max(llama_get_memory(ctx), seq) + 1 == n;
+// Does a sequence, of a draft model's context, too, hold n tokens, and nothing else?
+bool holds(llama_context * ctx, llama_context * draft, llama_seq_id seq, int64_t n) {
+    return llama_memory_seq_pos_max(llama_get_memory(ctx), seq) + 1 == n &&
+           (!draft || llama_memory_seq_pos_max(llama_get_memory(draft), seq) + 1 == n);
+}
+
+const std::vector<int32_t> & stored(const process_store & store, llama_seq_id seq) {
+    static const std::vector<int32_t> none;
+    const auto                        found = store.stored.find(seq);
+    return found == store.stored.end() ? none : found->second;
+}
+
+double seconds_evaluated(const llama_context * ctx) {
+    const auto perf = llama_perf_context(ctx);
+    return (perf.t_p_eval_ms + perf.t_eval_ms) / 1000;
+}
+
+bool states_of(llama_context * ctx, llama_context * draft, llama_seq_id seq, subkv::StoreStates & states) {
+    try {
+        size_t i = 0;
+        for (auto * of : { ctx, draft }) {
+            auto & to = states[i++];
+            to.resize(of ? llama_state_seq_get_size_ext(of, seq, LLAMA_STATE_SEQ_FLAGS_NONE) : 0);
+            if (of &&
+                llama_state_seq_get_data_ext(of, to.data(), to.size(), seq, LLAMA_STATE_SEQ_FLAGS_NONE) != to.size()) {
+                return false;
+            }
+        }
+        return true;
+    } catch (const std::bad_alloc &) { // nothing of it is needed
+        return false;
+    }
 }
 
 // Tokens for which a sequence that is emptied finds cells.
@@ -217,15 +265,66 @@ int64_t llama_subkv_store_removable(const llama_context * ctx) {
 }
 
 void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
-                           bool wait) {
-    auto &               store = the_store();
-    subkv::StoreIdentity identity;
-    if (!store.store || !holds(ctx, seq, prompt.n_tokens) || (draft && !holds(draft, seq, prompt.n_tokens)) ||
-        !identity_of(store, ctx, draft, identity)) {
+                           bool at_end) {
+    auto &                     store = the_store();
+    const std::vector<int32_t> tokens(prompt.tokens, prompt.tokens + prompt.n_tokens);
+    subkv::StoreIdentity       identity;
+    if (!store.store || prompt.n_tokens < LEAST_TOKENS || (!at_end && stored(store, seq) == tokens) ||
+        !holds(ctx, draft, seq, prompt.n_tokens) || !identity_of(store, ctx, draft, identity)) {
         return;
     }
     prompt.n_removable = llama_subkv::n_removable(*ctx);
-    store.calls->put(store.store, identity.data(), &prompt, wait);
+    bool taken         = true;
+    if (prompt.state[0].size > 0) {
+        taken = store.calls->put(store.store, identity.data(), &prompt, at_end);
+    } else {
+        const double       start = now();
+        subkv::StoreStates states;
+        if (states_of(ctx, draft, seq, states)) {
+            const auto bytes = (double) (states[0].size() + states[1].size());
+            store.calls->put_states(store.store, identity.data(), &prompt, std::move(states), at_end);
+            const double took = at_end ? 0 : now() - start; // the end may have waited for the disk
+            store.pace = at_end ? store.pace : (1 - SMOOTHING) * store.pace + SMOOTHING * took / std::max(bytes, 1.0);
+            store.paid = std::min(store.paid + took / SHARE, seconds_evaluated(ctx));
+        }
+    }
+    if (taken) {
+        store.stored[seq] = tokens;
+    }
+}
+
+double llama_subkv_store_wait(llama_context * ctx, llama_context * draft, int32_t seq, const int32_t * tokens,
+                              int64_t n_tokens, double idle) {
+    auto &               store = the_store();
+    subkv::StoreIdentity identity;
+    const auto &         last = stored(store, seq);
+    const auto           n    = (size_t) n_tokens;
+    if (!store.store || n_tokens < LEAST_TOKENS || (last.size() == n && std::equal(tokens, tokens + n, last.data())) ||
+        !holds(ctx, draft, seq, n_tokens) || !identity_of(store, ctx, draft, identity)) {
+        return -1;
+    }
+    uint64_t n_bytes = 0;
+    for (auto * of : { ctx, draft }) {
+        n_bytes += of ? llama_state_seq_get_size_ext(of, seq, LLAMA_STATE_SEQ_FLAGS_NONE) : 0;
+    }
+    const int32_t room = store.calls->room(store.store, n_bytes);
+    if (room <= 0) {
+        return room == 0 ? RETRY_SECONDS : -1;
+    }
+    const double share = (double) n_bytes * store.pace / SHARE;
+    store.paid         = std::min(store.paid, seconds_evaluated(ctx)); // its counters may have been reset
+    return share <= seconds_evaluated(ctx) - store.paid ? 0 : std::max(0.0, share - idle);
+}
+
+void llama_subkv_store_wake(const llama_context * ctx, double seconds) {
+    auto & store = the_store();
+    store.wake   = seconds < 0 ? 0 : now() + seconds;
+    store.paid   = seconds < 0 ? seconds_evaluated(ctx) : store.paid;
+}
+
+bool llama_subkv_store_due(void) {
+    const auto & store = the_store();
+    return store.wake > 0 && now() >= store.wake;
 }
 
 subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, int32_t seq,
@@ -249,11 +348,14 @@ const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * fo
     return the_store().calls->found_prompt(found);
 }
 
-void llama_subkv_store_free(subkv_store_found * found, bool refused) {
-    const auto & store = the_store();
+void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool refused) {
+    auto & store = the_store();
     if (refused) {
         llama_subkv_log(std::string("SUBKV_STORE: the cache does not take a stored prompt: ") +
                         store.calls->last_error());
+    } else {
+        const auto & prompt = *store.calls->found_prompt(found);
+        store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };
     }
     store.calls->found_free(store.store, found, refused);
 }

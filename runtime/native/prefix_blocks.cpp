@@ -226,8 +226,11 @@ std::vector<uint8_t> PrefixHead::file() const {
 
 PrefixHead PrefixHead::parse(const std::vector<uint8_t> & file) {
     constexpr size_t begin = sizeof(MAGIC) + N_DIGEST;
-    if (file.size() < begin || std::memcmp(file.data(), MAGIC, sizeof(MAGIC)) != 0) {
-        throw std::runtime_error("it is none of this version");
+    if (file.size() < begin || std::memcmp(file.data(), MAGIC, sizeof(MAGIC) - 1) != 0) {
+        throw std::runtime_error("it is none of subkv");
+    }
+    if (file[sizeof(MAGIC) - 1] != (uint8_t) MAGIC[sizeof(MAGIC) - 1]) {
+        throw PrefixForeign("it is of another version");
     }
     Sha256 digest;
     digest.update(file.data() + begin, file.size() - begin);

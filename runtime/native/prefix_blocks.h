@@ -8,8 +8,11 @@
 
 #include "store_folder.h"
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,9 +22,15 @@ constexpr uint64_t BLOCK_TOKENS = 256;
 constexpr size_t   N_STATES     = 2;       // of the model, of a draft model
 constexpr size_t   N_POINT_DATA = 3;       // of a checkpoint: of the model, of a draft model, of its speculation
 constexpr size_t   MAX_POINTS   = 6;       // checkpoints of a prompt that are kept
+constexpr int64_t  SPACING      = 128;     // tokens between them
 constexpr size_t   N_DIGEST     = 64;      // hex digits
 constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
 constexpr uint64_t MAX_HEAD     = 16 << 20;
+
+// A head that another version of subkv has written: not damaged, and not ours to remove.
+struct PrefixForeign : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 struct Region {
     uint64_t offset; // of the rows of one tensor in a state
@@ -113,6 +122,30 @@ int64_t reach(int64_t n_held, int64_t n, const Points & points, int64_t n_remova
         }
     }
     return most;
+}
+
+// Leaves at most MAX_POINTS checkpoints of a prompt of n tokens, in order, and SPACING tokens apart; none of where the
+// cache goes back to without. Those go first without which the fewest tokens are evaluated again, never the last one.
+template <typename Points> void thin(Points & points, int64_t n, int64_t n_removable) {
+    const auto end = n_removable > 0 ? n - n_removable : n + 1;
+    points.erase(std::remove_if(points.begin(), points.end(), [&](auto & p) { return p.n_tokens >= end; }),
+                 points.end());
+    std::sort(points.begin(), points.end(), [](auto & a, auto & b) { return a.n_tokens < b.n_tokens; });
+    while (points.size() > 1) {
+        const auto gain  = [&](size_t i) { return points[i].n_tokens - (i > 0 ? points[i - 1].n_tokens : 0); };
+        size_t     worst = 0;
+        for (size_t i = 1; i + 1 < points.size(); ++i) {
+            worst = gain(i) < gain(worst) ? i : worst;
+        }
+        if (points.size() <= MAX_POINTS) {
+            if (gain(points.size() - 1) < SPACING) { // the one before it
+                worst = points.size() - 2;
+            } else if (gain(worst) >= SPACING) {
+                return;
+            }
+        }
+        points.erase(points.begin() + (std::ptrdiff_t) worst);
+    }
 }
 
 } // namespace subkv

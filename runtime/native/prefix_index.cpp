@@ -20,8 +20,10 @@ constexpr uint64_t     MAX_INDEX   = 256 << 20; // bytes of heads in memory
 constexpr size_t       N_READERS   = 4;
 constexpr int64_t      SECOND      = 1000000000;    // ns
 constexpr int64_t      COARSE      = 2 * SECOND;    // of the times of files
+constexpr int64_t      UNKNOWN     = -1;            // time of a folder that is to be looked at again
 constexpr int64_t      STALE       = 3600 * SECOND; // a file still being written is younger
-constexpr int64_t      SPACING     = 512; // tokens that may be evaluated again where a longer prompt serves as well
+constexpr int64_t      UNUSED      = 60 * SECOND;   // a query that reads a file takes less
+constexpr int64_t      SERVES      = 512; // tokens that may be evaluated again where a longer prompt serves as well
 
 bool hex(const std::string & text, size_t first, size_t n) {
     return text.size() >= first + n && text.find_first_not_of("0123456789abcdef", first) >= first + n;
@@ -97,9 +99,12 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         file.resize((size_t) size);
         try {
             if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) {
-                return false; // gone, or cut, meanwhile
+                changed = UNKNOWN; // gone, or cut, meanwhile
+                return false;
             }
-        } catch (const std::runtime_error &) { // a part of the disk fails: others can be read
+        } catch (
+            const std::runtime_error &) { // a part of the disk fails: others can be read, and this one perhaps later
+            changed = UNKNOWN;
             return false;
         }
         auto head = std::make_shared<PrefixHead>(PrefixHead::parse(file));
@@ -108,6 +113,9 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         }
         known[name] = head;
         return true;
+    } catch (const PrefixForeign &) { // it goes when the folder is full
+        refused.insert(name);
+        return false;
     } catch (const std::exception &) {
         ++n_damaged;
         if (!folder.remove(name + HEAD)) {
@@ -201,8 +209,12 @@ void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
 }
 
 PrefixIndex::Seen PrefixIndex::seen() const {
-    std::lock_guard<std::mutex> lock(mutex);
-    return { known.size(), n_bytes, n_damaged };
+    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    std::lock_guard<std::mutex>  lock_seen(seen_mutex);
+    if (lock) {
+        last_seen = { known.size(), n_bytes, n_damaged };
+    }
+    return last_seen;
 }
 
 void PrefixIndex::drop(const std::string & file) const {
@@ -237,18 +249,43 @@ bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> &
 
 // Beginnings of a new prompt that it serves as well for, but for some tokens between two checkpoints.
 void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable) {
-    const auto n_tokens = (int64_t) head.tokens.size();
+    const auto            n_tokens = (int64_t) head.tokens.size();
+    std::set<std::string> kept;
+    head.each_piece([&](const std::string & piece, uint64_t) { kept.insert(piece); });
     for (auto it = known.begin(); it != known.end();) {
         const auto & other = *it->second;
         const auto   n     = (int64_t) other.tokens.size();
         const bool begins = n < n_tokens && other.identity == head.identity &&
                             common_prefix(head.tokens, other.tokens.data(), other.tokens.size()) == other.tokens.size();
-        if (begins && n - reach(n_tokens, n, head.points, n_removable) < SPACING) {
+        if (begins && n - reach(n_tokens, n, head.points, n_removable) < SERVES) {
             drop(it->first + HEAD);
+            other.each_piece([&](const std::string & piece, uint64_t) {
+                if (kept.count(piece) == 0) {
+                    folder.mark(piece + PIECE);
+                    unused.insert(piece);
+                }
+            });
             it = known.erase(it);
         } else {
             ++it;
         }
+    }
+}
+
+// Removes what those alone had once nobody can be reading it: a conversation leaves some behind at every turn.
+void PrefixIndex::drop_unused(Files & files, const std::set<std::string> & named) {
+    const int64_t now = StoreFolder::now();
+    for (auto it = unused.begin(); it != unused.end();) {
+        const auto file = files.find(*it + PIECE);
+        if (file != files.end() && named.count(*it) == 0) {
+            if (now - file->second.used < UNUSED) {
+                ++it;
+                continue;
+            }
+            drop(file->first);
+            files.erase(file);
+        }
+        it = unused.erase(it);
     }
 }
 
@@ -266,6 +303,7 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
         for (const auto & [name, head] : known) {
             head->each_piece([&](const std::string & piece, uint64_t) { named.insert(piece); });
         }
+        drop_unused(files, named);
         uint64_t n = file.size();
         cut.head.each_piece([&](const std::string & piece, uint64_t size) { // one that no prompt names may be damaged
             if (size_of(files, piece + PIECE) == size && named.count(piece) > 0) {

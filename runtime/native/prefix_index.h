@@ -61,7 +61,7 @@ public:
         uint64_t n_entries, n_bytes, n_damaged;
     };
 
-    Seen seen() const;
+    Seen seen() const; // waits for no disk
 
 private:
     using Files = std::map<std::string, StoredFile>;
@@ -72,14 +72,18 @@ private:
     void  learn(const Files & files);
     bool  learn(const std::string & file, uint64_t size);
     void  forget_beginnings(const PrefixHead & head, int64_t n_removable);
+    void  drop_unused(Files & files, const std::set<std::string> & named);
     void  make_room(Files & files, uint64_t n, const Cut & spared);
     void  drop(const std::string & file) const;
 
     const StoreFolder                                        folder;
     const uint64_t                                           max_bytes;
+    mutable std::mutex                                       seen_mutex; // of last_seen; taken behind the other one
+    mutable Seen                                             last_seen = {};
     mutable std::mutex                                       mutex;   // of what follows
     std::map<std::string, std::shared_ptr<const PrefixHead>> known;   // by name
     std::set<std::string>                                    refused; // names that are not to be read again
+    std::set<std::string>                                    unused;  // pieces of prompts that longer ones replaced
     int64_t                                                  looked = 0, changed = 0;
     uint64_t                                                 n_bytes = 0, n_damaged = 0;
 };

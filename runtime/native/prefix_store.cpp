@@ -25,7 +25,6 @@ constexpr uint64_t QUEUED_BYTES  = 256 << 20;
 constexpr size_t   N_TRIED       = 3;  // prompts that are read for a query
 constexpr double   CLOSE_SECONDS = 30; // for what is still to be written at the end
 constexpr double   SMOOTHING     = 0.2;
-constexpr int64_t  SPACING       = 128; // tokens between checkpoints that are kept
 
 std::chrono::duration<double> seconds_of(double seconds) {
     return std::chrono::duration<double>(seconds);
@@ -84,32 +83,6 @@ PrefixIndex::Cut cut(const Prefix & prefix) {
     return out;
 }
 
-// At most MAX_POINTS checkpoints, in order, and SPACING tokens apart; none of where the cache goes back to without. Those
-// go first without which the fewest tokens are evaluated again, never the last one.
-void thin(Prefix & prefix) {
-    auto &     points = prefix.points;
-    const auto n      = (int64_t) prefix.tokens.size();
-    const auto end    = prefix.n_removable > 0 ? n - prefix.n_removable : n + 1;
-    points.erase(std::remove_if(points.begin(), points.end(), [&](auto & p) { return p.n_tokens >= end; }),
-                 points.end());
-    std::sort(points.begin(), points.end(), [](auto & a, auto & b) { return a.n_tokens < b.n_tokens; });
-    while (points.size() > 1) {
-        const auto gain  = [&](size_t i) { return points[i].n_tokens - (i > 0 ? points[i - 1].n_tokens : 0); };
-        size_t     worst = 0;
-        for (size_t i = 1; i + 1 < points.size(); ++i) {
-            worst = gain(i) < gain(worst) ? i : worst;
-        }
-        if (points.size() <= MAX_POINTS) {
-            if (gain(points.size() - 1) < SPACING) { // the one before it
-                worst = points.size() - 2;
-            } else if (gain(worst) >= SPACING) {
-                return;
-            }
-        }
-        points.erase(points.begin() + (std::ptrdiff_t) worst);
-    }
-}
-
 // Reads every piece of a prompt, several at once, and checks it.
 Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
     Prefix prefix;
@@ -166,10 +139,11 @@ public:
     std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
     void                         run(); // of the writing thread
     void                         fails(std::atomic<bool> & told, const std::string & why, const char * then);
+    bool                         room(uint64_t n_bytes) const; // in the queue; its mutex is held
 
     const uint64_t          max_bytes;
     PrefixIndex             index;
-    std::mutex              mutex;
+    mutable std::mutex      mutex;
     std::condition_variable changed;
     std::deque<Prefix>      queue;
     bool                    writing = false;
@@ -193,9 +167,15 @@ void PrefixStore::Core::fails(std::atomic<bool> & told, const std::string & why,
     }
 }
 
+bool PrefixStore::Core::room(uint64_t n_bytes) const {
+    for (const auto & queued : queue) {
+        n_bytes += queued.n_bytes();
+    }
+    return queue.size() < N_QUEUED || n_bytes < QUEUED_BYTES;
+}
+
 void PrefixStore::Core::write(Prefix && prefix) {
     try {
-        thin(prefix);
         if (index.has(prefix.identity, prefix.tokens, prefix.n_removable)) {
             return;
         }
@@ -296,6 +276,14 @@ PrefixStore::~PrefixStore() {
     core->changed.notify_all();
 }
 
+PrefixStore::Room PrefixStore::room(uint64_t n_bytes) const {
+    if (core->unwritable || n_bytes > core->max_bytes) {
+        return Room::NEVER;
+    }
+    std::lock_guard<std::mutex> lock(core->mutex);
+    return core->room(n_bytes) ? Room::NOW : Room::LATER;
+}
+
 bool PrefixStore::put(Prefix && prefix, bool wait) {
     const size_t n = prefix.tokens.size();
     if (core->unwritable || n < (size_t) LEAST_TOKENS || n > MAX_TOKENS || prefix.n_bytes() > core->max_bytes) {
@@ -303,13 +291,7 @@ bool PrefixStore::put(Prefix && prefix, bool wait) {
         return false;
     }
     std::unique_lock<std::mutex> lock(core->mutex);
-    const auto                   room = [&] {
-        uint64_t bytes = prefix.n_bytes();
-        for (const auto & queued : core->queue) {
-            bytes += queued.n_bytes();
-        }
-        return core->queue.size() < N_QUEUED || bytes < QUEUED_BYTES;
-    };
+    const auto                   room = [&] { return core->room(prefix.n_bytes()); };
     if (wait && !core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room)) {
         core->fails(core->unwritable, "the disk takes too long", "prompts are not stored any more");
     }

@@ -71,6 +71,11 @@ public:
     PrefixStore(const std::string & folder, uint64_t max_bytes);
     ~PrefixStore(); // waits for what is still to be written, but not for ever
 
+    enum class Room { NOW, LATER, NEVER }; // LATER: when others have been written
+
+    // For a prompt of so many bytes.
+    Room room(uint64_t n_bytes) const;
+
     // Stores a prompt in the background. false: it was dropped. wait: until there is room for it.
     bool put(Prefix && prefix, bool wait);
 

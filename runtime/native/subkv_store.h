@@ -60,6 +60,8 @@ SUBKV_API subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes
 // Waits, at most for half a minute, for what is still to be written.
 SUBKV_API void subkv_store_close(subkv_store * store);
 
+// Is there room for a prompt whose states and points have so many bytes? 1: yes; 0: when others have been written; -1: never.
+SUBKV_API int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes);
 // Copies a prompt, which is written in the background. wait: until there is room for it. false: it was dropped, as too
 // short, too large, too fast, or because the folder cannot be written.
 SUBKV_API bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,

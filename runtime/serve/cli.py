@@ -15,7 +15,7 @@ import click
 from runtime import demo, options
 from runtime.launch.arguments import Read
 from runtime.launch.environment import Asked, asked_options
-from runtime.launch.start import Start, located, prepared, understood
+from runtime.launch.prepared import Start, located, prepared, understood
 from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
 
@@ -26,9 +26,13 @@ ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
-# Else glibc keeps freed blocks of up to 32 MiB, a quarter of the memory after twenty minutes, and any page in the
-# user's browser may read answers.
-DEFAULTS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "LLAMA_ARG_CORS_ORIGINS": "localhost"}
+# glibc would keep freed blocks of up to 32 MiB, a quarter of the memory after twenty minutes; any page in the user's
+# browser could read answers; prompts in memory may take 8 GiB by llama-server's own default.
+DEFAULTS = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "LLAMA_ARG_CORS_ORIGINS": "localhost",
+    "LLAMA_ARG_CACHE_RAM": "1024",
+}
 
 
 def _store(store: Path | None, store_mib: int | None) -> dict[str, str]:
@@ -99,6 +103,11 @@ def main(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> Non
 @serve_options
 def _flags(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> Start:
     return start(arguments, asked, store)
+
+
+def flags_context(arguments: Sequence[str]) -> click.Context:
+    """Our own options of a command line, checked without a look at the model. Raises click's errors."""
+    return _flags.make_context("flags", list(arguments))
 
 
 def serve_start(arguments: Sequence[str]) -> Start:

@@ -1,10 +1,10 @@
-"""The server on many machines, by Ray Serve.
+"""llama-server on many machines, by Ray Serve.
 
-serve run runtime.serve.cluster:build flags="-m /srv/model.gguf -np 4 --cache-store s3://bucket/prefixes"
+serve run runtime.serve.cluster:build flags="-m /srv/model.gguf -np 4 --store /mnt/prompts"
 serve deploy examples/cluster.yaml
 
-Replicas run the application of `subkv serve`; a thin ingress gives every conversation's requests to one of them. Ray
-routes, scales, watches and restarts. What a replica has evaluated is in the store, for whoever goes on.
+Each replica owns a llama-server; a thin ingress gives all requests of a conversation to one of them. Ray routes,
+scales, watches and restarts. Evaluated prompts are in a store, from which any replica resumes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import ray
 from ray import serve
@@ -29,18 +31,27 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime import options
-from runtime.serve.cli import serving_options
-from runtime.serve.guard import disconnected
-from runtime.serve.opened import Wanted
-from runtime.serve.refusals import ApiError, body
-from runtime.serve.sessions import Load, door, messages, scope_of
-from runtime.serve.settings import Limits, Listening
-from subkv.base.command import command
+from runtime.serve.cli import ANSWERS, flags_context
+from runtime.serve.door import ApiError, body, disconnected, door, keys_of
+from runtime.serve.replica import STALL, LlamaServer, Request
+from runtime.serve.sessions import Load
 from subkv.base.errors import SubkvError
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-N_TRIES = 2  # replicas that a request is given to, where the first is lost before it said anything
+N_TRIES = 2  # replicas that a request is given to, where the first is lost before it answered anything
+N_SLOTS = 4  # of llama-server without -np
+END = 60.0  # seconds to finish answers and to store what slots hold
+# options of llama-server that a replica cannot have, and why
+REFUSED = [
+    (
+        {"--host", "--port", "--reuse-port", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"},
+        "replicas listen on a socket of their own",
+    ),
+    ({"--api-key", "--api-key-file"}, "api_key_file is an argument of the cluster"),
+    ({"--models-dir", "--models-preset"}, "a cluster serves one model"),
+    (ANSWERS, "it starts no server"),
+]
+PARALLEL = {"-np", "--parallel"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +60,9 @@ class Arguments:
 
     flags: str | Sequence[str] = ()
     api_key_file: str | None = None
-    log_format: str = "none"
+    max_body: int = 8 * 1024 * 1024
+    timeout: float = 600.0
+    stall_timeout: float = STALL
     min_replicas: int = 1
     max_replicas: int = 1
     tokens_per_replica: int = 8000
@@ -66,9 +79,22 @@ class Arguments:
             raise SubkvError(
                 "max_replicas", f"expected at least min_replicas, {self.min_replicas}, and 1, found {self.max_replicas}"
             )
-        for name in ("tokens_per_replica", "requests_per_replica", "max_queued_requests", "ingresses"):
+        for name in ("tokens_per_replica", "requests_per_replica", "max_queued_requests", "max_body", "ingresses"):
             if getattr(self, name) < 1:
                 raise SubkvError(name, f"expected at least 1, found {getattr(self, name)}")
+        for name in ("timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise SubkvError(name, f"expected more than 0 seconds, found {getattr(self, name):g}")
+        self._check_flags()
+
+    def _check_flags(self) -> None:
+        """Raises SubkvError, and click's errors about options of ours."""
+        flags = self.listed()
+        for names, remedy in REFUSED:
+            for name in [flag.partition("=")[0] for flag in flags]:
+                if name in names:
+                    raise SubkvError("flags", f"expected no {name}, found one: {remedy}")
+        flags_context(flags)
 
     @staticmethod
     def _actor(resource: str, **more: float) -> dict[str, Any]:
@@ -98,60 +124,63 @@ class Arguments:
 
     def keys(self) -> list[str]:
         """Of api_key_file, as it is on this machine. Raises SubkvError."""
-        return Listening("", 0, (), None if self.api_key_file is None else Path(self.api_key_file)).keys()
+        return keys_of(None if self.api_key_file is None else Path(self.api_key_file))
 
     def listed(self) -> list[str]:
         return shlex.split(self.flags) if isinstance(self.flags, str) else [str(flag) for flag in self.flags]
 
-
-@command("replica")
-@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
-@serving_options
-def wanted(**flags: Any) -> Wanted:
-    """The flags of a replica."""
-    return Wanted(**flags)
+    def n_slots(self) -> int:
+        """Of each replica. Raises SubkvError."""
+        flags = self.listed()
+        given = [value for flag, value in zip(flags, flags[1:], strict=False) if flag in PARALLEL]
+        try:
+            n = int(given[-1]) if given else -1
+        except ValueError:
+            raise SubkvError("flags", f"-np: expected a number, found {given[-1]!r:.80}") from None
+        return n if n > 0 else N_SLOTS
 
 
 class Replica:
-    """The application of `subkv serve` on one machine, for requests that an ingress passes on."""
+    """A llama-server on one machine, for requests that an ingress passes on."""
 
     async def __init__(self, given: Arguments) -> None:  # type: ignore[misc]  # as Ray has it
-        keys = given.keys()
-        self._stack = contextlib.ExitStack()
-        found: Wanted = wanted.main(given.listed(), prog_name="flags", standalone_mode=False)
-        self.service = self._stack.enter_context(found.checked().opened())
-        from runtime.serve.app import create_app  # the extra `server`, behind a check
-
-        self.app = create_app(self.service, keys, log=given.log_format)
-        self._life = self.app.router.lifespan_context(self.app)
-        await self._life.__aenter__()
         self.load = Load()
         at = ray.get_runtime_context()
         self._name = f"{serve.get_replica_context().replica_id.unique_id}@{at.get_node_id()}".encode()
+        self._closing = False
+        self.server = await LlamaServer.started(given.listed(), given.stall_timeout)
+        self._watch = asyncio.ensure_future(self._end_with_server())
 
-    async def answer(self, scope: Scope, asked: bytes) -> AsyncIterator[list[Message]]:
-        """The messages of an answer, those together that were ready together."""
-        with self.load.waiting(asked) as begun:
-            async for batch in messages(self.app, scope, asked):
-                for message in batch:
+    async def _end_with_server(self) -> None:
+        """A replica without its server ends at once: Ray then asks another one, and starts one in its place."""
+        code = await self.server.process.wait()
+        if not self._closing:
+            print(f"subkv cluster: llama-server ended with exit code {code}", file=sys.stderr, flush=True)
+            self.server.forget()
+            os._exit(1)
+
+    async def answer(self, asked: Request) -> AsyncGenerator[Message, None]:
+        """The messages of an answer."""
+        with self.load.waiting(asked.body) as said:
+            async with contextlib.aclosing(self.server.answer(asked)) as messages:
+                async for message in messages:
                     if message["type"] == "http.response.start":
-                        message["headers"] = [*message["headers"], (b"x-replica", self._name)]
-                    elif message.get("body"):
-                        begun()
-                yield batch
+                        message["headers"].append((b"x-replica", self._name))
+                    else:
+                        said(message["body"])
+                    yield message
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:  # in the loop: Ray calls functions that do not wait in threads
         """Ray asks, and replaces a replica that raises."""
-        if reason := self.service.engine.stuck:
-            raise RuntimeError(reason)
+        self.server.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"queued_tokens": self.load.n_tokens}
 
     async def __del__(self) -> None:
-        if hasattr(self, "_life"):
-            await self._life.__aexit__(None, None, None)  # what slots hold goes to the store
-        self._stack.close()
+        if hasattr(self, "server"):
+            self._closing = True
+            await self.server.close()
 
 
 class Forwarded(Response):
@@ -183,7 +212,7 @@ class Forwarded(Response):
                 return
             except RayActorError:
                 if self.started or i == N_TRIES - 1:
-                    lost = ApiError(503, "the replica was lost; ask again, another one goes on", retry_after=1)
+                    lost = ApiError(503, "the replica was lost; ask again, another one resumes", retry_after=1)
                     await self._refuse(lost, scope, send)
                     return
             except (BackPressureError, DeploymentUnavailableError) as error:
@@ -196,14 +225,13 @@ class Forwarded(Response):
                 return
 
     async def _from_replica(self, scope: Scope, send: Send) -> None:
-        answers = self.engines.remote(scope_of(scope), self.asked)
+        answers = self.engines.remote(Request(scope["method"], target(scope), list(scope["headers"]), self.asked))
         try:
-            async for batch in answers:
-                for message in batch:
-                    if message["type"] == "http.response.start":
-                        self.started = True
-                        self.streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
-                    await send(message)
+            async for message in answers:
+                if message["type"] == "http.response.start":
+                    self.started = True
+                    self.streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+                await send(message)
         finally:
             answers.cancel()
 
@@ -214,8 +242,18 @@ class Forwarded(Response):
             return
         if not self.streams:  # its length was promised: a cut answer must look like one
             raise ConnectionError(error.detail)
-        data = f"data: {json.dumps(told)}\n\n".encode()
+        event = ""
+        if scope["path"].endswith("/messages"):  # Anthropic's streams name their events
+            event, told = "event: error\n", {"type": "error", **told}
+        data = f"{event}data: {json.dumps(told)}\n\n".encode()
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def target(scope: Scope) -> bytes:
+    """Path and query of a request."""
+    path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    query: bytes = scope.get("query_string", b"")
+    return path.partition(b"?")[0] + (b"?" + query if query else b"")
 
 
 async def _nothing() -> Message:
@@ -227,19 +265,20 @@ async def _nothing() -> Message:
 class Ingress:
     """Gives every conversation's requests to one replica, by Ray's consistent hashing."""
 
-    def __init__(self, engines: DeploymentHandle[Any], given: Arguments, limits: Limits) -> None:
-        self.engines, self.limits, self.keys = engines, limits, given.keys()
+    def __init__(self, engines: DeploymentHandle[Any], given: Arguments) -> None:
+        self.engines, self.given, self.keys = engines, given, given.keys()
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return door(lambda key, asked: Forwarded(self.engines, key, asked), self.keys, self.limits)
+        def forward(key: str, asked: bytes) -> Response:
+            return Forwarded(self.engines, key, asked)
+
+        return door(forward, self.keys, self.given.max_body, self.given.timeout)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application for `serve run` and config files. Raises SubkvError and click's errors for wrong arguments."""
     given = Arguments.of(args)
-    context = wanted.make_context("flags", given.listed())
-    limits = Limits(max_body=context.params["max_body"], timeout=context.params["timeout"])
-    n_slots = context.params["parallel"]
+    n_slots = given.n_slots()
     policy = AutoscalingPolicy(
         policy_function="runtime.serve.sessions:QueuedTokens",
         policy_kwargs={"tokens": given.tokens_per_replica, "requests": given.requests_per_replica},
@@ -254,7 +293,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_queued_requests=given.max_queued_requests,
         ray_actor_options=given.replica_options(),
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=30,
+        graceful_shutdown_timeout_s=END,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )
     ingress = serve.deployment(
@@ -264,4 +303,4 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=max(given.max_queued_requests + 2 * n_slots * given.max_replicas, 1000),
         ray_actor_options=given.ingress_options(),
     )
-    return ingress.bind(replica.bind(given), given, limits)
+    return ingress.bind(replica.bind(given), given)

@@ -1,4 +1,4 @@
-"""Load on a server of this machine: requests, errors, latencies and the server's memory, as a table.
+"""Load on llama-server, or another server of OpenAI's API, of this machine: errors, latencies, memory, as a table.
 
 python -m runtime.serve.load --url http://127.0.0.1:8080 -r 1000 -j 1000 -n 8 --pid PID
 """
@@ -6,7 +6,10 @@ python -m runtime.serve.load --url http://127.0.0.1:8080 -r 1000 -j 1000 -n 8 --
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import http.client
+import io
 import ipaddress
 import json
 import os
@@ -17,14 +20,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
-import h11
 import numpy as np
 
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
 
-RECEIVE = 65536
 TIMEOUT_SECONDS = 3600
 
 
@@ -37,32 +38,48 @@ class Reply:
     seconds: float
 
 
-async def post(host: str, port: int, path: str, body: dict[str, Any]) -> Reply:
+class _Received:
+    """Bytes in the place of a socket, for http.client to read an answer from."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self.data)
+
+
+def parsed(data: bytes) -> tuple[int, bytes]:
+    """Status and body of an answer; 0 where it is none, or not whole."""
+    response = http.client.HTTPResponse(_Received(data))  # type: ignore[arg-type]
+    if b"\r\n\r\n" not in data:
+        return 0, b""
+    try:
+        response.begin()
+        return response.status, response.read()
+    except (http.client.HTTPException, ValueError):
+        return 0, b""
+
+
+async def request(host: str, port: int, method: str, path: str, body: dict[str, Any] | None = None) -> Reply:
     """One request over a connection of its own."""
     start = time.perf_counter()
-    data = json.dumps(body).encode()
+    data = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    if body is not None:
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     status, received = 0, b""
-    http = h11.Connection(h11.CLIENT)
-    headers = [("Host", host), ("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
-    try:
+    with contextlib.suppress(OSError):
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            request = http.send(h11.Request(method="POST", target=path, headers=[*headers, ("Connection", "close")]))
-            writer.write((request or b"") + (http.send(h11.Data(data)) or b"") + (http.send(h11.EndOfMessage()) or b""))
-            found = 0
-            while not isinstance(event := http.next_event(), h11.EndOfMessage):
-                if event is h11.NEED_DATA:
-                    http.receive_data(await reader.read(RECEIVE))
-                elif isinstance(event, h11.Response):
-                    found = event.status_code
-                elif isinstance(event, h11.Data):
-                    received += bytes(event.data)
-            status = found
+            writer.write(f"{head}\r\n".encode() + data)
+            status, received = parsed(await reader.read())
         finally:
             writer.close()
-    except (OSError, h11.ProtocolError):
-        pass
     return Reply(status, received, time.perf_counter() - start)
+
+
+async def post(host: str, port: int, path: str, body: dict[str, Any]) -> Reply:
+    return await request(host, port, "POST", path, body)
 
 
 async def load(host: str, port: int, path: str, bodies: list[dict[str, Any]], n_parallel: int) -> list[Reply]:

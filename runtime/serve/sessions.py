@@ -1,46 +1,35 @@
-"""What a cluster's ingress and replicas need that is not Ray's: whose turn a request is, and requests as values."""
+"""Which conversation a request belongs to, how much work waits for a replica, and how many replicas that takes."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from urllib.parse import parse_qs
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Scope
-
-from runtime.serve.guard import Guard
-from runtime.serve.refusals import refused
-from runtime.serve.settings import Limits
-
-SESSION = "x-session-id"
+# names that clients give to conversations; llama-server's page resumes streams by the second one
+NAMES = ("x-session-id", "x-conversation-id")
+NAME_IN_QUERY = "conv_id"
 OWNERS = ("authorization", "x-api-key")
 N_OPENING = 512  # characters of a prompt without turns that tell conversations apart
-N_WAITING = 64  # messages that an answer may be ahead of its reader
 BYTES_PER_TOKEN = 4  # of a body, about
-METHODS = ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE"]
-# what of a request's scope goes to another process
-FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
+PING = b":"  # begins a comment of a stream that has no answer yet
 
 
-def session(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str:
-    """What a conversation's requests have in common and others' have not; "": nothing is known.
+def session(headers: Iterable[tuple[bytes, bytes]], body: bytes, query: bytes = b"") -> str:
+    """A key that all requests of a conversation have in common, and other conversations have not; "": unknown.
 
-    x-session-id where the client gives one; else a hash of the key, the system prompt and the first turn.
+    A name where the client gives one (NAMES); else a hash of the key, the system prompt and the first turn.
     """
     found = {name.decode("latin-1").lower(): value for name, value in headers}
     owner = b"\0".join(found.get(name, b"") for name in OWNERS)
-    if given := found.get(SESSION):
-        return _digest(owner, b"id", given)
+    given = [found[name] for name in NAMES if found.get(name)]
+    given += [name.encode() for name in parse_qs(query.decode("latin-1")).get(NAME_IN_QUERY, [])]
+    if given:
+        return _digest(owner, b"id", given[0])
     opening = _opening(body)
     return _digest(owner, b"opening", opening.encode("utf-8", "replace")) if opening else ""
 
@@ -53,7 +42,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def _opening(body: bytes) -> str:
-    """How the conversation of a request's body begins; the route answers what is no request."""
+    """How the conversation of a request's body begins; llama-server answers other bodies."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -64,29 +53,9 @@ def _opening(body: bytes) -> str:
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
         users = [i for i, turn in enumerate(turns) if turn.get("role") == "user"]
         turns = turns[: users[0] + 1] if users else turns[:1]
-        return json.dumps([asked.get("instructions"), [[turn.get("role"), turn.get("content")] for turn in turns]])
+        system = asked.get("system") or asked.get("instructions")  # Anthropic's and the responses API's
+        return json.dumps([system, [[turn.get("role"), turn.get("content")] for turn in turns]])
     return json.dumps(turns[:N_OPENING]) if isinstance(turns, (str, list)) and turns else ""
-
-
-def door(forward: Callable[[str, bytes], Response], keys: Sequence[str], limits: Limits) -> Starlette:
-    """The application of an ingress: forward(session, body) makes the answer to a request that may come in.
-
-    Keys are checked, and a body's size where it is told, before anything of it is read; all of it is there in time.
-    """
-
-    async def enter(request: Request) -> Response:
-        try:
-            asked = await request.body()
-        except ClientDisconnect:
-            return Response(status_code=499)  # as proxies log it; nobody reads it
-        return forward(session(request.headers.raw, asked), asked)
-
-    guard = Middleware(Guard, keys=keys, max_body=limits.max_body, timeout=limits.timeout, shared=True)
-    return Starlette(
-        routes=[Route("/{path:path}", enter, methods=METHODS)],
-        middleware=[guard],
-        exception_handlers={HTTPException: refused},
-    )
 
 
 class Load:
@@ -96,66 +65,24 @@ class Load:
         self.n_tokens = 0
 
     @contextlib.contextmanager
-    def waiting(self, body: bytes) -> Iterator[Callable[[], None]]:
-        """Counts until the block ends or what it is given is called."""
+    def waiting(self, body: bytes) -> Iterator[Callable[[bytes], None]]:
+        """Counts until the block ends, or its value is called with something of an answer."""
         n = len(body) // BYTES_PER_TOKEN
         self.n_tokens += n
 
-        def begun() -> None:
+        def ended() -> None:
             nonlocal n
             self.n_tokens -= n
             n = 0
 
+        def said(piece: bytes) -> None:
+            if piece and not piece.startswith(PING):
+                ended()
+
         try:
-            yield begun
+            yield said
         finally:
-            begun()
-
-
-def scope_of(scope: Scope) -> Scope:
-    """What a replica needs of a request's scope, as plain values."""
-    return {name: scope[name] for name in FIELDS if name in scope}
-
-
-async def messages(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-    """An application's answer to a request, as the messages that were ready together.
-
-    Whoever stops reading has gone, for the application, and what it waits for is cancelled.
-    """
-    ready: asyncio.Queue[Message] = asyncio.Queue(N_WAITING)
-    gone, given = asyncio.Event(), False
-
-    async def receive() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    about = {"version": "3.0", "spec_version": "2.3"}
-    asked: Scope = {**scope, "asgi": about, "root_path": "", "extensions": {}}
-    work = asyncio.ensure_future(app(asked, receive, ready.put))
-    try:
-        while not (work.done() and ready.empty()):
-            if ready.empty():
-                first = asyncio.ensure_future(ready.get())
-                await asyncio.wait({first, work}, return_when=asyncio.FIRST_COMPLETED)
-                if not first.done():
-                    first.cancel()
-                    continue
-                batch = [first.result()]
-            else:
-                batch = [ready.get_nowait()]
-            while not ready.empty():
-                batch.append(ready.get_nowait())
-            yield batch
-        work.result()
-    finally:
-        gone.set()
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await work
+            ended()
 
 
 class QueuedTokens:

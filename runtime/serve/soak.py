@@ -1,6 +1,6 @@
-"""Hours of mixed clients on a server of this machine: what grows, and whether answers get slower, as two tables.
+"""Hours of mixed clients on a llama-server of this machine: what grows, and whether answers get slower, as two tables.
 
-python -m runtime.serve --slot-save-path DIR -np 4 &
+subkv serve --slot-save-path DIR --metrics -np 4 &
 python -m runtime.serve.soak --url http://127.0.0.1:8080 --pid PID --minutes 120
 """
 
@@ -22,14 +22,15 @@ from typing import Any
 import click
 import numpy as np
 
-from runtime.serve.load import Reply, local, post, resident_mib
+from runtime.serve.load import Reply, local, request, resident_mib
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
 
 LIMIT_SECONDS = 300.0  # of one request
-# what comes of each kind, of others 200; conversations fill their slot, and busy slots are left alone
-EXPECTED = {"refused": {400}, "conversation": {200, 400}, "slots": {200, 409}}
+# what comes of each kind, of others 200; conversations fill their slot
+EXPECTED = {"refused": {400}, "conversation": {200, 400}}
+MONITORED = ("/health", "/slots", "/props", "/v1/models", "/metrics")
 
 
 @dataclasses.dataclass
@@ -50,8 +51,10 @@ class Soak:
     def now(self) -> float:
         return time.monotonic() - self.start
 
-    async def ask(self, kind: str, path: str, body: dict[str, Any]) -> Reply:
-        reply = await asyncio.wait_for(post(self.host, self.port, path, body), LIMIT_SECONDS)
+    async def ask(self, kind: str, path: str, body: dict[str, Any] | None) -> Reply:
+        """body None: a GET."""
+        method = "GET" if body is None else "POST"
+        reply = await asyncio.wait_for(request(self.host, self.port, method, path, body), LIMIT_SECONDS)
         self.counts[kind] += 1
         if reply.status not in EXPECTED.get(kind, {200}):
             self.faults[f"{kind}: {reply.status or 'no answer'}"] += 1
@@ -103,18 +106,21 @@ class Soak:
             writer.close()
 
     async def slots(self, i: int) -> None:
-        """Saves a slot, empties it, restores it, unless it is at work."""
+        """Saves a slot, empties it, restores it, each once it is not at work."""
         slot = i % self.n_slots
         for action in ("save", "erase", "restore"):
-            reply = await self.ask("slots", f"/slots/{slot}?action={action}", {"filename": f"soak-{slot}"})
-            if reply.status != 200:
-                break
+            await self.ask("slots", f"/slots/{slot}?action={action}", {"filename": f"soak-{slot}"})
         await asyncio.sleep(1)
+
+    async def monitor(self, i: int) -> None:
+        """What watches a server."""
+        await self.ask("monitor", MONITORED[i % len(MONITORED)], None)
+        await asyncio.sleep(0.2)
 
     async def refused(self, i: int) -> None:
         """What cannot be."""
         bad: list[dict[str, Any]] = [{"grammar": "root ::= ("}, {"temperature": "warm"}, {"n": -1}]
-        await self.ask("refused", "/v1/completions", {"prompt": "a", "max_tokens": 1, **bad[i % 3]})
+        await self.ask("refused", "/completion", {"prompt": "a", "n_predict": 1, **bad[i % 3]})
         await asyncio.sleep(1)
 
     async def again(self, client: Callable[[int], Awaitable[None]], first: int, step: int) -> None:
@@ -141,7 +147,8 @@ class Soak:
         tasks = [self.again(client, k, n_each) for client in clients for k in range(n_each)]
         if self.n_slots:
             tasks.append(self.again(self.slots, 0, 1))
-        await asyncio.gather(self.watch(pid, every), self.again(self.refused, 0, 1), *tasks)
+        tasks += [self.again(client, 0, 1) for client in (self.refused, self.monitor)]
+        await asyncio.gather(self.watch(pid, every), *tasks)
 
 
 def growth(samples: list[tuple[float, float, int, int]]) -> list[tuple[float, float, float]]:
@@ -189,8 +196,9 @@ def tables(soak: Soak, seconds: float) -> str:
 def main(url: str, pid: int, minutes: float, n_each: int, n_predict: int, n_slots: int, every: float) -> None:
     """Ask a server on the loopback interface in many ways, politely or not, and print what grew.
 
-    Clients that leave, read slowly, go on with conversations, ask for what cannot be, and (--slots, for a server with
-    --slot-save-path) save and restore slots. Exits with 1 where an answer was not what it had to be.
+    Clients that leave, read slowly, go on with conversations, ask for what cannot be, watch (the server needs
+    --metrics), and (--slots, for a server with --slot-save-path) save and restore slots. Exits with 1 where an answer
+    was not what it had to be.
     """
     host, port = local(url)
     if not Path(f"/proc/{pid}/task").exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.scoring import log_softmax
-from runtime.serve.grammar_worker import Rules, compiled
 from runtime.tasks.kinds import SPARE, Sample, Task
+from runtime.tasks.rules import Rules
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
 from subkv.engine.context import Context, Logits
 from subkv.engine.model import Model
-from subkv.native.binding import C
 
 Tokens = npt.NDArray[np.int32]
 Row = npt.NDArray[np.float32]  # logits [n_vocab]
@@ -124,26 +123,13 @@ def answered(context: Context, cut: Sequence[Part]) -> Outcome:
 def allowed(rules: Rules, row: Row) -> int:
     """The likeliest token that may follow."""
     token = int(row.argmax())
-    if rules.admits(token):
-        return token
-    bits = np.unpackbits(np.frombuffer(rules.mask(), np.uint8), bitorder="little")[: len(row)]
-    return int(np.where(bits == 1, row, -np.inf).argmax())
-
-
-@contextlib.contextmanager
-def under(model: Model, schema: dict[str, Any]) -> Iterator[Rules]:
-    """A schema as rules at the start of a JSON."""
-    rules, _ = compiled(model.vocab, "schema", json.dumps(schema))
-    try:
-        yield rules
-    finally:
-        C.llama_sampler_free(rules.sampler)
+    return token if rules.admits(token) else int(np.where(rules.allowed(), row, -np.inf).argmax())
 
 
 def written(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most: int) -> list[int]:
     """At most `most` tokens of a JSON that fits, the likeliest at every step; row: logits of the first."""
     found: list[int] = []
-    with under(model, schema) as rules:
+    with Rules(model.vocab, schema) as rules:
         while len(found) < most:
             token = allowed(rules, row)
             if model.is_end(token):
@@ -157,7 +143,7 @@ def written(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most
 def followed(model: Model, rows: Logits, said: list[int], schema: dict[str, Any]) -> list[int]:
     """What would be written in the place of each token of a JSON, up to the first other one."""
     found: list[int] = []
-    with under(model, schema) as rules:
+    with Rules(model.vocab, schema) as rules:
         for row, token in zip(rows, said, strict=False):
             found.append(allowed(rules, row))
             if found[-1] != token:

@@ -252,7 +252,9 @@ class _Header:
         self.metadata = metadata
         version = self.text("version")
         if version != VERSION:
-            raise SubkvError(f"{PREFIX}version", f"expected {VERSION}, found {version!r}")
+            raise SubkvError(
+                f"{PREFIX}version", f"expected {VERSION}, found {version!r}; train again with this version of subkv"
+            )
 
     def text(self, key: str) -> str:
         if PREFIX + key not in self.metadata:

@@ -117,7 +117,7 @@ class Library:
 
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
 REF = [
-    *(ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows", "tiles")),
+    *(ROOT / f"kernels/ref/{name}.cpp" for name in ("attend", "encode", "linear", "ref", "rows", "tiles", "trellis")),
     ROOT / "runtime/native/capi_tiles.cpp",
     ROOT / "tests/kernels/ref_capi.cpp",
 ]

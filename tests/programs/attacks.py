@@ -55,6 +55,26 @@ def schema(name: str, value: Any, statuses: frozenset[int] = REFUSED, slow: bool
     return Attack(f"schema-{name}", CHAT, content, statuses, slow)
 
 
+def chat(name: str, statuses: frozenset[int] = EITHER, /, **fields: Any) -> Attack:
+    """A chat with these fields; a function is called when the attack is made."""
+
+    def content() -> bytes:
+        made = {key: value() if callable(value) else value for key, value in fields.items()}
+        return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 8} | made).encode()
+
+    return Attack(name, CHAT, content, statuses)
+
+
+def tool(name: str, statuses: frozenset[int] = REFUSED, /, **function: Any) -> Attack:
+    """A chat that has to call a function."""
+
+    def tools() -> list[dict[str, Any]]:
+        made = {key: value() if callable(value) else value for key, value in function.items()}
+        return [{"type": "function", "function": {"name": "f", **made}}]
+
+    return chat(f"tool-{name}", statuses, tools=tools, tool_choice="required")
+
+
 def raw(name: str, path: str, content: bytes | Callable[[], bytes], statuses: frozenset[int] = REFUSED) -> Attack:
     return Attack(name, path, content if callable(content) else lambda: content, statuses)
 
@@ -91,6 +111,11 @@ GRAMMARS = [
     grammar("range-backwards", "root ::= [z-a]"),
     grammar("null-character", 'root ::= "a\0b"'),
     grammar("left-recursion", 'root ::= root "a" | "b"'),
+    grammar("empty-alternatives", "root ::= " + "|" * 20_000 + ' "a"', EITHER),
+    grammar("rules-again", "root ::= r\n" + "r ::= r\n" * 5_000),
+    grammar("half-a-character", 'root ::= "\ud83d"', EITHER),
+    *(grammar(f"unfinished-{i}", 'root ::= "a"\n' + text, EITHER)  # slow where a scan begins at every place
+      for i, text in enumerate(('"' * 60_001, '"\\' * 30_000, "[\\" * 30_000, "{" * 60_000, "#" * 60_000 + "["))),
     native("trigger-exponential", grammar='root ::= "z"', grammar_lazy=True, n_predict=60,
            grammar_triggers=[{"type": 2, "value": "(a*)*(a*)*(a*)*b"}], **ALWAYS_A),
     native("trigger-deep", grammar='root ::= "z"', grammar_lazy=True,
@@ -128,6 +153,10 @@ SCHEMAS = [
     schema("letters", {"type": "string", "minLength": 2 * 10**8}),
     schema("letters-backwards", {"type": "string", "minLength": 10, "maxLength": 2}),
     schema("items", {"type": "array", "items": {"type": "boolean"}, "minItems": 10**8}),
+    schema("items-many", {"anyOf": [{"type": "array", "items": {}, "maxItems": 1e300}]}, EITHER),
+    schema("items-negative", {"type": "array", "items": {"type": "boolean"}, "minItems": -1}, EITHER),
+    schema("pattern-of-repetitions", {"type": "string", "pattern": "^[a]{1,100000000}$"}, EITHER),
+    schema("constant", {"const": "x" * 200_000}, EITHER),
     schema("items-backwards", {"type": "array", "items": {"type": "integer"}, "minItems": 10, "maxItems": 2}),
     schema("properties", lambda: {"type": "object", "properties": {str(i): {"type": "integer"} for i in range(3000)}}),
     schema(
@@ -147,7 +176,83 @@ SCHEMAS = [
     ),
 ]
 
+TOOLS = [
+    tool("name-long", EITHER, name="x" * 60_000),
+    tool("name-of-a-rule", EITHER, name='f" | root "'),
+    tool("name-empty", EITHER, name=""),
+    tool("name-number", name=5),
+    tool("half-a-character", EITHER, description="\ud83d"),
+    tool("items", parameters={"type": "array", "items": {"type": "boolean"}, "minItems": 10**8}),
+    tool("letters", parameters={"type": "object", "properties": {"a": {"type": "string", "minLength": 2 * 10**8}}}),
+    tool("pattern", EITHER, parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "^]$"}}}),
+    tool("elsewhere", parameters={"$ref": "https://x.invalid/"}),
+    tool("types", parameters=lambda: nested(ARRAYS, "{}", "}", 30)),
+    tool("no-schema", EITHER, parameters=[1, 2]),
+    chat("tools-many", tool_choice="required", tools=lambda: [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(5_000)
+    ]),
+    chat("tools-number", tools=5),
+    chat("tools-object", tools={}),
+    chat("tools-null", tools=[None]),
+    chat("tools-empty", tools=[{"type": "function"}]),
+    chat("tools-none", tool_choice="required"),
+    chat("tools-choice", tools=[{"type": "function", "function": {"name": "f"}}],
+         tool_choice={"type": "function", "function": 5}),
+    chat("functions", functions=[{"name": "", "parameters": {}}]),
+]  # fmt: skip
+
+USER = {"role": "user", "content": "x"}
+# (route, body): fields of other kinds than they should be
+OTHER_KINDS: list[tuple[str, Any]] = [
+    (CHAT, {"messages": 5}),
+    (CHAT, {"messages": [5]}),
+    (CHAT, {"messages": [{"role": 5, "content": {}}]}),
+    (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": "none"}]}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5, "arguments": 5}}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
+    (CHAT, {"messages": [USER], "response_format": 5}),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": "x"}),
+    (CHAT, {"messages": [USER], "max_tokens": "many"}),
+    (NATIVE, {"prompt": {"a": 1}}),
+    (NATIVE, {"prompt": [[1, 2], {"prompt_string": 5}]}),
+    (NATIVE, {"prompt": {"prompt_string": "x", "multimodal_data": ["!", 5]}}),
+    (NATIVE, {"promt": "misspelt"}),
+    ("/v1/completions", {"promt": "misspelt"}),
+    ("/v1/completions", {"prompt": "x", "n": -1}),
+    ("/tokenize", {"content": {"a": 1}}),
+    ("/detokenize", {"tokens": "x"}),
+    ("/detokenize", {"tokens": [1.5, None]}),
+    ("/apply-template", {"messages": {}}),
+    ("/infill", {"input_prefix": 5}),
+    ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [5]}),
+    ("/embedding", {"content": "x"}),
+    ("/v1/embeddings", {"input": []}),
+    ("/rerank", {"query": "x", "documents": ["y"]}),
+    ("/v1/messages", {"messages": 5, "max_tokens": 2}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": 5}]}], "max_tokens": 2}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 2}),
+    ("/v1/messages", {"messages": [USER], "tools": [5], "max_tokens": 2}),
+    ("/v1/messages/count_tokens", {"messages": "x"}),
+    ("/v1/responses", {"input": {"a": 1}}),
+    ("/v1/responses", {"input": [{"type": "nonsense"}, 5]}),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}),
+    ("/v1/chat/completions/control", {"id": 5}),
+    ("/v1/streams/lookup", {"conversation_ids": 5}),
+    ("/lora-adapters", [{"id": 10**30, "scale": "x"}]),
+    ("/props", {"x": 5}),
+    ("/slots/9?action=erase", {}),
+    ("/nowhere", {}),
+    ("/health", {}),
+]
+
 BODIES = [
+    *(
+        raw(
+            f"kinds-{i}{path.partition('?')[0].replace('/', '-')}", path, json.dumps(body).encode(), EITHER | {404, 501}
+        )
+        for i, (path, body) in enumerate(OTHER_KINDS)
+    ),
     raw("not-json", NATIVE, b"{"),
     raw("empty", CHAT, b""),
     raw("a-list", NATIVE, b"[]"),
@@ -176,6 +281,7 @@ BODIES = [
             ),
             ("response", "/v1/responses", b'{"input": @}'),
             ("schema", NATIVE, b'{"prompt": "x", "json_schema": {"const": @}}'),
+            ("items", NATIVE, b'{"prompt": "x", "json_schema": ' + b'{"items":' * 20_000 + b"{}" + b"}" * 20_001),
         )
     ),
     raw("members", NATIVE, lambda: b'{"prompt":"x",' + b",".join(b'"%d":1' % i for i in range(10**6)) + b"}"),
@@ -219,4 +325,4 @@ NUMBERS = [
     ),
 ]  # fmt: skip
 
-ALL = [*GRAMMARS, *SCHEMAS, *BODIES, *NUMBERS]
+ALL = [*GRAMMARS, *SCHEMAS, *TOOLS, *BODIES, *NUMBERS]

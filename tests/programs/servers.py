@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,20 @@ def assert_same(one: Any, other: Any, tie: float = 0.02) -> None:
             assert abs(step["logprob"] - others[i]["logprob"]) < tie, (i, step, others[i])
 
 
+def wait_until(what: str, seen: Callable[[], bool]) -> None:
+    end = time.monotonic() + START
+    while not seen():
+        assert time.monotonic() < end, f"waited for: {what}"
+        time.sleep(0.05)
+
+
 class Server:
-    """process, port and log of one server."""
+    """process, port and log of one server; `ended`: by stop() or kill()."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
         self.port = port
+        self.ended = False
         self._log = log
 
     @property
@@ -96,13 +104,29 @@ class Server:
 
     def wait(self, what: str, path: str, seen: Any) -> Any:
         """The answer of `path` once `seen(answer)`."""
-        end = time.monotonic() + START
-        while True:
+        answer: Any = None
+
+        def asked() -> bool:
+            nonlocal answer
             answer = self.request("GET", path)
-            if seen(answer):
-                return answer
-            assert time.monotonic() < end, f"waited for: {what}; {answer}"
-            time.sleep(0.05)
+            return bool(seen(answer))
+
+        wait_until(what, asked)
+        return answer
+
+    def stop(self) -> None:
+        """By SIGTERM, as services are. It must end with 0."""
+        assert self.process.poll() is None, self.log[-3000:]
+        self.ended = True
+        self.process.terminate()
+        assert self.process.wait(START) == 0, self.log[-3000:]
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        assert self.process.poll() is None, self.log[-3000:]
+        self.ended = True
+        self.process.kill()
+        self.process.wait()
 
 
 @contextlib.contextmanager
@@ -129,9 +153,8 @@ def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **mor
             assert time.monotonic() < end, server.log[-3000:]
             time.sleep(0.02)
         yield server
-        assert process.poll() is None, server.log[-3000:]
-        process.terminate()
-        assert process.wait(START) == 0, server.log[-3000:]
+        if not server.ended:
+            server.stop()
     finally:
         process.kill()
         process.wait()

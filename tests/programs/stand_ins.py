@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ FIM = {"fim_pre_token_id": ord("{"), "fim_suf_token_id": ord("}"), "fim_mid_toke
 # Words of upstream's prompts, so that these have about as many tokens as in the vocabulary they were written for.
 WORDS = "Hello ĠHello Ġhello Ġquick Ġbrown Ġfox Ġjumps Ġover Ġlazy Ġdog What Ġthis Ġis Ġb Ġc Ġd"
 WORDS += " Ġdolor Ġut Ġconsectetur Ġexercitation Ġullamco Ġmagna"
-MARKS = ["<start_of_image>", "<end_of_image>"]  # taken as they are, not as letters
+MARKS = ("<start_of_image>", "<end_of_image>")  # taken as they are, not as letters
 
 
-def vocabulary() -> tuple[list[str], list[str], list[int]]:
-    """Tokens, merges and types: those of tests/tiny.py, WORDS and the beginnings of them, MARKS."""
+def vocabulary(marks: Sequence[str] = MARKS) -> tuple[list[str], list[str], list[int]]:
+    """Tokens, merges and types: those of tests/tiny.py, WORDS and the beginnings of them, marks."""
     tokens, merges = (list(names) for names in tiny.vocabulary())
     types = [3 if token in tiny.SPECIAL else 1 for token in tokens]
     for word in WORDS.split():
@@ -37,16 +37,16 @@ def vocabulary() -> tuple[list[str], list[str], list[int]]:
             pieces[:2] = [pieces[0] + pieces[1]]
             tokens.append(pieces[0])
             types.append(1)
-    return tokens + MARKS, merges, types + [4] * len(MARKS)
+    return [*tokens, *marks], merges, types + [4] * len(marks)
 
 
-def with_words(path: Path, source: Path, **more: Any) -> Path:
+def with_words(path: Path, source: Path, marks: Sequence[str] = MARKS, **more: Any) -> Path:
     """A tiny model of tests/tiny.py with `vocabulary`, which never ends a text or leaves ASCII by itself.
 
     One dimension of the embeddings is the same in every token and passes by every layer: its column of the output
     matrix is a bias. more: other keys.
     """
-    tokens, merges, types = vocabulary()
+    tokens, merges, types = vocabulary(marks)
     tensors = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(source).tensors}
     changed = {}
     for i, name in enumerate(("token_embd.weight", "output.weight")):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ pytestmark = [
     pytest.mark.skipif(binary() is None, reason="llama-server: not built (SUBKV_PROGRAMS=ON)"),
     pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads a process's memory in /proc"),
 ]
-OPTIONS = ("-np", "2", "-c", "4096", "--metrics")
+TEMPLATE = str(Path(__file__).with_name("tools.jinja"))
+OPTIONS = ("-np", "2", "-c", "4096", "--metrics", "--jinja", "--chat-template-file", TEMPLATE)
 SMALL = {"prompt": "the", "n_predict": 2, "temperature": 0, "ignore_eos": True}
 
 
@@ -160,7 +162,7 @@ def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 def test_what_is_no_request(hasty: Kept, data: bytes) -> None:
     """Refused, or the connection is closed; in time."""
     with unharmed(hasty) as server, server.connect() as sock:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # closed by the other side, in the middle of it
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
         said = receive(sock, time.monotonic() + SECONDS)
@@ -182,6 +184,39 @@ def test_connections_that_do_not_go_on(hasty: Kept, first: bytes) -> None:
         for _ in range(500):
             stack.enter_context(server.connect()).sendall(first)
         assert server.ask("POST", "/completion", SMALL).status == 200
+
+
+@pytest.mark.parametrize("first", [HEAD, BODY], ids=["head", "body"])
+def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
+    """Each byte comes before the server would give up. Two hundred at once: each gets a thread, and so do others."""
+    ended = threading.Event()
+
+    def drip(socks: list[socket.socket]) -> None:
+        while not ended.wait(0.5):
+            for sock in socks:
+                with contextlib.suppress(OSError):
+                    sock.sendall(b" ")
+
+    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(server.connect()) for _ in range(200)]
+        for sock in socks:
+            sock.sendall(first.replace(b"Content-Length: 10", b"Content-Length: 1000"))
+        dripping = threading.Thread(target=drip, args=(socks,))
+        dripping.start()
+        try:
+            assert server.ask("POST", "/completion", SMALL).status == 200
+        finally:
+            ended.set()
+            dripping.join()
+
+
+def test_connections_that_stay_after_an_answer(hasty: Kept) -> None:
+    """Two hundred, each answered while those before it are open."""
+    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+        for _ in range(200):
+            sock = stack.enter_context(server.connect())
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.slow
@@ -224,6 +259,25 @@ def test_clients_that_leave_free_their_slots(hasty: Kept) -> None:
             assert server.ask("POST", "/completion", SMALL).status == 200
 
 
+@pytest.mark.parametrize("reset", [False, True], ids=["closes", "resets"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_clients_that_leave_while_their_prompts_are_read(kept: Kept, stream: bool, reset: bool) -> None:
+    """A prompt that fills the slot, and an endless answer behind it."""
+    prompt = [20 + i % 200 for i in range(2000)]
+    body = json.dumps({"prompt": prompt, "n_predict": -1, "stream": stream, "ignore_eos": True}).encode()
+    with unharmed(kept) as server:
+        for _ in range(4):
+            sock = server.send("POST", "/completion", body)
+            if reset:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        assert server.ask("POST", "/completion", SMALL).status == 200
+        end = time.monotonic() + SECONDS
+        while any(slot["is_processing"] for slot in json.loads(server.ask("GET", "/slots").body)):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
 def test_many_requests_at_once(hasty: Kept) -> None:
     """A hundred on two slots: each is answered, and as it is alone."""
     with unharmed(hasty) as server:
@@ -238,3 +292,61 @@ def test_many_requests_at_once(hasty: Kept) -> None:
                 answer = parse(receive(sock, end))
                 assert answer.status == 200
                 assert json.loads(answer.body)["content"] == alone[i % 5]
+
+
+#
+# who may ask
+#
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """A server with keys, for pages of this machine only."""
+    model = tiny_model("llama")
+    options = (*OPTIONS, "--api-key", "plain,clé-ключ", "--cors-origins", "localhost")
+    made = Kept(lambda: Server(model, tmp_path_factory.mktemp("locked"), *options))
+    yield made
+    made.drop()
+
+
+def test_keys(locked: Kept) -> None:
+    server = locked.get()
+    assert server.ask("GET", "/health").status == 200
+    for header in ("Authorization: Bearer plain", "X-Api-Key: plain", "Authorization: Bearer clé-ключ"):
+        assert server.ask("GET", "/v1/models", headers=f"{header}\r\n").status == 200
+    wrong = (
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Basic plain",
+        "Bearer plain,clé-ключ",
+        "Bearer plai",
+        "Bearer plainx",
+    )
+    for value in ("", *wrong):
+        header = f"Authorization: {value}\r\n" if value else ""
+        for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/slots"), ("GET", "/props"),
+                             ("POST", "/completion"), ("POST", "/slots/0?action=erase"), ("GET", "/nowhere"),
+                             ("GET", "//slots"), ("POST", "/v1/messages"), ("GET", "/health/../slots")):  # fmt: skip
+            answer = server.ask(method, path, SMALL if method == "POST" else b"", header)
+            assert answer.status == 401, (value, path)
+            assert json.loads(answer.body)["error"]["type"] == "authentication_error"
+
+
+def test_pages_of_other_servers(locked: Kept) -> None:
+    """A browser shows an answer to a page, and lets it send JSON, where headers allow its origin."""
+    server = locked.get()
+    for origin, allowed in (
+        ("http://localhost:3000", True),
+        ("http://127.0.0.1", True),
+        ("https://evil.example", False),
+        ("https://localhost.evil.example", False),
+        ("https://localhost@evil.example", False),
+        ("null", False),
+    ):
+        for method in ("OPTIONS", "GET"):
+            headers = f"Origin: {origin}\r\nAuthorization: Bearer plain\r\n"
+            with server.send(method, "/v1/models", headers=headers) as sock:
+                said = receive(sock, time.monotonic() + SECONDS).decode().lower()
+            found = said.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
+            assert found == (origin if allowed else ""), (method, origin)

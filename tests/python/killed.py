@@ -9,7 +9,6 @@ the process dies), synced, renamed and removed.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -21,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.serve.blocks import address
-from runtime.serve.tiers import Disk
 from subkv.base import container, files
 from subkv.base.container import Container
 from subkv.engine.entries import Entry, Folder
@@ -79,12 +76,6 @@ def prompt_cache(folder: Path) -> None:
     Folder(folder).write(entry(1))
 
 
-def prefixes(folder: Path) -> None:
-    blobs = {address(b"i" * 32, data): data for data in (b"a" * 100, b"b" * 100)}
-    more = {"layout": [], "blocks": list(blobs), "points": [], "bytes": 1}
-    Disk(folder, 1 << 20, 1 << 20).store(dataclasses.replace(entry(1), more=more), blobs)
-
-
 def convert(folder: Path) -> None:
     """Calibrates, measures, plans, writes; what is done is kept in the store."""
     from converter.cli import main
@@ -99,9 +90,7 @@ def calibrate(folder: Path) -> None:
     main(["-m", str(folder / "m.gguf"), "-f", str(folder / "text"), "-o", str(folder / "calib"), *SMALL])
 
 
-WORK: dict[str, Callable[[Path], None]] = {
-    work.__name__: work for work in (state, prompt_cache, prefixes, convert, calibrate)
-}
+WORK: dict[str, Callable[[Path], None]] = {work.__name__: work for work in (state, prompt_cache, convert, calibrate)}
 
 
 def child(work: str, folder: Path, n: int) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
+import os
+import signal
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +168,56 @@ def test_caches_take_turns(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) 
     result = run("-m", tiny_model("llama"), "-p", "0", "-n", "1", "-ctk", "f16,q8_0", "-r", 2, "-t", 1)
     assert result.exit_code == 0, result.output
     assert order == ["f16", "q8_0"] + ["f16", "q8_0", "q8_0", "f16"]  # the warm-up, then rounds with changing starts
+
+
+def stopped_at(n: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process gets the signal when tokens are to be generated for the n-th time; the first times warm up."""
+    calls, generate = itertools.count(1), bench.generate
+
+    def stopping(*arguments: Any) -> None:
+        if next(calls) == n:
+            os.kill(os.getpid(), number)
+        generate(*arguments)
+
+    monkeypatch.setattr(bench, "generate", stopping)
+
+
+@pytest.mark.parametrize("form", ["md", "csv", "json"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_bench_that_is_stopped_shows_what_it_has(
+    tiny_model: Models, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, form: str
+) -> None:
+    """In the second repetition at the second depth: f16 has one more sample there than q8_0."""
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    stopped_at(2 + 2 * 3 + 2 + 2, number, monkeypatch)
+    arguments = ("-p", "0", "-n", "2", "-d", "0,20", "-ctk", "q8_0,f16", "-r", 3, "-t", 1)
+    result = run("-m", tiny_model("llama"), *arguments, "-o", form)
+    assert result.exit_code == code, result.output
+    assert result.stderr.splitlines()[-1] == f"stopped by {number.name} after 9 of 12 runs"
+    if form == "json":
+        rows = json.loads(result.stdout)
+        assert [(o["type_k"], o["n_depth"], len(o["samples_ns"])) for o in rows] == [
+            ("q8_0", 0, 3), ("f16", 0, 3), ("q8_0", 20, 1), ("f16", 20, 2),
+        ]  # fmt: skip
+    elif form == "csv":
+        table = list(csv.DictReader(io.StringIO(result.stdout)))
+        assert [(row["type_k"], row["test"]) for row in table] == [
+            ("q8_0", "tg2"), ("f16", "tg2"), ("q8_0", "tg2 @ d20"), ("f16", "tg2 @ d20"),
+        ]  # fmt: skip
+    else:
+        assert result.stdout.count("| tg2") == 4
+        assert "standard deviation of 1 to 3 interleaved repetitions" in result.stdout
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize(("form", "printed"), [("md", ""), ("csv", ""), ("json", "[]\n")])
+def test_a_bench_that_is_stopped_before_it_has_anything(
+    tiny_model: Models, monkeypatch: pytest.MonkeyPatch, form: str, printed: str
+) -> None:
+    stopped_at(1, signal.SIGTERM, monkeypatch)
+    result = run("-m", tiny_model("llama"), "-p", "4", "-n", "0", "-ctk", "f16", "-r", 5, "-t", 1, "-o", form)
+    assert (result.exit_code, result.stdout) == (143, printed)
+    assert result.stderr.splitlines()[-1] == "stopped by SIGTERM after 0 of 5 runs"
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])

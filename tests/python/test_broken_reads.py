@@ -10,9 +10,7 @@ from typing import Any
 import killed
 import pytest
 
-from runtime.serve.tiers import Disk
 from subkv.base import container, files
-from subkv.base.container import ContainerError
 from subkv.base.errors import StateError
 from subkv.engine.entries import Folder
 
@@ -76,20 +74,3 @@ def test_an_entry_that_cannot_be_read_hides_no_other(disk: type[Raw], tmp_path: 
         break_at(disk, "", 0)
         assert len(folder.heads(identity)) == 3
         assert len(list(tmp_path.iterdir())) == 3
-
-
-@pytest.mark.parametrize("kind", ["error", "end"])
-def test_prefixes(disk: type[Raw], kind: str, tmp_path: Path) -> None:
-    killed.prefixes(tmp_path)
-    identity = killed.entry(1).identity
-    (name,) = Disk(tmp_path, 1 << 20, 1 << 20).heads(identity)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    break_at(disk, "", 0)
-    assert Disk(tmp_path, 1 << 20, 1 << 20).load(name) is not None
-    for n in range(1, -disk.left):
-        break_at(disk, kind, n)
-        with pytest.raises(OSError if kind == "error" else ContainerError):
-            Disk(tmp_path, 1 << 20, 1 << 20).load(name)
-        for path in before.keys() - {path.name for path in tmp_path.iterdir()}:
-            assert kind == "end" and path.endswith(".rows")  # a block whose bytes are others is given up
-            (tmp_path / path).write_bytes(before[path])

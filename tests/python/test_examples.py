@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 import re
 import shutil
@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from runtime.launch import programs
+from runtime.serve.cli import main as serve
+from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.llama import Llama
 from subkv.native import places
@@ -22,6 +25,7 @@ from subkv.native.binding import C
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = REPO / "examples"
+STORE_SECONDS = 30  # in which what a server's slots hold is written at its end
 
 
 def run(*command: Any) -> subprocess.CompletedProcess[bytes]:
@@ -67,13 +71,39 @@ def test_summarise(coded_model: Models, tmp_path: Path) -> None:
     assert re.fullmatch(rb"\S+text: expected at most \d+ tokens, .*, found \d+\n", done.stderr)
 
 
+def llama_server() -> Path:
+    """The program of this build; skips where there is none."""
+    try:
+        return programs.find("llama-server", places.lib_dir(), "")
+    except SubkvError:
+        pytest.skip("llama-server: not built (SUBKV_PROGRAMS=ON)")
+
+
 def test_serve_and_call(coded_model: Models) -> None:
-    for module in ("runtime.serve", "openai", "fastapi", "uvicorn"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"server: {module} is not installed")
+    pytest.importorskip("openai", reason="extra test")
+    llama_server()
     done = example("serve_and_call.py", coded_model(), "Hello")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_recipe_and_the_unit() -> None:
+    """They are not run here: their flags and options of the build exist, and the store has time to be written."""
+    folder = EXAMPLES / "server"
+    recipe, unit = ((folder / name).read_text("utf-8") for name in ("Containerfile", "subkv.service"))
+    entry = json.loads(next(line for line in recipe.splitlines() if line.startswith("ENTRYPOINT")).partition(" ")[2])
+    install = re.search(r"CMAKE_ARGS='(.*?)' \S*pip install .* /src$", recipe, re.M)
+    cmake = (REPO / "CMakeLists.txt").read_text("utf-8") + (REPO / "docs" / "programs.md").read_text("utf-8")
+    assert install and all(option in cmake for option in install[1].split())
+    stop = re.search(r"TimeoutStopSec=(\d+)", unit)
+    assert stop and int(stop[1]) > STORE_SECONDS and f"--stop-timeout {stop[1]}" in recipe
+    known = {flag for option in serve.params for flag in option.opts}
+    known |= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", run(llama_server(), "--help").stdout.decode()))
+    service = re.search(r"ExecStart=(.*)", unit)
+    assert service
+    for called in (entry, service[1].split()):
+        assert [Path(called[0]).name, called[1]] == ["subkv", "serve"]
+        assert {word for word in called if word.startswith("-")} <= known
 
 
 @pytest.fixture(scope="module")

@@ -227,6 +227,7 @@ def test_an_object_nobody_names_is_freed(coded_model: Models, tmp_path: Path, mo
 
 
 def test_cyclic_garbage_is_freed(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # that of other tests
     freed = freed_contexts(monkeypatch)
     llm = Llama(coded_model(), n_ctx=256, verbose=False)
     llm.itself = llm  # type: ignore[attr-defined]

@@ -13,7 +13,8 @@ from opening import N_CTX, last_logits, opened, prompt
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
 from subkv.engine.keywords import STALE
-from subkv.engine.llama import Llama, forgettable
+from subkv.engine.llama import Llama
+from subkv.engine.shift import forgettable
 
 Models = Callable[..., Path]
 

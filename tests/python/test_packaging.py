@@ -78,11 +78,10 @@ def test_installed_files() -> None:
     expected = {"runtime/chat/program.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
-    expected |= {"runtime/serve/page/index.html", "runtime/serve/page/page.js", "runtime/serve/page/page.css"}
     assert expected <= files
     # SUBKV_PROGRAMS: all of llama.cpp's own programs or none
     own = {f"subkv/lib/llama-{name}" for name in ("server", "cli", "completion", "bench", "perplexity", "mtmd-cli")}
     assert own & files in (set(), own)
     kinds = {Path(name).suffix for name in files - own if not name.startswith(("..", "subkv-", upstream))}
-    programs = {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake", ".html", ".css", ".js"}
+    programs = {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake"}
     assert kinds <= programs | {".safetensors", ".json", ".txt"}

@@ -86,6 +86,13 @@ def test_our_options_go_into_the_environment(bases: str, tmp_path: Path) -> None
     assert {name: made.environment.get(name) for name in expected} == expected
 
 
+def test_defaults_give_way(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of the user's own come first, and llama-server's options before both."""
+    monkeypatch.setenv("LLAMA_ARG_CACHE_RAM", "7")
+    made = serve_start(["-m", bases]).environment
+    assert (made["LLAMA_ARG_CACHE_RAM"], made["LLAMA_ARG_CORS_ORIGINS"]) == ("7", "localhost")
+
+
 @pytest.mark.parametrize("answer", ["-h", "--version", "--list-devices"])
 def test_what_needs_no_model(answer: str) -> None:
     assert serve_start([answer]).arguments == ["llama-server", answer]

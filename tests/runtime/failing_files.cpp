@@ -1,4 +1,5 @@
-// failing_files.cpp: one step of writing files of a store fails, or ends the process. Preloaded by test_prefix_store.py.
+// failing_files.cpp: one step of writing or reading files of a store fails, ends early, or ends the process. Preloaded by
+// test_prefix_store_damage.py.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -7,12 +8,17 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdarg>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 
-static std::atomic<long> g_left{ 0 };
-static std::atomic<int>  g_error{ 0 };
-static std::atomic<int>  g_file{ -1 };
+constexpr int N_FILES = 1024;
+
+static std::atomic<long>   g_left{ 0 }, g_reads_left{ 0 };
+static std::atomic<int>    g_error{ 0 }, g_read_error{ 0 };
+static std::atomic<int>    g_file{ -1 };       // that is written
+static std::atomic<bool>   g_is_read[N_FILES]; // of the store
+static std::atomic<size_t> g_most{ SIZE_MAX };
 
 // The n-th step from now on (0: none) fails with this error, 0: the process is killed. Returns how many were left.
 extern "C" long fail_file(long n, int error) {
@@ -20,12 +26,28 @@ extern "C" long fail_file(long n, int error) {
     return g_left.exchange(n);
 }
 
+// The n-th step of reading from now on (0: none) fails with this error, 0: it finds the end of its file. Returns how many
+// were left.
+extern "C" long fail_read(long n, int error) {
+    g_read_error = error;
+    return g_reads_left.exchange(n);
+}
+
+// No call reads or writes more bytes from now on.
+extern "C" void limit_calls(size_t most) {
+    g_most = most;
+}
+
 static bool ours(const char * path) {
     return std::strstr(path, ".piece") || std::strstr(path, ".prefix");
 }
 
+static bool comes(std::atomic<long> & left) {
+    return left > 0 && --left == 0;
+}
+
 static bool fails() {
-    if (g_left <= 0 || --g_left > 0) {
+    if (!comes(g_left)) {
         return false;
     }
     if (g_error == 0) {
@@ -40,13 +62,20 @@ template <typename F> static F real(const char * name) {
 }
 
 static int opened(const char * name, const char * path, int flags, mode_t mode) {
-    const bool made = (flags & O_CREAT) && ours(path);
+    const bool made = (flags & O_CREAT) && ours(path), read = !(flags & O_CREAT) && ours(path);
     if (made && fails()) {
+        return -1;
+    }
+    if (read && g_read_error != 0 && comes(g_reads_left)) {
+        errno = g_read_error;
         return -1;
     }
     const int file = real<int (*)(const char *, int, ...)>(name)(path, flags, mode);
     if (made) {
         g_file = file;
+    }
+    if (file >= 0 && file < N_FILES) {
+        g_is_read[file] = read;
     }
     return file;
 }
@@ -70,12 +99,46 @@ extern "C" int open64(const char * path, int flags, ...) {
 // Half of it is there before the step fails.
 extern "C" ssize_t write(int file, const void * data, size_t size) {
     static const auto next = real<ssize_t (*)(int, const void *, size_t)>("write");
-    if (file == g_file && g_left == 1) {
+    if (file != g_file) {
+        return next(file, data, size);
+    }
+    if (g_left == 1) {
         next(file, data, size / 2);
     }
-    return file == g_file && fails() ? -1 : next(file, data, size);
+    return fails() ? -1 : next(file, data, size < g_most ? size : g_most.load());
+}
+
+extern "C" ssize_t read(int file, void * data, size_t size) {
+    static const auto next = real<ssize_t (*)(int, void *, size_t)>("read");
+    if (file < 0 || file >= N_FILES || !g_is_read[file]) {
+        return next(file, data, size);
+    }
+    if (comes(g_reads_left)) {
+        errno = g_read_error;
+        return g_read_error != 0 ? -1 : 0;
+    }
+    return next(file, data, size < g_most ? size : g_most.load());
+}
+
+// It is closed, and what was written is lost: disks of a network say so now.
+extern "C" int close(int file) {
+    static const auto next = real<int (*)(int)>("close");
+    const bool        lost = file == g_file && file >= 0 && fails();
+    if (file == g_file) {
+        g_file = -1;
+    }
+    const int error  = g_error;
+    const int closed = next(file);
+    if (lost) {
+        errno = error;
+    }
+    return lost ? -1 : closed;
 }
 
 extern "C" int rename(const char * from, const char * to) {
     return ours(to) && fails() ? -1 : real<int (*)(const char *, const char *)>("rename")(from, to);
+}
+
+extern "C" int remove(const char * path) {
+    return ours(path) && fails() ? -1 : real<int (*)(const char *)>("remove")(path);
 }

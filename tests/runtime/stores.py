@@ -65,6 +65,7 @@ capi.declare(
     {
         "subkv_store_open": (_ptr, [ctypes.c_char_p, ctypes.c_uint64]),
         "subkv_store_close": (None, [_ptr]),
+        "subkv_store_room": (_i32, [_ptr, ctypes.c_uint64]),
         "subkv_store_put": (ctypes.c_bool, [_ptr, ctypes.c_char_p, ctypes.POINTER(PromptStruct), ctypes.c_bool]),
         "subkv_store_flush": (ctypes.c_bool, [_ptr, ctypes.c_double]),
         "subkv_store_get": (_ptr, [_ptr, ctypes.c_char_p, ctypes.POINTER(QueryStruct)]),
@@ -121,6 +122,11 @@ class Store:
 
     def close(self) -> None:
         LIB.subkv_store_close(self.handle)
+
+    def room(self, n_bytes: int) -> int:
+        """1: a prompt of so many bytes is taken, 0: not now, -1: never."""
+        found: int = LIB.subkv_store_room(self.handle, n_bytes)
+        return found
 
     def put(self, prompt: Prompt, identity: bytes = IDENTITY) -> bool:
         points = [

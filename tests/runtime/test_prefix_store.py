@@ -291,8 +291,30 @@ def test_the_least_useful_goes(tmp_path: Path) -> None:
         assert held[-1] and not held[1] and 2 <= sum(held) < 6
 
 
+def test_turns_leave_nothing_behind(tmp_path: Path) -> None:
+    """What a turn alone had goes when the next one has been stored, and a minute has passed in which it may be read."""
+    with opened(tmp_path / "store") as store:
+        tokens = text(55, 3 * BLOCK + 10)
+        names = []
+        for n in (BLOCK + 10, 2 * BLOCK + 10, 3 * BLOCK + 10):
+            assert store.put(prompt(tokens[:n], points=(n - 200,)))
+            names.append({path.name for path in store.files()})
+        assert len(store.files(".prefix")) == 1
+        for path in store.files():
+            os.utime(path, (time.time() - 100,) * 2)
+        other = text(56, 40)
+        assert store.put(prompt(other))
+        with opened(tmp_path / "alone") as alone:
+            for given in (prompt(tokens, points=(3 * BLOCK - 190,)), prompt(other)):
+                assert alone.put(given)
+            assert {path.name for path in store.files()} == {path.name for path in alone.files()}
+        assert names[0] - {path.name for path in store.files()}
+        assert store.get([*tokens, 1])
+
+
 def test_one_that_is_too_large(tmp_path: Path) -> None:
     with opened(tmp_path / "store", 20_000) as store:
+        assert (store.room(20_000), store.room(20_001)) == (1, -1)
         assert store.put(prompt(text(60, 40)))
         assert not store.put(prompt(text(61, 400)))
         assert store.stats.dropped == 1

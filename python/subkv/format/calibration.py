@@ -252,7 +252,9 @@ class _Header:
         self._metadata = metadata
         version = self._text("version")
         if version != VERSION:
-            raise SubkvError(f"{PREFIX}version", f"expected {VERSION}, found {version!r}")
+            raise SubkvError(
+                f"{PREFIX}version", f"expected {VERSION}, found {version!r}; calibrate again with this version of subkv"
+            )
 
     def _text(self, key: str) -> str:
         if PREFIX + key not in self._metadata:

@@ -45,6 +45,11 @@ def tell_llama_cpp(folder: Path) -> None:
     os.environ[LIB_PATH] = _told = str(folder)
 
 
+def told() -> str | None:
+    """The value of LLAMA_CPP_LIB_PATH that tell_llama_cpp() has set in this process, if it has."""
+    return _told
+
+
 def tell_early() -> None:
     """tell_llama_cpp() on `import subkv`; what stands in the way is said when the libraries are loaded."""
     if "llama_cpp.llama_cpp" not in sys.modules and LIB_PATH not in os.environ:

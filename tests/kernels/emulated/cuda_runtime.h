@@ -23,6 +23,10 @@ namespace emulated {
 
 extern dim3 thread_index, block_index;
 
+// Launches are counted as they would be on a device, and run nothing (emulated_only_count).
+extern bool   only_count;
+extern size_t last_shared; // dynamic shared memory of the last launch's block
+
 void     run_block(unsigned n_threads, void (*body)(void *), void * data);
 void     block_barrier();
 void     warp_barrier();
@@ -72,6 +76,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)
         const Args & args;
     } call{ kernel, args };
 
+    emulated::last_shared = config->dynamicSmemBytes;
+    if (emulated::only_count) {
+        return cudaSuccess;
+    }
     const dim3 grid = config->gridDim;
     for (unsigned z = 0; z < grid.z; ++z) {
         for (unsigned y = 0; y < grid.y; ++y) {

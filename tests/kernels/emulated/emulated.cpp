@@ -18,9 +18,13 @@ alignas(32) unsigned char block_memory[SHARED];
 
 namespace emulated {
 
-dim3 thread_index, block_index;
+dim3   thread_index, block_index;
+bool   only_count  = false;
+size_t last_shared = 0;
 
 namespace {
+
+size_t most_shared = subkv::cuda::SHARED;
 
 constexpr size_t STACK = 256u << 10; // fragments are whole matrices
 
@@ -192,6 +196,19 @@ cudaError_t cudaGetDevice(int * device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr, int) {
-    *value = (int) subkv::cuda::SHARED;
+    *value = (int) emulated::most_shared;
     return cudaSuccess;
+}
+
+extern "C" {
+
+// From here on no launch runs; blocks of the device may have `most` bytes of shared memory.
+void emulated_only_count(size_t most) {
+    emulated::only_count  = true;
+    emulated::most_shared = most;
+}
+
+size_t emulated_last_shared() {
+    return emulated::last_shared;
+}
 }

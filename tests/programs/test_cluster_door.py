@@ -1,4 +1,4 @@
-"""What a cluster needs that is not Ray's: whose turn a request is, requests as values, how many replicas."""
+"""What a cluster needs that is not Ray's: whose conversation a request is, who may come in, how many replicas."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from typing import Any
 
 import httpx
 import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `cluster`")
+
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
-from runtime.serve.sessions import Load, QueuedTokens, door, messages, scope_of, session
-from runtime.serve.settings import Limits
+from runtime.serve.door import door, keys_of
+from runtime.serve.sessions import Load, QueuedTokens, session
+from subkv.base.errors import SubkvError
 
+LIMITS = (1000, 600.0)  # of a body: bytes, seconds
 SYSTEM, FIRST = {"role": "system", "content": "You help."}, {"role": "user", "content": "Hello"}
 MORE = [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on"}]
-SCOPE: Scope = {"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []}
 
 
-def of(body: Any, *headers: tuple[bytes, bytes]) -> str:
-    return session(headers, body if isinstance(body, bytes) else json.dumps(body).encode())
+def of(body: Any, *headers: tuple[bytes, bytes], query: bytes = b"") -> str:
+    return session(headers, body if isinstance(body, bytes) else json.dumps(body).encode(), query)
 
 
 def test_turns_of_a_conversation_stay_together() -> None:
@@ -36,6 +39,7 @@ def test_turns_of_a_conversation_stay_together() -> None:
     assert of({"prompt": long}) == of({"prompt": long + "More"}) != of({"prompt": "Another. " + long})
     assert of({"prompt": list(range(600))}) == of({"prompt": list(range(700))})
     assert of({"input": [FIRST], "instructions": "a"}) != of({"input": [FIRST], "instructions": "b"})
+    assert of({"messages": [FIRST], "system": "a"}) != of({"messages": [FIRST], "system": "b"})
 
 
 def test_a_name_wins() -> None:
@@ -44,6 +48,13 @@ def test_a_name_wins() -> None:
     assert named != of(b"", (b"x-session-id", b"8"))
     assert named != of(b"", (b"x-session-id", b"7"), (b"x-api-key", b"secret"))  # names are each owner's own
     assert len(of(b"", (b"x-session-id", b"7" * 100_000))) == 32
+
+
+def test_a_stream_is_resumed_where_it_began() -> None:
+    """llama-server's page names a conversation in the header of its request, then in the query."""
+    began = of({"messages": [FIRST]}, (b"X-Conversation-Id", b"7::model"))
+    assert began == of(b"", query=b"conv_id=7%3A%3Amodel&from=100") != of(b"", query=b"conv_id=8")
+    assert of(b"", query=b"conv_id=\xff%ff&=&&") and not of(b"", query=b"from=100")
 
 
 @pytest.mark.parametrize(
@@ -61,56 +72,6 @@ def test_strange_messages() -> None:
 
 def run(work: Callable[[], Any]) -> Any:
     return asyncio.run(work())
-
-
-async def collected(batches: AsyncIterator[list[Message]]) -> list[Message]:
-    return [message async for batch in batches for message in batch]
-
-
-def test_an_answer_as_messages() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        asked = await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for i in range(200):  # more than may wait
-            await send({"type": "http.response.body", "body": asked["body"] + b"%d" % i, "more_body": i < 199})
-
-    got = run(lambda: collected(messages(app, scope_of(SCOPE | {"app": object()}), b"x")))
-    assert [message["type"] for message in got] == ["http.response.start"] + 200 * ["http.response.body"]
-    assert got[-1]["body"] == b"x199" and not got[-1]["more_body"]
-
-
-def test_what_an_application_raises() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        run(lambda: collected(messages(app, SCOPE, b"")))
-
-
-@pytest.mark.parametrize("waits", ["for the client", "for a reader", "for ever"])
-def test_who_stops_reading_has_gone(waits: str) -> None:
-    seen = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await receive()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            while waits == "for a reader":
-                await send({"type": "http.response.body", "body": b"x", "more_body": True})
-            if waits == "for ever":
-                await asyncio.Event().wait()
-            seen.append((await receive())["type"])
-        finally:
-            seen.append("ended")
-
-    async def work() -> None:
-        batches = messages(app, SCOPE, b"")
-        await batches.__anext__()
-        await batches.aclose()  # type: ignore[attr-defined]
-
-    run(work)
-    assert seen[-1] == "ended"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +94,7 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
             yield pieces[-1]
         await asyncio.Event().wait()
 
-    app = door(lambda key, asked: pytest.fail("it went on"), ["secret"], Limits(max_body=most, timeout=0.2))
+    app = door(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -151,7 +112,7 @@ def test_what_comes_in() -> None:
         went_on.append((key, asked))
         return Response(b"an answer")
 
-    app = door(forward, ["secret"], Limits())
+    app = door(forward, ["secret"], *LIMITS)
 
     async def work() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -163,12 +124,55 @@ def test_what_comes_in() -> None:
     assert went_on == [(key, b"{}"), ("", b"")]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 200),
+        ("GET", "/_app/immutable/entry/start.DkT3.js", 200),
+        ("GET", "/v1/health", 200),
+        ("OPTIONS", "/v1/chat/completions", 200),
+        ("POST", "/", 401),
+        ("POST", "/bundle.js", 401),
+        ("GET", "/slots", 401),
+        ("GET", "/v1/models", 401),
+        ("GET", "/v1/stream?conv_id=a.js", 401),
+    ],
+)
+def test_what_needs_no_key(method: str, path: str, status: int) -> None:
+    """What llama-server gives without one: its page, /health and what browsers ask before a request."""
+    app = door(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
+
+    async def work() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.request(method, path)
+
+    assert run(work).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [(b"one\n\n# a comment\n two \n", ["one", "two"]), (b"# none\n", None), (b"\xff", None)]
+)
+def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(SubkvError, match="api_key_file: cannot read"):
+        keys_of(path)
+    path.write_bytes(text)
+    if found is not None:
+        assert keys_of(path) == found
+    else:
+        with pytest.raises(SubkvError, match="api_key_file: "):
+            keys_of(path)
+    assert keys_of(None) == []
+
+
 def test_tokens_that_wait() -> None:
     load = Load()
-    with load.waiting(bytes(4000)) as begun, load.waiting(bytes(400)):
-        assert load.n_tokens == 1100
-        begun()
-        begun()
+    with load.waiting(bytes(4000)) as said, load.waiting(bytes(400)):
+        for piece in (b"", b":\n\n"):  # a stream's comment says that the connection lives
+            said(piece)
+            assert load.n_tokens == 1100
+        said(b"data: {}")
+        said(b"data: {}")
         assert load.n_tokens == 100
     assert load.n_tokens == 0
     with pytest.raises(KeyError), load.waiting(bytes(40)):
@@ -193,7 +197,7 @@ def test_the_example_names_what_there_is() -> None:
 
     from runtime.serve.cluster import Arguments, build
 
-    config = yaml.safe_load((Path(__file__).parents[3] / "examples/cluster.yaml").read_text("utf-8"))
+    config = yaml.safe_load((Path(__file__).parents[2] / "examples/cluster.yaml").read_text("utf-8"))
     ServeDeploySchema.model_validate(config)
     args = config["applications"][0]["args"]
     assert Arguments.of(args).max_replicas == 8

@@ -1,0 +1,230 @@
+"""Everything that a bug report needs, as one JSON object, and a sentence for each thing that is broken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from runtime.doctor.formats import FORMATS
+from runtime.doctor.kept import KINDS, cached
+from runtime.doctor.probing import probe
+from runtime.launch.arguments import of_llama_cpp
+from subkv.base.errors import SubkvError
+from subkv.base.folders import cache_folder
+from subkv.base.version import __version__
+from subkv.native.places import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
+
+REPO = Path(__file__).resolve().parent.parent.parent
+OURS = {
+    *("SUBKV", "SUBKV_SINK", "SUBKV_RECENT", "SUBKV_ROLLBACK", "SUBKV_ADAPT", "SUBKV_STORE", "SUBKV_STORE_MIB"),
+    *("SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
+}
+OTHERS = (
+    rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"
+)
+SECRET = re.compile(r"TOKEN|KEY|PASSWORD|SECRET|CREDENTIAL|HEADER")
+LIBRARIES = ("libsubkv", "libllama", "libggml", "libggml-base")
+LIMITS = {
+    "address space": "RLIMIT_AS",
+    "data": "RLIMIT_DATA",
+    "locked memory": "RLIMIT_MEMLOCK",
+    "files": "RLIMIT_NOFILE",
+}
+
+
+def report() -> tuple[dict[str, Any], list[str]]:
+    """The facts, and what is broken: one sentence each. The home folder is `~` in both."""
+    broken: list[str] = []
+    found: dict[str, Any] = {
+        "versions": _versions(broken),
+        "libraries": _libraries(broken),
+    }
+    native = probe()
+    for key in ("error", "kernel_error"):
+        if why := native.pop(key, None):
+            broken += [] if why in broken else [why]
+    version = found["versions"]
+    version["llama.cpp"] = native.pop("llama_cpp_commit", None)
+    version["ggml"] = native.pop("ggml", None)
+    available = native.pop("bytes_available", None)
+    found["processor"] = _processor(native)
+    found["devices"] = [device for device in native.get("devices", []) if device["kind"] != "cpu"]
+    found["backends"] = native.get("backends", [])
+    found["device_kernels"] = native.get("device_kernels")
+    found["memory"] = {"bytes": _memory(), "bytes_available": available, "limits": _limits()}
+    found["environment"] = environment()
+    found["cache"] = _cache(broken)
+    found["formats"] = {
+        name: {"files": kind.files, "reads": list(kind.versions), "writes": _writes(name, kind.versions)}
+        for name, kind in FORMATS.items()
+    }
+    found["broken"] = broken
+    shortened: dict[str, Any] = json.loads(private(json.dumps(found)))
+    return shortened, shortened["broken"]
+
+
+def private(text: str) -> str:
+    """Text with the home folder as `~`, wherever a path in it begins."""
+    for home in sorted({str(Path.home()), os.path.realpath(Path.home())}, key=len, reverse=True):
+        if len(home) > 1:
+            text = re.sub(rf"(?<![\w/]){re.escape(home)}(?![\w.-])", "~", text)
+    return text
+
+
+def _writes(name: str, versions: tuple[int, ...]) -> list[int]:
+    """A model without latent layers is written as older readers know it."""
+    return list(versions) if name == "model" else [versions[-1]]
+
+
+def _versions(broken: list[str]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {"subkv": __version__, "commit": _commit()}
+    for package in ("llama-cpp-python", "numpy", "gguf", "safetensors"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    wanted = pinned()
+    if wanted and found["llama-cpp-python"] not in (wanted, None):
+        broken.append(
+            f"llama-cpp-python: expected {wanted}, found {found['llama-cpp-python']}; "
+            f"pip install llama-cpp-python=={wanted}"
+        )
+    if importlib.util.find_spec("llama_cpp") is None:
+        broken.append("llama-cpp-python: expected the package llama_cpp, found none; install subkv again")
+    found["Python"] = platform.python_version()
+    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if hasattr(os, "confstr") and "CS_GNU_LIBC_VERSION" in os.confstr_names:
+        found["C library"] = os.confstr("CS_GNU_LIBC_VERSION")
+    return found
+
+
+def pinned() -> str | None:
+    """The version of llama-cpp-python that this subkv was made for; None where neither checkout nor package says."""
+    try:
+        words = (REPO / "runtime" / "llama.cpp" / "VERSION").read_text().split()
+        return words[words.index("version") + 1]
+    except (OSError, ValueError):
+        pass
+    try:
+        listed = importlib.metadata.requires("subkv") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [match[1] for line in listed if (match := re.match(r"llama[-_]cpp[-_]python ?\(?==([\w.]+)", line))]
+    return found[0] if found else None
+
+
+def _commit() -> str | None:
+    """Of the checkout, or of the repository that pip took."""
+    if (REPO / ".git").exists():
+        try:
+            command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=9"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            return done.stdout.strip() or None
+        except (OSError, subprocess.SubprocessError):
+            return None
+    try:
+        told = importlib.metadata.distribution("subkv").read_text("direct_url.json")
+        return str(json.loads(told or "{}")["vcs_info"]["commit_id"])
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _libraries(broken: list[str]) -> dict[str, Any]:
+    try:
+        folder = lib_dir()
+    except ImportError as error:
+        broken.append(str(error))
+        return {"folder": None, "files": [], "programs": []}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    for name in LIBRARIES:
+        if f"{name}{SUFFIX}" not in names:
+            broken.append(f"{name}{SUFFIX}: expected it in {folder}, found none; install subkv again")
+    return {
+        "folder": str(folder),
+        "files": [name for name in names if name.endswith(SUFFIX)],
+        "programs": [name for name in names if of_llama_cpp(name) and not name.endswith(SUFFIX)],
+    }
+
+
+def _processor(native: dict[str, Any]) -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    try:
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text("utf-8", "replace"), re.M)
+        model = match[1] if match else model
+    except OSError:
+        pass
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": model,
+        "cores": os.cpu_count(),
+        "cores_usable": usable,
+        "kernel": native.get("kernel"),
+        "kernels": native.get("kernels", []),
+        "features": native.get("features"),
+    }
+
+
+def _memory() -> int | None:
+    """Bytes that the machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _limits() -> dict[str, int]:
+    """Of this process, where there are any."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    found = {}
+    for name, limit in LIMITS.items():
+        soft = resource.getrlimit(getattr(resource, limit))[0]
+        if soft != resource.RLIM_INFINITY:
+            found[name] = soft
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Variables that are set and matter; of secrets only that they are set."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        if name == LIB_PATH and value == told():
+            continue
+        ours = name == "SUBKV" or name.startswith("SUBKV_")
+        if ours or re.fullmatch(OTHERS, name):
+            found[name] = "(set)" if SECRET.search(name) else value
+            if ours and name not in OURS:
+                found[name] += "  (unknown to this version)"
+    return found
+
+
+def _cache(broken: list[str]) -> dict[str, Any]:
+    sizes: dict[str, dict[str, Any]] = {
+        kind: {"files": 0, "bytes": 0, "about": about} for kind, (about, _) in KINDS.items()
+    }
+    try:
+        folder = cache_folder()
+    except SubkvError as error:
+        broken.append(str(error))
+        return {"folder": None, "kinds": sizes}
+    place = folder
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        broken.append(f"XDG_CACHE_HOME: expected a cache folder that can be written, found {place}")
+    try:
+        for file in cached(folder):
+            sizes[file.kind]["files"] += 1
+            sizes[file.kind]["bytes"] += file.size
+    except OSError as error:
+        broken.append(f"XDG_CACHE_HOME: cannot read {folder}: {error.strerror or error}")
+    return {"folder": str(folder), "kinds": sizes}

@@ -1,0 +1,148 @@
+"""Every version of a file that subkv has written is read, and one of a later version is refused with a remedy."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stores
+import versioned
+from gguf import GGUFReader
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from versioned import FILES, IDENTITY, TOKENS
+
+from converter.trials import VERSION as MEASUREMENTS
+from runtime.chat.conversation import STATE
+from runtime.doctor.formats import FORMATS
+from runtime.warmstart.trained import VERSION as WARM
+from subkv.base.container import MAGIC, ContainerError, load, read, read_head
+from subkv.base.errors import StateError, SubkvError
+from subkv.engine.entries import Entry, Folder
+from subkv.format import calibration, metadata
+from subkv.format.layout import Layout
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+def test_doctor_tells_the_readers_versions() -> None:
+    """runtime/doctor/formats.py has literals; these are the readers' own."""
+    native = (REPO / "runtime/native").joinpath
+    state = native("cache_state.cpp").read_text().partition("STATE_MAGIC[8] = ")[2].partition(";")[0]
+    store = native("prefix_blocks.cpp").read_text().partition("MAGIC[8]")[2].partition(";")[0]
+    library = (REPO / "runtime/warmstart/summaries.py").read_text().partition('"version": ')[2].partition(",")[0]
+    own = {
+        "model": (metadata.WITHOUT_LATENT, metadata.VERSION),
+        "calibration": (int(calibration.VERSION),),
+        "measurements": (MEASUREMENTS,),
+        "state": (int(state.rstrip(" }").split("'")[-2]),),
+        "container": (int(MAGIC[-1:]),),
+        "chat": (STATE["version"],),
+        "prompt cache": (int(MAGIC[-1:]),),
+        "store": (int(store.rstrip(" }").split("'")[-2]),),
+        "warm start": (int(WARM),),
+        "warm library": (int(library),),
+    }
+    assert {name: kind.versions for name, kind in FORMATS.items()} == own
+
+
+def test_the_page_has_the_same_table() -> None:
+    rows = [line.split("|") for line in (REPO / "docs/format.md").read_text().splitlines() if line.startswith("| ")]
+    told = {row[1].strip(): row[3].strip() for row in rows if len(row) > 5}
+    assert {name: told.get(name) for name in FORMATS} == {
+        name: ", ".join(map(str, kind.versions)) for name, kind in FORMATS.items()
+    }
+
+
+def test_files_are_small() -> None:
+    files = [path for path in FILES.rglob("*") if path.is_file()]
+    assert files and all(path.stat().st_size < 100_000 for path in files)
+
+
+@pytest.mark.parametrize("version", FORMATS["model"].versions)
+def test_models(version: int) -> None:
+    with Layout(FILES / f"model-{version}.gguf.fixture") as layout:
+        found = layout.description
+    assert found["version"] == version
+    assert [layer["il"] for layer in found["layers"]] == [0]
+    assert bool(found["layers"][0]["v"]) == (version == 2)
+
+
+def test_a_later_model(tmp_path: Path) -> None:
+    path = FILES / "model-2.gguf.fixture"
+    field = GGUFReader(path).fields["subkv.version"]
+    data = bytearray(path.read_bytes())
+    begin = int(field.offset) + sum(len(part.tobytes()) for part in field.parts[:-1])
+    assert data[begin : begin + 4] == b"\2\0\0\0"
+    data[begin] = 4
+    (tmp_path / "later.gguf").write_bytes(data)
+    with pytest.raises(SubkvError, match=r"subkv\.version: expected 2 or 3, found 4; convert the base model again"):
+        Layout(tmp_path / "later.gguf")
+
+
+def test_calibrations(tmp_path: Path) -> None:
+    path = FILES / "calibration-1.safetensors"
+    found = calibration.read_calibration(path)
+    made = versioned.calibration()
+    assert (found.arch, found.tokens, len(found.layers)) == (made.arch, made.tokens, 1)
+    np.testing.assert_allclose(found.layers[0].k2, made.layers[0].k2, rtol=1e-6, atol=1e-6)
+    with safe_open(path, framework="numpy") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+        values = handle.metadata()
+    save_file(tensors, tmp_path / "later", values | {f"{calibration.PREFIX}version": "2"})
+    with pytest.raises(SubkvError, match=r"version: expected 1, found '2'; calibrate again with this version"):
+        calibration.read_calibration(tmp_path / "later")
+
+
+def test_containers(tmp_path: Path) -> None:
+    found = load(FILES / "container-1")
+    assert found.head == {"identity": IDENTITY.hex()}
+    assert found.tokens.tolist() == TOKENS
+    assert found.state == versioned.state_of()
+    later = bytearray((FILES / "container-1").read_bytes())
+    later[len(MAGIC) - 1] = ord("2")
+    sentence = "expected version 1, found '2', which another version of subkv writes: evaluate its text again"
+    with pytest.raises(ContainerError, match=sentence):
+        read_head(io.BytesIO(later))
+    (tmp_path / "saved").write_bytes(later)
+    with pytest.raises(StateError, match=rf"expected a file written by /save, found something else in .*{sentence}"):
+        read(tmp_path / "saved", "/save")
+
+
+def test_stores(tmp_path: Path) -> None:
+    shutil.copytree(FILES / "store-1", tmp_path / "store")
+    (tmp_path / "store").chmod(0o700)
+    with stores.opened(tmp_path / "store") as store:
+        found = store.get([*TOKENS, 1])
+        assert found is not None and found.reach == len(TOKENS)
+        assert found.prompt.states == (versioned.state_of(), b"")
+
+
+def test_a_later_store_is_left_alone(tmp_path: Path) -> None:
+    """It may be shared with a newer version: not found, not removed, not called damaged."""
+    shutil.copytree(FILES / "store-1", tmp_path / "store")
+    (tmp_path / "store").chmod(0o700)
+    (head,) = (tmp_path / "store").glob("*.prefix")
+    data = bytearray(head.read_bytes())
+    assert data[:8] == b"subkvPX1"
+    data[7] = ord("2")
+    head.write_bytes(data)
+    with stores.opened(tmp_path / "store") as store:
+        assert store.get([*TOKENS, 1]) is None
+        assert (store.stats.damaged, store.stats.entries) == (0, 0)
+        assert head.read_bytes() == data
+
+
+def test_a_later_entry_is_left_alone(tmp_path: Path) -> None:
+    entry = Entry(IDENTITY, np.array(TOKENS, np.int32), versioned.state_of())
+    folder = Folder(tmp_path)
+    folder.write(entry)
+    path = tmp_path / entry.name()
+    data = bytearray(path.read_bytes())
+    data[len(MAGIC) - 1] = ord("2")
+    path.write_bytes(data)
+    assert Folder(tmp_path).heads(IDENTITY) == {}
+    assert path.read_bytes() == data

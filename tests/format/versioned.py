@@ -1,0 +1,79 @@
+"""Files of every format version that subkv reads, in tests/format/versions: `python tests/format/versioned.py` makes
+those of today's versions that are not there yet. A file that is there is never made anew: it is of a released version.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILES = Path(__file__).resolve().parent / "versions"
+IDENTITY = bytes(range(32))
+TOKENS = [7 * i % 251 for i in range(300)]
+WINDOW = {"n_sink": 2, "n_recent": 8}
+TEXT = [3 * i % 97 for i in range(40)]  # of a state
+
+
+def layers() -> Any:
+    import writer
+
+    return writer.random_layers(1, 1, 16, 16, ((8, 6), (8, 4)), ((8, 4),), seed=5)
+
+
+def latent() -> Any:
+    import engine
+
+    return engine.latent_layers(((16, 6), (8, 4)), 24, 16, 1, seed=5)
+
+
+def calibration() -> Any:
+    from calib_synthetic import random_calibration
+
+    return random_calibration(1, seed=5, samples=4, n_head=2, n_head_kv=1, d_k=16, d_v=16)
+
+
+def state_of() -> bytes:
+    """TEXT in a stock-shaped prompt's place: bytes that the store and the containers do not look into."""
+    return np.random.default_rng(5).bytes(4096)
+
+
+def make() -> None:
+    sys.path[:0] = [str(FILES.parent.parent / "runtime"), str(FILES.parent), str(FILES.parent.parent)]
+    import stores
+    import writer
+
+    from subkv.base.container import Container, write
+    from subkv.format.calibration import write_calibration
+
+    def model(path: Path) -> None:
+        writer.write(path, writer.metadata(layers(), block_count=1))
+
+    def model_3(path: Path) -> None:
+        keys = writer.metadata(latent(), block_count=1)
+        writer.write(path, keys | {"subkv.version": (keys["subkv.version"][0], 3)})
+
+    def container(path: Path) -> None:
+        write(path, Container({"identity": IDENTITY.hex()}, np.array(TOKENS, np.int32), state_of()))
+
+    def store(path: Path) -> None:
+        with stores.opened(path) as opened:
+            assert opened.put(stores.Prompt(TOKENS, (state_of(), b"")))
+
+    makers = {
+        "model-2.gguf.fixture": model,
+        "model-3.gguf.fixture": model_3,
+        "calibration-1.safetensors": lambda path: write_calibration(path, calibration()),
+        "container-1": container,
+        "store-1": store,
+    }
+    FILES.mkdir(exist_ok=True)
+    for name, maker in makers.items():
+        if not (FILES / name).exists():
+            maker(FILES / name)
+
+
+if __name__ == "__main__":
+    make()

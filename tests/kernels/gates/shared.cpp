@@ -1,0 +1,66 @@
+// shared.cpp: the shared memory that kernels/cuda's launches ask for, from the emulation's count: lines of a device's
+// most for a block, the kernel's name, and bytes, separated by tabs. Heads have full ranks, at 4.3 bits an element.
+#include "../../../kernels/cuda/ops.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+using namespace subkv::cuda;
+
+extern "C" void   emulated_only_count(size_t most);
+extern "C" size_t emulated_last_shared();
+
+namespace {
+
+void print(size_t most, const std::string & name, const char * error) {
+    if (error) {
+        std::fprintf(stderr, "%s: %s\n", name.c_str(), error);
+        std::exit(1);
+    }
+    std::printf("%zu\t%s\t%zu\n", most, name.c_str(), emulated_last_shared());
+}
+
+Attend attend_of(int d, int group, int64_t n_tps) {
+    Attend a{};
+    a.layer.n_head_kv   = 8;
+    a.layer.n_group     = group;
+    a.layer.d_k         = d;
+    a.layer.d_v         = d;
+    a.layer.width_k     = d;
+    a.layer.width_v     = d;
+    a.layer.row_bytes_k = d == 64 ? 36 : 71;
+    a.layer.row_bytes_v = d == 64 ? 34 : 67;
+    a.n_stream          = 1;
+    a.n_tps             = n_tps;
+    a.n_split           = 1;
+    return a;
+}
+
+} // namespace
+
+int main() {
+    for (const size_t most : { 64u << 10, 99u << 10, 163u << 10, 227u << 10 }) {
+        emulated_only_count(most);
+        for (const int group : { 3, 4, 8 }) {
+            const int d = group == 3 ? 64 : 128;
+            print(most, "decode d " + std::to_string(d) + " G " + std::to_string(group),
+                  attend_decode(attend_of(d, group, 1), nullptr));
+        }
+        for (const int d : { 64, 128 }) {
+            print(most, "tiles d " + std::to_string(d), attend_tiles(attend_of(d, d == 64 ? 3 : 4, 512), nullptr));
+        }
+        const Attend a = attend_of(128, 4, 1);
+        Combine      combined{};
+        combined.a = a;
+        print(most, "combine", combine(combined, nullptr));
+        Encode encoded{};
+        encoded.layer = a.layer;
+        encoded.n_tok = 1;
+        print(most, "encode", encode(encoded, nullptr));
+        print(most, "project", project_queries(a, nullptr));
+        Store stored{};
+        stored.n_slots = 1;
+        print(most, "store", store_window(stored, nullptr));
+    }
+}

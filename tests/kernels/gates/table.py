@@ -1,0 +1,191 @@
+"""Recorded figures of our GPU kernels with bounds (figures.csv), and the tables that docs/gpu.md holds of them.
+
+`python tests/kernels/gates/table.py` prints these. Arguments vulkan, cuda, triton: it measures the figures of these
+anew first, and writes the file and the page.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FILE, PAGE = HERE / "figures.csv", HERE.parents[2] / "docs/gpu.md"
+BEGIN, END = "### Figures of each kernel\n", "\n## Vulkan\n"
+NUMBERS = ["registers", "spilled", "shared", "size", "resident"]
+"""
+registers   of a thread: CUDA's, or vector registers
+spilled     bytes of a thread; registers, scalar ones too, with Vulkan
+shared      bytes of a block
+size        bytes of code; instructions with Vulkan
+resident    blocks that a multiprocessor holds at once; waves of a SIMD with Vulkan. The only one that is to be large
+"""
+MARGIN = {"registers": 4, "spilled": 0, "shared": 0, "size": 0, "resident": 0}
+SHARE = {"registers": 0.0, "spilled": 0.05, "shared": 0.0, "size": 0.03, "resident": 0.0}
+"""What a bound leaves to a change that is not meant for the kernel: a number and a share of the figure."""
+
+TARGETS = {
+    "vulkan": ["navi21", "gfx1100", "vega20"],
+    "cuda": ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"],
+    "triton": ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "gfx1100", "gfx942"],
+}
+Key = tuple[str, str, str]
+"""(group, kernel, target)"""
+
+
+@dataclass
+class Row:
+    """Numbers that do not exist for the group are left out."""
+
+    value: dict[str, int] = field(default_factory=dict)
+    bound: dict[str, int] = field(default_factory=dict)
+    goal: dict[str, int] = field(default_factory=dict)
+    """What a kernel is to reach, where that is stated and not reached yet."""
+
+
+def worse(number: str, value: int, than: int) -> bool:
+    return value < than if number == "resident" else value > than
+
+
+def read() -> dict[Key, Row]:
+    rows: dict[Key, Row] = {}
+    with FILE.open(newline="") as file:
+        for line in csv.DictReader(file):
+            row = rows.setdefault((line["group"], line["kernel"], line["target"]), Row())
+            row.value[line["number"]] = int(line["value"])
+            row.bound[line["number"]] = int(line["bound"])
+            if line["goal"]:
+                row.goal[line["number"]] = int(line["goal"])
+    return rows
+
+
+def write(rows: dict[Key, Row]) -> None:
+    with FILE.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["group", "kernel", "target", "number", "value", "bound", "goal"])
+        for key, row in rows.items():
+            for number, value in row.value.items():
+                out.writerow([*key, number, value, row.bound[number], row.goal.get(number, "")])
+
+
+def goals(group: str, kernel: str, target: str) -> dict[str, int]:
+    if group == "triton":
+        return {"spilled": 0}
+    if group == "cuda" and kernel.startswith("decode"):
+        resident = {"resident": 4} if target in ("sm_75", "sm_86") else {}
+        return {"registers": 128, "size": 32 << 10, **resident}
+    return {}
+
+
+def row_of(group: str, kernel: str, target: str, value: dict[str, int]) -> Row:
+    bound = {n: x + MARGIN[n] + math.floor(SHARE[n] * x) for n, x in value.items()}
+    wanted = goals(group, kernel, target)
+    return Row(value, bound, {n: x for n, x in wanted.items() if worse(n, value[n], x)})
+
+
+def broken(rows: dict[Key, Row], group: str, found: dict[tuple[str, str], dict[str, int]]) -> list[str]:
+    """What is worse than its bound, or has none."""
+    errors = []
+    for (kernel, target), numbers in found.items():
+        row = rows.get((group, kernel, target))
+        if row is None:
+            errors.append(f"{kernel}, {target}: a row in {FILE.name} expected, none found")
+            continue
+        for n, x in numbers.items():
+            if worse(n, x, row.bound[n]):
+                least = "at least" if n == "resident" else "at most"
+                errors.append(f"{kernel}, {target}, {n}: {least} {row.bound[n]} expected, {x} found")
+    return errors
+
+
+#
+# the page
+#
+
+
+def cell(group: str, row: Row | None) -> str:
+    if row is None:
+        return "–"
+    x = row.value
+    if group == "triton":
+        return f"{x['registers']} · {x['spilled']} · {x['shared'] / 1024:.3g}"
+    size = x["size"] if group == "vulkan" else f"{x['size'] / 1024:.0f}"
+    spilled = f" · {x['spilled']} spilled" if x["spilled"] else ""
+    return f"{x['registers']} · {x['resident']} · {size}{spilled}"
+
+
+def table(rows: dict[Key, Row], group: str, kernels: list[str], across: bool) -> str:
+    """Kernels across the page, or down."""
+    targets = [t for t in TARGETS[group] if any(key[0] == group and key[2] == t for key in rows)]
+    head, side = (kernels, targets) if across else (targets, kernels)
+    lines = [["target" if across else "kernel", *head], ["---"] * (1 + len(head))]
+    for name in side:
+        pairs = [(other, name) if across else (name, other) for other in head]
+        lines.append([name, *(cell(group, rows.get((group, kernel, target))) for kernel, target in pairs)])
+    return "".join(f"| {' | '.join(line)} |\n".replace("| --- |", "|---|").replace(" --- |", "---|") for line in lines)
+
+
+def unmet(rows: dict[Key, Row]) -> str:
+    """A line per goal that is not reached."""
+    wanted: dict[tuple[str, str, int], list[int]] = {}
+    for (group, _, _), row in rows.items():
+        for n, goal in row.goal.items():
+            wanted.setdefault((group, n, goal), []).append(row.value[n])
+    names = {"cuda": "CUDA decode", "triton": "Triton"}
+    text = "| not reached yet | limit | found | kernels and GPUs |\n|---|---|---|---|\n"
+    for (group, n, goal), found in wanted.items():
+        unit = {"registers": "registers", "spilled": "spilled bytes", "size": "bytes of code", "resident": "blocks"}[n]
+        limit = "at least" if n == "resident" else "at most"
+        of = sum(g == group and n in goals(g, k, t) for g, k, t in rows)
+        span = f"{min(found)} to {max(found)}" if min(found) < max(found) else f"{found[0]}"
+        text += f"| {names[group]}, {unit} | {limit} {goal} | {span} | {len(found)} of {of} |\n"
+    return text
+
+
+def page(rows: dict[Key, Row]) -> str:
+    """Behind the heading of the tables, up to the next section."""
+
+    def of(group: str, start: str = "") -> list[str]:
+        return list(dict.fromkeys(k for g, k, _ in rows if g == group and k.startswith(start)))
+
+    attends, others = of("triton", "attend"), [k for k in of("triton") if not k.startswith("attend")]
+    parts = [
+        "\nVulkan, RADV of Mesa 22.3.6: vector registers · waves of a SIMD · instructions.\n"
+        "Spilled registers include scalar ones.\n\n",
+        table(rows, "vulkan", of("vulkan"), False),
+        "\nCUDA, nvcc 13.0: registers · blocks of a multiprocessor · KiB of code.\n\n",
+        table(rows, "cuda", of("cuda"), False),
+        "\nTriton 3.9.0: registers · spilled bytes of a thread · KiB of shared memory.\n\n",
+        table(rows, "triton", attends, True),
+        "\n",
+        table(rows, "triton", others, True),
+        "\n",
+        unmet(rows),
+    ]
+    return "".join(parts)
+
+
+def main() -> None:
+    rows = read() if FILE.exists() else {}
+    for group in sys.argv[1:]:
+        sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+        import measure
+
+        with tempfile.TemporaryDirectory() as folder:
+            found = getattr(measure, f"measure_{group}")(Path(folder), TARGETS[group])
+        rows = {key: row for key, row in rows.items() if key[0] != group}
+        for (kernel, target), value in found.items():
+            rows[group, kernel, target] = row_of(group, kernel, target, value)
+    if sys.argv[1:]:
+        write(rows)
+        before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+        PAGE.write_text(before + BEGIN + page(rows) + END + rest.partition(END)[2], "utf-8")
+    print(page(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

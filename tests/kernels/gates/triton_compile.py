@@ -1,0 +1,91 @@
+"""Triton's kernels compiled for GPUs that are not there; prints a line of JSON per kernel and target.
+
+A program of its own: tests interpret the kernels, and Triton decides that when it is imported. Arguments: targets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from triton import compile as compile_kernel
+from triton import next_power_of_2
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+from subkv_triton import attend, combine, encode
+
+TYPES = {
+    **dict.fromkeys(("qt_ptr", "shift_ptr", "bias_ptr", "slope_ptr", "scales_ptr", "sinks_ptr", "q_ptr"), "*fp32"),
+    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_ratios", "v_ratios", "k_zeros"), "*fp32"),
+    **dict.fromkeys(("v_zeros", "ratios_ptr", "zeros_ptr"), "*fp32"),
+    **dict.fromkeys(("decode_ptr", "k_ptr", "v_ptr"), "*fp16"),
+    **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr"), "*u8"),
+    **dict.fromkeys(("k_table", "v_table", "kinds_ptr", "packing_ptr", "bad_ptr"), "*i32"),
+    **dict.fromkeys(("k_offsets", "v_offsets", "offsets_ptr", "lengths_ptr", "cells_ptr"), "*i64"),
+    "softcap": "fp32",
+}
+"""Of arguments; the others are i32, which hold no promise of a multiple of 16."""
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(name, function, constants) as the package launches them, for heads of full rank without 16-bit bands."""
+    plain = {"K_HALF": False, "V_HALF": False, "HAS_SHIFT": False, "HAS_CAP": False, "C": attend.BLOCK_CELLS}
+    for d, group in ((64, 3), (128, 4), (128, 8)):
+        yield f"attend d {d} G {group}", attend._attend, {**plain, "G": group, "RK": d, "RV": d, "M": 16}
+    for d, group in ((64, 3), (128, 4)):
+        yield f"attend d {d} prompt", attend._attend, {**plain, "G": group, "RK": d, "RV": d, "M": 64}
+    for d, group in ((64, 3), (128, 4)):
+        size = {"G": group, "RV": d, "DK": d, "DV": d, "R": min(d, combine.BLOCK_RANK)}
+        blocks = {"M": combine.BLOCK_ROWS, "C": combine.BLOCK_KEYS}
+        yield f"combine d {d}", combine._combine, {**size, **blocks, "HAS_CAP": False, "HAS_SINKS": False}
+    for d, row_bytes in ((64, 36), (128, 71)):  # of 4.3 bits an element
+        yield f"encode d {d}", encode._encode, {"R": d, "B": next_power_of_2(row_bytes)}
+
+
+def target_of(name: str) -> GPUTarget:
+    if name.startswith("sm_"):
+        return GPUTarget("cuda", int(name[3:]), 32)
+    return GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)
+
+
+def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dict[str, int]:
+    """Registers and spilled bytes of a thread, shared bytes of a program."""
+    types = {p.name: "constexpr" if p.name in constants else TYPES.get(p.name, "i32") for p in function.params}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(function.params) if types[p.name].startswith("*")}
+    kernel = compile_kernel(ASTSource(function, types, constants, aligned), target=target)
+    shared = int(kernel.metadata.shared)
+    if target.backend == "hip":
+        text = kernel.asm["amdgcn"]
+        registers, spilled = (
+            int(re.findall(rf"\.{key}:\s+(\d+)", text)[0]) for key in ("vgpr_count", "vgpr_spill_count")
+        )
+        return {"registers": registers, "spilled": 4 * spilled, "shared": shared}
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as ptx:
+        ptx.write(kernel.asm["ptx"].encode())
+        ptx.flush()
+        arch = sm_arch_from_capability(target.arch)
+        command = [get_ptxas(target.arch).path, "-v", f"--gpu-name={arch}", ptx.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
+        "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
+        "shared": shared,
+    }
+
+
+def main() -> None:
+    for target in sys.argv[1:]:
+        for name, function, constants in kernels():
+            numbers = compiled(function, constants, target_of(target))
+            print(json.dumps({"kernel": name, "target": target, **numbers}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

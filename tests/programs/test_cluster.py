@@ -1,0 +1,306 @@
+"""Replicas on several nodes of one machine: who answers whom, and what the loss of a node or of the store costs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="needs the extra `cluster`")
+pytest.importorskip("ray.serve", reason="needs the extra `cluster`")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+from programs_found import program  # noqa: E402
+from servers import free_port  # noqa: E402
+
+from subkv.base.errors import SubkvError  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")]
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
+SECONDS, KEY = 60.0, "secret"
+Tokens = list[int]
+
+
+class Front:
+    """The cluster's address, and what its nodes are called."""
+
+    def __init__(self, url: str, cluster: Any, nodes: dict[str, Any], folder: Path) -> None:
+        self.client = httpx.Client(base_url=url, timeout=SECONDS, headers={"Authorization": f"Bearer {KEY}"})
+        self.url, self.cluster, self.nodes, self.folder = url, cluster, nodes, folder
+
+    def tokens(self, text: str) -> Tokens:
+        found: Tokens = self.client.post("/tokenize", json={"content": text}).json()["tokens"]
+        return found
+
+    @staticmethod
+    def _body(prompt: str | Tokens, n: int, **more: Any) -> dict[str, Any]:
+        return {
+            "prompt": prompt,
+            "n_predict": n,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_tokens": True,
+            **more,
+        }
+
+    def ask(self, prompt: str | Tokens, who: str | None = None, n: int = 8) -> tuple[dict[str, Any], str]:
+        """The answer, and who gave it: REPLICA@NODE."""
+        named = {} if who is None else {"x-session-id": who}
+        answer = self.client.post("/completion", json=self._body(prompt, n), headers=named)
+        assert answer.status_code == 200, answer.text
+        return answer.json(), answer.headers["x-replica"]
+
+    @contextlib.contextmanager
+    def stream(self, prompt: str | Tokens, who: str, n: int) -> Iterator[Iterator[Any]]:
+        """The events of a stream."""
+        body = self._body(prompt, n, stream=True)
+        with self.client.stream("POST", "/completion", json=body, headers={"x-session-id": who}) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == "text/event-stream" and "x-replica" in answer.headers
+            yield (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+
+    def of_each(self) -> dict[str, str]:
+        """By replica: a session that it answers."""
+        found: dict[str, str] = {}
+        for i in range(64):
+            found.setdefault(self.ask("x", f"session {i}", 1)[1], f"session {i}")
+        return found
+
+    def slots(self, who: str, seen: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Wait until the slots of a replica are as they should be."""
+        end = time.monotonic() + SECONDS
+        while not seen(slots := self.client.get("/slots", headers={"x-session-id": who}).json()):
+            assert time.monotonic() < end, slots
+            time.sleep(0.1)
+
+    def entries(self) -> set[str]:
+        """What the store holds when nothing is added to it any more."""
+        found: list[set[str]] = [set()]
+        while len(found) < 8 or any(names != found[-1] for names in found[-7:]):
+            time.sleep(0.3)
+            found.append({path.name for path in self.folder.glob("*.prefix")})
+        return found[-1]
+
+    def servers(self) -> list[int]:
+        """The processes of llama-server."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (path / "cmdline").read_bytes().split(b"\0")
+                if command[0] == b"llama-server" and str(self.folder).encode() in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+        return found
+
+
+@pytest.fixture(scope="module")
+def front(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A head with the ingress, and two nodes with a replica of two slots each."""
+    program("llama-server")
+    import ray
+    from ray import serve
+
+    from runtime.serve.cluster import build
+
+    folder = tmp_path_factory.mktemp("shared") / "store"
+    keys = folder.with_name("keys")
+    keys.write_text(KEY)
+    port = free_port()
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {
+        "num_cpus": 1,
+        "resources": {"front": 1},
+        "include_dashboard": False,
+        "_system_config": {"health_check_period_ms": 500, "health_check_timeout_ms": 2000},
+    }
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    try:
+        nodes = [cluster.add_node(num_cpus=1, resources={"engine": 1}) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        flags = ["-m", str(model), "-np", "2", "-c", "8192", "-t", "1", "--context-shift", "--no-ui"]
+        given = {
+            "flags": [*flags, "--store", str(folder)],
+            "api_key_file": str(keys),
+            "min_replicas": 2,
+            "max_replicas": 2,
+            "max_queued_requests": 6,
+            "replica_resource": "engine",
+            "ingress_resource": "front",
+        }
+        serve.run(build(given), name="subkv")
+        made = Front(f"http://127.0.0.1:{port}", cluster, {node.node_id: node for node in nodes}, folder)
+        with made.client:
+            yield made
+    finally:
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_a_conversation_has_one_replica(front: Front) -> None:
+    assert front.client.get("/health").json() == {"status": "ok"}
+    assert len(front.of_each()) == len(front.servers()) == 2
+    for i in range(4):
+        assert len({front.ask(TEXT * j, f"same {i}", 1)[1] for j in range(1, 4)}) == 1
+        opening = f"Conversation {i}. " + TEXT * 10
+        assert len({front.ask(opening + "more " * j, None, 1)[1] for j in range(3)}) == 1
+
+
+def test_refusals_are_the_server_s(front: Front) -> None:
+    answer = front.client.post("/v1/completions", json={"prompt": [1], "temperature": "hot"})
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert front.client.get("/nothing").status_code == 404
+    assert front.client.post("/v1/completions", content=b" " * (10 << 20)).status_code == 413
+    with httpx.Client(base_url=front.url) as stranger:
+        refused = stranger.post("/v1/completions", json={"prompt": [1]})
+        assert refused.status_code == 401 and "x-replica" not in refused.headers  # nobody was asked
+        assert stranger.get("/health").status_code == 200
+
+
+def test_chats(front: Front) -> None:
+    """By the routes of OpenAI and of Anthropic."""
+    talk = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    said = front.client.post("/v1/chat/completions", json=talk).json()
+    assert said["choices"][0]["message"]["role"] == "assistant" and said["usage"]["completion_tokens"] == 4
+    said = front.client.post("/v1/messages", json=talk).json()
+    assert said["type"] == "message" and said["usage"]["output_tokens"] == 4
+
+
+def test_streams_and_who_leaves_them(front: Front) -> None:
+    whole, _ = front.ask(TEXT, "stream", 24)
+    with front.stream(TEXT, "stream", 24) as events:
+        got = list(events)
+    assert got[-1]["stop"] and "".join(event["content"] for event in got) == whole["content"]
+    with front.stream(TEXT, "stream", -1) as events:  # without an end: the context shifts
+        assert next(events)
+        front.slots("stream", lambda slots: any(slot["is_processing"] for slot in slots))
+    front.slots("stream", lambda slots: not any(slot["is_processing"] for slot in slots))
+
+
+def test_more_than_all_can_take(front: Front) -> None:
+    """Beyond the queue there is 503 with Retry-After; everybody else is answered."""
+
+    def one(i: int) -> Any:
+        body = front._body(TEXT, 200)
+        return front.client.post("/completion", json=body, timeout=4 * SECONDS)
+
+    with ThreadPoolExecutor(48) as pool:
+        answers = list(pool.map(one, range(48)))
+    kinds = {answer.status_code for answer in answers}
+    assert kinds == {200, 503}
+    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 503)
+    assert sum(answer.status_code == 200 for answer in answers) >= 8
+
+
+def test_a_server_is_killed(front: Front) -> None:
+    """A request that it has not answered is answered by another replica; Ray starts one in its place."""
+    before = front.of_each()
+    killed = front.servers()[0]
+    os.kill(killed, signal.SIGKILL)
+    for who in before.values():
+        assert front.ask(TEXT, who, 4)[0]["tokens_predicted"] == 4
+    end = time.monotonic() + 2 * SECONDS
+    while len(front.servers()) < 2 or len(front.of_each()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert killed not in front.servers() and set(before) != set(front.of_each())
+
+
+def test_a_node_is_lost(front: Front) -> None:
+    """Streams of others end as ever; the lost conversation goes on elsewhere, from what the store holds."""
+    (lost, who_lost), (kept, who_kept) = front.of_each().items()
+    before = front.tokens(TEXT * 80)
+    expected, _ = front.ask(TEXT * 2, who_kept, 2000)
+    entries = front.entries()
+    first, at = front.ask(before, who_lost, 8)
+    assert at == lost and front.entries() - entries
+    turn = before + first["tokens"] + front.tokens(" Go on.")
+    results: dict[str, list[Any]] = {who_kept: [], who_lost: []}
+
+    def follow(who: str, prompt: str | Tokens) -> None:
+        with contextlib.suppress(httpx.HTTPError), front.stream(prompt, who, 2000) as events:
+            for event in events:
+                results[who].append(event)
+
+    asked: list[tuple[str, str | Tokens]] = [(who_kept, TEXT * 2), (who_lost, turn)]
+    threads = [threading.Thread(target=follow, args=given) for given in asked]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + SECONDS
+    while any(len(got) < 9 for got in results.values()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    front.cluster.remove_node(front.nodes[lost.partition("@")[2]], allow_graceful=False)
+    for thread in threads:
+        thread.join()
+    assert results[who_kept][-1]["stop"]
+    assert "".join(event["content"] for event in results[who_kept]) == expected["content"]
+    told = results[who_lost][-1]
+    assert told.get("error", {}).get("code", 503) == 503 and not told.get("stop")
+
+    again, at = front.ask(turn, who_lost, 8)
+    assert at == kept
+    begun = [token for event in results[who_lost] if "tokens" in event for token in event["tokens"]]
+    assert again["tokens"] == begun[:8]
+    assert again["timings"]["cache_n"] >= len(before)  # all that was stored
+    alone = front.ask([turn[0] + 1, *turn[1:]], who_lost, 8)[0]
+    assert alone["timings"]["cache_n"] == 0
+
+
+def test_the_store_is_down(front: Front) -> None:
+    """Lost slots are evaluated again, and the answers are the same."""
+    prompt = "Once more: " + TEXT * 60
+    expected, _ = front.ask(prompt, "down", 16)
+    front.entries()
+    front.folder.rename(front.folder.with_name("gone"))
+    front.folder.write_bytes(b"no folder")
+    for i in range(3):
+        front.ask(f"{i} takes the slots of others. " + TEXT * 20, "down", 4)
+    again, _ = front.ask(prompt, "down", 16)
+    assert again["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"replicas": 3}, "replicas: expected one of flags"),
+        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas: expected at least min_replicas, 3"),
+        ({"cpus": "many"}, "cpus: expected a number, found 'many'"),
+        ({"tokens_per_replica": "0"}, "tokens_per_replica: expected at least 1, found 0"),
+        ({"max_body": 0}, "max_body: expected at least 1, found 0"),
+        ({"stall_timeout": "nan"}, "stall_timeout: expected more than 0 seconds, found nan"),
+        ({"flags": "-m model.gguf --host 0.0.0.0"}, "flags: expected no --host, found one: replicas listen"),
+        ({"flags": ["--api-key=secret"]}, "flags: expected no --api-key, found one: api_key_file is"),
+        ({"flags": "--models-dir models"}, "flags: expected no --models-dir, found one: a cluster serves one model"),
+        ({"flags": "--version"}, "flags: expected no --version, found one: it starts no server"),
+        ({"flags": "-np many"}, "flags: -np: expected a number, found 'many'"),
+        ({"flags": "--store"}, "store"),
+        ({"flags": "--store a --store-mib none"}, "none"),
+    ],
+)
+def test_wrong_arguments(args: dict[str, Any], sentence: str) -> None:
+    from runtime.serve.cluster import build
+
+    with pytest.raises((SubkvError, click.ClickException), match=sentence):
+        build(args)
+
+
+def test_slots_of_a_replica() -> None:
+    """As llama-server counts them."""
+    from runtime.serve.cluster import Arguments
+
+    assert [Arguments(flags=flags).n_slots() for flags in ("", "-np 2", ["--parallel", "8", "-np", "3"])] == [4, 2, 3]
+    assert Arguments(flags="-np -1").n_slots() == 4

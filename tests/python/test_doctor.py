@@ -1,0 +1,187 @@
+"""`subkv doctor`: what it says of this machine, what it calls broken, and what it removes of the cache folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from runtime import cli
+from runtime.doctor import findings, kept
+from subkv.base.locks import exclusive
+from subkv.base.version import __version__
+from subkv.native.library import lib_dir
+
+MODEL, OTHER = "7123456789ab", "ba9876543210"
+FILES = {
+    f"sidecars/name-{MODEL}.gguf": "bases",
+    f"sidecars/name-{MODEL}.weights.gguf": "bases from weights",
+    f"sidecars/{MODEL}.1a2b3c4d.calib.safetensors": "calibrations",
+    f"sidecars/{MODEL}.1a2b3c4d.calib.safetensors.000001-of-000009.part": "interrupted work",
+    f"sidecars/{MODEL}.1a2b3c4d.calib.safetensors.128.sensing.npz": "interrupted work",
+    f"sidecars/name-{OTHER}.gguf": "bases",
+    f"sidecars/.name-{OTHER}.gguf.17.0123abcd.tmp": "interrupted work",
+    "smollm2-135m-instruct-0123456789abcdef.subkv.gguf": "models",
+    "llama_cpp_python-0.3.36.tar.gz": "sources",
+}
+
+
+def run(*arguments: str, **more: Any) -> Result:
+    return CliRunner().invoke(cli.main, ["doctor", *arguments], prog_name="subkv", **more)
+
+
+def asked(*arguments: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: libraries are loaded once."""
+    env = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "runtime.doctor", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def filled(cache_home: Path) -> Path:
+    folder = cache_home / "subkv"
+    old = time.time() - 2 * 3600
+    for name in FILES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 1000)
+        os.utime(path, (old, old))
+    (folder / "notes.txt").write_text("of the user")
+    (folder / f"sidecars/{MODEL}.lock").write_text("")
+    return folder
+
+
+def test_says_what_a_report_needs() -> None:
+    done = asked("-o", "json", SUBKV_KERNEL=None)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found["broken"]
+    assert found["versions"]["subkv"] == __version__
+    assert found["versions"]["llama-cpp-python"] == importlib.metadata.version("llama-cpp-python") == findings.pinned()
+    assert re.fullmatch("[0-9a-f]{9}", found["versions"]["llama.cpp"])
+    assert f"libsubkv{findings.SUFFIX}" in found["libraries"]["files"]
+    assert found["processor"]["kernel"] == found["processor"]["kernels"][-1]
+    assert found["processor"]["kernels"][0] == "ref"
+    assert "CPU" in found["backends"]
+    assert all(device["kind"] != "cpu" for device in found["devices"])
+    assert found["memory"]["bytes_available"] > 0
+    assert found["formats"]["model"]["reads"] == [2, 3]
+    text = asked(SUBKV_KERNEL=None)
+    assert text.returncode == 0 and text.stdout.endswith("all is well\n")
+    for value in (__version__, found["versions"]["llama.cpp"], found["processor"]["name"]):
+        assert value in text.stdout
+
+
+def test_an_unknown_kernel_is_broken() -> None:
+    done = asked(SUBKV_KERNEL="fast")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-2] == "broken"
+    assert re.fullmatch(
+        r"  SUBKV_KERNEL: expected one of ref\b.* on this processor, found 'fast'", done.stdout.splitlines()[-1]
+    )
+    assert "\n  kernel              none; also runs ref" in done.stdout
+
+
+def test_missing_libraries_are_broken_once(tmp_path: Path) -> None:
+    done = asked("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert len(found["broken"]) == 1 and found["broken"][0].startswith("SUBKV_LIB_PATH: expected libsubkv")
+    assert found["libraries"] == {"folder": None, "files": [], "programs": []}
+    assert found["versions"]["llama.cpp"] is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links")
+def test_one_missing_library_is_named(tmp_path: Path) -> None:
+    for path in lib_dir().iterdir():
+        if not path.name.startswith("libllama."):
+            (tmp_path / path.name).symlink_to(path)
+    done = asked("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
+    assert done.returncode == 1
+    broken = json.loads(done.stdout)["broken"]
+    assert f"libllama{findings.SUFFIX}: expected it in {tmp_path}, found none; install subkv again" in broken
+
+
+def test_libraries_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    real = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **more: real([sys.executable, "-c", script], **more))
+    from runtime.doctor.probing import probe
+
+    assert probe() == {
+        "error": "libraries: expected them to load, found that the process was ended by SIGILL; "
+        "they were built for another processor"
+    }
+
+
+def test_another_version_of_the_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "pinned", lambda: "0.0.1")
+    found, broken = findings.report()
+    version = found["versions"]["llama-cpp-python"]
+    assert f"llama-cpp-python: expected 0.0.1, found {version}; pip install llama-cpp-python==0.0.1" in broken
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    _, broken = findings.report()
+    assert broken == [f"XDG_CACHE_HOME: expected a cache folder that can be written, found {tmp_path / 'file'}"]
+
+
+def test_nothing_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SUBKV_STORE", str(tmp_path / "prompts"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("LLAMA_API_KEY", "sk-secret")
+    monkeypatch.setenv("SUBKV_STROE", "x")
+    monkeypatch.setenv("UNRELATED", "y")
+    found = findings.environment()
+    assert (found["HF_TOKEN"], found["LLAMA_API_KEY"]) == ("(set)", "(set)")
+    assert found["SUBKV_STROE"] == "x  (unknown to this version)"
+    assert "UNRELATED" not in found
+    assert findings.private(found["SUBKV_STORE"]) == "~/prompts"
+    assert findings.private(f"{tmp_path}x {tmp_path}:{tmp_path}/a") == f"{tmp_path}x ~:~/a"
+
+
+def test_kinds_of_cached_files(filled: Path) -> None:
+    assert {file.path.relative_to(filled).as_posix(): file.kind for file in kept.cached(filled)} == FILES
+    found, _ = findings.report()
+    assert found["cache"]["kinds"]["bases"] == {"files": 2, "bytes": 2000, "about": kept.KINDS["bases"][0]}
+
+
+def test_clear_asks_first(filled: Path) -> None:
+    done = run("--clear-cache", input="n\n")
+    assert done.exit_code == 1
+    assert all(name in done.stdout for name in FILES)
+    assert len(kept.cached(filled)) == len(FILES)
+    assert run("-y").exit_code == 2
+
+
+def test_clear_removes_files_of_ours_alone(filled: Path) -> None:
+    done = run("--clear-cache", "-y")
+    assert done.exit_code == 0, done.output
+    assert f"removed {len(FILES)} files" in done.stdout
+    assert kept.cached(filled) == []
+    assert (filled / "notes.txt").read_text() == "of the user"
+    assert run("--clear-cache", "-y").stdout.startswith("nothing to remove in ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no locks")
+def test_clear_leaves_what_is_in_use(filled: Path) -> None:
+    writing = filled / f"sidecars/.name-{OTHER}.gguf.18.0123abcd.tmp"
+    writing.write_bytes(b"half")
+    with exclusive(filled / f"sidecars/{MODEL}.lock", "prepare it"):
+        done = run("--clear-cache", "-y")
+    left = {file.path.name for file in kept.cached(filled)}
+    assert left == {Path(name).name for name in FILES if MODEL in name} | {writing.name}
+    assert f"found process {os.getpid()} at it" in done.stderr
+    assert f"{writing.name} stays: it may still be written" in done.stderr
