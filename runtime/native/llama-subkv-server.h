@@ -1,7 +1,9 @@
-// llama-subkv-server.h: llama-server's prompts in the store of SUBKV_STORE. Its hunks include it where server-task.h is.
+// llama-subkv-server.h: llama-server's prompts in the store of SUBKV_STORE, and what it tells of its cache. Its hunks
+// include it where server-task.h is.
 #pragma once
 
 #include "llama-subkv-store.h"
+#include "llama-subkv-usage.h"
 
 // (of llama.cpp's tools/server)
 #include "server-task.h"
@@ -10,6 +12,22 @@
 #include <vector>
 
 namespace llama_subkv_server {
+
+// A context has been made: its slots are empty.
+inline void made(llama_context * ctx) {
+    llama_subkv_usage_set(ctx);
+    llama_subkv_store_on();
+}
+
+// In /props.
+inline json kv_cache() {
+    const auto usage = llama_subkv_usage_get();
+    return json{
+        { "type", usage.type },       { "bits", usage.bits },
+        { "bytes", usage.bytes },     { "bytes_f16", usage.bytes_f16 },
+        { "n_cells", usage.n_cells }, { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },
+    };
+}
 
 // Stores what slot `seq` holds, unless there are pictures in it. data: its states, empty: nobody has them.
 inline void put(const server_prompt & prompt, const server_prompt_data & data, llama_context * ctx,
@@ -80,6 +98,7 @@ template <typename Slots> void put_all(const Slots & slots, llama_context * ctx,
         }
     }
     llama_subkv_store_flush();
+    llama_subkv_usage_set(nullptr);
 }
 
 // How many tokens of `wanted` need no evaluation where `prompt` is in the slot.

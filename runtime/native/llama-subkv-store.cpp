@@ -366,3 +366,11 @@ void llama_subkv_store_flush(void) {
         llama_subkv_log("SUBKV_STORE: the disk takes too long; some prompts are not stored");
     }
 }
+
+bool llama_subkv_store_stats(subkv_store_stats & stats) {
+    const auto & store = the_store();
+    if (store.store) {
+        store.calls->stats(store.store, &stats);
+    }
+    return store.store != nullptr;
+}

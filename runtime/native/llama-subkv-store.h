@@ -40,3 +40,6 @@ SUBKV_PROGRAMS_API void llama_subkv_store_free(subkv_store_found * found, int32_
 
 // Waits, at most for half a minute, until everything is written.
 SUBKV_PROGRAMS_API void llama_subkv_store_flush(void);
+
+// By any thread. false: there is no store.
+SUBKV_PROGRAMS_API bool llama_subkv_store_stats(subkv_store_stats & stats);

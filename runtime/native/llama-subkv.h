@@ -15,6 +15,7 @@ class llama_memory_hybrid;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llama_model_loader;
+struct llama_subkv_usage;
 struct llm_graph_context;
 
 struct llama_subkv {
@@ -130,6 +131,8 @@ struct llama_subkv {
     static std::string state_identity(const llama_context & ctx, const std::string & content);
     static bool        storable(const llama_context & ctx);
     static int64_t     n_removable(const llama_context & ctx);
+
+    static llama_subkv_usage usage_of(llama_context & ctx); // what its cache takes
 
     struct caches { // of full attention, of sliding windows; nullptr: none
         llama_kv_cache * base;

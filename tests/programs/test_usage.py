@@ -1,0 +1,161 @@
+"""What llama-server tells of its cache: `kv_cache` in /props, lines of ours in /metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+import tiny
+from servers import Server, wait_until
+
+from subkv.native.binding import native
+
+Serve = Callable[..., Any]
+MIB = 1 << 20
+N_CELLS = 1024
+ELEMENTS = 2 * 2 * 2 * 32  # of a token of the tiny llama: layers, keys and values, heads, size of a head
+
+
+def usage(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.request("GET", "/props")["kv_cache"]
+    assert set(found) == {"type", "bits", "bytes", "bytes_f16", "n_cells", "kernel"}
+    return found
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """Our lines. Each has its help and its type before it; totals are counters."""
+    lines = [line for line in server.request("GET", "/metrics").splitlines() if "subkv:" in line]
+    found = {}
+    for about, kind, line in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        name, value = line.split()
+        assert about.startswith(f"# HELP {name} ")
+        assert kind == f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
+        found[name.removeprefix("subkv:")] = float(value)
+    return found
+
+
+def test_a_coded_cache(serve: Serve) -> None:
+    """As the library's line in the log says, the exact window counted."""
+    with serve("-c", N_CELLS, "-np", 1, "--metrics") as server:
+        said = re.search(r"coded K/V cache, ([\d.]+) bits per element, ([\d.]+) MiB", server.log)
+        assert said
+        found = usage(server)
+        assert (found["type"], found["kernel"], found["n_cells"]) == (
+            "subkv",
+            native().subkv_kernel_name().decode(),
+            N_CELLS,
+        )
+        assert found["bytes_f16"] == 2 * ELEMENTS * N_CELLS
+        assert found["bits"] == pytest.approx(float(said[1]), abs=0.01)
+        assert found["bits"] == pytest.approx(8 * found["bytes"] / ELEMENTS / N_CELLS)
+        assert found["bytes"] / MIB == pytest.approx(float(said[2]), abs=0.06)
+        assert metrics(server) == {
+            "kv_bytes": found["bytes"],
+            "kv_f16_bytes": found["bytes_f16"],
+            "kv_bits_per_element": pytest.approx(found["bits"]),
+        }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "type_", "bits"),
+    [
+        ([], "f16", 16.0),
+        (["-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on"], "q8_0", 8.5),
+        (["-ctk", "q8_0", "-ctv", "q4_0", "-fa", "on"], "q8_0/q4_0", 6.5),
+    ],
+)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_ordinary_caches(serve: Serve, arguments: list[str], type_: str, bits: float, slots: int) -> None:
+    with serve("-c", N_CELLS, "-np", slots, "--no-kv-unified", "--metrics", *arguments, coded=False) as server:
+        n_bytes = bits * ELEMENTS * N_CELLS / 8
+        assert usage(server) == {
+            "type": type_,
+            "bits": bits,
+            "bytes": n_bytes,
+            "bytes_f16": 2 * ELEMENTS * N_CELLS,
+            "n_cells": N_CELLS,
+            "kernel": None,
+        }
+        assert metrics(server) == {
+            "kv_bytes": n_bytes,
+            "kv_f16_bytes": 2 * ELEMENTS * N_CELLS,
+            "kv_bits_per_element": bits,
+        }
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "lfm2"])
+def test_two_kinds_of_layers(serve: Serve, arch: str, tmp_path: Path) -> None:
+    """Both halves of a cache with sliding windows are counted, recurrent state is not."""
+    made = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
+    with serve("-c", N_CELLS, "-np", 1, "-lv", 4, model=made, coded=False) as server:
+        sizes = re.findall(r"K \(f16\): +([\d.]+) MiB, V \(f16\): +([\d.]+) MiB", server.log)
+        found = usage(server)
+        assert (found["type"], found["bits"], found["n_cells"]) == ("f16", 16, N_CELLS)
+        assert found["bytes"] == found["bytes_f16"]
+        assert found["bytes"] / MIB == pytest.approx(sum(float(k) + float(v) for k, v in sizes), abs=0.012 * len(sizes))
+
+
+@pytest.mark.parametrize("arch", ["mamba", "bert"])
+def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
+    made = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
+    embeds = ["--embedding"] if arch == "bert" else []
+    with serve("-c", N_CELLS, "-np", 1, "--metrics", *embeds, model=made) as server:
+        assert usage(server) == {"type": "none", "bits": 0, "bytes": 0, "bytes_f16": 0, "n_cells": 0, "kernel": None}
+        assert set(metrics(server).values()) == {0}
+
+
+def test_a_server_that_sleeps(serve: Serve, text: str) -> None:
+    """Its cache is freed: no bytes; the type is still told."""
+    with serve("-c", N_CELLS, "-np", 1, "--metrics", "--sleep-idle-seconds", 1) as server:
+        before, found = metrics(server), usage(server)
+        server.wait("sleep", "/props", lambda props: props["is_sleeping"])
+        assert usage(server) == found
+        assert metrics(server) == before | {"kv_bytes": 0, "kv_f16_bytes": 0}
+        server.complete(text[:300])
+        assert metrics(server) == before
+
+
+def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    asked = ["-c", N_CELLS, "-np", 1, "--metrics"]
+
+    def counted(server: Server) -> dict[str, int]:
+        found = metrics(server)
+        return {name.removeprefix("store_"): int(value) for name, value in found.items() if name.startswith("store_")}
+
+    none = dict.fromkeys(
+        (
+            "hits_total",
+            "tokens_restored_total",
+            "prompts_written_total",
+            "prompts_dropped_total",
+            "prompts_damaged_total",
+            "failures_total",
+            "entries",
+            "bytes",
+        ),
+        0,
+    )
+    with serve(*asked, SUBKV_STORE=store) as server:
+        assert counted(server) == none
+        answer = server.complete(text[:300])
+        wait_until("a stored prompt", lambda: counted(server)["prompts_written_total"] == 1)
+        server.complete(text[:300])
+        assert server.complete(text[:300])["tokens"] == answer["tokens"]
+        n_bytes = sum(path.stat().st_size for path in store.iterdir())
+        assert counted(server) == none | {"prompts_written_total": 1, "entries": 1, "bytes": n_bytes}
+    with serve(*asked, SUBKV_STORE=store) as server:
+        n_cached = server.complete(text[:300])["timings"]["cache_n"]
+        found = counted(server)
+        assert found["hits_total"] == found["entries"] == 1
+        assert 0 < n_cached <= found["tokens_restored_total"] + 1
+        assert found["prompts_damaged_total"] == found["failures_total"] == 0
+    for path in store.glob("*.piece"):
+        path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
+    with serve(*asked, SUBKV_STORE=store) as server:
+        assert server.complete(text[:300])["timings"]["cache_n"] == 0
+        assert counted(server)["prompts_damaged_total"] == 1
