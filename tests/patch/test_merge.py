@@ -117,13 +117,13 @@ def test_a_conflict_stops_before_anything_is_written(
 
 def test_the_dry_canary_names_what_does_not_merge(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
     tree = fill(tmp_path / "other", {path: data for path, data in pristine.items() if s.wanted(path)})
-    command = [sys.executable, str(repo / "tools" / "canary.py"), "--dry", "--no-programs", str(tree)]
+    command = [sys.executable, str(repo / "cmake" / "canary.py"), "--dry", "--no-programs", str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(rf"{re.escape(str(tree))}: 0 of \d+ hunks do not merge\n", done.stdout)
     path = tree / "src" / "llama-context.h"
-    path.write_bytes(path.read_bytes().replace(b"private:\n", b"protected:\n"))
+    path.write_bytes(path.read_bytes().replace(b"    bool set_sampler(", b"    int set_sampler("))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert re.search(r": 1 of \d+ hunks do not merge: llama-context.h 1\n", done.stdout)
-    assert "expected 'private:', found 'protected:'" in done.stdout
+    assert "found 'int set_sampler(" in done.stdout

@@ -1,6 +1,6 @@
 """The patches on another version of llama.cpp: which hunks merge, and whether the short promises hold there.
 
-    python tools/canary.py [--dry] [--no-programs] VERSION|DIR …
+    python cmake/canary.py [--dry] [--no-programs] VERSION|DIR …
 
 VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` prints the hunks that
 do not merge, in seconds. Without it every version is built (one job per core) and tested: an ordinary context
