@@ -9,7 +9,8 @@ set(SUBKV_LLAMA_CPP_STOCK ${CMAKE_BINARY_DIR}/llama.cpp-stock)
 file(GLOB SUBKV_PATCHES CONFIGURE_DEPENDS ${SUBKV_PIN_DIR}/patches/*.patch)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
     ${SUBKV_PATCHES} ${SUBKV_PIN_DIR}/VERSION
-    ${CMAKE_SOURCE_DIR}/cmake/llama_source.py ${CMAKE_SOURCE_DIR}/cmake/unified_diff.py)
+    ${CMAKE_SOURCE_DIR}/cmake/llama_source.py ${CMAKE_SOURCE_DIR}/cmake/patch_merge.py
+    ${CMAKE_SOURCE_DIR}/cmake/unified_diff.py)
 
 set(args --pin ${SUBKV_PIN_DIR} --tree ${SUBKV_LLAMA_CPP_TREE})
 if(SUBKV_STOCK)
@@ -21,6 +22,9 @@ endif()
 if(SUBKV_LLAMA_CPP_SOURCE)
     get_filename_component(source "${SUBKV_LLAMA_CPP_SOURCE}" ABSOLUTE BASE_DIR ${CMAKE_SOURCE_DIR})
     list(APPEND args --source ${source})
+endif()
+if(SUBKV_MERGE)
+    list(APPEND args --merge)
 endif()
 execute_process(
     COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/llama_source.py prepare ${args}
@@ -41,6 +45,14 @@ set(GIT_EXE "" CACHE INTERNAL "")
 set(LLAMA_BUILD_NUMBER 0)
 file(STRINGS ${SUBKV_PIN_DIR}/VERSION line REGEX "^commit ")
 string(REGEX REPLACE "^commit +" "" LLAMA_BUILD_COMMIT "${line}")
+if(SUBKV_MERGE) # another version is named by its content: stored prompts of the pin are not its own
+    execute_process(
+        COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/llama_source.py tree-hash ${source}
+        OUTPUT_VARIABLE line
+        COMMAND_ERROR_IS_FATAL ANY)
+    string(SUBSTRING "${line}" 0 12 line)
+    set(LLAMA_BUILD_COMMIT "tree-${line}")
+endif()
 
 add_subdirectory(${SUBKV_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXCLUDE_FROM_ALL)
 

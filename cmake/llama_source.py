@@ -1,10 +1,12 @@
 """The pinned llama.cpp source: fetch, verify, patch, write.
 
-    python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--source DIR] [--programs]
+    python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--programs]
+        [--source DIR [--merge]]
     python cmake/llama_source.py tree-hash [--programs] DIR
 
 `--pin` holds VERSION (what to take) and patches/ (one unified diff per upstream file). With `--programs` the files of
-llama.cpp's own programs belong to the source, too. Standard library and pip only.
+llama.cpp's own programs belong to the source, too. With `--merge` the source may be another version (patch_merge.py).
+Standard library and pip only; a merge needs git.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from patch_merge import merge
 from unified_diff import DiffError, FileDiff, apply, parse
 
 Tree = dict[str, bytes]
@@ -198,8 +201,8 @@ def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
         pass
     message = (
         f"SUBKV_LLAMA_CPP_SOURCE: expected llama.cpp {version['commit']}, pristine or with the patches of digest"
-        f" {digest(pin)[:12]}, found another content in {root} (tree {tree_hash(tree)[:12]},"
-        f" expected {expected[:12]})"
+        f" {digest(pin)[:12]} (or any version with -DSUBKV_MERGE=ON), found another content in {root}"
+        f" (tree {tree_hash(tree)[:12]}, expected {expected[:12]})"
     )
     archive = cache_dir() / archive_name(version)
     if archive.is_file() and file_hash(archive) == version["sha256"]:
@@ -244,23 +247,16 @@ def _writable(folder: Path) -> bool:
 
 
 def pip_download(version: dict[str, str], folder: Path) -> Path:
-    """Lets pip download the pinned source archive into `folder`, with the user's index settings.
+    """Lets pip download the source archive into `folder`, with the user's index settings; `sha256` may be missing.
 
     pip asks the archive for its metadata, which runs the archive's build backend; where that backend is importable
     (it is ours too) an isolated environment for it is not needed.
     """
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{version['package']}=={version['version']} --hash=sha256:{version['sha256']}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--require-hashes",
-        "--no-deps",
-        "--no-binary",
-        version["package"],
-    ]
+    pinned = f" --hash=sha256:{version['sha256']}" if "sha256" in version else ""
+    requirements.write_text(f"{version['package']}=={version['version']}{pinned}\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", version["package"]]
+    command += ["--require-hashes"] if pinned else []
     command += ["--disable-pip-version-check", "--progress-bar", "off", "-d", str(folder), "-r", str(requirements)]
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-build-isolation")
@@ -370,6 +366,37 @@ def write_tree(root: Path, tree: Tree, want: str) -> int:
     return changed
 
 
+def pinned_tree(pin: Path, fallback: Path, programs: bool) -> Tree:
+    """The pristine pinned files, out of the archive, verified."""
+    version = read_version(pin)
+    tree = read_sdist(fetch_archive(version, fallback), programs)
+    expected = version_hash(version, programs)
+    if tree_hash(tree) != expected:
+        raise SourceError(f"{archive_name(version)}: expected tree {expected}, found {tree_hash(tree)}")
+    return tree
+
+
+def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, programs: bool) -> None:
+    """`prepare` for another version of llama.cpp. Raises SourceError that names every hunk that does not merge."""
+    if not (source / "src" / "llama.cpp").is_file():
+        raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {source}")
+    theirs = read_dir(source, programs)
+    found = tree_hash(theirs)
+    diffs = applied_patches(pin, programs)
+    merged, conflicts = merge(pinned_tree(pin, tree.parent / "sdist", programs), theirs, diffs)
+    if conflicts:
+        raise SourceError(
+            f"SUBKV_MERGE: expected every hunk to merge onto {source}, found {len(conflicts)} that do not:\n"
+            + "\n".join(f"  {conflict}" for conflict in conflicts)
+        )
+    want = f"{digest(pin)} merged onto {found}" + (" programs" if programs else "")
+    if not is_current(tree, want):
+        changed = write_tree(tree, merged, want)
+        say(f"{len(diffs)} patches merged onto tree {found[:12]}, not the pin: {changed} files written")
+    if stock and not is_current(stock, f"stock {found}"):
+        write_tree(stock, {p: data for p, data in theirs.items() if p.split("/")[0] in STOCK_DIRS}, f"stock {found}")
+
+
 def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, programs: bool = False) -> None:
     """Brings `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
     version = read_version(pin)
@@ -382,10 +409,7 @@ def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, prog
         say(f"{version['commit']} is up to date, patch digest {want[:12]}")
         return
     if clean is None:
-        clean = read_sdist(fetch_archive(version, tree.parent / "sdist"), programs)
-        expected = version_hash(version, programs)
-        if tree_hash(clean) != expected:
-            raise SourceError(f"{archive_name(version)}: expected tree {expected}, found {tree_hash(clean)}")
+        clean = pinned_tree(pin, tree.parent / "sdist", programs)
     if tree in todo:
         changed = write_tree(tree, patched(clean, diffs), want)
         say(f"{version['commit']} with {len(diffs)} patches, digest {want[:12]}: {changed} files written")
@@ -402,13 +426,18 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--tree", type=Path, required=True)
     p.add_argument("--stock", type=Path)
     p.add_argument("--source", type=Path)
+    p.add_argument("--merge", action="store_true")
     p.add_argument("--programs", action="store_true")
     p = commands.add_parser("tree-hash")
     p.add_argument("folder", type=Path)
     p.add_argument("--programs", action="store_true")
     args = parser.parse_args(argv)
     try:
-        if args.command == "prepare":
+        if args.command == "prepare" and args.merge:
+            if args.source is None:
+                raise SourceError("SUBKV_MERGE: expected -DSUBKV_LLAMA_CPP_SOURCE=DIR of another version, found none")
+            prepare_merged(args.pin, args.tree, args.stock, args.source, args.programs)
+        elif args.command == "prepare":
             prepare(args.pin, args.tree, args.stock, args.source, args.programs)
         else:
             print(tree_hash(read_dir(args.folder, args.programs)))

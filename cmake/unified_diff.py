@@ -34,7 +34,7 @@ class FileDiff:
     hunks: tuple[Hunk, ...]
 
 
-def _lines(data: bytes) -> list[bytes]:
+def lines_of(data: bytes) -> list[bytes]:
     """Splits at \\n only, keeping it; a last line without a line end stays without."""
     parts = data.split(b"\n")
     return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
@@ -57,7 +57,7 @@ def parse(name: str, data: bytes) -> FileDiff:
     name: used in messages. Text before the `---` line is ignored.
     Raises DiffError for anything that is not such a diff, in particular a second file or a wrong line count.
     """
-    lines = _lines(data)
+    lines = lines_of(data)
     at = next((i for i, line in enumerate(lines) if line.startswith(b"--- ")), None)
     if at is None or at + 1 >= len(lines):
         raise DiffError(f"{name}: expected a unified diff, found no '--- a/' line")
@@ -106,7 +106,7 @@ def apply(diff: FileDiff, data: bytes, reverse: bool = False) -> bytes:
 
     Raises DiffError where the file differs from the hunk in a single byte.
     """
-    lines = _lines(data)
+    lines = lines_of(data)
     out: list[bytes] = []
     done = 0
     for number, hunk in enumerate(diff.hunks, 1):

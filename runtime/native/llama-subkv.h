@@ -8,6 +8,9 @@
 
 class llama_io_read_i;
 class llama_io_write_i;
+class llm_graph_input_attn_k;
+class llm_graph_input_attn_kv;
+class llm_graph_input_attn_kv_iswa;
 class llm_graph_input_i;
 class llm_graph_result;
 class llama_kv_cache_iswa;
@@ -144,7 +147,24 @@ struct llama_subkv {
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);
 
-    // llm_graph_context::build_attn
+    // llm_graph_context::build_attn. The observer or planter first sees q, k and v after RoPE, before the Hadamard rotation
+    // of quantized caches. Then all of a coded layer's, up to the output projection; null: not coded, upstream goes on.
+    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                float scale, int il);
+    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp, ggml_tensor * wo,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                float scale, int il);
+    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                float scale, int il);
+    template <typename Input>
+    static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
+                                   ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
+                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * sinks, float scale, int il);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
     static void          intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                    ggml_tensor *& k, ggml_tensor *& v, float scale, int il);

