@@ -133,9 +133,20 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
 }
 
 std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string & asked) {
-    const bool        by_name  = asked != "auto";
-    const bool        required = desc.required && !cache_made;
-    const std::string file     = by_name ? asked : found_for(desc.model_path);
+    const bool by_name  = asked != "auto";
+    const bool required = desc.required && !cache_made;
+    const bool second   = by_name && (cache_made || desc.no_alloc);
+    if (!desc.none.empty()) {
+        const std::string why = "no K/V cache: " + desc.none;
+        if (required || (by_name && !second)) {
+            throw Invalid{ why };
+        }
+        if (!desc.no_alloc) {
+            llama_subkv_log(why);
+        }
+        return nullptr;
+    }
+    const std::string file = by_name ? asked : found_for(desc.model_path);
     if (file.empty()) {
         const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
         const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
@@ -147,7 +158,6 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
     const auto layout = layout_of(file);
     // A wrong file is the user's mistake; another model than the one that the file belongs to is a second context.
     const std::string misfit = Cache::misfit(*layout, desc);
-    const bool        second = by_name && (cache_made || desc.no_alloc);
     if (!misfit.empty() && second) {
         return ordinary(desc, file + " belongs to another model");
     }

@@ -6,7 +6,7 @@
 //
 // The bases that a model has, the first there is: its own keys, the sidecar beside it, the calibrated sidecar in the
 // user's cache folder, the sidecar derived from its weights there. Every context reports in one line of llama.cpp's log
-// which cache it got.
+// which cache it got, or that it has none.
 #pragma once
 
 #include "hook.h"

@@ -34,6 +34,9 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     if (!pending.cache.layout && !pending.observer && !planting) {
         return pending.ordinary ? nullptr : automatic_cache(desc);
     }
+    if (!desc.none.empty()) { // who asked for a cache finds out, and cancels
+        return nullptr;
+    }
     const Pending request = std::move(pending);
     pending               = {};
     pending.ordinary      = request.ordinary;

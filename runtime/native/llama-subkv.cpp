@@ -10,6 +10,7 @@
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
 #include "llama-model-loader.h"
 #include "llama-model.h"
 
@@ -179,6 +180,24 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
     kv.subkv_hook = cache_new(desc);
+}
+
+void llama_subkv::made(const llama_context & ctx) {
+    const auto * memory    = ctx.get_memory();
+    const bool   recurrent = dynamic_cast<const llama_memory_recurrent *>(memory) != nullptr;
+    if (memory && !recurrent) {
+        return;
+    }
+    if (const subkv::cache_new_fn cache_new = registered()) {
+        const auto &     model = ctx.get_model();
+        subkv::CacheDesc desc  = {};
+        desc.arch              = llm_arch_name(model.arch);
+        desc.model_path        = model.subkv_path;
+        desc.no_alloc          = model.hparams.no_alloc;
+        desc.required          = g_required;
+        desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
+        cache_new(desc);
+    }
 }
 
 size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {

@@ -26,8 +26,10 @@ struct llama_subkv {
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
     // llama_kv_cache: called by the constructor before anything is allocated
-    static void         init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
-                             const layer_filter & filter, const layer_reuse & reuse, bool shares);
+    static void init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+                     const layer_filter & filter, const layer_reuse & reuse, bool shares);
+    // llama_context: called when its memory is there, which may be no K/V cache
+    static void         made(const llama_context & ctx);
     static size_t       row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
     static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
     // Adds the bytes beside the cells.

@@ -21,7 +21,8 @@ from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
 
-# One context of each model, in this order; a model may be followed by =TYPE, a cache type, or =dry, a dry run.
+# One context of each model, in this order; a model may be followed by =TYPE, a cache type, by =dry, a dry run, or by
+# =made: nothing is evaluated.
 PROGRAM = """
 import ctypes, hashlib, json, sys
 import numpy as np
@@ -40,13 +41,13 @@ for name in sys.argv[1:]:
     lines.clear()
     params = C.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads = 512, 512, 512, 1
-    if kind and kind != "dry":
+    if kind.isdigit():
         params.type_k = params.type_v = int(kind)
     ctx = C.llama_init_from_model(model, params)
     said = [text.strip() for level, text in lines if level >= 3 and ("subkv" in text or "SUBKV" in text)]
     kv = [text.split("size =")[1].strip() for _, text in lines if "cells" in text and "K (" in text]
     found = {"made": bool(ctx), "log": said, "kv": kv[0] if kv else ""}
-    if ctx and kind != "dry":
+    if ctx and kind not in ("dry", "made"):
         n = 40
         n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))
         batch = C.llama_batch_init(n, 0, 1)
@@ -209,6 +210,30 @@ def test_other_models_beside_it_stay_ordinary(other: str, model: Path, bases: Pa
         assert len(second["log"]) == 1
         assert second["log"][0].startswith(f"subkv: ordinary f16 K/V cache: {why}")
         assert second["logits"] == run(draft, subkv=None)[0]["logits"]
+
+
+NONE = {
+    "mamba": "no K/V cache: its layers keep a recurrent state instead",
+    "bert": "no K/V cache: its tokens attend to their batch only",
+}
+
+
+@pytest.mark.parametrize("arch", NONE)
+def test_models_without_a_cache_say_so(arch: str, model: Path, bases: Path, tiny_model: Models) -> None:
+    """One line with `auto`, beside another model, too; no context where a file was named for it; silence otherwise."""
+    stored(model)
+    path = tiny_model(arch)
+    made = f"{path}=made"
+    (alone,) = run(made)
+    assert alone == {"made": True, "log": [f"subkv: {NONE[arch]}"], "kv": ""}
+    assert run(f"{path}=dry")[0]["log"] == []
+    for value in ("auto", str(bases)):
+        first, second = run(model, made, subkv=value)
+        assert "(subkv)" in first["kv"] and second == alone
+    (refused,) = run(made, subkv=str(bases))
+    assert not refused["made"] and f"SUBKV={bases}: {NONE[arch]}; SUBKV=off runs" in refused["log"][0]
+    for off in ("off", None):
+        assert run(made, subkv=off)[0] == {"made": True, "log": [], "kv": ""}
 
 
 def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
