@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 struct llama_context;
 
@@ -28,3 +29,12 @@ SUBKV_PROGRAMS_API bool llama_subkv_checkpoint(const llama_context * ctx, int32_
 // Tokens at the beginning of a sequence that a context shift keeps where `n_keep` were asked for: a coded cache also keeps
 // its sinks, which cannot be replaced by later tokens.
 SUBKV_PROGRAMS_API int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep);
+
+// Why a server does not answer a request with these headers, in a sentence; "": it does. SUBKV_ALLOW_HOST lists the names
+// beside localhost and loopback addresses for which requests may be, and whose pages may send them; unset, or with *: any.
+SUBKV_PROGRAMS_API std::string llama_subkv_refusal(const std::string & host, const std::string & origin);
+
+// A signal handler that has `handler`, which may wait for locks, run in a thread of its own; a second signal ends the
+// process. Called once.
+using llama_subkv_signal_fn = void (*)(int);
+SUBKV_PROGRAMS_API llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler);

@@ -1,5 +1,5 @@
-// llama-subkv-server.h: llama-server's prompts in the store of SUBKV_STORE, and what it tells of its cache. Its hunks
-// include it where server-task.h is.
+// llama-subkv-server.h: llama-server's prompts in the store of SUBKV_STORE, what it tells of its cache, and whom it answers.
+// Its hunks include it where server-task.h is.
 #pragma once
 
 #include "llama-subkv-store.h"
@@ -9,6 +9,8 @@
 #include "server-task.h"
 
 #include <algorithm>
+#include <memory>
+#include <unordered_set>
 #include <vector>
 
 namespace llama_subkv_server {
@@ -163,6 +165,27 @@ inline bool load(server_prompt & prompt, const server_prompt * other, const serv
     }
     llama_subkv_store_free(found, seq, !done);
     return done;
+}
+
+// What a request that waits for these tasks gets when the server ends: else it would wait until its client leaves, and the
+// server for it.
+inline server_task_result_ptr ended(const std::unordered_set<int> & tasks) {
+    auto result      = std::make_unique<server_task_result_error>();
+    result->id       = tasks.empty() ? -1 : *tasks.begin();
+    result->err_type = ERROR_TYPE_UNAVAILABLE;
+    result->err_msg  = "the server is shutting down";
+    return result;
+}
+
+// Of cpp-httplib. true: the request has been answered.
+template <typename Request, typename Response> bool refuses(const Request & request, Response & response) {
+    const auto why = llama_subkv_refusal(request.get_header_value("Host"), request.get_header_value("Origin"));
+    if (!why.empty()) {
+        response.status = 403;
+        response.set_content(safe_json_to_str(json{ { "error", format_error_response(why, ERROR_TYPE_PERMISSION) } }),
+                             "application/json; charset=utf-8");
+    }
+    return !why.empty();
 }
 
 } // namespace llama_subkv_server

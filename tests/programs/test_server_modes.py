@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 import stand_ins
 import tiny
-from servers import CODED, ORDINARY, assert_same
+from servers import CODED, ORDINARY, Refused, Server, assert_same
 
 Serve = Callable[..., Any]
 DRAFTS = {
@@ -159,3 +162,43 @@ def test_32_at_once(serve: Serve, text: str) -> None:
         answers = server.together(asked)
         for body, answer in zip(asked, answers, strict=True):
             assert_same(answer, server.complete(**body, cache_prompt=False))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("number", range(8))
+def test_the_end_of_a_server_at_work(serve: Serve, words: Path, number: int, stream: bool) -> None:
+    """SIGTERM ends it wherever it is, with 0; requests at work and those that wait are told.
+
+    With a tiny model it is in the queue's locks for much of its time.
+    """
+    answers: list[str] = []
+
+    def ask(server: Server) -> None:
+        try:
+            answers.append(str(server.complete("What is it?", 30000, stream=stream)))
+        except Refused as refused:
+            assert refused.status == 503
+            answers.append(str(refused.body))
+
+    with serve("-c", 32768, "-np", 1, model=words, coded=False) as server:
+        asking = [threading.Thread(target=ask, args=[server]) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
+        for _ in range(number):
+            server.request("GET", "/slots")
+        server.stop()
+        for thread in asking:
+            thread.join()
+    assert [answer.count("the server is shutting down") for answer in answers] == [1, 1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_second_signal_ends_it_at_once(serve: Serve, words: Path) -> None:
+    with serve("-c", 256, "-np", 1, model=words, coded=False) as server:
+        server.ended = True
+        for sent in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+            server.process.send_signal(sent)
+        assert server.process.wait(60) == 1
+        assert "Received second interrupt" in server.log

@@ -8,8 +8,7 @@ import os
 import random
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from servers import Refused, Server, wait_until
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="SIGTERM")
 N = 700  # tokens of a prompt
 KINDS = ["coded", "ordinary"]
+LONG = ["-np", 1, "-c", 32768]  # an answer that fills it takes seconds
 
 Tokens = list[int]
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -55,6 +55,21 @@ def store(tmp_path: Path) -> Path:
 def text(seed: int, n: int = N) -> Tokens:
     rng = random.Random(seed)
     return [rng.randrange(20, 250) for _ in range(n)]
+
+
+@contextlib.contextmanager
+def at_work(server: Server, prompt: Sequence[int]) -> Iterator[None]:
+    """While the server, one of LONG, answers a prompt; how that ends does not matter."""
+
+    def go_on() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, Refused):
+            ask(server, prompt, 30000)
+
+    asking = threading.Thread(target=go_on)
+    asking.start()
+    server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
+    yield
+    asking.join()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,20 +215,13 @@ def test_a_store_that_is_full(serve: Serve, store: Path) -> None:
 def test_the_end_of_a_server_at_work(serve: Serve, store: Path) -> None:
     """SIGTERM in the middle of an answer: what was evaluated until then is kept."""
     prompt = text(60)
-    with serve(SUBKV_STORE=store) as server:
-        ask(server, prompt, 1)
-
-        def go_on() -> None:
-            with contextlib.suppress(OSError, http.client.HTTPException, Refused):
-                ask(server, prompt, 1200)
-
-        asking = threading.Thread(target=go_on)
-        asking.start()
-        time.sleep(0.3)
+    with serve(kind="ordinary") as server:
+        answer = ask(server, prompt, 300)[0]
+    with serve(*LONG, kind="ordinary", SUBKV_STORE=store) as server, at_work(server, prompt):
+        server.wait("300 tokens", "/slots", lambda slots: slots[0]["next_token"][0]["n_decoded"] > 300)
         server.stop()
-        asking.join()
-    with serve(SUBKV_STORE=store) as server:
-        assert ask(server, prompt)[1] >= N - 256
+    with serve(*LONG, kind="ordinary", SUBKV_STORE=store) as server:
+        assert ask(server, [*prompt, *answer])[1] == N + 300 - 1
 
 
 def test_a_server_that_sleeps(serve: Serve, store: Path) -> None:
@@ -263,19 +271,11 @@ def test_a_killed_server_loses_the_turn_at_work(serve: Serve, store: Path, kind:
     with serve(kind=kind) as server:
         answer = ask(server, prompt)[0]
         expected = ask(server, [*prompt, *answer, *more])[0]
-    with serve(kind=kind, SUBKV_STORE=store) as server:
+    with serve(*LONG, kind=kind, SUBKV_STORE=store) as server:
         assert ask(server, prompt)[0] == answer
         stored(store)
-
-        def go_on() -> None:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                ask(server, [*prompt, *answer, *more], 1000)
-
-        asking = threading.Thread(target=go_on)
-        asking.start()
-        server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
-        server.kill()
-        asking.join()
+        with at_work(server, [*prompt, *answer, *more]):
+            server.kill()
     with serve(kind=kind, SUBKV_STORE=store) as server:
         again, n_restored, n_evaluated = ask(server, [*prompt, *answer, *more])
     assert again == expected

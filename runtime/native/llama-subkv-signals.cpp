@@ -1,0 +1,52 @@
+// llama-subkv-signals.cpp: see llama-subkv-programs.h. Part of libllama.
+#include "llama-subkv-programs.h"
+
+#if defined(_WIN32)
+llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) { // Windows makes a thread by itself
+    return handler;
+}
+#else
+#    include <unistd.h>
+
+#    include <atomic>
+#    include <cerrno>
+#    include <system_error>
+#    include <thread>
+
+// A handler may interrupt its thread wherever that is, also where it holds a lock or is in malloc: it writes a byte.
+static int              g_ends[2] = { -1, -1 };
+static std::atomic<int> g_n_come{ 0 };
+
+static void pass_on(int signal) {
+    static const char second[] = "Received second interrupt, terminating immediately.\n";
+    const int         error    = errno;
+    if (g_n_come.fetch_add(1) > 0) {
+        (void) !write(STDERR_FILENO, second, sizeof(second) - 1);
+        _exit(1);
+    }
+    const auto byte = (unsigned char) signal;
+    (void) !write(g_ends[1], &byte, 1);
+    errno = error;
+}
+
+llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) {
+    if (g_ends[0] >= 0 || pipe(g_ends) != 0) {
+        return handler;
+    }
+    try {
+        std::thread([handler] {
+            unsigned char byte = 0;
+            ssize_t       n    = 0;
+            do {
+                n = read(g_ends[0], &byte, 1);
+            } while (n < 0 && errno == EINTR);
+            if (n == 1) {
+                handler(byte);
+            }
+        }).detach();
+    } catch (const std::system_error &) { // no threads left
+        return handler;
+    }
+    return pass_on;
+}
+#endif
