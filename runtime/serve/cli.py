@@ -35,6 +35,15 @@ DEFAULTS = {
 }
 
 
+def _names(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that keeps pages of others out of a server on this machine, under names that they let point here."""
+    host = environment.get("LLAMA_ARG_HOST", "127.0.0.1")
+    for word, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        host = value if word == "--host" else word.partition("=")[2] if word.startswith("--host=") else host
+    own = host == "localhost" or host == "::1" or host.startswith("127.")
+    return {"SUBKV_ALLOW_HOST": "localhost"} if own else {}
+
+
 def _store(store: Path | None, store_mib: int | None) -> dict[str, str]:
     """The variables of the prompt store. Raises SubkvError and click.UsageError."""
     if store is None:
@@ -68,7 +77,7 @@ def _cache(found: Read, arguments: Sequence[str]) -> list[str]:
 
 def start(arguments: Sequence[str], asked: Asked, store: Mapping[str, str]) -> Start:
     """llama-server with these arguments of its own, on the demo model if they name none. Raises SubkvError."""
-    program = located(SERVER, {**DEFAULTS, **os.environ, **store})
+    program = located(SERVER, {**DEFAULTS, **_names(arguments, os.environ), **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
     found = understood(program, arguments)

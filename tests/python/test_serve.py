@@ -93,6 +93,20 @@ def test_defaults_give_way(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made["LLAMA_ARG_CACHE_RAM"], made["LLAMA_ARG_CORS_ORIGINS"]) == ("7", "localhost")
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([], "localhost"),
+        (["--host", "127.0.0.1"], "localhost"),
+        (["--host=localhost"], "localhost"),
+        (["--host", "0.0.0.0"], None),
+        (["--host", "server.sock"], None),
+    ],
+)
+def test_names_of_a_server_on_this_machine(bases: str, given: list[str], names: str | None) -> None:
+    assert serve_start(["-m", bases, *given]).environment.get("SUBKV_ALLOW_HOST") == names
+
+
 @pytest.mark.parametrize("answer", ["-h", "--version", "--list-devices"])
 def test_what_needs_no_model(answer: str) -> None:
     assert serve_start([answer]).arguments == ["llama-server", answer]
