@@ -35,7 +35,10 @@ bool on_path(const Band & band) {
 
 std::vector<Place> path_of(const HeadCodec & codec) {
     std::vector<Place> path;
-    for (int32_t lane = 0; lane < BAND_STEP && trellis_length(codec) > 0; ++lane) {
+    if (trellis_length(codec) == 0) {
+        return path;
+    }
+    for (int32_t lane = 0; lane < BAND_STEP; ++lane) {
         for (int32_t i = 0; i < codec.n_bands; ++i) {
             const Band & band = codec.bands[i];
             for (int32_t j = lane; on_path(band) && j < band.n; j += BAND_STEP) {
@@ -69,6 +72,16 @@ Nearest nearest(int32_t bits, float y) {
     return found;
 }
 
+// Step of a band at scale s where its coefficients are coded each by itself.
+float uniform_step(const Band & band, float s) {
+    return s * band.ratio * (on_path(band) ? TRELLIS_UNIFORM[band.bits] : 1.0f);
+}
+
+float uniform_code(const Band & band, float x, float step) {
+    const float half = half_range(band.bits);
+    return std::fmin(std::fmax(std::nearbyint(x / step + half), 0.0f), 2.0f * half);
+}
+
 // Squared error of a row's quantized coefficients at scale s, each by itself; only: of bands outside the path.
 float uniform_error(const HeadCodec & codec, const float * c, float s, bool only) {
     float sum = 0.0f;
@@ -77,12 +90,10 @@ float uniform_error(const HeadCodec & codec, const float * c, float s, bool only
         if (band.bits == 16 || (only && on_path(band))) {
             continue;
         }
-        const float step = s * band.ratio * (on_path(band) ? TRELLIS_UNIFORM[band.bits] : 1.0f);
-        const float half = half_range(band.bits);
+        const float step = uniform_step(band, s);
         for (int32_t j = 0; j < band.n; ++j) {
             const float x = c[band.first + j];
-            const float u = std::fmin(std::fmax(std::nearbyint(x / step + half), 0.0f), 2.0f * half);
-            const float e = x - step * (u - half);
+            const float e = x - step * (uniform_code(band, x, step) - half_range(band.bits));
             sum += e * e;
         }
     }
@@ -94,8 +105,8 @@ int32_t choose_scale(const HeadCodec & codec, const float * c) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         for (int32_t j = 0; band.bits != 16 && j < band.n; ++j) {
-            const float step = band.ratio * (on_path(band) ? TRELLIS_UNIFORM[band.bits] : 1.0f);
-            reach            = std::fmax(reach, std::fabs(c[band.first + j]) / (step * half_range(band.bits)));
+            const float full = uniform_step(band, 1.0f) * half_range(band.bits);
+            reach            = std::fmax(reach, std::fabs(c[band.first + j]) / full);
         }
     }
     int32_t k0 = 1;
@@ -140,9 +151,8 @@ void put_trellis_row(const HeadCodec & codec, const float * c, uint8_t * row) {
             } else if (on_path(band)) {
                 ref::put_code(planes, band.n, band.bits, j, code[(size_t) (band.first + j)]);
             } else {
-                const float half = half_range(band.bits);
-                const float u    = std::nearbyint(x / (s * band.ratio) + half);
-                ref::put_code(planes, band.n, band.bits, j, (uint32_t) std::fmin(std::fmax(u, 0.0f), 2.0f * half));
+                const float u = uniform_code(band, x, uniform_step(band, s));
+                ref::put_code(planes, band.n, band.bits, j, (uint32_t) u);
             }
         }
     }
