@@ -3,6 +3,7 @@
 //                  matrix, after which all coefficients of the band have its mean energy
 //   ratio          of a band: rms of its coefficients times the best step of its width; the largest is 1
 #include "adapt.h"
+#include "subkv/trellis.h"
 
 #include <algorithm>
 #include <cmath>
@@ -29,7 +30,7 @@ double mixing(int32_t n, int32_t i, int32_t j) {
 
 } // namespace
 
-// Optima of subkv/plan/quantizer.py to 1e-9, which a test holds against these. A 16-bit coefficient has no step.
+// Optima of subkv/plan/quantizer.py to 1e-9, measured on a path, which a test holds against these. A 16-bit coefficient has no step.
 double quantizer_step(int32_t bits) {
     switch (bits) {
         case 2: return 0.9956867034216746;
@@ -42,7 +43,11 @@ double quantizer_step(int32_t bits) {
     }
 }
 
-double quantizer_distortion(int32_t bits) {
+double quantizer_distortion(int32_t bits, bool on_path) {
+    if (on_path) {
+        constexpr double PATH[TRELLIS_BITS + 1] = { 1.0, 1.0, 0.0884, 0.02445, 0.00672, 0.00182, 0.00050 };
+        return PATH[bits];
+    }
     switch (bits) {
         case 2: return 0.1188460503840773;
         case 3: return 0.037439659391523356;
