@@ -99,7 +99,8 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
                 planes[2 * j + 1] = (uint8_t) (h >> 8);
             } else {
                 const bool on = on_path(codec, band);
-                put_code(planes, band.n, band.bits, j, on ? path[band.first + j] : (uint32_t) quantize(x, inverse, band));
+                put_code(planes, band.n, band.bits, j,
+                         on ? path[band.first + j] : (uint32_t) quantize(x, inverse, band));
             }
         }
     }

@@ -43,7 +43,7 @@ Path path_of(const HeadCodec & codec) {
 }
 
 Path latent_path(const HeadCodec & codec) {
-    return path_length(codec) == 0 ? PATH_NONE : PATH_LANES;
+    return path_length(codec) < TRELLIS_LEAST_LATENT ? PATH_NONE : PATH_LANES;
 }
 
 } // namespace subkv
@@ -181,7 +181,7 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
     for (int32_t ends = 0; ends < n_ends; ++ends) {
         float cost[STATES] = { INF, INF, INF, INF };
         cost[ends]         = 0.0f;
-        const auto last    = [&] { return n_ends == 1 ? (int32_t) (std::min_element(cost, cost + STATES) - cost) : ends; };
+        const auto last = [&] { return n_ends == 1 ? (int32_t) (std::min_element(cost, cost + STATES) - cost) : ends; };
         for (size_t t = 0; t < places.size(); ++t) {
             if (codec.path == PATH_LANES && places[t].first) {
                 steps[t].from = last();
@@ -195,11 +195,11 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
         }
         least = cost[w];
         for (size_t t = places.size(); t-- > 0;) {
-            const int32_t x    = w & 1;
-            const int32_t p    = w >> 1 | (steps[t].taken[w] ? 2 : 0);
-            const int32_t i    = steps[t].choice.index[subset(p, x)];
-            code[places[t].j]  = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
-            w                  = codec.path == PATH_LANES && places[t].first ? steps[t].from : p;
+            const int32_t x   = w & 1;
+            const int32_t p   = w >> 1 | (steps[t].taken[w] ? 2 : 0);
+            const int32_t i   = steps[t].choice.index[subset(p, x)];
+            code[places[t].j] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
+            w                 = codec.path == PATH_LANES && places[t].first ? steps[t].from : p;
         }
     }
     return least;
@@ -210,10 +210,10 @@ void path_levels(const HeadCodec & codec, const uint8_t * code, int32_t * level)
     for (size_t t = 0, n = places.size(); t < n; ++t) {
         const bool    lanes = codec.path == PATH_LANES;
         const bool    first = places[t].first, second = t > 0 && places[t - 1].first;
-        const int32_t one   = lanes && first ? 0 : code[places[(t + n - 1) % n].j] & 1;
-        const int32_t two   = lanes && (first || second) ? 0 : code[places[(t + n - 2) % n].j] & 1;
-        const int32_t j     = places[t].j;
-        level[j]            = trellis_level(places[t].band->bits, 2 * code[j] ^ 2 * two ^ one);
+        const int32_t one = lanes && first ? 0 : code[places[(t + n - 1) % n].j] & 1;
+        const int32_t two = lanes && (first || second) ? 0 : code[places[(t + n - 2) % n].j] & 1;
+        const int32_t j   = places[t].j;
+        level[j]          = trellis_level(places[t].band->bits, 2 * code[j] ^ 2 * two ^ one);
     }
 }
 

@@ -30,7 +30,7 @@ SCALE_ONE = 160
 
 # Paths through a trellis, trellis.h
 PATH_NONE, PATH_CIRCLE, PATH_LANES = range(3)
-LEAST = 24
+LEAST, LEAST_LATENT = 24, 64
 DOUBLE, TRIPLE = {2: 2, 3: 5, 4: 9, 5: 19, 6: 37}, {2: 4, 3: 6, 4: 12, 5: 25, 6: 50}
 SHARE = {2: 0.411522634, 3: 0.40290088, 4: 0.358166188, 5: 0.353481798, 6: 0.329380765}
 """Distance of levels relative to the band's ratio."""
@@ -236,7 +236,7 @@ def make_head(
         first, offset = first + n, offset + n * bits // 8
     codec.row_bytes = offset
     n_path = sum(n for n, bits in layout if bits in SHARE)
-    codec.path = (PATH_LANES if n_path else PATH_NONE) if latent else PATH_CIRCLE if n_path >= LEAST else PATH_NONE
+    codec.path = (PATH_LANES if n_path >= LEAST_LATENT else PATH_NONE) if latent else PATH_CIRCLE if n_path >= LEAST else PATH_NONE
     if subtracted is not None:
         codec.offset = ptr(subtracted)
     return Head(codec, encode, layout, ratio, subtracted)

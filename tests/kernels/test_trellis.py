@@ -93,7 +93,7 @@ def test_no_path_is_better(lib: Any) -> None:
     layout = ((24, 2),)
     head = head_of(layout)
     rng = np.random.default_rng(5)
-    path, alphabet, ratio = o.path_of(head), values(2), float(head.coefficient_step[0])
+    path, alphabet, ratio = o.path_of(head), o.alphabet(2), float(head.coefficient_step[0])
     for _ in range(6):
         c = (rng.standard_normal((1, 24)) * ratio / STEP[2]).astype(np.float32)
         code = np.zeros(24, np.uint8)

@@ -49,8 +49,9 @@ SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
 }
 
 // The widest band, and the fewest coefficients of such bands in a row, that a trellis codes (trellis.h).
-constexpr int32_t TRELLIS_BITS  = 6;
-constexpr int32_t TRELLIS_LEAST = 24;
+constexpr int32_t TRELLIS_BITS         = 6;
+constexpr int32_t TRELLIS_LEAST        = 24;
+constexpr int32_t TRELLIS_LEAST_LATENT = 64; // of a row of keys, whose lanes are paths of their own
 
 // The code that would stand for 0, without a trellis: c = s * ratio * (u - half_range(b)).
 SUBKV_EVERYWHERE float half_range(int32_t bits) {

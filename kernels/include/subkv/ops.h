@@ -166,7 +166,7 @@ struct Ops {
 const Ops & ops_ref();
 
 // PATH_CIRCLE where bands of at most TRELLIS_BITS have TRELLIS_LEAST coefficients or more, else PATH_NONE. Of a latent
-// layer PATH_LANES where there are any.
+// layer's keys PATH_LANES where they have TRELLIS_LEAST_LATENT; its values are on the keys' path.
 Path path_of(const HeadCodec & codec);
 Path latent_path(const HeadCodec & codec);
 
