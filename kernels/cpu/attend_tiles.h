@@ -185,7 +185,7 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
             continue; // logits are left as they are: bias hides them
         }
         values.at[t]    = opened.v[t];
-        float * logit   = step.logit[0] + t * TILE;
+        float *   logit = step.logit[0] + t * TILE;
         Keys<Isa> keys  = { opened.k[t], &opened.k_path[t], 0 };
         if constexpr (Isa::DIRECT) {
             if (call.direct) {
@@ -308,14 +308,14 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     }
     memcpy(first, parts[0], (size_t) codec.rank);
     memcpy(second, parts[1], (size_t) codec.rank);
-    uint32_t sum = 0; // wraps where a query is not finite, and delta is NaN then
+    uint32_t sum = 0;                          // wraps where a query is not finite, and delta is NaN then
     for (int32_t j = 0; j < codec.rank; ++j) { // 0 in 16-bit bands
         sum += (uint32_t) u[j];
     }
     const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // what centring takes off
-    row.start = (int32_t) -(twice >> 1);
-    row.half  = (twice & 1) != 0 ? 0.5f : 0.0f;
-    row.delta = finite ? largest / unit : __builtin_nanf("");
+    row.start           = (int32_t) -(twice >> 1);
+    row.half            = (twice & 1) != 0 ? 0.5f : 0.0f;
+    row.delta           = finite ? largest / unit : __builtin_nanf("");
 }
 
 template <typename Isa> static void attend(const AttendArgs & a) {
@@ -327,7 +327,7 @@ template <typename Isa> static void attend(const AttendArgs & a) {
     find_halves(*a.v, v_halves);
     k_halves.values = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * STEP) * sizeof(float));
     v_halves.values = k_halves.values + 8 * k_halves.n * STEP;
-    const int32_t kept = many ? STEP : TILE; // cells whose keys are bytes at once
+    const int32_t kept  = many ? STEP : TILE; // cells whose keys are bytes at once
     const Call    call  = { a,
                             k_halves,
                             v_halves,

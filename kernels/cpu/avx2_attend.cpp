@@ -12,13 +12,13 @@ namespace subkv::avx2 {
 namespace {
 
 struct Isa {
-    static constexpr int     W               = 8;
-    static constexpr bool    DIRECT          = false;
-    static constexpr int     DIRECT_ROWS     = 0;
-    static constexpr int     KEY_ROWS        = 3;
-    static constexpr int32_t BEFORE          = 0;
-    static constexpr int     AT              = 0;
-    static constexpr bool    EXACT           = true;
+    static constexpr int     W           = 8;
+    static constexpr bool    DIRECT      = false;
+    static constexpr int     DIRECT_ROWS = 0;
+    static constexpr int     KEY_ROWS    = 3;
+    static constexpr int32_t BEFORE      = 0;
+    static constexpr int     AT          = 0;
+    static constexpr bool    EXACT       = true;
 
     static constexpr int key_regs(int rows) { return rows == 1 ? 4 : 2; } // 6 sums, 4 registers of codes, 2 of queries
 
@@ -130,12 +130,12 @@ struct Isa {
             return _mm256_blendv_epi8(_mm256_shuffle_epi8(of(levels[0]), u), _mm256_shuffle_epi8(of(levels[1]), u),
                                       _mm256_slli_epi16(one, 7));
         } else { // the magnitudes of trellis.h, in bytes about 128
-            constexpr int HALF   = 1 << BITS;
-            const I       index  = _mm256_or_si256(_mm256_add_epi8(u, u), mask(one, 1));
-            const I       y      = plus_bytes(index, 128 - HALF);
-            const auto    above  = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
-            const auto    below  = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
-            const int     far    = trellis_double(BITS), more = trellis_triple(BITS);
+            constexpr int HALF  = 1 << BITS;
+            const I       index = _mm256_or_si256(_mm256_add_epi8(u, u), mask(one, 1));
+            const I       y     = plus_bytes(index, 128 - HALF);
+            const auto    above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
+            const auto    below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
+            const int     far = trellis_double(BITS), more = trellis_triple(BITS);
             const I       higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
             return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
         }

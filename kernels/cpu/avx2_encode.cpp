@@ -136,9 +136,9 @@ void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_str
                 if (band.bits == 16) {
                     out[j] = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(cell.scale != 0 ? cell.half[j] : 0)));
                 } else {
-                    const float u = on_path(codec, band) ? (float) level[j] + 0.5f :
-                                                           (float) cell.code[j] - half_range(band.bits);
-                    out[j]        = cell.scale != 0 ? step * u : 0.0f;
+                    const float u =
+                        on_path(codec, band) ? (float) level[j] + 0.5f : (float) cell.code[j] - half_range(band.bits);
+                    out[j] = cell.scale != 0 ? step * u : 0.0f;
                 }
             }
         }

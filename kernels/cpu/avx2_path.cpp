@@ -81,7 +81,7 @@ template <bool FEW> inline Nearest nearest(const Levels & l, __m256 step, __m256
             const __m256 far = _mm256_andnot_ps(sign_bit, place);
             const __m256 two = _mm256_fmadd_ps(far, _mm256_set1_ps(2.0f), _mm256_set1_ps(l.bend));
             const __m256 all = _mm256_fmadd_ps(far, _mm256_set1_ps(3.0f), _mm256_set1_ps(l.both_bends));
-            value            = _mm256_or_ps(_mm256_max_ps(far, _mm256_max_ps(two, all)), _mm256_and_ps(place, sign_bit));
+            value = _mm256_or_ps(_mm256_max_ps(far, _mm256_max_ps(two, all)), _mm256_and_ps(place, sign_bit));
         }
         found.error[q] = _mm256_fnmadd_ps(step, value, c);
     }
@@ -101,8 +101,8 @@ template <bool FEW>
 void extend(const Levels & l, __m256 step, __m256 inverse, const float * const * c, int32_t first, int32_t end,
             __m256 (&cost)[STATES]) {
     for (int32_t j = first; j < end; j += BAND_STEP) {
-        const __m256  x = _mm256_set_m128(_mm_broadcast_ss(c[1] + j), _mm_broadcast_ss(c[0] + j));
-        const Nearest n = nearest<FEW>(l, step, inverse, x);
+        const __m256  x            = _mm256_set_m128(_mm_broadcast_ss(c[1] + j), _mm_broadcast_ss(c[0] + j));
+        const Nearest n            = nearest<FEW>(l, step, inverse, x);
         const __m256  next[STATES] = {
             _mm256_min_ps(from(n.error[2], cost[2]), from(n.error[0], cost[0])),
             _mm256_min_ps(from(n.error[0], cost[2]), from(n.error[2], cost[0])),
@@ -146,7 +146,7 @@ int first_least(const float * cost) {
 } // namespace
 
 void choose_path_scales(const HeadCodec & codec, const float * const * c, int n, uint8_t * scale) {
-    const float * rows[PATH_ROWS] = { c[0], c[n - 1] };
+    const float *     rows[PATH_ROWS] = { c[0], c[n - 1] };
     alignas(32) float s[8], cost_of[8];
     for (int i = 0; i < 8; ++i) {
         const int k = scale[i / TRELLIS_TRIED < n ? i / TRELLIS_TRIED : 0] - TRELLIS_BELOW + i % TRELLIS_TRIED;
@@ -185,7 +185,8 @@ void choose_path_scales(const HeadCodec & codec, const float * const * c, int n,
             if (k < 1 || k > 255) {
                 continue;
             }
-            const float total = cost_of[row * TRELLIS_TRIED + i] + squared_error(codec, c[row], SCALES[k], TRELLIS_BITS);
+            const float total =
+                cost_of[row * TRELLIS_TRIED + i] + squared_error(codec, c[row], SCALES[k], TRELLIS_BITS);
             if (total < least) {
                 scale[row] = (uint8_t) k;
                 least      = total;
@@ -210,10 +211,10 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
         if (!on_path(codec, band)) {
             continue;
         }
-        const Levels & levels = levels_of(band.bits);
-        const float  step    = s * level_step(codec, band);
-        const __m256 steps   = _mm256_set1_ps(step);
-        const __m256 inverse = _mm256_set1_ps(1.0f / step);
+        const Levels & levels  = levels_of(band.bits);
+        const float    step    = s * level_step(codec, band);
+        const __m256   steps   = _mm256_set1_ps(step);
+        const __m256   inverse = _mm256_set1_ps(1.0f / step);
         for (int32_t j = band.first; j < band.first + band.n; j += 8, ++octet) {
             const auto found = band.bits <= 4 ? nearest<true> : nearest<false>;
             store_choices(found(levels, steps, inverse, _mm256_loadu_ps(c + j)), choice + octet, n_octets);
@@ -238,7 +239,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
         const __m256 b0      = from(swapped, _mm256_unpackhi_ps(low, low));
         const __m256 b1      = from(swapped, _mm256_unpackhi_ps(high, high));
         taken[t]             = (uint16_t) (_mm256_movemask_ps(_mm256_cmp_ps(b0, a0, _CMP_LT_OQ)) |
-                               _mm256_movemask_ps(_mm256_cmp_ps(b1, a1, _CMP_LT_OQ)) << 8);
+                                           _mm256_movemask_ps(_mm256_cmp_ps(b1, a1, _CMP_LT_OQ)) << 8);
         low                  = _mm256_min_ps(b0, a0);
         high                 = _mm256_min_ps(b1, a1);
     }
@@ -251,9 +252,9 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     int w = lanes ? first_least(cost) : start;
     for (int32_t lane = BAND_STEP - 1, t = 8 * n_octets - 1; lane >= 0; --lane) {
         for (int32_t octet = n_octets - 1; octet >= 0; --octet, --t) {
-            const int p = w >> 1 | (taken[t] >> (4 * start + w) & 1) << 1;
-            const int q = 2 * ((w & 1) ^ p >> 1) + (p & 1);
-            const int i = 4 * (choice[t].number[q] & 31) + q; // the number in the lowest bits
+            const int p                     = w >> 1 | (taken[t] >> (4 * start + w) & 1) << 1;
+            const int q                     = 2 * ((w & 1) ^ p >> 1) + (p & 1);
+            const int i                     = 4 * (choice[t].number[q] & 31) + q; // the number in the lowest bits
             code[coefficient[octet] + lane] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
             w                               = p;
         }

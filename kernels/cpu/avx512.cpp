@@ -48,9 +48,9 @@ struct Bytes {
     static Before begin(__m512i ends) { return { ends }; }
 
     template <int BITS> static __m512i level(__m512i code, Before & before) {
-        const __m512i w     = bits_of(0x03, _mm512_srli_epi16(before.window, 1), code);
-        before.window       = w;
-        const auto & tables = cpu::BY_WINDOW<BITS < 6 ? BITS : 2, BITS == 5 ? 128 : 64>.byte;
+        const __m512i w    = bits_of(0x03, _mm512_srli_epi16(before.window, 1), code);
+        before.window      = w;
+        const auto &tables = cpu::BY_WINDOW < BITS < 6 ? BITS : 2, BITS == 5 ? 128 : 64 >.byte;
         if constexpr (BITS <= 4) {
             return _mm512_permutexvar_epi8(w, _mm512_load_si512(tables));
         } else if constexpr (BITS == 5) {

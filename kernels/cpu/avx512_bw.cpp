@@ -56,20 +56,20 @@ struct Words {
     static Before begin(__m512i ends) { return { ends, _mm512_srli_epi16(ends, 1) }; }
 
     template <int BITS> static __m512i level(__m512i code, Before & before) {
-        const __m512i  u = _mm512_ternarylogic_epi32(code, before.two, _mm512_set1_epi8(1), 0x78); // a ^ (b & c)
+        const __m512i   u = _mm512_ternarylogic_epi32(code, before.two, _mm512_set1_epi8(1), 0x78); // a ^ (b & c)
         const __mmask64 x = _mm512_test_epi8_mask(before.one, _mm512_set1_epi8(1));
         before            = { code, before.one };
         if constexpr (BITS <= 4) {
             const auto & levels = cpu::BY_CODE<BITS>.byte;
             return _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of(levels[0]), u), x, of(levels[1]), u);
         } else { // the magnitudes of trellis.h, in bytes about 128
-            constexpr int HALF   = 1 << BITS;
-            const __m512i twice  = _mm512_add_epi8(u, u);
-            const __m512i y      = _mm512_add_epi8(_mm512_mask_add_epi8(twice, x, twice, _mm512_set1_epi8(1)),
-                                                   _mm512_set1_epi8((char) (128 - HALF)));
-            const auto    above  = [&](int t) { return _mm512_subs_epu8(y, _mm512_set1_epi8((char) (128 + t))); };
-            const auto    below  = [&](int t) { return _mm512_subs_epu8(_mm512_set1_epi8((char) (127 - t)), y); };
-            const int     far    = trellis_double(BITS), more = trellis_triple(BITS);
+            constexpr int HALF  = 1 << BITS;
+            const __m512i twice = _mm512_add_epi8(u, u);
+            const __m512i y     = _mm512_add_epi8(_mm512_mask_add_epi8(twice, x, twice, _mm512_set1_epi8(1)),
+                                                  _mm512_set1_epi8((char) (128 - HALF)));
+            const auto    above = [&](int t) { return _mm512_subs_epu8(y, _mm512_set1_epi8((char) (128 + t))); };
+            const auto    below = [&](int t) { return _mm512_subs_epu8(_mm512_set1_epi8((char) (127 - t)), y); };
+            const int     far = trellis_double(BITS), more = trellis_triple(BITS);
             const __m512i higher = _mm512_add_epi8(y, _mm512_add_epi8(above(far), above(more)));
             return _mm512_sub_epi8(higher, _mm512_add_epi8(below(far), below(more)));
         }

@@ -32,7 +32,7 @@ template <int BITS, int N> struct alignas(64) ByWindow {
 
 // By x_{t-1} and u_t ^ x_{t-2}, 16 entries at a time: byte[x][u].
 template <int BITS> struct alignas(64) ByCode {
-    static constexpr int N = BITS < 4 ? 16 : 1 << BITS;
+    static constexpr int N          = BITS < 4 ? 16 : 1 << BITS;
     uint8_t              byte[2][N] = {};
 
     constexpr ByCode() {
@@ -55,9 +55,9 @@ template <int BITS> struct alignas(64) ByCodeAndBit {
     }
 };
 
-template <int BITS, int N> constexpr ByIndex<BITS, N>  BY_INDEX  = {};
-template <int BITS, int N> constexpr ByWindow<BITS, N> BY_WINDOW = {};
-template <int BITS> constexpr ByCode<BITS>             BY_CODE   = {};
+template <int BITS, int N> constexpr ByIndex<BITS, N>  BY_INDEX        = {};
+template <int BITS, int N> constexpr ByWindow<BITS, N> BY_WINDOW       = {};
+template <int BITS> constexpr ByCode<BITS>             BY_CODE         = {};
 template <int BITS> constexpr ByCodeAndBit<BITS>       BY_CODE_AND_BIT = {};
 
 } // namespace subkv::cpu

@@ -23,7 +23,8 @@ namespace subkv::cpu {
 constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte of 0
 
 // Register RHO of an octet, W dwords of it that begin at the pointer: a code at bit AT of each byte. EXACT: and nothing else.
-template <typename Isa, int BITS, int RHO, int AT, bool EXACT> static inline typename Isa::I codes_of(const uint8_t * octet) {
+template <typename Isa, int BITS, int RHO, int AT, bool EXACT> static inline typename Isa::I
+codes_of(const uint8_t * octet) {
     constexpr TileFields f = tile_fields(BITS, RHO);
     constexpr TileField  a = f.field[0], b = f.field[1], c = f.field[2];
     const auto           part = [&](const TileField & field) { return Isa::bytes(octet + field.line * LINE); };
@@ -109,7 +110,7 @@ static inline void last_octets(const HeadCodec & codec, PathOctet (&last)[2]) {
 
 // Where the lanes of a tile's path begin.
 template <typename Isa> static void begin_path(const HeadCodec & codec, const uint8_t * tile, Path8<Isa> & path) {
-    constexpr int    PARTS = Path8<Isa>::PARTS;
+    constexpr int   PARTS = Path8<Isa>::PARTS;
     typename Isa::I ends[PARTS][8];
     if (codec.path == PATH_LANES) {
         for (int p = 0; p < PARTS; ++p) {
@@ -135,9 +136,9 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
     }
     for (int p = 0; p < PARTS; ++p) {
         for (int rho = 0; rho < 8; ++rho) {
-            path.before[p][rho] = Isa::begin(codec.value != 0 ?
-                                                 Isa::turn_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
-                                                 Isa::turn_keys(ends[p][rho], ends[p][rho ^ 4]));
+            path.before[p][rho] =
+                Isa::begin(codec.value != 0 ? Isa::turn_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
+                                              Isa::turn_keys(ends[p][rho], ends[p][rho ^ 4]));
         }
     }
 }
@@ -147,7 +148,7 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
 template <typename Isa, int BITS, int QUARTER = 0>
 static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa> & path, uint8_t * out) {
     if constexpr (QUARTER < 4) {
-        constexpr int        PARTS = Path8<Isa>::PARTS, AT_ONCE = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
+        constexpr int PARTS = Path8<Isa>::PARTS, AT_ONCE = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
         for (int first = 0; first < PARTS; first += AT_ONCE) {
             typename Isa::Before before[AT_ONCE][2];
             for (int p = 0; p < AT_ONCE; ++p) {

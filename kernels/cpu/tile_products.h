@@ -14,8 +14,8 @@ constexpr int BLOCK      = 12; // query rows whose logits are held at once: bloc
 constexpr int VALUE_ROWS = 4;  // query rows whose values are summed at once
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
-constexpr float LARGEST = 32639.0f; // 127 * 256 + 127: high and low byte are signed
-constexpr float SUMMED = 512.0f; // coefficients whose products with bytes an integer holds: less with more of them
+constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
+constexpr float SUMMED    = 512.0f;   // coefficients whose products with bytes an integer holds: less with more of them
 constexpr float MINUS_INF = -__builtin_inff();
 
 // One query row during a call.
@@ -77,7 +77,7 @@ template <typename Isa, typename Source, int HALF, int FIRST, int REGS, int V = 
 static inline void open_keys(const uint8_t * octet, typename Source::Before * before, typename Isa::Opened * out) {
     if constexpr (V < REGS) {
         constexpr int CELL = (FIRST + V) * Isa::W;
-        out[V] = Isa::open(Source::template bytes<4 * HALF + CELL / 16>(octet + CELL % 16 * 4, before[V]));
+        out[V]             = Isa::open(Source::template bytes<4 * HALF + CELL / 16>(octet + CELL % 16 * 4, before[V]));
         open_keys<Isa, Source, HALF, FIRST, REGS, V + 1>(octet, before, out);
     }
 }
