@@ -1,5 +1,5 @@
-// encode.cu: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half precision. One block per
-// token, KV head and side (K or V).
+// encode.cu: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half precision.
+// One block per token, KV head and side (K or V).
 //
 // A byte of a tile can hold codes of four cells, which other blocks may write at the same time; no two cells share a bit.
 // So bits are exchanged atomically, a word at a time. Scale codes and halves have bytes of their own.
