@@ -153,7 +153,7 @@ class RowCodec:
         return torch.where(paths.any & (least < torch.inf), chosen, middle)
 
     def _squared_error(self, c: Tensor, k: Tensor, counted: Tensor) -> Tensor:
-        """Of `counted` coefficients, without a path, at scale codes k [batch, n, n_head_kv, candidates], of that shape."""
+        """[batch, n, n_head_kv, candidates] at scale codes k, without a path, of the coefficients `counted`."""
         x, half = c[..., None, :], self._half[:, None]  # [batch, n, n_head_kv, candidates, rank]
         step = self._scales[k][..., None] * self._ratio[:, None]
         centred = (_codes(x, step, half) - half).double()
