@@ -32,7 +32,8 @@ layout(push_constant) uniform Push {
 
 #include "mask.glsl"
 
-const uint PARTS = 8; // of a tile's cells
+const uint PARTS = 8;           // of a tile's cells
+const uint ONES  = 0x01010101u; // a code's bit that chooses the levels of the next two places, of four codes
 
 shared float logits[ROWS * TILE];
 shared float tops[ROWS * PARTS];
@@ -66,6 +67,38 @@ uvec2 read_v(uint at, uint bits, uint rho) {
     return codes;
 }
 
+// Only their bits that choose the levels of later places.
+uvec2 choices_v(uint at, uint bits, uint rho) {
+    const Field f    = field_of(bits, rho, 0); // which begins with bit 0
+    const uint  line = at + f.line * LINE_WORDS;
+    return uvec2(v_tiles[line], v_tiles[line + 1]) >> f.shift & ONES;
+}
+
+// By how much four magnitudes k, a byte each, are beyond `bend`; 0 where they are not.
+uint beyond(uint k, uint bend) {
+    const uint above = (k | 128 * ONES) - bend * ONES, is = above & 128 * ONES;
+    return above & (is - (is >> 7));
+}
+
+// Levels plus 128, a byte each, of four codes of a place on the path, with the choices one and two places before.
+uint to_levels(uint codes, uint bits, uvec2 bends, uint one, uint two) {
+    const uint index = (codes ^ two) << 1 ^ one;
+    const uint upper = (index >> bits & ONES) * 255; // half of the alphabet
+    const uint k     = (index ^ ~upper) & ONES * ((1u << bits) - 1u);
+    return k + beyond(k, bends.x) + beyond(k, bends.y) ^ upper ^ 127 * ONES;
+}
+
+// Choices of the last but x-th place of all of cell c of a tile, as those before the first place: lane j becomes j + 1.
+uvec2 choices_before(Head head, uint tile, uint c, uint x) {
+    const Octet octet = octet_of(head, head.n_path - x);
+    uint        words[2];
+    [[unroll]] for (uint half_ = 0; half_ < 2; ++half_) {
+        const Field f = field_of(octet.bits, 4 * half_ + c / 16, 0);
+        words[half_]  = k_tiles[tile + octet.at + f.line * LINE_WORDS + c % 16] >> f.shift & ONES;
+    }
+    return uvec2(words[0] << 8 | words[1] >> 24, words[1] << 8 | words[0] >> 24);
+}
+
 // Dot products of the key of cell c of the tile at word `tile` with the rows whose coefficients begin at `qt`.
 void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
     float halves[ROWS];
@@ -76,6 +109,10 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
     const float s = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
     if (s == 0.0) {
         return;
+    }
+    uvec4 before = uvec4(0); // choices: the words of two octets on the path
+    if (head.n_path > 0) {
+        before = uvec4(choices_before(head, tile, c, 2), choices_before(head, tile, c, 1));
     }
     for (uint b = 0; b < head.n_bands; ++b) {
         const Band band = band_of(head, b);
@@ -89,15 +126,22 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
             }
             continue;
         }
-        const float zero = half_range(band.bits);
+        const bool  on    = band.place != NO_PLACE;
+        const float zero  = on ? 127.5 : half_range(band.bits);
+        const uvec2 bends = on ? bends_of(band.bits) : uvec2(0);
         float       sums[ROWS];
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             sums[r] = 0.0;
         }
         for (uint four = 0; four < band.n / 4; ++four) { // coefficients
             const uint at   = tile + band.at + four / 2 * band.bits * LINE_WORDS + c % 16;
-            const uint code = read_k(at, band.bits, four % 2 * 4 + c / 16);
+            uint       code = read_k(at, band.bits, four % 2 * 4 + c / 16);
             const uint q    = band.first + 4 * four;
+            if (on) {
+                const uint choice = code & ONES;
+                code              = to_levels(code, band.bits, bends, before.z, before.x);
+                before            = uvec4(before.yzw, choice);
+            }
             [[unroll]] for (uint j = 0; j < 4; ++j) {
                 const float x = float(code >> 8 * j & 255u) - zero;
                 [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -106,7 +150,7 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
             }
         }
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            dot[r] = fma(band.ratio, sums[r], dot[r]);
+            dot[r] = fma(band.step, sums[r], dot[r]);
         }
     }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -132,19 +176,34 @@ void main() {
 
     // this thread's values
     uint  at[COEFFICIENTS], bits[COEFFICIENTS];
-    float ratio[COEFFICIENTS];
+    float step[COEFFICIENTS];
+    bool  on[COEFFICIENTS]; // the path, and of the places before:
+    uint  one_at[COEFFICIENTS], one_bits[COEFFICIENTS], two_at[COEFFICIENTS], two_bits[COEFFICIENTS];
+    uvec2 bends[COEFFICIENTS];
     bool  halves = false;
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         bits[x] = 0;
+        on[x]   = false;
     }
     for (uint b = 0; b < value.n_bands; ++b) {
         const Band band = band_of(value, b);
         [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
             const uint j = me + x * TILE - band.first;
             if (j < band.n) { // wraps around before the band
-                bits[x]  = band.bits;
-                ratio[x] = band.bits == 16 ? 1.0 : band.ratio;
-                at[x]    = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
+                bits[x] = band.bits;
+                step[x] = band.bits == 16 ? 1.0 : band.step;
+                at[x]   = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
+                on[x]   = band.place != NO_PLACE;
+                if (on[x]) { // place 0 of a lane follows the last one of the lane before
+                    const uint  place = band.place + j / 8;
+                    const Octet one   = octet_of(value, place < 1 ? value.n_path - 1 : place - 1);
+                    const Octet two   = octet_of(value, place < 2 ? value.n_path + place - 2 : place - 2);
+                    one_at[x]         = one.at + (place < 1 ? j + 7 : j) % 8 * 2;
+                    one_bits[x]       = one.bits;
+                    two_at[x]         = two.at + (place < 2 ? j + 7 : j) % 8 * 2;
+                    two_bits[x]       = two.bits;
+                    bends[x]          = bends_of(band.bits);
+                }
             }
         }
         halves = halves || band.bits == 16;
@@ -242,8 +301,15 @@ void main() {
         for (uint rho = 0; rho < 8; ++rho) {
             [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
                 if (bits[x] != 0 && bits[x] != 16) {
-                    const float zero  = half_range(bits[x]);
-                    const uvec2 codes = read_v(v_tile + at[x], bits[x], rho);
+                    float zero  = half_range(bits[x]);
+                    uvec2 codes = read_v(v_tile + at[x], bits[x], rho);
+                    if (on[x]) {
+                        const uvec2 one = choices_v(v_tile + one_at[x], one_bits[x], rho);
+                        const uvec2 two = choices_v(v_tile + two_at[x], two_bits[x], rho);
+                        codes           = uvec2(to_levels(codes.x, bits[x], bends[x], one.x, two.x),
+                                                to_levels(codes.y, bits[x], bends[x], one.y, two.y));
+                        zero            = 127.5;
+                    }
                     [[unroll]] for (uint c = 0; c < 8; ++c) {
                         const float code = float((c < 4 ? codes.x : codes.y) >> 8 * (c % 4) & 255u) - zero;
                         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -260,7 +326,7 @@ void main() {
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             if (bits[x] != 0 && r < n_rows) {
-                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] = ratio[x] * acc[r * COEFFICIENTS + x];
+                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] = step[x] * acc[r * COEFFICIENTS + x];
             }
         }
     }
