@@ -448,9 +448,7 @@ std::string constants_to_json() {
         out << (bits == WIDTHS[0] ? "" : ",") << '"' << bits << "\":" << bits_of(trellis_share(bits));
     }
     out << "}},\"scales\":";
-    write_list(out, std::size(SCALES), [&](size_t u) {
-        out << bits_of(SCALES[u]);
-    });
+    write_list(out, std::size(SCALES), [&](size_t u) { out << bits_of(SCALES[u]); });
     out << '}';
     return out.str();
 }

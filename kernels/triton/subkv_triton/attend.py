@@ -3,9 +3,9 @@
     logit(t, g, c) = cap(qt[t, g] . k(c) + shift[t, g]) + slope[g] * bias[t, c];  bias = -inf leaves the cell out
 
 One program handles a block of query rows of one KV head and one split; every read of a code serves all rows of the
-block, at decode all G query heads. Levels, and codes less their zero point, are exact halves: tensor cores multiply them
-with queries times steps of bands, and with weights times row scales, both rounded to halves relative to the largest of a
-query row or tile. Codes that are paths are no sequence here: a level follows from three codes of its row.
+block, at decode all G query heads. Levels, and codes less their zero point, are exact halves: tensor cores multiply
+them with queries times steps of bands, and with weights times row scales, both rounded to halves relative to the
+largest of a query row or tile. Codes that are paths are no sequence here: a level follows from three codes of its row.
 """
 
 from __future__ import annotations

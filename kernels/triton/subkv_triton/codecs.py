@@ -18,8 +18,8 @@ from subkv_triton.fields import HALF, LINE_FACTORS, PLANES, Band, Fields, row_by
 
 # Rows of Codecs.coefficients, of Codecs.values, and of Codecs.packing per slot. A coefficient's code is
 #   (byte[LOW] >> LOW_SHIFT & LOW_MASK) | (byte[HIGH] >> HIGH_SHIFT & HIGH_MASK) << UP
-# and its index (code << ON) ^ (byte[ONE] >> ONE_SHIFT & ONE_MASK) ^ (byte[TWO] >> TWO_SHIFT & TWO_MASK) << 1: ONE and TWO
-# have the lowest bits of the codes one and two places before on a path (fields.Fields), masks of 0 without one
+# and its index (code << ON) ^ (byte[ONE] >> ONE_SHIFT & ONE_MASK) ^ (byte[TWO] >> TWO_SHIFT & TWO_MASK) << 1: ONE and
+# TWO have the lowest bits of the codes one and two places before on a path (fields.Fields), masks of 0 without one
 LOW, LOW_SHIFT, LOW_MASK, HIGH, HIGH_SHIFT, HIGH_MASK, UP, KIND = range(8)
 ONE, ONE_SHIFT, ONE_MASK, TWO, TWO_SHIFT, TWO_MASK, ON = range(8, 15)
 N_ROWS = 15

@@ -145,7 +145,7 @@ def _pack(
     B: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """The bytes of one row, as _choose. codes U8 [n, H, R], of coefficients on a path; B >= n_bytes bytes are packed."""
+    """The bytes of one row, as _choose. codes U8 [n, H, R]: of what is on a path; B >= n_bytes bytes are packed."""
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = token.to(tl.int64) * n_head + head
     c_row = c_ptr + at * R

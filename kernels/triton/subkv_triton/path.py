@@ -1,7 +1,7 @@
 """Paths through a trellis: the codes of rows' bands of 2 to 6 bits (kernels/ref/trellis.cpp, whose costs these are).
 
-A program takes BLOCK rows of one head along their path, first at all scales that are tried, then at the best of them with
-each of the four states as both of its ends, then back. State w is x_{t-1} + 2 x_{t-2}, of the lowest bits of codes.
+A program takes BLOCK rows of one head along their path, first at all scales that are tried, then at the best of them
+with each of the four states as both of its ends, then back. State w is x_{t-1} + 2 x_{t-2}, of the codes' lowest bits.
 """
 
 from __future__ import annotations
