@@ -61,20 +61,27 @@ struct Place {
     bool         first; // of a lane
 };
 
-std::vector<Place> places_of(const HeadCodec & codec) {
-    std::vector<Place> places;
-    for (int32_t lane = 0; lane < BAND_STEP; ++lane) {
-        bool first = true;
-        for (int32_t i = 0; i < codec.n_bands; ++i) {
-            const Band & band = codec.bands[i];
-            for (int32_t j = lane; on_path(codec, band) && j < band.n; j += BAND_STEP) {
-                places.push_back({ band.first + j, &band, first });
-                first = false;
+struct Places {
+    size_t n = 0;
+    Place  at[MAX_HEAD_SIZE];
+
+    explicit Places(const HeadCodec & codec) {
+        for (int32_t lane = 0; lane < BAND_STEP; ++lane) {
+            bool first = true;
+            for (int32_t i = 0; i < codec.n_bands; ++i) {
+                const Band & band = codec.bands[i];
+                for (int32_t j = lane; on_path(codec, band) && j < band.n; j += BAND_STEP) {
+                    at[n++] = { band.first + j, &band, first };
+                    first   = false;
+                }
             }
         }
     }
-    return places;
-}
+
+    const Place * begin() const { return at; }
+
+    const Place * end() const { return at + n; }
+};
 
 // Of each subset of the levels the nearest to c, and the error that it leaves.
 struct Nearest {
@@ -131,7 +138,7 @@ void extend(const Nearest & choice, float * cost, bool * taken) {
     std::copy_n(next, STATES, cost);
 }
 
-float free_cost(const HeadCodec & codec, const std::vector<Place> & places, const float * c, float s) {
+float free_cost(const HeadCodec & codec, const Places & places, const float * c, float s) {
     float cost[STATES] = {};
     bool  taken[STATES];
     for (const Place & place : places) {
@@ -147,9 +154,9 @@ float free_cost(const HeadCodec & codec, const std::vector<Place> & places, cons
 } // namespace
 
 int32_t choose_path_scale(const HeadCodec & codec, const float * c, int32_t middle) {
-    const std::vector<Place> places = places_of(codec);
-    int32_t                  best   = middle;
-    float                    least  = INF;
+    const Places places(codec);
+    int32_t      best  = middle;
+    float        least = INF;
     for (int32_t k = middle - TRELLIS_BELOW; k < middle - TRELLIS_BELOW + TRELLIS_TRIED; ++k) {
         if (k < 1 || k > 255) {
             continue;
@@ -170,11 +177,11 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
         int32_t from; // PATH_LANES: state that the lane before ended in
     };
 
-    const std::vector<Place> places = places_of(codec);
-    std::vector<Step>        steps(places.size());
-    for (size_t t = 0; t < places.size(); ++t) {
-        const float step = s * level_step(codec, *places[t].band);
-        steps[t].choice  = nearest(places[t].band->bits, step, c[places[t].j]);
+    const Places      places(codec);
+    std::vector<Step> steps(places.n);
+    for (size_t t = 0; t < places.n; ++t) {
+        const float step = s * level_step(codec, *places.at[t].band);
+        steps[t].choice  = nearest(places.at[t].band->bits, step, c[places.at[t].j]);
     }
     float     least  = INF;
     const int n_ends = codec.path == PATH_LANES ? 1 : STATES;
@@ -182,8 +189,8 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
         float cost[STATES] = { INF, INF, INF, INF };
         cost[ends]         = 0.0f;
         const auto last = [&] { return n_ends == 1 ? (int32_t) (std::min_element(cost, cost + STATES) - cost) : ends; };
-        for (size_t t = 0; t < places.size(); ++t) {
-            if (codec.path == PATH_LANES && places[t].first) {
+        for (size_t t = 0; t < places.n; ++t) {
+            if (codec.path == PATH_LANES && places.at[t].first) {
                 steps[t].from = last();
                 begin_lane(cost);
             }
@@ -194,26 +201,26 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
             continue;
         }
         least = cost[w];
-        for (size_t t = places.size(); t-- > 0;) {
-            const int32_t x   = w & 1;
-            const int32_t p   = w >> 1 | (steps[t].taken[w] ? 2 : 0);
-            const int32_t i   = steps[t].choice.index[subset(p, x)];
-            code[places[t].j] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
-            w                 = codec.path == PATH_LANES && places[t].first ? steps[t].from : p;
+        for (size_t t = places.n; t-- > 0;) {
+            const int32_t x      = w & 1;
+            const int32_t p      = w >> 1 | (steps[t].taken[w] ? 2 : 0);
+            const int32_t i      = steps[t].choice.index[subset(p, x)];
+            code[places.at[t].j] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
+            w                    = codec.path == PATH_LANES && places.at[t].first ? steps[t].from : p;
         }
     }
     return least;
 }
 
 void path_levels(const HeadCodec & codec, const uint8_t * code, int32_t * level) {
-    const std::vector<Place> places = places_of(codec);
-    for (size_t t = 0, n = places.size(); t < n; ++t) {
+    const Places places(codec);
+    for (size_t t = 0, n = places.n; t < n; ++t) {
         const bool    lanes = codec.path == PATH_LANES;
-        const bool    first = places[t].first, second = t > 0 && places[t - 1].first;
-        const int32_t one = lanes && first ? 0 : code[places[(t + n - 1) % n].j] & 1;
-        const int32_t two = lanes && (first || second) ? 0 : code[places[(t + n - 2) % n].j] & 1;
-        const int32_t j   = places[t].j;
-        level[j]          = trellis_level(places[t].band->bits, 2 * code[j] ^ 2 * two ^ one);
+        const bool    first = places.at[t].first, second = t > 0 && places.at[t - 1].first;
+        const int32_t one = lanes && first ? 0 : code[places.at[(t + n - 1) % n].j] & 1;
+        const int32_t two = lanes && (first || second) ? 0 : code[places.at[(t + n - 2) % n].j] & 1;
+        const int32_t j   = places.at[t].j;
+        level[j]          = trellis_level(places.at[t].band->bits, 2 * code[j] ^ 2 * two ^ one);
     }
 }
 

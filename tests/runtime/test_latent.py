@@ -25,8 +25,8 @@ def latent_layers(bands: writer.Bands, n_layer: int = 2, seed: int = 0) -> list[
     return engine.latent_layers(bands, D_V + D_ROT, D_V, n_layer, seed)
 
 
-def load(path: Path, layers: Sequence[writer.Layer], version: int = 3) -> Any:
-    return engine.load_latent(path, layers, arch="deepseek2", block_count=2, version=version)
+def load(path: Path, layers: Sequence[writer.Layer]) -> Any:
+    return engine.load_latent(path, layers, arch="deepseek2", block_count=2)
 
 
 @pytest.fixture(scope="module")
