@@ -1,4 +1,7 @@
-"""Rows coded by a trellis (kernels/ref/trellis.cpp) against numpy, brute force and what such codes must be. Versions: test_rows.py."""
+"""Rows coded by a trellis (kernels/ref/trellis.cpp) against numpy, brute force and what such codes must be.
+
+Versions: test_rows.py.
+"""
 
 from __future__ import annotations
 
@@ -164,9 +167,7 @@ SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
 @PATHS
 @SIDES
 @pytest.mark.parametrize("layout", [*LATENT, *layouts.MIXED], ids=layouts.name)
-def test_versions_write_the_same_bytes(
-    table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool, latent: bool
-) -> None:
+def test_versions_write_the_same_bytes(table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool, latent: bool) -> None:
     """Rows of all sizes, constant ones, and scales at both ends of their range."""
     rng = np.random.default_rng(len(layout))
     rank = sum(n for n, _ in layout)

@@ -138,12 +138,12 @@ class Fields:
                 below += plane
                 at += size
         path = Path.of(bands)
-        j = path.coefficient
+        places = path.coefficient
         on, before = np.zeros(width, np.int32), np.zeros((2, width), np.int32)
         step, centre, bend = ratio.copy(), zero.copy(), np.full((2, width), STRAIGHT, np.float32)
-        on[j], before[:, j] = 1, [path.before(1), path.before(2)]
-        step[j] *= np.array([SHARES[int(of_code)] for of_code in path.bits], np.float32)
-        centre[j], bend[:, j] = 2.0**path.bits - 0.5, path.bends + 0.5
+        on[places], before[:, places] = 1, [path.before(1), path.before(2)]
+        step[places] *= np.array([SHARES[int(of_code)] for of_code in path.bits], np.float32)
+        centre[places], bend[:, places] = 2.0**path.bits - 0.5, path.bends + 0.5
         return cls(byte, shift, bits, lift, kind, ratio, zero, path, on, before, step, centre, bend)
 
     @property

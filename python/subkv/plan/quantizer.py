@@ -1,6 +1,7 @@
 """The quantizers of FORMAT.md on a unit Gaussian: distortion and best step per width.
 
-A band of b bits reproduces c as step·(u − (2^b − 1)/2), u in [0, 2^b − 1]: a mid-rise quantizer with 2^b levels.
+A band of b bits without a path reproduces c as step·(u − (2^b − 1)/2), u in [0, 2^b − 1]: a mid-rise quantizer with
+2^b levels. Its best step is the ratio of a band with a path, too: the format has the steps of paths as shares of it.
 Everything here is for variance 1; distortion scales with the variance, the step with the standard deviation.
 """
 

@@ -80,7 +80,7 @@ class Paths:
         scale = scale.flatten(0, -3).movedim(-1, 0)  # [tried, N, H]
         cost = torch.zeros(2, 2, *scale.shape, device=c.device)
         for t, _, branches in self._steps(c, scale):
-            ends = (branches + cost[:, :, None]).float()
+            ends = (branches + cost.unsqueeze(2)).float().unbind()
             cost = self._extended(t, ends, cost)
         return cost.flatten(0, 1).amin(0).movedim(0, -1).reshape(shape)
 
@@ -97,25 +97,28 @@ class Paths:
         index = torch.empty(n_place, STATES, *shape, dtype=torch.uint8, device=c.device)
         for t, found, branches in self._steps(c, flat):
             index[t] = found[:, 0]
-            ends = (branches + cost[:, :, None]).float()
+            ends = (branches + cost.unsqueeze(2)).float().unbind()
             torch.lt(ends[1], ends[0], out=taken[t])
             cost = self._extended(t, ends, cost)
         closed = torch.stack([cost[state >> 1, state & 1, state] for state in range(STATES)])
-        state = start = closed.argmin(0)
-        taken = taken.gather(3, start.expand(n_place, 2, 2, 1, *shape)).flatten(1, 3)
-        codes = torch.empty(n_place, *shape, dtype=torch.int64, device=c.device)
+        state = closed.argmin(0)
+        # of every place and state behind it [l, x]: the state before, 2 h + l, and the code between them
+        high = taken.gather(3, state.expand(n_place, 2, 2, 1, *shape)).squeeze(3)
+        low, x = (torch.arange(2, device=c.device).view(view) for view in ((2, 1, 1, 1), (2, 1, 1)))
+        before = (2 * high + low).flatten(1, 2)
+        subset = (2 * (high ^ (x > 0)) + low).flatten(1, 2)
+        code = (index.gather(1, subset) ^ before) >> 1
+        behind = []
         for t in reversed(range(n_place)):
-            low, x = state >> 1, state & 1
-            high = taken[t].gather(0, state[None])[0].long()
-            found = index[t].gather(0, (2 * (x ^ high) + low)[None])[0]
-            before = 2 * high + low
-            codes[t] = (found ^ before) >> 1
-            state = before if self.full[t] else torch.where(self.is_place[t], before, state)
+            behind.append(state)
+            previous = before[t].gather(0, state.unsqueeze(0)).squeeze(0)
+            state = previous if self.full[t] else torch.where(self.is_place[t], previous, state)
+        codes = code.gather(1, torch.stack(behind[::-1])[:, None])[:, 0]
         out = torch.zeros(self.rank, *shape, dtype=torch.int64, device=c.device)
         out.scatter_add_(0, self.coefficient.expand_as(codes), codes * self.is_place)
         return out.movedim(0, -1).reshape(c.shape).int()
 
-    def _extended(self, t: int, ends: Tensor, cost: Tensor) -> Tensor:
+    def _extended(self, t: int, ends: tuple[Tensor, ...], cost: Tensor) -> Tensor:
         """Costs after place t: the less of two ends, and `cost` of heads that have no such place."""
         less = torch.minimum(ends[0], ends[1])
         return less if self.full[t] else torch.where(self.is_place[t], less, cost)
@@ -132,7 +135,7 @@ class Paths:
             index, error = self._nearest(part, values[part, None], scale)
             of_subset = error.double().square().unflatten(1, (2, 2)).transpose(1, 2)  # [.., l, x ^ h, ..]
             branches = torch.stack([of_subset, of_subset.flip(2)], 1)
-            yield from zip(range(part.start, part.stop), index, branches, strict=True)
+            yield from zip(range(part.start, part.stop), index.unbind(), branches.unbind(), strict=True)
 
     def _nearest(self, part: slice, c: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Indices and errors [n, 4, tried, N, H] of values c [n, 1, N, H] at these places.
