@@ -2,8 +2,6 @@
 // see it, and only then, if the residual or the chunk's length asks for it, try the sketch's basis on the same block.
 #include "adapt.h"
 
-#include "subkv/trellis.h"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -62,7 +60,7 @@ Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & p
     ops_(ops), codec_(codec), params_(params), chunks_((size_t) params.max_chunks),
     sketch_(sketch_bytes(sketch_params()) / sizeof(uint64_t)) {
     for (int32_t b = 0; b < codec.n_bands; ++b) {
-        const double left = 1.0 - quantizer_distortion(codec.bands[b].bits, on_path(codec, codec.bands[b]));
+        const double left = 1.0 - quantizer_distortion(codec.bands[b].bits);
         keep_.insert(keep_.end(), (size_t) codec.bands[b].n, (float) left);
         undo_.insert(undo_.end(), (size_t) codec.bands[b].n, (float) (1.0 / left));
     }

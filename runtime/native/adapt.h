@@ -35,7 +35,7 @@ constexpr int MAX_ADAPT_CHUNKS = 255; // a cell's chunk fits a byte
 
 // 2^b-level uniform quantizer on a unit Gaussian (subkv/plan/quantizer.py, best_step and distortion); b as of Band.
 double quantizer_step(int32_t bits);
-double quantizer_distortion(int32_t bits, bool on_path);
+double quantizer_distortion(int32_t bits);
 
 struct AdaptParams {
     SketchKind kind;

@@ -149,7 +149,7 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
 
 void subkv_quantizer(int32_t bits, double * step, double * distortion) {
     *step       = quantizer_step(bits);
-    *distortion = quantizer_distortion(bits, false);
+    *distortion = quantizer_distortion(bits);
 }
 
 } // extern "C"

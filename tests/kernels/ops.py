@@ -236,7 +236,10 @@ def make_head(
         first, offset = first + n, offset + n * bits // 8
     codec.row_bytes = offset
     n_path = sum(n for n, bits in layout if bits in SHARE)
-    codec.path = (PATH_LANES if n_path >= LEAST_LATENT else PATH_NONE) if latent else PATH_CIRCLE if n_path >= LEAST else PATH_NONE
+    if latent:
+        codec.path = PATH_LANES if n_path >= LEAST_LATENT else PATH_NONE
+    else:
+        codec.path = PATH_CIRCLE if n_path >= LEAST else PATH_NONE
     if subtracted is not None:
         codec.offset = ptr(subtracted)
     return Head(codec, encode, layout, ratio, subtracted)

@@ -117,6 +117,7 @@ def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
 def test_scale_is_the_best_candidate(table: o.Ops, layout: o.Layout, value: bool) -> None:
     rng = np.random.default_rng(5)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
+    head.codec.path = o.PATH_NONE
     n = 24
     x = (rng.standard_normal((n, head.codec.d)) * 10.0 ** rng.uniform(-3, 3, (n, 1))).astype(np.float32)
     rows = np.zeros((n, head.row_bytes), np.uint8)

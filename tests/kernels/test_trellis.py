@@ -6,6 +6,7 @@ import ctypes as ct
 import itertools
 from typing import Any
 
+import cases
 import layouts
 import numpy as np
 import ops as o
@@ -153,3 +154,62 @@ def test_rows_that_cannot_be_coded(lib: Any) -> None:
     rows, n_bad = encoded(head, c)
     assert n_bad == 2 and np.all(rows[:3] == 0) and np.any(rows[3] != 0)
     assert np.all(decoded(lib, head, rows[:3]) == 0)
+
+
+LATENT = [((128, 3),), ((64, 4), (128, 3), (64, 2)), ((8, 8), (16, 6), (72, 5), (480, 3)), ((8, 16), (64, 4))]
+PATHS = pytest.mark.parametrize("latent", [False, True], ids=["circle", "lanes"])
+SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
+
+
+@PATHS
+@SIDES
+@pytest.mark.parametrize("layout", [*LATENT, *layouts.MIXED], ids=layouts.name)
+def test_versions_write_the_same_bytes(
+    table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool, latent: bool
+) -> None:
+    """Rows of all sizes, constant ones, and scales at both ends of their range."""
+    rng = np.random.default_rng(len(layout))
+    rank = sum(n for n, _ in layout)
+    head = o.make_head(layout, rank, rng, orthonormal=True, value=value, latent=latent)
+    head.codec.encode = o.Matrix()
+    c = rng.standard_normal((67, rank)) * np.exp(4 * rng.standard_normal((67, 1)))
+    c[3], c[4] = 1.0, 0.0
+    c[5], c[6], c[7] = 1e-30, c[7] * 1e6, 3e38 * rng.uniform(-1, 1, rank)
+    cells = list(range(67))
+    rows, want = (np.zeros((67, head.row_bytes), np.uint8) for _ in range(2))
+    for of, out in ((table, rows), (ref, want)):
+        assert o.encode(of, head, c.astype(np.float32), cells, out) == 0
+    assert np.array_equal(rows, want)
+
+
+@PATHS
+@pytest.mark.parametrize("layout", LATENT, ids=layouts.name)
+@pytest.mark.parametrize("rows", [(1, 1), (1, 4), (2, 8)], ids=str)
+def test_attend(table: o.Ops, layout: o.Layout, latent: bool, rows: tuple[int, int]) -> None:
+    rng = np.random.default_rng(7)
+    rank = sum(n for n, _ in layout)
+    k, v = (o.make_head(layout, rank, rng, value=value, latent=latent) for value in (False, True))
+    case, k_rows, v_rows = cases.make_case(k, v, 300, rows, seed=3)
+    state = o.State.start(len(case.q), v.rank)
+    o.attend(table, k, v, k_rows, v_rows, case.q, case.bias, case.slope, 0.0, state)
+    case.check(state, table.rounding)
+
+
+@pytest.mark.parametrize("n_bands", [1, 2, 3])
+def test_values_of_a_latent_row_are_read_alone(n_bands: int) -> None:
+    """Of rows whose lanes are paths of their own the first bands decode to the same numbers."""
+    layout = ((64, 4), (128, 3), (64, 2))
+    keys = head_of(layout, latent=True)
+    values = o.make_head(layout[:n_bands], 256, np.random.default_rng(0), value=True, latent=True)
+    values.codec.path = keys.codec.path
+    for mine, theirs in zip(values.codec.bands, keys.codec.bands[:n_bands], strict=False):
+        mine.ratio = theirs.ratio
+    rows = o.random_rows(keys, 64, np.random.default_rng(1))
+    tile, found = o.to_tiles(keys, rows), np.zeros((1, o.TILE * values.row_bytes), np.uint8)
+    lib = o.load_library()
+    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(found))
+    got = np.zeros((64, values.rank), np.float32)
+    cells = np.arange(64)
+    o.versions()["ref"].dequantize(values.ref(), o.ptr(found), found.strides[0], 64, o.ptr(cells), o.ptr(got))
+    want = o.dequantize(keys, rows)[:, : values.rank]
+    assert np.all(np.abs(got - want) <= 3 * o.EPS * np.abs(want))

@@ -18,7 +18,7 @@ from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, StoredBasis
 from subkv.format.codec import rank
 from subkv.plan.hadamard import spreading
-from subkv.plan.quantizer import best_step, distortion, on_path, shared_step
+from subkv.plan.quantizer import best_step, distortion, shared_step
 
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
@@ -53,9 +53,12 @@ class FullBasis:
 
 
 def gains(bands: Bands) -> F64:
-    """[r] what is left of every coefficient by its quantizer: E[ĉ|c] = (1 − δ) c at the best step of distortion δ."""
-    path = on_path(bands)
-    return np.concatenate([np.full(n, 1.0 - distortion(bits, path)) for n, bits in bands])
+    """[r] what is left of every coefficient by its quantizer: E[ĉ|c] = (1 − δ) c at the best step of distortion δ.
+
+    Short rows without a path lose more, but a decoder that undoes all of it is worse (SmolLM2-135M, 2.5 bits, KLD on
+    WikiText-2 test: 0.0153 instead of 0.0136): their coefficients hardly change from cell to cell.
+    """
+    return np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
 
 
 def stored_mean(mean: F64) -> F16:

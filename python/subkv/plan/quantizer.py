@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -72,23 +71,17 @@ def best_step(bits: int) -> float:
 
 # of a unit Gaussian coded by a path of 64 coefficients (kernels/include/subkv/trellis.h), its scale fixed: measured
 _OF_PATH = {2: 0.0884, 3: 0.02445, 4: 0.00672, 5: 0.00182, 6: 0.00050}
-_LEAST = 24  # coefficients of a row's path, TRELLIS_LEAST of kernels/include/subkv/format.h
-
-
-def on_path(bands: Iterable[tuple[int, int]]) -> bool:
-    """Whether the codes of a row's bands of at most 6 bits are a path through a trellis."""
-    return sum(n for n, bits in bands if bits in _OF_PATH) >= _LEAST
 
 
 @functools.cache
-def distortion(bits: int, on_path: bool = True) -> float:
+def distortion(bits: int) -> float:
     """Relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 1 for a dropped coefficient (0 bits).
 
-    on_path: coded by a trellis where a band of as many bits can be.
+    Up to 6 bits that of a path through a trellis, which all but the shortest rows are.
     """
     if bits == 0:
         return 1.0
-    if on_path and bits in _OF_PATH:
+    if bits in _OF_PATH:
         return _OF_PATH[bits]
     if bits == 16:
         return _HALF_ERROR
