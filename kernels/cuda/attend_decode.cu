@@ -89,11 +89,7 @@ __device__ void dots(const Queries<G> & q, const float * qt, int64_t width, cons
             continue;
         }
         uint32_t codes[2];
-        if (octet.place != NO_PLACE) {
-            read_levels(octet.bits, lines, c / 16, 4 * (c % 16), one, two, codes);
-        } else {
-            read_codes(octet.bits, lines, c / 16, 4 * (c % 16), codes);
-        }
+        read_bytes(octet, tile, c / 16, 4 * (c % 16), one, two, codes);
         for (int half = 0; half < 2; ++half) {
             const Words<G> words = q.words[2 * o + half];
             for (int g = 0; g < G; ++g) {
@@ -119,11 +115,17 @@ template <int G> struct Weights {
 // The octets whose values a warp sums.
 struct Share {
     int first, n;
+    int place; // of its first octet on the path; NO_PLACE: none is there
 
     __device__ explicit Share(const Octets & octets) {
         const int warp = (int) threadIdx.x / WARP;
         first          = warp * octets.n / WARPS;
         n              = (warp + 1) * octets.n / WARPS - first;
+        place          = NO_PLACE;
+        for (int i = n; i-- > 0;) {
+            const int here = octets.octet[first + i].place;
+            place          = here != NO_PLACE ? here : place;
+        }
     }
 };
 
@@ -147,7 +149,10 @@ __device__ void add_values(const Octets & octets, Share share, const uint8_t * t
         total[g] = (int) (256 * sum + low_sum);
     }
     uint64_t one[2] = {}, two[2] = {}; // choices
-    bool     begun = false;            // the path, in this share
+    if (share.place != NO_PLACE) {
+        choices_at(octets, tile, share.place - 1, j, quarter, one);
+        choices_at(octets, tile, share.place - 2, j, quarter, two);
+    }
 #pragma unroll
     for (int i = 0; i < PER_WARP; ++i) {
         if (i >= share.n) {
@@ -167,16 +172,7 @@ __device__ void add_values(const Octets & octets, Share share, const uint8_t * t
             continue;
         }
         uint64_t codes[2];
-        if (octet.place != NO_PLACE) {
-            if (!begun) {
-                choices_at(octets, tile, octet.place - 1, j, quarter, one);
-                choices_at(octets, tile, octet.place - 2, j, quarter, two);
-                begun = true;
-            }
-            read_levels(octet.bits, lines, quarter, 8 * j, one, two, codes);
-        } else {
-            read_codes(octet.bits, lines, quarter, 8 * j, codes);
-        }
+        read_bytes(octet, tile, quarter, 8 * j, one, two, codes);
         const int zero = zero_of(octet);
         for (int g = 0; g < G; ++g) {
             const uint32_t x = dot(codes[1], high[1][g], dot(codes[0], high[0][g], 0u));

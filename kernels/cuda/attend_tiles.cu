@@ -116,13 +116,13 @@ __device__ void fill_keys(const HeadCodec & codec, const Shared & s, const uint8
             const uint8_t * lines    = tile + octet.at;
             const float     zero     = 0.5f * (float) zero_of(octet);
             uint32_t        codes[2] = {};
+            uint32_t        one[2] = {}, two[2] = {};
             if (octet.place != NO_PLACE) {
-                uint32_t one[2], two[2];
                 choices_at(s.octets_k, tile, octet.place - 1, c0 + c, one);
                 choices_at(s.octets_k, tile, octet.place - 2, c0 + c, two);
-                read_levels(octet.bits, lines, (c0 + c) / 16, 4 * ((c0 + c) % 16), one, two, codes);
-            } else if (octet.bits != 16) {
-                read_codes(octet.bits, lines, (c0 + c) / 16, 4 * ((c0 + c) % 16), codes);
+            }
+            if (octet.bits != 16) {
+                read_bytes(octet, tile, (c0 + c) / 16, 4 * ((c0 + c) % 16), one, two, codes);
             }
             for (int j = 0; j < 8; ++j) {
                 const float u = (float) (octet.bits == 16 ? 0 : codes[j / 4] >> 8 * (j % 4) & 255);
@@ -144,13 +144,13 @@ __device__ void fill_values(const HeadCodec & codec, const Shared & s, const uin
         const uint8_t * lines    = tile + octet.at;
         const float     zero     = 0.5f * (float) zero_of(octet);
         uint64_t        codes[2] = {};
+        uint64_t        one[2] = {}, two[2] = {};
         if (octet.place != NO_PLACE) {
-            uint64_t one[2], two[2];
             choices_at(s.octets_v, tile, octet.place - 1, j % 8, quarter, one);
             choices_at(s.octets_v, tile, octet.place - 2, j % 8, quarter, two);
-            read_levels(octet.bits, lines, quarter, 8 * (j % 8), one, two, codes);
-        } else if (octet.bits != 16) {
-            read_codes(octet.bits, lines, quarter, 8 * (j % 8), codes);
+        }
+        if (octet.bits != 16) {
+            read_bytes(octet, tile, quarter, 8 * (j % 8), one, two, codes);
         }
         for (int half = 0; half < 2; ++half) {
             const int first = 8 * (4 * half + quarter) - c0; // of eight cells

@@ -225,14 +225,17 @@ __device__ void find_path(const Search & search, float s) {
     for (int w = 1; w < STATES; ++w) { // ties to the smaller state
         ends = search.room[w] < search.room[ends] ? w : ends;
     }
-    int w = ends;
-    for (int t = search.places(); t-- > 0;) {
-        const uint32_t nibble = search.taken[ends * (MAX_HEAD / 8) + t / 8] >> 4 * (t % 8);
-        const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
-        uint32_t &     code = search.codes[search.coefficient(t)];
-        const uint32_t i    = code >> 8 * subset(p, x) & 255;
-        code                = (i ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
-        w                   = p;
+    int w = ends, t = search.places();
+    for (int lane = 8; lane-- > 0;) {
+        for (int i = search.octets.n_path; i-- > 0;) {
+            --t;
+            const uint32_t nibble = search.taken[ends * (MAX_HEAD / 8) + t / 8] >> 4 * (t % 8);
+            const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
+            uint32_t &     code  = search.codes[8 * search.octets.path[i] + lane];
+            const uint32_t level = code >> 8 * subset(p, x) & 255;
+            code                 = (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
+            w                    = p;
+        }
     }
 }
 

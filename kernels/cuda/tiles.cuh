@@ -55,7 +55,7 @@ __device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
     }
 }
 
-// A byte that read_codes and, on a path, to_levels leave stands for byte - zero / 2 steps.
+// A byte of read_bytes stands for byte - zero / 2 steps.
 __device__ inline int zero_of(const Octet & octet) {
     return octet.place != NO_PLACE ? 255 : (1 << octet.bits) - 1;
 }
@@ -80,19 +80,6 @@ __device__ inline void read_codes(const uint8_t * octet, int quarter, int at, Wo
                 codes[half] |= (line >> f.shift & mask) << f.from;
             }
         }
-    }
-}
-
-// The same of a width known when it runs, alike in a warp; not of halves.
-template <typename Word>
-__device__ inline void read_codes(int bits, const uint8_t * octet, int quarter, int at, Word (&codes)[2]) {
-    switch (bits) {
-        case 2: return read_codes<2>(octet, quarter, at, codes);
-        case 3: return read_codes<3>(octet, quarter, at, codes);
-        case 4: return read_codes<4>(octet, quarter, at, codes);
-        case 5: return read_codes<5>(octet, quarter, at, codes);
-        case 6: return read_codes<6>(octet, quarter, at, codes);
-        default: return read_codes<8>(octet, quarter, at, codes);
     }
 }
 
@@ -190,29 +177,35 @@ template <int BITS> __device__ inline uint64_t to_levels(uint64_t codes, uint64_
            to_levels<BITS>((uint32_t) codes, (uint32_t) one, (uint32_t) two);
 }
 
-// As read_codes, of an octet on the path: levels plus 128. Choices move on by a place.
+// As read_codes; on a path levels plus 128, and choices move on by a place.
 template <int BITS, typename Word>
-__device__ inline void read_levels(const uint8_t * octet, int quarter, int at, Word (&one)[2], Word (&two)[2],
-                                   Word (&levels)[2]) {
-    Word codes[2];
-    read_codes<BITS>(octet, quarter, at, codes);
+__device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quarter, int at, Word (&one)[2],
+                                  Word (&two)[2], Word (&bytes)[2]) {
+    read_codes<BITS>(octet, quarter, at, bytes);
+    if (BITS <= TRELLIS_BITS && on_path) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        levels[half] = to_levels<BITS>(codes[half], one[half], two[half]);
-        two[half]    = one[half];
-        one[half]    = codes[half] & (Word) -1 / 255;
+        for (int half = 0; half < 2; ++half) {
+            const Word codes = bytes[half];
+            bytes[half]      = to_levels<BITS <= TRELLIS_BITS ? BITS : 2>(codes, one[half], two[half]);
+            two[half]        = one[half];
+            one[half]        = codes & (Word) -1 / 255;
+        }
     }
 }
 
+// Of an octet's width and path, which are alike in a warp; not of halves.
 template <typename Word>
-__device__ inline void read_levels(int bits, const uint8_t * octet, int quarter, int at, Word (&one)[2], Word (&two)[2],
-                                   Word (&levels)[2]) {
-    switch (bits) {
-        case 2: return read_levels<2>(octet, quarter, at, one, two, levels);
-        case 3: return read_levels<3>(octet, quarter, at, one, two, levels);
-        case 4: return read_levels<4>(octet, quarter, at, one, two, levels);
-        case 5: return read_levels<5>(octet, quarter, at, one, two, levels);
-        default: return read_levels<6>(octet, quarter, at, one, two, levels);
+__device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int quarter, int at, Word (&one)[2],
+                                  Word (&two)[2], Word (&bytes)[2]) {
+    const uint8_t * lines   = tile + octet.at;
+    const bool      on_path = octet.place != NO_PLACE;
+    switch (octet.bits) {
+        case 2: return read_bytes<2>(on_path, lines, quarter, at, one, two, bytes);
+        case 3: return read_bytes<3>(on_path, lines, quarter, at, one, two, bytes);
+        case 4: return read_bytes<4>(on_path, lines, quarter, at, one, two, bytes);
+        case 5: return read_bytes<5>(on_path, lines, quarter, at, one, two, bytes);
+        case 6: return read_bytes<6>(on_path, lines, quarter, at, one, two, bytes);
+        default: return read_bytes<8>(on_path, lines, quarter, at, one, two, bytes);
     }
 }
 

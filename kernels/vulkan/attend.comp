@@ -100,16 +100,14 @@ uvec2 choices_before(Head head, uint tile, uint c, uint x) {
 }
 
 // Dot products of the key of cell c of the tile at word `tile` with the rows whose coefficients begin at `qt`.
-void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
+void dots(uint h, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
     float halves[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         dot[r]    = 0.0;
         halves[r] = 0.0;
     }
-    const float s = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
-    if (s == 0.0) {
-        return;
-    }
+    const Head  head = head_of(0, h); // here, or it takes registers from one tile to the next
+    const float s    = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
     uvec4 before = uvec4(0); // choices: the words of two octets on the path
     if (head.n_path > 0) {
         before = uvec4(choices_before(head, tile, c, 2), choices_before(head, tile, c, 1));
@@ -126,9 +124,6 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
             }
             continue;
         }
-        const bool  on    = band.place != NO_PLACE;
-        const float zero  = on ? 127.5 : half_range(band.bits);
-        const uvec2 bends = on ? bends_of(band.bits) : uvec2(0);
         float       sums[ROWS];
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             sums[r] = 0.0;
@@ -137,10 +132,13 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
             const uint at   = tile + band.at + four / 2 * band.bits * LINE_WORDS + c % 16;
             uint       code = read_k(at, band.bits, four % 2 * 4 + c / 16);
             const uint q    = band.first + 4 * four;
+            const bool  on   = band.place != NO_PLACE; // before the loop it would take registers from queries
+            const float zero = on ? 127.5 : half_range(band.bits);
             if (on) {
-                const uint choice = code & ONES;
-                code              = to_levels(code, band.bits, bends, before.z, before.x);
-                before            = uvec4(before.yzw, choice);
+                const uint  choice = code & ONES;
+                const uvec2 bends  = bends_of(band.bits);
+                code               = to_levels(code, band.bits, bends, before.z, before.x);
+                before             = uvec4(before.yzw, choice);
             }
             [[unroll]] for (uint j = 0; j < 4; ++j) {
                 const float x = float(code >> 8 * j & 255u) - zero;
@@ -154,7 +152,7 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
         }
     }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-        dot[r] = fma(s, dot[r], halves[r]);
+        dot[r] = s > 0.0 ? fma(s, dot[r], halves[r]) : 0.0;
     }
 }
 
@@ -177,13 +175,11 @@ void main() {
     // this thread's values
     uint  at[COEFFICIENTS], bits[COEFFICIENTS];
     float step[COEFFICIENTS];
-    bool  on[COEFFICIENTS]; // the path, and of the places before:
-    uint  one_at[COEFFICIENTS], one_bits[COEFFICIENTS], two_at[COEFFICIENTS], two_bits[COEFFICIENTS];
-    uvec2 bends[COEFFICIENTS];
-    bool  halves = false;
+    uint  one_at[COEFFICIENTS], two_at[COEFFICIENTS]; // of the places before, on the path
+    uint  path[COEFFICIENTS];                         // their bits and the bends, a byte each; 0: not on it
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         bits[x] = 0;
-        on[x]   = false;
+        path[x] = 0;
     }
     for (uint b = 0; b < value.n_bands; ++b) {
         const Band band = band_of(value, b);
@@ -193,20 +189,17 @@ void main() {
                 bits[x] = band.bits;
                 step[x] = band.bits == 16 ? 1.0 : band.step;
                 at[x]   = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
-                on[x]   = band.place != NO_PLACE;
-                if (on[x]) { // place 0 of a lane follows the last one of the lane before
+                if (band.place != NO_PLACE) { // place 0 of a lane follows the last one of the lane before
                     const uint  place = band.place + j / 8;
                     const Octet one   = octet_of(value, place < 1 ? value.n_path - 1 : place - 1);
                     const Octet two   = octet_of(value, place < 2 ? value.n_path + place - 2 : place - 2);
                     one_at[x]         = one.at + (place < 1 ? j + 7 : j) % 8 * 2;
-                    one_bits[x]       = one.bits;
                     two_at[x]         = two.at + (place < 2 ? j + 7 : j) % 8 * 2;
-                    two_bits[x]       = two.bits;
-                    bends[x]          = bends_of(band.bits);
+                    const uvec2 bends = bends_of(band.bits);
+                    path[x]           = one.bits | two.bits << 8 | bends.x << 16 | bends.y << 24;
                 }
             }
         }
-        halves = halves || band.bits == 16;
     }
     float m[ROWS], z[ROWS], acc[ROWS * COEFFICIENTS];
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -237,7 +230,7 @@ void main() {
         float      logit[ROWS];
         float      scale = 0.0;
         if (seen) {
-            dots(key, k_tile, me, qt, logit);
+            dots(h, k_tile, me, qt, logit);
             scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);
         }
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -284,6 +277,10 @@ void main() {
         if (!any) {
             continue;
         }
+        bool halves = false;
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            halves = halves || bits[x] == 16;
+        }
         for (uint c = 0; halves && c < TILE; ++c) {
             [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
                 if (bits[x] == 16) {
@@ -300,15 +297,16 @@ void main() {
         }
         for (uint rho = 0; rho < 8; ++rho) {
             [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
-                if (bits[x] != 0 && bits[x] != 16) {
+                if (bits[x] - 1u < 8u) {
                     float zero  = half_range(bits[x]);
                     uvec2 codes = read_v(v_tile + at[x], bits[x], rho);
-                    if (on[x]) {
-                        const uvec2 one = choices_v(v_tile + one_at[x], one_bits[x], rho);
-                        const uvec2 two = choices_v(v_tile + two_at[x], two_bits[x], rho);
-                        codes           = uvec2(to_levels(codes.x, bits[x], bends[x], one.x, two.x),
-                                                to_levels(codes.y, bits[x], bends[x], one.y, two.y));
-                        zero            = 127.5;
+                    if (path[x] != 0) {
+                        const uvec2 one   = choices_v(v_tile + one_at[x], path[x] & 255u, rho);
+                        const uvec2 two   = choices_v(v_tile + two_at[x], path[x] >> 8 & 255u, rho);
+                        const uvec2 bends = uvec2(path[x] >> 16 & 255u, path[x] >> 24);
+                        codes             = uvec2(to_levels(codes.x, bits[x], bends, one.x, two.x),
+                                                  to_levels(codes.y, bits[x], bends, one.y, two.y));
+                        zero              = 127.5;
                     }
                     [[unroll]] for (uint c = 0; c < 8; ++c) {
                         const float code = float((c < 4 ? codes.x : codes.y) >> 8 * (c % 4) & 255u) - zero;

@@ -266,13 +266,16 @@ void find_path(Head head, float s) {
     for (uint w = 1; w < STATES; ++w) { // ties to the smaller state
         ends = room[w] < room[ends] ? w : ends;
     }
-    uint w = ends;
-    for (uint t = n; t-- > 0;) {
-        const uint nibble = taken[ends * WORDS + t / LANES] >> 4 * (t % LANES);
-        const uint x = w & 1u, p = w >> 1 | (nibble >> w & 1u) << 1;
-        const uint at = place_of(head, t).coefficient;
-        codes[at]     = ((codes[at] >> 8 * subset(p, x) & 255u) ^ 2 * (p >> 1) ^ (p & 1u)) >> 1;
-        w             = p;
+    uint w = ends, t = n;
+    for (uint lane = LANES; lane-- > 0;) {
+        for (uint i = head.n_path; i-- > 0;) {
+            --t;
+            const uint nibble = taken[ends * WORDS + t / LANES] >> 4 * (t % LANES);
+            const uint x = w & 1u, p = w >> 1 | (nibble >> w & 1u) << 1;
+            const uint at = octet_of(head, i).first + lane;
+            codes[at]     = ((codes[at] >> 8 * subset(p, x) & 255u) ^ 2 * (p >> 1) ^ (p & 1u)) >> 1;
+            w             = p;
+        }
     }
 }
 
