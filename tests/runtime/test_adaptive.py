@@ -57,7 +57,7 @@ def far(a: engine.Logits, b: engine.Logits) -> float:
 def test_bases_that_never_change_are_the_static_ones(
     model: engine.Model, text: list[int], layout: Any, noise: float
 ) -> None:
-    """Rows are coded from the exact window's halves, so a few codes flip, and with each some of its neighbours' on the path."""
+    """Rows are coded from the exact window's halves, so a few codes flip, and some of their neighbours on the path."""
     with session(model, layout, window=WINDOW, n_ctx=512) as s:
         expected = s.decode(text)
     with session(model, layout, window=WINDOW, n_ctx=512, adapt="kv,block=16,warm=1000000") as s:
