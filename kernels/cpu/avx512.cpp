@@ -17,6 +17,8 @@ struct Bytes {
         __m512i high, low;
     };
 
+    static constexpr int DIRECT_ROWS = 12;
+
     static constexpr int octets(int rows) { return rows <= 3 ? 4 : 2; } // two sums each, 32 registers
 
     static void split(__m512i u, void * first, void * second) { // signed bytes: u = 256 * high + low

@@ -4,6 +4,7 @@
 //             Opened, open(codes)          64 codes as the products take them
 //             Sum, start(x)                16 sums, all x
 //             add(sum, opened, first, second), total(sum)
+//             DIRECT_ROWS                  as attend_tiles.h says
 //             octets(rows)                 of values that rows' sums leave registers for
 //             what tile_codes.h asks for levels: AT, EXACT, Before, ends, begin, level
 #pragma once
@@ -17,11 +18,10 @@ namespace subkv::avx512 {
 namespace {
 
 struct Registers {
-    static constexpr int     W           = 16;
-    static constexpr bool    DIRECT      = true;
-    static constexpr int     DIRECT_ROWS = 12;
-    static constexpr int     KEY_ROWS    = 3;
-    static constexpr int32_t BEFORE      = 0;
+    static constexpr int     W        = 16;
+    static constexpr bool    DIRECT   = true;
+    static constexpr int     KEY_ROWS = 3;
+    static constexpr int32_t BEFORE   = 0;
 
     static constexpr int key_regs(int) { return 4; }
 

@@ -17,6 +17,8 @@ struct Words {
         __m512i even, odd;
     };
 
+    static constexpr int DIRECT_ROWS = 3; // a level takes eight instructions and more, so few blocks of rows
+
     static constexpr int octets(int) { return 4; } // 16 sums and 8 registers of codes at most
 
     static void split(__m512i u, void * first, void * second) { // words of places 0, 2, 4, ... and of 1, 3, 5, ...

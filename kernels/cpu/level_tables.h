@@ -55,9 +55,9 @@ template <int BITS> struct alignas(64) ByCodeAndBit {
     }
 };
 
-template <int BITS, int N> constexpr ByIndex<BITS, N>  BY_INDEX        = {};
-template <int BITS, int N> constexpr ByWindow<BITS, N> BY_WINDOW       = {};
-template <int BITS> constexpr ByCode<BITS>             BY_CODE         = {};
-template <int BITS> constexpr ByCodeAndBit<BITS>       BY_CODE_AND_BIT = {};
+template <int BITS, int N> static constexpr ByIndex<BITS, N>  BY_INDEX        = {};
+template <int BITS, int N> static constexpr ByWindow<BITS, N> BY_WINDOW       = {};
+template <int BITS> static constexpr ByCode<BITS>             BY_CODE         = {};
+template <int BITS> static constexpr ByCodeAndBit<BITS>       BY_CODE_AND_BIT = {};
 
 } // namespace subkv::cpu
