@@ -27,7 +27,7 @@ QUALITY: tuple[Column, ...] = (
 
 def frontier(lab: Any) -> Rows:
     """At the context whose bytes are counted."""
-    return _frontier(lab, "2.5,3,3.5,4.25,5,5.65,7", "8192", "1", "frontier.png")
+    return _frontier(lab, "2.5,3,3.5,4.25,5,5.25,7", "8192", "1", "frontier.png")
 
 
 def frontier_short(lab: Any) -> Rows:
@@ -70,7 +70,7 @@ def klds_of(rows: Rows) -> Numbers:
 
 
 def other_texts(lab: Any) -> Rows:
-    bits, kinds = lab.pick(("3,3.5,4.25,5,5.65,7", "q8_0,q5_0,q4_0"), ("4.25", "q4_0"))
+    bits, kinds = lab.pick(("3,3.5,4.25,5,5.25,7", "q8_0,q5_0,q4_0"), ("4.25", "q4_0"))
     files = lab.texts(NOVEL, CODE)
     size = lab.pick(("-c", "2048", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
     chosen = ("--held-out", "--kv-bits", bits, "--stock", kinds, *size)

@@ -54,7 +54,8 @@ struct Head {
             codec.rank += n;
             codec.row_bytes += n * bits / 8;
         }
-        codec.d = codec.rank;
+        codec.d    = codec.rank;
+        codec.path = path_of(codec);
         for (int i = 0; i < codec.rank * codec.d; ++i) {
             basis.push_back(half(0.125f + 0.01f * uniform()));
         }

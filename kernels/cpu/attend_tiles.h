@@ -2,20 +2,18 @@
 // set. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
 //
 // Steps of STEP cells, blocks of BLOCK query rows: products of all keys, one softmax over the step, products of all values.
-// Queries and weights are integers of 16 bits, multiplied with the codes' bytes as they come out of the tile by a shift and
-// a mask; several query rows share that work. Sums are exact: what is rounded is a query, to 1/65278 of its largest
+// Codes become bytes (tile_codes.h), once for all query rows, and are multiplied with queries and weights, integers of 16
+// bits. Sums are exact: what is rounded is a query, to 1/65278 of its largest
 // coefficient times band ratio, and a weight times scale, to 1/65278 of the step's largest weight times its largest scale.
 // Coefficients of 16-bit bands, few if any, are multiplied in float beside that (halves.h).
-// With many query rows the step's codes are unpacked once, into tiles of 8-bit bands: the same kernels then run on those.
 //
 // Isa, a type of the including file alone (its functions are compiled for its instructions), gives
 //   W                     floats of a register, and dwords of four codes
 //   BEFORE                what open() takes off a code
-//   KEYS_FROM_CODES       few rows multiply keys straight out of the tile; false: bytes first, registers are few
+//   DIRECT, DIRECT_ROWS  products take codes from tiles themselves, for as many query rows; registers are many
 //   KEY_ROWS              query rows whose logits are summed at once, 3 at most
 //   key_regs(rows)        registers of W cells whose logits are summed at once for as many rows
 //   octets(rows)          octets whose values are summed at once for as many of up to VALUE_ROWS = 4 rows
-//   BYTES_FROM            query rows from which unpacking once is the cheaper way
 //   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
 //   and the functions used below.
 #pragma once
@@ -147,34 +145,71 @@ static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * 
     return Isa::largest(largest);
 }
 
+// What a step's tiles have become: bytes, or where their paths begin.
+template <typename Isa> struct Opened {
+    const uint8_t * k[STEP_TILES];
+    const uint8_t * v[STEP_TILES];
+    Path8<Isa>      k_path[STEP_TILES];
+    Path8<Isa>      v_path[STEP_TILES];
+};
+
+// Of `all` the tiles that anybody looks at.
+template <typename Isa> static void open_step(const Call & call, int64_t cell, uint32_t all, Opened<Isa> & opened) {
+    const AttendArgs & a = call.a;
+    for (int t = 0; all >> t != 0; ++t) {
+        if ((all >> t & 1) == 0) {
+            continue;
+        }
+        const uint8_t * k = opened.k[t] = a.k_tiles + (cell / TILE + t) * a.k_stride;
+        const uint8_t * v = opened.v[t] = a.v_tiles + (cell / TILE + t) * a.v_stride;
+        if (call.direct) {
+            begin_path<Isa>(*a.k, k, opened.k_path[t]);
+            begin_path<Isa>(*a.v, v, opened.v_path[t]);
+            continue;
+        }
+        if (call.many) {
+            opened.k[t] = unpack_tile<Isa>(*a.k, k, AHEAD * a.k_stride, call.k_bytes + t * a.k->rank * TILE);
+        }
+        opened.v[t] = unpack_tile<Isa>(*a.v, v, AHEAD * a.v_stride, call.v_bytes + t * a.v->rank * TILE);
+    }
+}
+
 // Query rows [index, index + n), n <= BLOCK, against the step that begins at `cell`; awake: tiles that they look at.
 template <typename Isa>
-static void attend_block(const Call & call, Step & step, int64_t cell, uint32_t awake, int64_t index, int64_t n) {
-    const AttendArgs & a       = call.a;
-    const uint8_t *    k_tiles = a.k_tiles + cell / TILE * a.k_stride;
-    const uint8_t *    v_tiles = a.v_tiles + cell / TILE * a.v_stride;
+static void attend_block(const Call & call, const Opened<Isa> & opened, Step & step, int64_t cell, uint32_t awake,
+                         int64_t index, int64_t n) {
+    const AttendArgs & a      = call.a;
+    Values<Isa>        values = { {}, awake, 0, step, 0, nullptr, nullptr, 0 };
     for (int t = 0; awake >> t != 0; ++t) {
         if ((awake >> t & 1) == 0) {
             continue; // logits are left as they are: bias hides them
         }
-        const uint8_t * tile  = k_tiles + t * a.k_stride;
-        uint8_t * const bytes = call.k_bytes + (call.many ? t * a.k->rank * TILE : 0);
-        if (call.many) {
-            all_dots<Isa, true>(call, bytes, 0, index, n, step.logit[0] + t * TILE);
-        } else if constexpr (Isa::KEYS_FROM_CODES) {
-            all_dots<Isa, false>(call, tile, AHEAD * a.k_stride, index, n, step.logit[0] + t * TILE);
-        } else {
-            unpack_tile<Isa>(*a.k, tile, AHEAD * a.k_stride, bytes);
-            all_dots<Isa, true>(call, bytes, 0, index, n, step.logit[0] + t * TILE);
+        values.at[t]    = opened.v[t];
+        float *   logit = step.logit[0] + t * TILE;
+        Keys<Isa> keys  = { opened.k[t], &opened.k_path[t], 0 };
+        if constexpr (Isa::DIRECT) {
+            if (call.direct) {
+                keys.ahead = AHEAD * a.k_stride;
+                all_dots<Isa, true>(call, keys, index, n, logit);
+                continue;
+            }
         }
+        if (!call.many) {
+            keys.at = unpack_tile<Isa>(*a.k, keys.at, AHEAD * a.k_stride, call.k_bytes);
+        }
+        all_dots<Isa, false>(call, keys, index, n, logit);
     }
     for (int64_t i = 0; i < n; ++i) {
         soften<Isa>(call, step, cell, index + i, (int) i);
     }
-    if (call.many) {
-        all_values<Isa, true>(call, call.v_bytes, a.v->rank * TILE, awake, step, index, n);
-    } else {
-        all_values<Isa, false>(call, v_tiles, a.v_stride, awake, step, index, n);
+    if constexpr (Isa::DIRECT) {
+        if (call.direct) {
+            values.ahead = AHEAD * a.v_stride;
+            all_values<Isa, true>(call, values, opened.v_path, index, n);
+        }
+    }
+    if (!call.direct) {
+        all_values<Isa, false>(call, values, nullptr, index, n);
     }
     for (int64_t i = 0; i < n && call.v_halves.n > 0; ++i) {
         const Row & row = call.row[index + i];
@@ -222,12 +257,8 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     step.largest_v = read_scales<Isa>(v_tiles, a.v_stride, seen, n_tiles, step.scale_v);
     read_halves<Isa>(call.k_halves, k_tiles, a.k_stride, seen, n_tiles);
     read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, seen, n_tiles);
-    for (int32_t t = 0; call.many && t < n_tiles; ++t) {
-        if ((all >> t & 1) != 0) {
-            unpack_tile<Isa>(*a.k, k_tiles + t * a.k_stride, AHEAD * a.k_stride, call.k_bytes + t * a.k->rank * TILE);
-            unpack_tile<Isa>(*a.v, v_tiles + t * a.v_stride, AHEAD * a.v_stride, call.v_bytes + t * a.v->rank * TILE);
-        }
-    }
+    Opened<Isa> opened;
+    open_step(call, cell, all, opened);
     // tokens of several sequences look at tiles of their own: a block's rows look at the same ones
     const int64_t n_rows = n_rows_of(a);
     for (int64_t index = 0, end = 0; index < n_rows; index = end) {
@@ -235,7 +266,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
         for (end = index + 1; end < n_rows && end - index < BLOCK && awake[end / a.n_group] == some; ++end) {
         }
         if (some != 0) {
-            attend_block<Isa>(call, step, cell, some, index, end - index);
+            attend_block<Isa>(call, opened, step, cell, some, index, end - index);
         }
     }
 }
@@ -244,7 +275,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
 static inline void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
-            ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? half : codec.bands[i].ratio;
+            ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? half : level_step(codec, codec.bands[i]);
         }
     }
 }
@@ -277,38 +308,38 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     }
     memcpy(first, parts[0], (size_t) codec.rank);
     memcpy(second, parts[1], (size_t) codec.rank);
-    int64_t twice = 0; // what centring takes off
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        uint32_t sum = 0; // wraps where a query is not finite, and delta is NaN then
-        for (int32_t j = 0; codec.bands[i].bits != 16 && j < codec.bands[i].n; ++j) {
-            sum += (uint32_t) u[codec.bands[i].first + j];
-        }
-        twice += (int64_t) (int32_t) sum * odd_of<Isa>(codec.bands[i]);
+    uint32_t sum = 0;                          // wraps where a query is not finite, and delta is NaN then
+    for (int32_t j = 0; j < codec.rank; ++j) { // 0 in 16-bit bands
+        sum += (uint32_t) u[j];
     }
-    row.start = (int32_t) -(twice >> 1);
-    row.half  = (twice & 1) != 0 ? 0.5f : 0.0f;
-    row.delta = finite ? largest / unit : __builtin_nanf("");
+    const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // what centring takes off
+    row.start           = (int32_t) -(twice >> 1);
+    row.half            = (twice & 1) != 0 ? 0.5f : 0.0f;
+    row.delta           = finite ? largest / unit : __builtin_nanf("");
 }
 
 template <typename Isa> static void attend(const AttendArgs & a) {
-    static_assert(Isa::BYTES_FROM <= BLOCK + 1, "with more blocks keys are unpacked once for all of them");
     const int64_t n_rows = n_rows_of(a);
-    const bool    many   = n_rows >= Isa::BYTES_FROM;
+    const bool    many   = a.n_tok > 1 || n_rows > BLOCK;
+    const bool    direct = Isa::DIRECT && !many && n_rows <= Isa::DIRECT_ROWS;
     Halves        k_halves, v_halves;
     find_halves(*a.k, k_halves);
     find_halves(*a.v, v_halves);
     k_halves.values = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * STEP) * sizeof(float));
     v_halves.values = k_halves.values + 8 * k_halves.n * STEP;
-    const int32_t kept  = many ? STEP : Isa::KEYS_FROM_CODES ? 0 : TILE; // cells whose keys are bytes at once
+    const int32_t kept  = many ? STEP : TILE; // cells whose keys are bytes at once
     const Call    call  = { a,
                             k_halves,
                             v_halves,
+                            Runs(*a.k),
+                            Runs(*a.v),
                             (int8_t *) scratch(SLOT_QUERIES, (size_t) (n_rows * 2 * a.k->rank)),
                             (float *) scratch(SLOT_SUMS, (size_t) (n_rows * a.v->rank) * sizeof(float)),
                             (Row *) scratch(SLOT_ROWS, (size_t) n_rows * sizeof(Row) + (size_t) a.n_tok),
                             (uint8_t *) scratch(SLOT_KEYS, (size_t) (kept * a.k->rank)),
-                            (uint8_t *) scratch(SLOT_VALUES, (size_t) (many ? STEP * a.v->rank : 0)),
-                            many };
+                            (uint8_t *) scratch(SLOT_VALUES, (size_t) (STEP * a.v->rank)),
+                            many,
+                            direct };
     auto *        awake = (uint8_t *) (call.row + n_rows);
     float         ratio[MAX_HEAD_SIZE + 8] = {};
     spread_ratios(*a.k, 0.0f, ratio);

@@ -6,16 +6,19 @@
 
 #    include "attend_tiles.h"
 #    include "avx2_simd.h"
+#    include "level_tables.h"
 
 namespace subkv::avx2 {
 namespace {
 
 struct Isa {
-    static constexpr int     W               = 8;
-    static constexpr bool    KEYS_FROM_CODES = false;
-    static constexpr int     KEY_ROWS        = 3;
-    static constexpr int     BYTES_FROM      = 13;
-    static constexpr int32_t BEFORE          = 0;
+    static constexpr int     W           = 8;
+    static constexpr bool    DIRECT      = false;
+    static constexpr int     DIRECT_ROWS = 0;
+    static constexpr int     KEY_ROWS    = 3;
+    static constexpr int32_t BEFORE      = 0;
+    static constexpr int     AT          = 0;
+    static constexpr bool    EXACT       = true;
 
     static constexpr int key_regs(int rows) { return rows == 1 ? 4 : 2; } // 6 sums, 4 registers of codes, 2 of queries
 
@@ -90,6 +93,8 @@ struct Isa {
     template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
         if constexpr (RIGHT > 0) {
             return _mm256_srli_epi16(x, RIGHT);
+        } else if constexpr (RIGHT < 0) {
+            return _mm256_slli_epi16(x, -RIGHT);
         } else {
             return x;
         }
@@ -97,7 +102,48 @@ struct Isa {
 
     static I mask(I x, int byte) { return _mm256_and_si256(x, _mm256_set1_epi8((char) byte)); }
 
-    static I join(I x, I y, int byte) { return _mm256_or_si256(x, mask(y, byte)); }
+    template <bool> static I join(I x, I y, int byte) { return _mm256_or_si256(x, mask(y, byte)); }
+
+    static I plus_bytes(I x, int byte) { return _mm256_add_epi8(x, _mm256_set1_epi8((char) byte)); }
+
+    static I turn_keys(I x, I other) { return _mm256_or_si256(_mm256_slli_epi32(x, 8), _mm256_srli_epi32(other, 24)); }
+
+    static I turn_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
+
+    struct Before {
+        I one, two; // low bits count
+    };
+
+    static I ends(I one, I two) { return _mm256_or_si256(mask(one, 1), mask(_mm256_add_epi8(two, two), 2)); }
+
+    static Before begin(I ends) { return { ends, _mm256_srli_epi16(ends, 1) }; }
+
+    template <int BITS> static I level(I code, Before & before) {
+        const I u   = _mm256_xor_si256(code, mask(before.two, 1));
+        const I one = before.one;
+        before      = { code, one };
+        if constexpr (BITS <= 3) { // index u + 2^BITS x_{t-1} of 16 entries
+            const auto & levels = cpu::BY_CODE_AND_BIT<BITS>.byte;
+            return _mm256_shuffle_epi8(of(levels), _mm256_or_si256(u, mask(_mm256_slli_epi16(one, BITS), 1 << BITS)));
+        } else if constexpr (BITS == 4) {
+            const auto & levels = cpu::BY_CODE<BITS>.byte;
+            return _mm256_blendv_epi8(_mm256_shuffle_epi8(of(levels[0]), u), _mm256_shuffle_epi8(of(levels[1]), u),
+                                      _mm256_slli_epi16(one, 7));
+        } else { // the magnitudes of trellis.h, in bytes about 128
+            constexpr int HALF  = 1 << BITS;
+            const I       index = _mm256_or_si256(_mm256_add_epi8(u, u), mask(one, 1));
+            const I       y     = plus_bytes(index, 128 - HALF);
+            const auto    above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
+            const auto    below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
+            const int     far = trellis_double(BITS), more = trellis_triple(BITS);
+            const I       higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
+            return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
+        }
+    }
+
+    static I of(const uint8_t * sixteen) {
+        return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *) sixteen));
+    }
 
     static I spread_dword(const int8_t * at) {
         int32_t x;

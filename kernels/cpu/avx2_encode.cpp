@@ -6,8 +6,10 @@
 
 #if defined(SUBKV_X86)
 
+#    include "avx2_path.h"
 #    include "avx2_simd.h"
 #    include "cells.h"
+#    include "subkv/trellis.h"
 
 #    include <string.h>
 
@@ -19,11 +21,11 @@ static inline __m256 quantize(__m256 c, __m256 inverse, __m256 middle) {
     return _mm256_min_ps(_mm256_max_ps(u, _mm256_setzero_ps()), _mm256_add_ps(middle, middle));
 }
 
-static float squared_error(const HeadCodec & codec, const float * c, float s) {
+float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond) {
     __m256 sum = _mm256_setzero_ps();
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
-        if (band.bits == 16) {
+        if (band.bits == 16 || band.bits <= beyond) {
             continue;
         }
         const float  step    = s * band.ratio;
@@ -49,11 +51,9 @@ static float largest_of(const float * x, int32_t n) {
     return horizontal_max(largest);
 }
 
-// A cell's scale code and codes; 16-bit bands have halves instead.
-static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & cell) {
-    const auto error = [&](float s) { return squared_error(codec, c, s); };
-    cell.scale       = (uint8_t) cpu::choose_scale(codec, c, largest_of, error);
-    const float s    = SCALES[cell.scale];
+// A cell's codes, its scale code known, where they are no path; 16-bit bands have halves instead.
+static void quantize_bands(const HeadCodec & codec, const float * c, cpu::Cell & cell) {
+    const float s = SCALES[cell.scale];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         if (band.bits == 16) {
@@ -67,11 +67,31 @@ static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & 
         }
         const __m256 inverse = _mm256_set1_ps(1.0f / (s * band.ratio));
         const __m256 middle  = _mm256_set1_ps(half_range(band.bits));
-        for (int32_t j = band.first; j < band.first + band.n; j += 8) {
+        for (int32_t j = band.first; !on_path(codec, band) && j < band.first + band.n; j += 8) {
             const __m256i u = _mm256_cvtps_epi32(quantize(_mm256_loadu_ps(c + j), inverse, middle));
             const __m128i w = _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
             _mm_storel_epi64((__m128i *) (cell.code + j), _mm_packus_epi16(w, w));
         }
+    }
+}
+
+static_assert(cpu::TOGETHER == PATH_ROWS, "paths of as many rows are searched at once");
+
+static void quantize_cells(const HeadCodec & codec, const float * const * c, int n, cpu::Cell * const * cell) {
+    uint8_t scale[PATH_ROWS];
+    for (int i = 0; i < n; ++i) {
+        const auto error = [&](float s) { return squared_error(codec, c[i], s, 0); };
+        scale[i]         = (uint8_t) cpu::choose_scale(codec, c[i], largest_of, error);
+    }
+    if (codec.path != PATH_NONE) {
+        choose_path_scales(codec, c, n, scale);
+    }
+    for (int i = 0; i < n; ++i) {
+        cell[i]->scale = scale[i];
+        if (codec.path != PATH_NONE) {
+            find_path(codec, c[i], SCALES[scale[i]], cell[i]->code);
+        }
+        quantize_bands(codec, c[i], *cell[i]);
     }
 }
 
@@ -98,7 +118,7 @@ static cpu::Coefficients centre(const HeadCodec & codec, float * c) {
 
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride) {
-    return cpu::encode_cells(codec, x, ldx, n, cells, tiles, tile_stride, project, centre, quantize_cell);
+    return cpu::encode_cells(codec, x, ldx, n, cells, tiles, tile_stride, project, centre, quantize_cells);
 }
 
 void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
@@ -107,14 +127,18 @@ void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_str
         cpu::Cell cell;
         cpu::get_cell(codec, tiles + cells[t] / TILE * tile_stride, (int32_t) (cells[t] % TILE), cell);
         float * out = c + t * codec.rank;
+        int32_t level[MAX_HEAD_SIZE];
+        ref::path_levels(codec, cell.code, level);
         for (int32_t i = 0; i < codec.n_bands; ++i) {
             const Band & band = codec.bands[i];
-            const float  step = SCALES[cell.scale] * band.ratio;
+            const float  step = SCALES[cell.scale] * level_step(codec, band);
             for (int32_t j = band.first; j < band.first + band.n; ++j) {
                 if (band.bits == 16) {
                     out[j] = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(cell.scale != 0 ? cell.half[j] : 0)));
                 } else {
-                    out[j] = cell.scale != 0 ? step * ((float) cell.code[j] - half_range(band.bits)) : 0.0f;
+                    const float u =
+                        on_path(codec, band) ? (float) level[j] + 0.5f : (float) cell.code[j] - half_range(band.bits);
+                    out[j] = cell.scale != 0 ? step * u : 0.0f;
                 }
             }
         }

@@ -1,9 +1,11 @@
-// avx512.cpp: the table of AVX-512 with VNNI. Products are VPDPBUSD's: codes times high bytes, codes times low bytes.
+// avx512.cpp: the table of AVX-512 with VNNI and VBMI. Products are VPDPBUSD's: codes times high bytes, codes times low
+// bytes. Levels are looked up by VPERMB: by a window of a code and the low bits of the two before.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
 
 #    include "avx512_attend.h"
+#    include "level_tables.h"
 
 namespace subkv::avx512 {
 namespace {
@@ -14,6 +16,8 @@ struct Bytes {
     struct Sum {
         __m512i high, low;
     };
+
+    static constexpr int DIRECT_ROWS = 12;
 
     static constexpr int octets(int rows) { return rows <= 3 ? 4 : 2; } // two sums each, 32 registers
 
@@ -34,7 +38,39 @@ struct Bytes {
 
     static __m512i total(Sum sum) { return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low); }
 
+    static constexpr int  AT    = 2;
+    static constexpr bool EXACT = false;
+
+    struct Before {
+        __m512i window;
+    };
+
+    static __m512i ends(__m512i one, __m512i two) { return bits_of(0x02, _mm512_srli_epi16(two, 1), one); }
+
+    static Before begin(__m512i ends) { return { ends }; }
+
+    template <int BITS> static __m512i level(__m512i code, Before & before) {
+        const __m512i w    = bits_of(0x03, _mm512_srli_epi16(before.window, 1), code);
+        before.window      = w;
+        const auto &tables = cpu::BY_WINDOW < BITS < 6 ? BITS : 2, BITS == 5 ? 128 : 64 >.byte;
+        if constexpr (BITS <= 4) {
+            return _mm512_permutexvar_epi8(w, _mm512_load_si512(tables));
+        } else if constexpr (BITS == 5) {
+            return _mm512_permutex2var_epi8(_mm512_load_si512(tables), w, _mm512_load_si512(tables + 64));
+        } else {
+            const auto &  levels = cpu::BY_INDEX<BITS, 128>.byte;
+            const __m512i index  = _mm512_ternarylogic_epi32(_mm512_srli_epi16(w, 1), _mm512_add_epi8(w, w),
+                                                             _mm512_set1_epi8(2), 0x78); // a ^ (b & c)
+            return _mm512_permutex2var_epi8(_mm512_load_si512(levels), index, _mm512_load_si512(levels + 64));
+        }
+    }
+
 private:
+    // Bits `byte` of every byte from x, the others from y.
+    static __m512i bits_of(int byte, __m512i x, __m512i y) {
+        return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char) byte), x, y, 0xca);
+    }
+
     // GCC copies the sums of a loop from register to register when it may choose.
     static void add_products(__m512i & sum, __m512i codes, __m512i bytes) {
 #    if defined(__GNUC__)

@@ -4,7 +4,9 @@
 //             Opened, open(codes)          64 codes as the products take them
 //             Sum, start(x)                16 sums, all x
 //             add(sum, opened, first, second), total(sum)
+//             DIRECT_ROWS                  as attend_tiles.h says
 //             octets(rows)                 of values that rows' sums leave registers for
+//             what tile_codes.h asks for levels: AT, EXACT, Before, ends, begin, level
 #pragma once
 
 #include "attend_tiles.h"
@@ -16,11 +18,10 @@ namespace subkv::avx512 {
 namespace {
 
 struct Registers {
-    static constexpr int     W               = 16;
-    static constexpr bool    KEYS_FROM_CODES = true;
-    static constexpr int     KEY_ROWS        = 3;
-    static constexpr int     BYTES_FROM      = 13;
-    static constexpr int32_t BEFORE          = 0;
+    static constexpr int     W        = 16;
+    static constexpr bool    DIRECT   = true;
+    static constexpr int     KEY_ROWS = 3;
+    static constexpr int32_t BEFORE   = 0;
 
     static constexpr int key_regs(int) { return 4; }
 
@@ -95,6 +96,8 @@ struct Registers {
     template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
         if constexpr (RIGHT > 0) {
             return _mm512_srli_epi16(x, RIGHT);
+        } else if constexpr (RIGHT < 0) {
+            return _mm512_slli_epi16(x, -RIGHT);
         } else {
             return x;
         }
@@ -102,7 +105,16 @@ struct Registers {
 
     static I mask(I x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char) byte)); }
 
-    static I join(I x, I y, int byte) { return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), 0xf8); }
+    // Bits `byte` of every byte from y, the others from x; EXACT: x has zeros there.
+    template <bool EXACT> static I join(I x, I y, int byte) {
+        return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), EXACT ? 0xf8 : 0xd8);
+    }
+
+    static I plus_bytes(I x, int byte) { return _mm512_add_epi8(x, _mm512_set1_epi8((char) byte)); }
+
+    static I turn_keys(I x, I other) { return _mm512_or_si512(_mm512_slli_epi32(x, 8), _mm512_srli_epi32(other, 24)); }
+
+    static I turn_values(I x, I below) { return _mm512_alignr_epi64(x, below, 7); }
 
     static I spread_dword(const int8_t * at) {
         int32_t x;

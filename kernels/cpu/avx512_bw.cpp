@@ -1,10 +1,11 @@
-// avx512_bw.cpp: the table of AVX-512 without VNNI. Products are VPMADDWD's: the codes of even and of odd places as words,
+// avx512_bw.cpp: the table of AVX-512 without VNNI or VBMI. Products are VPMADDWD's: the codes of even and of odd places as words,
 // times words of the integers.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
 
 #    include "avx512_attend.h"
+#    include "level_tables.h"
 
 namespace subkv::avx512 {
 namespace {
@@ -15,6 +16,8 @@ struct Words {
     struct Opened {
         __m512i even, odd;
     };
+
+    static constexpr int DIRECT_ROWS = 3; // a level takes eight instructions and more, so few blocks of rows
 
     static constexpr int octets(int) { return 4; } // 16 sums and 8 registers of codes at most
 
@@ -39,6 +42,45 @@ struct Words {
     }
 
     static __m512i total(Sum sum) { return sum; }
+
+    static constexpr int  AT    = 0;
+    static constexpr bool EXACT = true;
+
+    struct Before {
+        __m512i one, two; // low bits count
+    };
+
+    static __m512i ends(__m512i one, __m512i two) {
+        const __m512i low = _mm512_and_si512(one, _mm512_set1_epi8(1));
+        return _mm512_ternarylogic_epi32(low, _mm512_add_epi8(two, two), _mm512_set1_epi8(2), 0xf8); // a | (b & c)
+    }
+
+    static Before begin(__m512i ends) { return { ends, _mm512_srli_epi16(ends, 1) }; }
+
+    template <int BITS> static __m512i level(__m512i code, Before & before) {
+        const __m512i   u = _mm512_ternarylogic_epi32(code, before.two, _mm512_set1_epi8(1), 0x78); // a ^ (b & c)
+        const __mmask64 x = _mm512_test_epi8_mask(before.one, _mm512_set1_epi8(1));
+        before            = { code, before.one };
+        if constexpr (BITS <= 4) {
+            const auto & levels = cpu::BY_CODE<BITS>.byte;
+            return _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of(levels[0]), u), x, of(levels[1]), u);
+        } else { // the magnitudes of trellis.h, in bytes about 128
+            constexpr int HALF  = 1 << BITS;
+            const __m512i twice = _mm512_add_epi8(u, u);
+            const __m512i y     = _mm512_add_epi8(_mm512_mask_add_epi8(twice, x, twice, _mm512_set1_epi8(1)),
+                                                  _mm512_set1_epi8((char) (128 - HALF)));
+            const auto    above = [&](int t) { return _mm512_subs_epu8(y, _mm512_set1_epi8((char) (128 + t))); };
+            const auto    below = [&](int t) { return _mm512_subs_epu8(_mm512_set1_epi8((char) (127 - t)), y); };
+            const int     far = trellis_double(BITS), more = trellis_triple(BITS);
+            const __m512i higher = _mm512_add_epi8(y, _mm512_add_epi8(above(far), above(more)));
+            return _mm512_sub_epi8(higher, _mm512_add_epi8(below(far), below(more)));
+        }
+    }
+
+private:
+    static __m512i of(const uint8_t * sixteen) {
+        return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *) sixteen));
+    }
 };
 
 } // namespace

@@ -144,16 +144,38 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
     }
 }
 
-// CALL with a band's width as a constant; nothing for 16 bits.
-#define SUBKV_BY_BITS(bits, CALL)                                                                                      \
+// CALL with a band's width as a constant; nothing for other widths.
+#define SUBKV_BY_PATH_BITS(bits, CALL)                                                                                 \
     switch (bits) {                                                                                                    \
         case 2: CALL(2); break;                                                                                        \
         case 3: CALL(3); break;                                                                                        \
         case 4: CALL(4); break;                                                                                        \
         case 5: CALL(5); break;                                                                                        \
         case 6: CALL(6); break;                                                                                        \
-        case 8: CALL(8); break;                                                                                        \
         default: break;                                                                                                \
+    }
+
+// CALL(BITS, PATH)
+#define SUBKV_BY_CODE(path, bits, CALL)                                                                                \
+    switch ((path) ? -(bits) : (bits)) {                                                                               \
+        case -2: CALL(2, true); break;                                                                                 \
+        case -3: CALL(3, true); break;                                                                                 \
+        case -4: CALL(4, true); break;                                                                                 \
+        case -5: CALL(5, true); break;                                                                                 \
+        case -6: CALL(6, true); break;                                                                                 \
+        case 2: CALL(2, false); break;                                                                                 \
+        case 3: CALL(3, false); break;                                                                                 \
+        case 4: CALL(4, false); break;                                                                                 \
+        case 5: CALL(5, false); break;                                                                                 \
+        case 6: CALL(6, false); break;                                                                                 \
+        case 8: CALL(8, false); break;                                                                                 \
+        default: break;                                                                                                \
+    }
+
+#define SUBKV_BY_BITS(bits, CALL)                                                                                      \
+    SUBKV_BY_PATH_BITS(bits, CALL)                                                                                     \
+    if ((bits) == 8) {                                                                                                 \
+        CALL(8);                                                                                                       \
     }
 
 static inline void put_cell(const HeadCodec & codec, const Cell & cell, uint8_t * tile, int32_t c) {
@@ -191,9 +213,10 @@ static inline void get_cell(const HeadCodec & codec, const uint8_t * tile, int32
 enum class Coefficients { ZERO, FINITE, BAD }; // all zero; some not finite
 
 constexpr int64_t ENCODE_TOKENS = 32; // projected together
+constexpr int     TOGETHER      = 2;  // rows quantized together
 
 // Ops::encode by a version's project; centre(codec, c), which takes the offset off c and says what it then is; and
-// quantize(codec, c, cell) of finite c.
+// quantize(codec, c, n, cell) of n <= TOGETHER rows of finite coefficients.
 template <typename Project, typename Centre, typename Quantize>
 static inline int64_t encode_cells(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
                                    const int64_t * cells, uint8_t * tiles, int64_t tile_stride, const Project & project,
@@ -203,19 +226,31 @@ static inline int64_t encode_cells(const HeadCodec & codec, const float * x, int
     for (int64_t first = 0; first < n; first += ENCODE_TOKENS) {
         const int64_t count = n - first < ENCODE_TOKENS ? n - first : ENCODE_TOKENS;
         coefficients(project, codec, x + first * ldx, ldx, count, block);
-        for (int64_t t = 0; t < count; ++t) {
-            uint8_t * tile = tiles + cells[first + t] / TILE * tile_stride;
-            prefetch_tile(codec, tile);
-            float *            c    = block + t * codec.rank;
-            const Coefficients kind = centre(codec, c);
-            Cell               cell;
-            if (kind == Coefficients::FINITE) {
-                quantize(codec, c, cell);
-            } else {
-                memset(&cell, 0, sizeof(cell));
+        for (int64_t t = 0; t < count; t += TOGETHER) {
+            Cell          cell[TOGETHER];
+            Cell *        live[TOGETHER];
+            const float * rows[TOGETHER];
+            const int     some = count - t < TOGETHER ? (int) (count - t) : TOGETHER;
+            int           n    = 0;
+            for (int i = 0; i < some; ++i) {
+                prefetch_tile(codec, tiles + cells[first + t + i] / TILE * tile_stride);
+                float *            c    = block + (t + i) * codec.rank;
+                const Coefficients kind = centre(codec, c);
+                n_bad += kind == Coefficients::BAD ? 1 : 0;
+                if (kind == Coefficients::FINITE) {
+                    rows[n]   = c;
+                    live[n++] = cell + i;
+                } else {
+                    memset(cell + i, 0, sizeof(Cell));
+                }
             }
-            n_bad += kind == Coefficients::BAD ? 1 : 0;
-            put_cell(codec, cell, tile, (int32_t) (cells[first + t] % TILE));
+            if (n > 0) {
+                quantize(codec, rows, n, live);
+            }
+            for (int i = 0; i < some; ++i) {
+                const int64_t at = cells[first + t + i];
+                put_cell(codec, cell[i], tiles + at / TILE * tile_stride, (int32_t) (at % TILE));
+            }
         }
     }
     return n_bad;

@@ -21,7 +21,7 @@ namespace {
 #if defined(SUBKV_X86)
 // Not by __builtin_cpu_supports: Clang 14 does not know f16c, and zig's library says no to everything.
 struct Processor {
-    bool avx2 = false, avx512_bw = false, avx512_vnni = false;
+    bool avx2 = false, avx512_bw = false, avx512_bytes = false;
 
     Processor() {
         unsigned a, b, c, d;
@@ -37,7 +37,7 @@ struct Processor {
         const unsigned needed = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
         avx2                  = fma_f16c && (saved & 0x06) == 0x06 && (b & bit_AVX2) != 0;
         avx512_bw             = avx2 && (saved & 0xe6) == 0xe6 && (b & needed) == needed;
-        avx512_vnni           = avx512_bw && (c & bit_AVX512VNNI) != 0;
+        avx512_bytes          = avx512_bw && (c & bit_AVX512VNNI) != 0 && (c & bit_AVX512VBMI) != 0;
     }
 };
 #endif
@@ -68,7 +68,7 @@ struct Choice {
         if (processor.avx512_bw) {
             available[n++] = &ops_avx512_bw;
         }
-        if (processor.avx512_vnni) {
+        if (processor.avx512_bytes) {
             available[n++] = &ops_avx512;
         }
 #endif

@@ -41,6 +41,14 @@ static inline float32x4_t widen(const uint16_t * h) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)));
 }
 
+// Squared error of coefficients c [rank] in bands of more than `beyond` bits, but not of 16, at scale s (neon_encode.cpp).
+float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond);
+
+// Of a codec with a path: the scale code for c, where `middle` is the best one without; codes [rank] of the coefficients on
+// the path of least cost at scale s, others stay (neon_path.cpp).
+uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t middle);
+void    find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code);
+
 // kernels of the table
 void    attend(const AttendArgs & a);
 void    attend_exact(const ExactArgs & a);

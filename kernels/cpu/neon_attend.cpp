@@ -5,17 +5,20 @@
 #if defined(SUBKV_ARM64)
 
 #    include "attend_tiles.h"
+#    include "level_tables.h"
 #    include "neon.h"
 
 namespace subkv::neon {
 namespace {
 
 struct Isa {
-    static constexpr int     W               = 4;
-    static constexpr int32_t BEFORE          = 128; // what codes are taken less
-    static constexpr bool    KEYS_FROM_CODES = false;
-    static constexpr int     KEY_ROWS        = 2;
-    static constexpr int     BYTES_FROM      = 13;
+    static constexpr int     W           = 4;
+    static constexpr int32_t BEFORE      = 128; // what codes are taken less
+    static constexpr bool    DIRECT      = false;
+    static constexpr int     DIRECT_ROWS = 0;
+    static constexpr int     KEY_ROWS    = 2;
+    static constexpr int     AT          = 0;
+    static constexpr bool    EXACT       = true;
 
     static constexpr int key_regs(int) { return 4; } // 16 sums, 4 registers of codes, 2 of queries
 
@@ -85,6 +88,8 @@ struct Isa {
     template <int RIGHT> static I shift(I x) {
         if constexpr (RIGHT > 0) {
             return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x), RIGHT));
+        } else if constexpr (RIGHT < 0) {
+            return vreinterpretq_s32_u8(vshlq_n_u8(vreinterpretq_u8_s32(x), -RIGHT));
         } else {
             return x;
         }
@@ -94,7 +99,54 @@ struct Isa {
         return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(x), vdupq_n_u8((uint8_t) byte)));
     }
 
-    static I join(I x, I y, int byte) { return vorrq_s32(x, mask(y, byte)); }
+    template <bool> static I join(I x, I y, int byte) { return vorrq_s32(x, mask(y, byte)); }
+
+    static I plus_bytes(I x, int byte) {
+        return vreinterpretq_s32_u8(vaddq_u8(vreinterpretq_u8_s32(x), vdupq_n_u8((uint8_t) byte)));
+    }
+
+    static I turn_keys(I x, I other) {
+        const uint32x4_t last = vshrq_n_u32(vreinterpretq_u32_s32(other), 24);
+        return vreinterpretq_s32_u32(vsliq_n_u32(last, vreinterpretq_u32_s32(x), 8));
+    }
+
+    static I turn_values(I x, I below) {
+        return vreinterpretq_s32_u8(vextq_u8(vreinterpretq_u8_s32(below), vreinterpretq_u8_s32(x), 8));
+    }
+
+    struct Before {
+        uint8x16_t window; // 4 u_t + 2 x_{t-1} + x_{t-2}
+    };
+
+    static I ends(I one, I two) { // as a window without the rest of its code
+        const uint8x16_t low = vshlq_n_u8(vandq_u8(vreinterpretq_u8_s32(two), vdupq_n_u8(1)), 1);
+        return vreinterpretq_s32_u8(vsliq_n_u8(low, vreinterpretq_u8_s32(one), 2));
+    }
+
+    static Before begin(I ends) { return { vreinterpretq_u8_s32(ends) }; }
+
+    template <int BITS> static I level(I code, Before & before) {
+        const uint8x16_t w = vsliq_n_u8(vshrq_n_u8(before.window, 1), vreinterpretq_u8_s32(code), 2);
+        before.window      = w;
+        if constexpr (BITS == 2) {
+            return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(cpu::BY_WINDOW<2, 16>.byte), w));
+        } else if constexpr (BITS == 3) {
+            return vreinterpretq_s32_u8(vqtbl2q_u8(vld1q_u8_x2(cpu::BY_WINDOW<3, 32>.byte), w));
+        } else if constexpr (BITS == 4) {
+            return vreinterpretq_s32_u8(vqtbl4q_u8(vld1q_u8_x4(cpu::BY_WINDOW<4, 64>.byte), w));
+        } else {
+            const uint8x16_t two   = vshlq_n_u8(vandq_u8(w, vdupq_n_u8(1)), 1);
+            const uint8x16_t index = veorq_u8(vshrq_n_u8(w, 1), two);
+            const uint8_t *  table = cpu::BY_INDEX<BITS, 2 << BITS>.byte;
+            const uint8x16_t low   = vqtbl4q_u8(vld1q_u8_x4(table), index);
+            if constexpr (BITS == 5) {
+                return vreinterpretq_s32_u8(low);
+            } else { // what is beyond a table becomes 0, or stays
+                const uint8x16_t rest = vsubq_u8(index, vdupq_n_u8(64));
+                return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), rest));
+            }
+        }
+    }
 
     static int8x16_t spread_dword(const int8_t * at) {
         int32_t x;

@@ -6,6 +6,7 @@
 
 #    include "cells.h"
 #    include "neon.h"
+#    include "subkv/trellis.h"
 
 #    include <string.h>
 
@@ -16,11 +17,11 @@ static inline float32x4_t quantize(float32x4_t c, float32x4_t inverse, float32x4
     return vminq_f32(vmaxq_f32(u, vdupq_n_f32(0.0f)), vaddq_f32(middle, middle));
 }
 
-static float squared_error(const HeadCodec & codec, const float * c, float s) {
+float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond) {
     float32x4_t sum[2] = { vdupq_n_f32(0.0f), vdupq_n_f32(0.0f) };
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
-        if (band.bits == 16) {
+        if (band.bits == 16 || band.bits <= beyond) {
             continue;
         }
         const float       step    = s * band.ratio;
@@ -50,9 +51,13 @@ static float largest_of(const float * x, int32_t n) {
 
 // A cell's scale code and codes; 16-bit bands have halves instead.
 static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & cell) {
-    const auto error = [&](float s) { return squared_error(codec, c, s); };
+    const auto error = [&](float s) { return squared_error(codec, c, s, 0); };
     cell.scale       = (uint8_t) cpu::choose_scale(codec, c, largest_of, error);
-    const float s    = SCALES[cell.scale];
+    if (codec.path != PATH_NONE) {
+        cell.scale = choose_path_scale(codec, c, cell.scale);
+        find_path(codec, c, SCALES[cell.scale], cell.code);
+    }
+    const float s = SCALES[cell.scale];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band &  band = codec.bands[i];
         const float * x    = c + band.first;
@@ -67,11 +72,17 @@ static void quantize_cell(const HeadCodec & codec, const float * c, cpu::Cell & 
         }
         const float32x4_t inverse = vdupq_n_f32(1.0f / (s * band.ratio));
         const float32x4_t middle  = vdupq_n_f32(half_range(band.bits));
-        for (int32_t j = 0; j < band.n; j += 8) {
+        for (int32_t j = 0; !on_path(codec, band) && j < band.n; j += 8) {
             const uint16x4_t a = vmovn_u32(vcvtq_u32_f32(quantize(vld1q_f32(x + j), inverse, middle)));
             const uint16x4_t b = vmovn_u32(vcvtq_u32_f32(quantize(vld1q_f32(x + j + 4), inverse, middle)));
             vst1_u8(cell.code + band.first + j, vmovn_u16(vcombine_u16(a, b)));
         }
+    }
+}
+
+static void quantize_cells(const HeadCodec & codec, const float * const * c, int n, cpu::Cell * const * cell) {
+    for (int i = 0; i < n; ++i) {
+        quantize_cell(codec, c[i], *cell[i]);
     }
 }
 
@@ -88,7 +99,7 @@ static cpu::Coefficients centre(const HeadCodec & codec, float * c) {
 
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride) {
-    return cpu::encode_cells(codec, x, ldx, n, cells, tiles, tile_stride, project, centre, quantize_cell);
+    return cpu::encode_cells(codec, x, ldx, n, cells, tiles, tile_stride, project, centre, quantize_cells);
 }
 
 void to_half(const float * x, uint16_t * h, int64_t n) {

@@ -2,8 +2,8 @@
 // values (attend_tiles.h, which says what Isa is).
 #pragma once
 
-#include "cells.h"
 #include "halves.h"
+#include "tile_codes.h"
 
 #include <string.h>
 
@@ -14,9 +14,8 @@ constexpr int BLOCK      = 12; // query rows whose logits are held at once: bloc
 constexpr int VALUE_ROWS = 4;  // query rows whose values are summed at once
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
-constexpr float LARGEST = 32639.0f; // 127 * 256 + 127: high and low byte are signed
-constexpr float SUMMED =
-    512.0f; // coefficients whose products with 8-bit codes an integer holds: less with more of them
+constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
+constexpr float SUMMED    = 512.0f;   // coefficients whose products with bytes an integer holds: less with more of them
 constexpr float MINUS_INF = -__builtin_inff();
 
 // One query row during a call.
@@ -49,82 +48,24 @@ struct Call {
     const AttendArgs & a;
     const Halves &     k_halves;
     const Halves &     v_halves;
+    Runs               k_runs;
+    Runs               v_runs;
     int8_t *           query; // [row][first, second][k->rank]
     float *            sum;   // [row][v->rank]
     Row *              row;
-    uint8_t *          k_bytes; // [tile of the step][k->rank * TILE], in use as n_rows and the instruction set ask
-    uint8_t *          v_bytes;
-    bool               many; // rows: keys and values of the step are unpacked
+    uint8_t *          k_bytes; // memory of a tile as bytes, or of a step's
+    uint8_t *          v_bytes; // of a step's
+    bool               many;    // rows of several tokens or blocks: keys of the whole step become bytes at once
+    bool               direct;  // products take codes from the tiles themselves
 };
 
 static inline int64_t n_rows_of(const AttendArgs & a) {
     return a.n_tok * a.n_group;
 }
 
-// Twice what centring takes off a code as products see it.
-template <typename Isa> static inline int32_t odd_of(const Band & band) {
-    return (1 << band.bits) - 1 - 2 * Isa::BEFORE;
-}
-
-//
-// codes of a register
-//
-
-// Register RHO of an octet, W dwords of it that begin at the pointer: a byte each.
-template <typename Isa, int BITS, int RHO> static inline typename Isa::I codes_of(const uint8_t * octet) {
-    constexpr TileFields f = tile_fields(BITS, RHO);
-    constexpr TileField  a = f.field[0], b = f.field[1], c = f.field[2];
-    static_assert(a.shift >= a.from && b.shift >= b.from && c.shift >= c.from, "shifts go right");
-    if constexpr (BITS == 8) {
-        return Isa::bytes(octet + a.line * LINE);
-    } else {
-        const auto part = [&](const TileField & field) { return Isa::bytes(octet + field.line * LINE); };
-        auto       x    = Isa::mask(Isa::template shift<a.shift - a.from>(part(a)), ((1 << a.width) - 1) << a.from);
-        if constexpr (f.n > 1) {
-            x = Isa::join(x, Isa::template shift<b.shift - b.from>(part(b)), ((1 << b.width) - 1) << b.from);
-        }
-        if constexpr (f.n > 2) {
-            x = Isa::join(x, Isa::template shift<c.shift - c.from>(part(c)), ((1 << c.width) - 1) << c.from);
-        }
-        return x;
-    }
-}
-
-template <int BITS> static inline void prefetch_octet(const uint8_t * octet, int64_t ahead) {
-#pragma GCC                            unroll 8
-    for (int line = 0; line < BITS; ++line) {
-        __builtin_prefetch(octet + ahead + line * LINE, 0, 2); // into L2: L1 waits for few lines at a time
-    }
-}
-
-template <typename Isa, int BITS, int RHO = 0> static inline void unpack_octet(const uint8_t * octet, uint8_t * out) {
-    if constexpr (RHO < 8) {
-        for (int at = 0; at < LINE; at += 4 * Isa::W) {
-            Isa::put_bytes(out + RHO * LINE + at, codes_of<Isa, BITS, RHO>(octet + at));
-        }
-        unpack_octet<Isa, BITS, RHO + 1>(octet, out);
-    }
-}
-
-template <typename Isa, int BITS>
-static void unpack_band(const uint8_t * from, int32_t n, int64_t ahead, uint8_t * out) {
-    for (int32_t j = 0; j < n; j += 8, from += BITS * LINE, out += 8 * LINE) {
-        prefetch_octet<BITS>(from, ahead);
-        unpack_octet<Isa, BITS>(from, out);
-    }
-}
-
-// A tile as one of 8-bit bands: coefficient j's octet at LINE * j. 16-bit bands are left out.
-template <typename Isa>
-static void unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t ahead, uint8_t * out) {
-    for (int32_t b = 0; b < codec.n_bands; ++b) {
-        const Band &    band = codec.bands[b];
-        const uint8_t * from = tile + LINE * band.offset;
-        uint8_t *       to   = out + LINE * band.first;
-#define UNPACK(BITS) unpack_band<Isa, BITS>(from, band.n, ahead, to)
-        SUBKV_BY_BITS(band.bits, UNPACK)
-#undef UNPACK
-    }
+// Twice what centring takes off a byte as products see it.
+template <typename Isa> static constexpr int32_t odd_of() {
+    return 2 * BYTE_MIDDLE - 1 - 2 * Isa::BEFORE;
 }
 
 //
@@ -132,21 +73,21 @@ static void unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t a
 //
 
 // Opens registers FIRST + V, V < REGS, of W cells of half an octet.
-template <typename Isa, int BITS, int HALF, int FIRST, int REGS, int V = 0>
-static inline void open_keys(const uint8_t * octet, typename Isa::Opened * out) {
+template <typename Isa, typename Source, int HALF, int FIRST, int REGS, int V = 0>
+static inline void open_keys(const uint8_t * octet, typename Source::Before * before, typename Isa::Opened * out) {
     if constexpr (V < REGS) {
         constexpr int CELL = (FIRST + V) * Isa::W;
-        out[V]             = Isa::open(codes_of<Isa, BITS, 4 * HALF + CELL / 16>(octet + CELL % 16 * 4));
-        open_keys<Isa, BITS, HALF, FIRST, REGS, V + 1>(octet, out);
+        out[V]             = Isa::open(Source::template bytes<4 * HALF + CELL / 16>(octet + CELL % 16 * 4, before[V]));
+        open_keys<Isa, Source, HALF, FIRST, REGS, V + 1>(octet, before, out);
     }
 }
 
 // query: the first row's dwords at this octet, `second` bytes before those of its other product, rows `stride` apart
-template <typename Isa, int BITS, int HALF, int FIRST, int ROWS, int REGS>
-static inline void add_keys(const uint8_t * octet, const int8_t * query, int64_t second, int64_t stride,
-                            typename Isa::Sum (&sum)[ROWS][REGS]) {
+template <typename Isa, typename Source, int HALF, int FIRST, int ROWS, int REGS>
+static inline void add_keys(const uint8_t * octet, typename Source::Before * before, const int8_t * query,
+                            int64_t second, int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
     typename Isa::Opened c[REGS];
-    open_keys<Isa, BITS, HALF, FIRST, REGS>(octet, c);
+    open_keys<Isa, Source, HALF, FIRST, REGS>(octet, before, c);
 #pragma GCC unroll 4
     for (int i = 0; i < ROWS; ++i) {
         const int8_t * q    = query + i * stride + 4 * HALF;
@@ -159,27 +100,37 @@ static inline void add_keys(const uint8_t * octet, const int8_t * query, int64_t
     }
 }
 
-template <typename Isa, int BITS, int FIRST, int ROWS, int REGS>
-static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead, const int8_t * query, int64_t second,
+// n coefficients. before: of the octets' first and second halves
+template <typename Isa, typename Source, int FIRST, int ROWS, int REGS>
+static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
+                                typename Source::Before (&before)[2][REGS], const int8_t * query, int64_t second,
                                 int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
-    for (int32_t j = 0; j < n; j += 8, octet += BITS * LINE, query += 8) {
+    for (int32_t j = 0; j < n; j += 8, octet += Source::LINES * LINE, query += 8) {
         if (FIRST == 0 && ahead != 0) {
-            prefetch_octet<BITS>(octet, ahead);
+            prefetch_octet(octet, Source::LINES, ahead);
         }
-        add_keys<Isa, BITS, 0, FIRST, ROWS>(octet, query, second, stride, sum);
-        add_keys<Isa, BITS, 1, FIRST, ROWS>(octet, query, second, stride, sum);
+        add_keys<Isa, Source, 0, FIRST, ROWS>(octet, before[0], query, second, stride, sum);
+        add_keys<Isa, Source, 1, FIRST, ROWS>(octet, before[1], query, second, stride, sum);
     }
 }
 
-// Products of ROWS query rows with a tile, to logit: rows STEP apart. BYTES: the tile is unpacked.
-template <typename Isa, bool BYTES, int ROWS, int FIRST = 0>
-static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t row, float * logit) {
+// The keys of a tile that rows are multiplied with.
+template <typename Isa> struct Keys {
+    const uint8_t *    at;   // bytes, or the tile
+    const Path8<Isa> * path; // where its lanes begin, nullptr: bytes
+    int64_t            ahead;
+};
+
+// Products of ROWS query rows with a tile, to logit: rows STEP apart. DIRECT: from the tile as it is.
+template <typename Isa, bool DIRECT, int ROWS, int FIRST = 0>
+static void dots(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
         const HeadCodec & codec  = *call.a.k;
-        constexpr int     REGS   = Isa::key_regs(ROWS);
+        constexpr int     REGS   = DIRECT ? 2 : Isa::key_regs(ROWS);
         const int64_t     stride = 2 * codec.rank;
         typename Isa::Sum sum[ROWS][REGS];
-        const Row * const r = call.row + row;
+        const Row * const r     = call.row + row;
+        const int8_t *    query = call.query + row * stride;
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 16
@@ -187,19 +138,28 @@ static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t
                 sum[i][v] = Isa::start(r[i].start);
             }
         }
-        for (int32_t b = 0; b < codec.n_bands; ++b) {
-            const Band &   band  = codec.bands[b];
-            const int8_t * query = call.query + row * stride + band.first;
-            if constexpr (BYTES) {
-                if (band.bits != 16) {
-                    add_key_band<Isa, 8, FIRST, ROWS>(tile + LINE * band.first, band.n, 0, query, codec.rank, stride,
-                                                      sum);
-                }
-            } else {
-                const uint8_t * octet = tile + LINE * band.offset;
-#define ADD(BITS) add_key_band<Isa, BITS, FIRST, ROWS>(octet, band.n, ahead, query, codec.rank, stride, sum)
-                SUBKV_BY_BITS(band.bits, ADD)
+        if constexpr (DIRECT) {
+            typename Isa::Before before[2][REGS];
+#pragma GCC unroll 4
+            for (int v = 0; v < REGS; ++v) {
+                before[0][v] = keys.path->before[0][FIRST + v];
+                before[1][v] = keys.path->before[0][4 + FIRST + v];
+            }
+            for (int32_t b = 0; b < codec.n_bands; ++b) {
+                const Band &    band  = codec.bands[b];
+                const uint8_t * octet = keys.at + LINE * band.offset;
+#define ADD(BITS, PATH)                                                                                                \
+    add_key_band<Isa, FromCodes<Isa, BITS, PATH>, FIRST, ROWS>(octet, band.n, keys.ahead, before, query + band.first,  \
+                                                               codec.rank, stride, sum)
+                SUBKV_BY_CODE(on_path(codec, band), band.bits, ADD)
 #undef ADD
+            }
+        } else {
+            for (int32_t i = 0; i < call.k_runs.n; ++i) {
+                const int32_t                   first = call.k_runs.first[i];
+                typename FromBytes<Isa>::Before before[2][REGS];
+                add_key_band<Isa, FromBytes<Isa>, FIRST, ROWS>(keys.at + LINE * first, call.k_runs.end[i] - first, 0,
+                                                               before, query + first, codec.rank, stride, sum);
             }
         }
 #pragma GCC unroll 16
@@ -210,25 +170,25 @@ static void dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t
                 Isa::store(logit + i * STEP + (FIRST + v) * Isa::W, x);
             }
         }
-        dots<Isa, BYTES, ROWS, FIRST + REGS>(call, tile, ahead, row, logit);
+        dots<Isa, DIRECT, ROWS, FIRST + REGS>(call, keys, row, logit);
     }
 }
 
 // Query rows [row, row + n) against a tile.
-template <typename Isa, bool BYTES>
-static void all_dots(const Call & call, const uint8_t * tile, int64_t ahead, int64_t row, int64_t n, float * logit) {
+template <typename Isa, bool DIRECT>
+static void all_dots(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, float * logit) {
     static_assert(Isa::KEY_ROWS <= 3, "the cases below");
     for (int64_t n_blocks = (n + Isa::KEY_ROWS - 1) / Isa::KEY_ROWS; n_blocks > 0; --n_blocks) {
         const int64_t rows = n / n_blocks; // blocks of equal size: 4 rows are 2 + 2, not 3 + 1
         switch (rows) {
-            case 1: dots<Isa, BYTES, 1>(call, tile, ahead, row, logit); break;
-            case 2: dots<Isa, BYTES, 2>(call, tile, ahead, row, logit); break;
-            default: dots<Isa, BYTES, Isa::KEY_ROWS>(call, tile, ahead, row, logit); break;
+            case 1: dots<Isa, DIRECT, 1>(call, keys, row, logit); break;
+            case 2: dots<Isa, DIRECT, 2>(call, keys, row, logit); break;
+            default: dots<Isa, DIRECT, Isa::KEY_ROWS>(call, keys, row, logit); break;
         }
         row += rows;
         n -= rows;
         logit += rows * STEP;
-        ahead = 0; // once is enough
+        keys.ahead = 0; // once is enough
     }
 }
 
@@ -236,18 +196,22 @@ static void all_dots(const Call & call, const uint8_t * tile, int64_t ahead, int
 // values
 //
 
-template <typename Isa, int BITS, int OCTETS, int ROWS, int RHO = 0>
-static inline void add_values(const uint8_t * octet, const int8_t * first, const int8_t * second,
-                              typename Isa::Sum (&sum)[ROWS][OCTETS * (16 / Isa::W)]) {
+// before: of a tile's registers
+template <typename Isa, typename Source, int OCTETS, int ROWS, int RHO = 0>
+static inline void add_values(const uint8_t * octet, typename Source::Before * before, const int8_t * first,
+                              const int8_t * second, typename Isa::Sum (&sum)[ROWS][OCTETS * (16 / Isa::W)]) {
     if constexpr (RHO < 8) {
         constexpr int        PARTS = 16 / Isa::W; // registers of a line
         typename Isa::Opened c[OCTETS * PARTS];
 #pragma GCC unroll 4
-        for (int o = 0; o < OCTETS; ++o) {
+        for (int p = 0; p < PARTS; ++p) {
+            auto known = before[RHO];
 #pragma GCC unroll 4
-            for (int p = 0; p < PARTS; ++p) {
-                c[o * PARTS + p] = Isa::open(codes_of<Isa, BITS, RHO>(octet + o * BITS * LINE + p * 4 * Isa::W));
+            for (int o = 0; o < OCTETS; ++o) {
+                const uint8_t * at = octet + o * Source::LINES * LINE + p * 4 * Isa::W;
+                c[o * PARTS + p]   = Isa::open(Source::template bytes<RHO>(at, known));
             }
+            before[RHO] = known;
         }
 #pragma GCC unroll 4
         for (int i = 0; i < ROWS; ++i) {
@@ -258,25 +222,25 @@ static inline void add_values(const uint8_t * octet, const int8_t * first, const
                 Isa::add(sum[i][r], c[r], some, rest);
             }
         }
-        add_values<Isa, BITS, OCTETS, ROWS, RHO + 1>(octet, first, second, sum);
+        add_values<Isa, Source, OCTETS, ROWS, RHO + 1>(octet, before, first, second, sum);
     }
 }
 
-// The values of a band to sum, and the rows that they are summed for.
-struct Values {
-    const uint8_t * octet;  // of the step's first tile
-    int64_t         stride; // from tile to tile
-    int64_t         ahead;  // of prefetching, 0: none
-    uint32_t        awake;  // tiles that any row looks at, a bit each
-    int32_t         odd;    // twice what centring takes off a code
+// The values of a step, and the rows that they are summed for.
+template <typename Isa> struct Values {
+    const uint8_t * at[STEP_TILES]; // bytes, or tiles
+    uint32_t        awake;          // tiles that any row looks at, a bit each
+    int64_t         ahead;          // of prefetching, 0: none
     const Step &    step;
     int             i; // first row within the block
     const Row *     row;
-    float *         sum; // of the first row, the band's first coefficient
+    float *         sum; // of the first row
     int64_t         sum_stride;
 };
 
-template <typename Isa, int BITS, int OCTETS, int ROWS> static void sum_octets(const Values & v, int32_t j) {
+// Of octets that begin at `offset` of a tile, coefficients from j on. before: [tile][8]
+template <typename Isa, typename Source, int OCTETS, int ROWS>
+static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typename Source::Before (*before)[8]) {
     constexpr int     PARTS = 16 / Isa::W;
     typename Isa::Sum sum[ROWS][OCTETS * PARTS];
 #pragma GCC unroll 16
@@ -286,83 +250,82 @@ template <typename Isa, int BITS, int OCTETS, int ROWS> static void sum_octets(c
             sum[k][r] = Isa::start(0);
         }
     }
-    const uint8_t * octet = v.octet + j / 8 * BITS * LINE;
-    for (int t = 0; v.awake >> t != 0; ++t, octet += v.stride) {
+    for (int t = 0; v.awake >> t != 0; ++t) {
         if ((v.awake >> t & 1) == 0) {
             continue;
         }
+        const uint8_t * octet = v.at[t] + offset;
         if (v.ahead != 0) {
-#pragma GCC unroll 4
-            for (int o = 0; o < OCTETS; ++o) {
-                prefetch_octet<BITS>(octet + o * BITS * LINE, v.ahead);
-            }
+            prefetch_octet(octet, OCTETS * Source::LINES, v.ahead);
         }
-        add_values<Isa, BITS, OCTETS, ROWS>(octet, v.step.first[v.i] + t * TILE, v.step.second[v.i] + t * TILE, sum);
+        add_values<Isa, Source, OCTETS, ROWS>(octet, before[t], v.step.first[v.i] + t * TILE,
+                                              v.step.second[v.i] + t * TILE, sum);
     }
 #pragma GCC unroll 16
     for (int k = 0; k < ROWS; ++k) {
         const Row & row = v.row[k];
 #pragma GCC unroll 16
         for (int o = 0; o < OCTETS; ++o) {
-            Isa::add_octet(sum[k] + o * PARTS, row.weights * v.odd, row.shrink, 0.5f * row.unit,
+            Isa::add_octet(sum[k] + o * PARTS, row.weights * odd_of<Isa>(), row.shrink, 0.5f * row.unit,
                            v.sum + k * v.sum_stride + j + 8 * o);
         }
     }
 }
 
-template <typename Isa, int BITS, int ROWS> static void sum_band(const Values & v, int32_t n) {
-    constexpr int MOST = Isa::octets(ROWS);
-    int32_t       j    = 0;
-    for (; j + 8 * MOST <= n; j += 8 * MOST) {
-        sum_octets<Isa, BITS, MOST, ROWS>(v, j);
+// Coefficients [first, end).
+template <typename Isa, typename Source, int ROWS>
+static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32_t end,
+                     typename Source::Before (*before)[8]) {
+    constexpr int MOST = Isa::octets(ROWS), SIZE = Source::LINES * LINE;
+    int32_t       j = first;
+    for (; j + 8 * MOST <= end; j += 8 * MOST, offset += MOST * SIZE) {
+        sum_octets<Isa, Source, MOST, ROWS>(v, offset, j, before);
     }
-    for (; j < n; j += 8) {
-        sum_octets<Isa, BITS, 1, ROWS>(v, j);
+    for (; j < end; j += 8, offset += SIZE) {
+        sum_octets<Isa, Source, 1, ROWS>(v, offset, j, before);
     }
 }
 
-// ROWS query rows from `index` on, row i of the block, against the tiles of a step.
-template <typename Isa, bool BYTES, int ROWS>
-static void values(const Call & call, const uint8_t * tiles, int64_t stride, uint32_t awake, const Step & step,
-                   int64_t index, int i) {
-    const HeadCodec & codec = *call.a.v;
-    for (int32_t b = 0; b < codec.n_bands; ++b) {
-        const Band & band = codec.bands[b];
-        const Values v    = { tiles + LINE * (BYTES ? band.first : band.offset),
-                              stride,
-                              BYTES || i > 0 ? 0 : AHEAD * stride, // once a block is enough
-                              awake,
-                              odd_of<Isa>(band),
-                              step,
-                              i,
-                              call.row + index,
-                              call.sum + index * codec.rank + band.first,
-                              codec.rank };
-        if constexpr (BYTES) {
-            if (band.bits != 16) {
-                sum_band<Isa, 8, ROWS>(v, band.n);
-            }
-        } else {
-#define SUM(BITS) sum_band<Isa, BITS, ROWS>(v, band.n)
-            SUBKV_BY_BITS(band.bits, SUM)
+// The same of all bands. paths: of the step's tiles, where values come from tiles as they are
+template <typename Isa, bool DIRECT, int ROWS>
+static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
+    if constexpr (DIRECT) {
+        const HeadCodec &    codec = *call.a.v;
+        typename Isa::Before before[STEP_TILES][8];
+        memcpy(before, paths, sizeof(before));
+        for (int32_t b = 0; b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+#define SUM(BITS, PATH)                                                                                                \
+    sum_band<Isa, FromCodes<Isa, BITS, PATH>, ROWS>(v, LINE * band.offset, band.first, band.first + band.n, before)
+            SUBKV_BY_CODE(on_path(codec, band), band.bits, SUM)
 #undef SUM
         }
+    } else {
+        typename FromBytes<Isa>::Before nothing[STEP_TILES][8];
+        for (int32_t r = 0; r < call.v_runs.n; ++r) {
+            const int32_t first = call.v_runs.first[r];
+            sum_band<Isa, FromBytes<Isa>, ROWS>(v, LINE * first, first, call.v_runs.end[r], nothing);
+        }
     }
 }
 
-template <typename Isa, bool BYTES>
-static void all_values(const Call & call, const uint8_t * tiles, int64_t stride, uint32_t awake, const Step & step,
-                       int64_t index, int64_t n) {
-    int i = 0;
+// Query rows [index, index + n), which are the block's.
+template <typename Isa, bool DIRECT>
+static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * paths, int64_t index, int64_t n) {
+    const int64_t rank = call.a.v->rank;
     for (int64_t n_blocks = (n + VALUE_ROWS - 1) / VALUE_ROWS; n_blocks > 0; --n_blocks) {
-        const int64_t rows = (n - i) / n_blocks;
+        const int64_t rows = (n - v.i) / n_blocks;
+        v.row              = call.row + index + v.i;
+        v.sum              = call.sum + (index + v.i) * rank;
+        v.sum_stride       = rank;
         switch (rows) {
-            case 1: values<Isa, BYTES, 1>(call, tiles, stride, awake, step, index + i, i); break;
-            case 2: values<Isa, BYTES, 2>(call, tiles, stride, awake, step, index + i, i); break;
-            case 3: values<Isa, BYTES, 3>(call, tiles, stride, awake, step, index + i, i); break;
-            default: values<Isa, BYTES, VALUE_ROWS>(call, tiles, stride, awake, step, index + i, i); break;
+            case 1: values<Isa, DIRECT, 1>(call, v, paths); break;
+            case 2: values<Isa, DIRECT, 2>(call, v, paths); break;
+            case 3: values<Isa, DIRECT, 3>(call, v, paths); break;
+            default: values<Isa, DIRECT, VALUE_ROWS>(call, v, paths); break;
         }
-        i += (int) rows;
+        v.i += (int) rows;
+        v.ahead = 0; // once is enough
     }
 }
 

@@ -3,7 +3,7 @@
 // A block takes one or two tiles at a time. It copies them to shared memory whole: keys while it works on values, values
 // while it works on keys. Codes stay integers, four to a dp4a: logits with queries, one thread per cell; sums of values
 // with weights, which a lane holds for a quarter of the cells, two registers (tiles.h) of each tile. Its sums of one
-// coefficient of every fourth octet stay in registers to the end.
+// coefficient of a fourth of the octets, which follow each other on the path, stay in registers to the end.
 #include "mask.cuh"
 #include "tiles.cuh"
 
@@ -21,49 +21,47 @@ template <int G> struct alignas(G % 2 == 0 ? 16 : 8) Words {
 };
 
 template <int G> struct Queries {
-    Octet *    octets;
-    int        n;
-    Words<G> * words;  // [2 * n]
+    Octets     octets;
+    Words<G> * words;  // [2 * octets.n]
     float *    step;   // [G]
-    float *    centre; // [G]: what the zero points add up to, in steps
+    uint32_t * centre; // [G]: twice what the zero points add up to, in steps, modulo 2^32
 };
 
 template <int G>
 __device__ void quantize_queries(const Queries<G> & q, const float * qt, int64_t width, float * room) {
+    for (int g = (int) threadIdx.x; g < G; g += THREADS) {
+        q.centre[g] = 0;
+    }
     for (int g = 0; g < G; ++g) {
         const float * row     = qt + g * width;
         float         largest = 0.0f;
-        for (int i = (int) threadIdx.x; i < 8 * q.n; i += THREADS) {
-            const Octet octet = q.octets[i / 8];
+        for (int i = (int) threadIdx.x; i < 8 * q.octets.n; i += THREADS) {
+            const Octet octet = q.octets.octet[i / 8];
             largest           = fmaxf(largest, octet.bits == 16 ? 0.0f : fabsf(row[i] * octet.step));
         }
         const float step    = block_max(largest, room) * QUERY_STEP;
         const float inverse = step > 1e-30f ? 1.0f / step : 0.0f;
-        float       centre  = 0.0f;
-        for (int w = (int) threadIdx.x; w < 2 * q.n; w += THREADS) {
-            const Octet octet = q.octets[w / 2];
+        uint32_t    centre  = 0;
+        for (int w = (int) threadIdx.x; w < 2 * q.octets.n; w += THREADS) {
+            const Octet octet = q.octets.octet[w / 2];
             uint32_t    high = 0, low = 0;
             for (int i = 0; i < 4 && octet.bits != 16; ++i) {
                 const int value = (int) rintf(row[4 * w + i] * octet.step * inverse);
                 high |= (uint32_t) (value >> 8 & 255) << (8 * i);
                 low |= (uint32_t) (value & 255) << (8 * i);
-                centre += (float) value * half_range(octet.bits);
+                centre += (uint32_t) (value * zero_of(octet));
             }
             q.words[w].high[g] = (int) high;
             q.words[w].low[g]  = low;
         }
-        // a sum of multiples of a half below 2^24 per thread; between threads it is rounded like the logit itself
-        centre = warp_sum(centre);
-        if (threadIdx.x % WARP == 0) {
-            room[threadIdx.x / WARP] = centre;
+        if (centre != 0) {
+            atomicAdd(q.centre + g, centre);
         }
-        __syncthreads();
         if (threadIdx.x == 0) {
-            q.step[g]   = step;
-            q.centre[g] = (room[0] + room[1]) + (room[2] + room[3]);
+            q.step[g] = step;
         }
-        __syncthreads();
     }
+    __syncthreads();
 }
 
 // Dot products of the key of cell c with the group's queries: in [G].
@@ -73,8 +71,13 @@ __device__ void dots(const Queries<G> & q, const float * qt, int64_t width, cons
     int      high[G]   = {};
     uint32_t low[G]    = {};
     float    halves[G] = {};
-    for (int o = 0; o < q.n; ++o) {
-        const Octet     octet = q.octets[o];
+    uint32_t one[2] = {}, two[2] = {}; // choices
+    if (q.octets.n_path > 0) {
+        choices_at(q.octets, tile, -1, c, one);
+        choices_at(q.octets, tile, -2, c, two);
+    }
+    for (int o = 0; o < q.octets.n; ++o) {
+        const Octet     octet = q.octets.octet[o];
         const uint8_t * lines = tile + octet.at;
         if (octet.bits == 16) {
             for (int j = 0; j < 8; ++j) {
@@ -86,7 +89,7 @@ __device__ void dots(const Queries<G> & q, const float * qt, int64_t width, cons
             continue;
         }
         uint32_t codes[2];
-        read_codes(octet.bits, lines, c / 16, 4 * (c % 16), codes);
+        read_bytes(octet, tile, c / 16, 4 * (c % 16), one, two, codes);
         for (int half = 0; half < 2; ++half) {
             const Words<G> words = q.words[2 * o + half];
             for (int g = 0; g < G; ++g) {
@@ -96,9 +99,9 @@ __device__ void dots(const Queries<G> & q, const float * qt, int64_t width, cons
         }
     }
     const float s = row_scale(tile[c]);
-    for (int g = 0; g < G; ++g) { // 256 codes of 255 times 32767 fit
-        logit[g] =
-            s * q.step[g] * ((float) (256 * high[g] + (int) low[g]) - q.centre[g]) + (s > 0.0f ? halves[g] : 0.0f);
+    for (int g = 0; g < G; ++g) { // exact: twice 256 codes' distance from their zero, of 255 times 32767, fits
+        const auto twice = (int) (2 * (256 * (uint32_t) high[g] + low[g]) - q.centre[g]);
+        logit[g]         = 0.5f * s * q.step[g] * (float) twice + (s > 0.0f ? halves[g] : 0.0f);
     }
 }
 
@@ -109,12 +112,29 @@ template <int G> struct Weights {
     float *   plain; // [tiles][G][TILE] exp(l - top), 0 in zero rows
 };
 
-// Adds a tile's values to the sums of this lane: coefficient lane % 8 of octets warp, warp + WARPS, ..., over the cells of
-// registers lane / 8 and lane / 8 + 4. factor [G]: of twice an integer; plain_factor [G].
+// The octets whose values a warp sums.
+struct Share {
+    int first, n;
+    int place; // of its first octet on the path; NO_PLACE: none is there
+
+    __device__ explicit Share(const Octets & octets) {
+        const int warp = (int) threadIdx.x / WARP;
+        first          = warp * octets.n / WARPS;
+        n              = (warp + 1) * octets.n / WARPS - first;
+        place          = NO_PLACE;
+        for (int i = n; i-- > 0;) {
+            const int here = octets.octet[first + i].place;
+            place          = here != NO_PLACE ? here : place;
+        }
+    }
+};
+
+// Adds a tile's values to the sums of this lane: coefficient lane % 8 of the warp's octets, over the cells of registers
+// lane / 8 and lane / 8 + 4. factor [G]: of twice an integer; plain_factor [G].
 template <int G>
-__device__ void add_values(const Octet * octets, int n, const uint8_t * tile, const Weights<G> & weights,
+__device__ void add_values(const Octets & octets, Share share, const uint8_t * tile, const Weights<G> & weights,
                            const float (&factor)[G], const float (&plain_factor)[G], float (&acc)[PER_WARP][G]) {
-    const int warp = (int) threadIdx.x / WARP, j = (int) threadIdx.x % 8, quarter = (int) threadIdx.x % WARP / 8;
+    const int j = (int) threadIdx.x % 8, quarter = (int) threadIdx.x % WARP / 8;
     uint64_t  high[2][G], low[2][G];
     int       total[G];
     for (int g = 0; g < G; ++g) {
@@ -128,13 +148,17 @@ __device__ void add_values(const Octet * octets, int n, const uint8_t * tile, co
         }
         total[g] = (int) (256 * sum + low_sum);
     }
+    uint64_t one[2] = {}, two[2] = {}; // choices
+    if (share.place != NO_PLACE) {
+        choices_at(octets, tile, share.place - 1, j, quarter, one);
+        choices_at(octets, tile, share.place - 2, j, quarter, two);
+    }
 #pragma unroll
     for (int i = 0; i < PER_WARP; ++i) {
-        const int o = warp + WARPS * i;
-        if (o >= n) {
+        if (i >= share.n) {
             continue;
         }
-        const Octet     octet = octets[o];
+        const Octet     octet = octets.octet[share.first + i];
         const uint8_t * lines = tile + octet.at;
         if (octet.bits == 16) {
             for (int c = 0; c < 16; ++c) {
@@ -148,8 +172,8 @@ __device__ void add_values(const Octet * octets, int n, const uint8_t * tile, co
             continue;
         }
         uint64_t codes[2];
-        read_codes(octet.bits, lines, quarter, 8 * j, codes);
-        const int zero = (1 << octet.bits) - 1; // twice what stands for 0
+        read_bytes(octet, tile, quarter, 8 * j, one, two, codes);
+        const int zero = zero_of(octet);
         for (int g = 0; g < G; ++g) {
             const uint32_t x = dot(codes[1], high[1][g], dot(codes[0], high[0][g], 0u));
             const uint32_t y = dot(codes[1], low[1][g], dot(codes[0], low[0][g], 0u));
@@ -164,19 +188,18 @@ template <int G> struct Shared {
     uint8_t *  k; // [tiles][k_bytes]
     uint8_t *  v; // [tiles][v_bytes]
     Queries<G> q;
-    Octet *    values;
+    Octets     values;
     Weights<G> weights;
     float *    room; // [WARPS][G + 1]
     size_t     bytes;
 
     __host__ __device__ Shared(unsigned char * base, int tiles, int k_bytes, int v_bytes) {
         Carve shared{ base };
-        q.octets      = shared.take<Octet>(MAX_OCTETS);
-        values        = shared.take<Octet>(MAX_OCTETS);
+        q.octets      = Octets::take(shared);
+        values        = Octets::take(shared);
         q.words       = shared.take<Words<G>>(2 * MAX_OCTETS);
         q.step        = shared.take<float>(G);
-        q.centre      = shared.take<float>(G);
-        q.n           = 0;
+        q.centre      = shared.take<uint32_t>(G);
         weights.high  = shared.take<uint8_t>((size_t) tiles * G * TILE);
         weights.low   = shared.take<uint8_t>((size_t) tiles * G * TILE);
         weights.plain = shared.take<float>((size_t) tiles * G * TILE);
@@ -228,8 +251,8 @@ template <int G> __global__ void decode_kernel(Job job) {
     fetch(v, v_tiles, a.v_stride, job.v_bytes, part * a.split, s.v);
     fill_octets(k, s.q.octets);
     fill_octets(v, s.values);
-    s.q.n = k.rank / 8;
     __syncthreads();
+    const Share share(s.values);
     quantize_queries(s.q, qt, l.width_k, s.room);
 
     float m[G], z[G], acc[PER_WARP][G] = {};
@@ -294,7 +317,7 @@ template <int G> __global__ void decode_kernel(Job job) {
         for (int t = 0; t < job.tiles && c0 + t * TILE < c_end; ++t) {
             const int        at      = t * G * TILE;
             const Weights<G> weights = { s.weights.high + at, s.weights.low + at, s.weights.plain + at };
-            add_values(s.values, v.rank / 8, s.v + t * job.v_bytes, weights, factor, plain_factor, acc);
+            add_values(s.values, share, s.v + t * job.v_bytes, weights, factor, plain_factor, acc);
         }
         __syncthreads();
         fetch(v, v_tiles, a.v_stride, job.v_bytes, c0 + step, s.v);
@@ -303,8 +326,8 @@ template <int G> __global__ void decode_kernel(Job job) {
     const int64_t row = ((part * l.n_head_kv + h) * n_tok + token) * G;
 #pragma unroll
     for (int i = 0; i < PER_WARP; ++i) {
-        const int o = warp + WARPS * i;
-        if (o >= v.rank / 8) {
+        const int o = share.first + i;
+        if (i >= share.n) {
             continue;
         }
         for (int g = 0; g < G; ++g) {
@@ -312,7 +335,7 @@ template <int G> __global__ void decode_kernel(Job job) {
             sum += __shfl_xor_sync(ALL, sum, 8);
             sum += __shfl_xor_sync(ALL, sum, 16);
             if (lane < 8) {
-                a.acc[(row + g) * l.width_v + 8 * o + lane] = s.values[o].step * sum;
+                a.acc[(row + g) * l.width_v + 8 * o + lane] = s.values.octet[o].step * sum;
             }
         }
     }

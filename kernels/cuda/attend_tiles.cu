@@ -31,8 +31,8 @@ struct Tiles {
 };
 
 struct Shared {
-    Octet *  octets_k; // [rank / 8]
-    Octet *  octets_v;
+    Octets   octets_k;
+    Octets   octets_v;
     __half * q;      // [rows][k_pitch], divided by `top`
     __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values
     float *  scale;  // [cells] of them, 0 in cells that nobody sees
@@ -56,8 +56,8 @@ struct Shared {
         s_pitch         = t.cells + PAD / 2;
         o_pitch         = v_width + PAD / 2;
         Carve shared{ base };
-        octets_k = shared.take<Octet>(MAX_OCTETS);
-        octets_v = shared.take<Octet>(MAX_OCTETS);
+        octets_k = Octets::take(shared);
+        octets_v = Octets::take(shared);
         q        = shared.take<__half>((size_t) t.rows * k_pitch);
         x        = shared.take<__half>((size_t) max(t.cells * k_pitch, v_width * p_pitch));
         scale    = shared.take<float>((size_t) t.cells);
@@ -78,8 +78,11 @@ struct Shared {
 __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int n, int cells) {
     float reach = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
-        if (codec.bands[i].bits != 16) {
-            reach = fmaxf(reach, codec.bands[i].ratio * half_range(codec.bands[i].bits));
+        const Band & band = codec.bands[i];
+        if (band.bits != 16) {
+            const float last = on_path(codec, band) ? (float) trellis_level(band.bits, (2 << band.bits) - 1) + 0.5f :
+                                                      half_range(band.bits);
+            reach            = fmaxf(reach, level_step(codec, band) * last);
         }
     }
     float bound = 1e-30f;
@@ -109,16 +112,22 @@ __device__ void fill_keys(const HeadCodec & codec, const Shared & s, const uint8
         const float scale = s.scale[c] * inverse;
         Halves      out   = {};
         if (o < codec.rank / 8 && scale > 0.0f) {
-            const Octet     octet    = s.octets_k[o];
+            const Octet     octet    = s.octets_k.octet[o];
             const uint8_t * lines    = tile + octet.at;
+            const float     zero     = 0.5f * (float) zero_of(octet);
             uint32_t        codes[2] = {};
+            uint32_t        one[2] = {}, two[2] = {};
+            if (octet.place != NO_PLACE) {
+                choices_at(s.octets_k, tile, octet.place - 1, c0 + c, one);
+                choices_at(s.octets_k, tile, octet.place - 2, c0 + c, two);
+            }
             if (octet.bits != 16) {
-                read_codes(octet.bits, lines, (c0 + c) / 16, 4 * ((c0 + c) % 16), codes);
+                read_bytes(octet, tile, (c0 + c) / 16, 4 * ((c0 + c) % 16), one, two, codes);
             }
             for (int j = 0; j < 8; ++j) {
                 const float u = (float) (octet.bits == 16 ? 0 : codes[j / 4] >> 8 * (j % 4) & 255);
                 out.x[j]      = __float2half_rn(octet.bits == 16 ? from_half(*half_of(lines, j, c0 + c)) * inverse :
-                                                                   scale * octet.step * (u - half_range(octet.bits)));
+                                                                   scale * octet.step * (u - zero));
             }
         }
         *reinterpret_cast<Halves *>(s.x + c * s.k_pitch + 8 * o) = out;
@@ -131,11 +140,17 @@ __device__ void fill_values(const HeadCodec & codec, const Shared & s, const uin
     for (int i = (int) threadIdx.x; i < 4 * s.v_width; i += THREADS) {
         const int       j = i % s.v_width, quarter = i / s.v_width;
         const bool      there    = j < codec.rank;
-        const Octet     octet    = there ? s.octets_v[j / 8] : Octet{ 0, 16, 0.0f };
+        const Octet     octet    = there ? s.octets_v.octet[j / 8] : Octet{ 0, 16, NO_PLACE, 0.0f };
         const uint8_t * lines    = tile + octet.at;
+        const float     zero     = 0.5f * (float) zero_of(octet);
         uint64_t        codes[2] = {};
+        uint64_t        one[2] = {}, two[2] = {};
+        if (octet.place != NO_PLACE) {
+            choices_at(s.octets_v, tile, octet.place - 1, j % 8, quarter, one);
+            choices_at(s.octets_v, tile, octet.place - 2, j % 8, quarter, two);
+        }
         if (octet.bits != 16) {
-            read_codes(octet.bits, lines, quarter, 8 * (j % 8), codes);
+            read_bytes(octet, tile, quarter, 8 * (j % 8), one, two, codes);
         }
         for (int half = 0; half < 2; ++half) {
             const int first = 8 * (4 * half + quarter) - c0; // of eight cells
@@ -148,7 +163,7 @@ __device__ void fill_values(const HeadCodec & codec, const Shared & s, const uin
                 if (scale > 0.0f) {
                     const float u = (float) (octet.bits == 16 ? 0 : codes[half] >> 8 * c & 255);
                     const float x = octet.bits == 16 ? from_half(*half_of(lines, j % 8, c0 + first + c)) :
-                                                       scale * octet.step * (u - half_range(octet.bits));
+                                                       scale * octet.step * (u - zero);
                     out.x[c]      = __float2half_rn(x * inverse);
                 }
             }
@@ -178,7 +193,7 @@ __global__ void tiles_kernel(Tiles t) {
     const auto        token   = [&](int r) { return (first + r) / l.n_group; };
     const auto        head    = [&](int r) { return h * l.n_group + (int) ((first + r) % l.n_group); };
 
-    const Shared s(block_memory, t);
+    Shared s(block_memory, t);
     fill_octets(k, s.octets_k);
     fill_octets(v, s.octets_v);
     for (int i = me; i < t.rows * s.o_pitch; i += THREADS) {

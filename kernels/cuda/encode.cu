@@ -1,5 +1,5 @@
-// encode.cu: c = E x - offset, quantized as kernels/ref/encode.cpp defines, and the rows in half precision. One block per
-// token, KV head and side (K or V).
+// encode.cu: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half precision.
+// One block per token, KV head and side (K or V).
 //
 // A byte of a tile can hold codes of four cells, which other blocks may write at the same time; no two cells share a bit.
 // So bits are exchanged atomically, a word at a time. Scale codes and halves have bytes of their own.
@@ -10,18 +10,20 @@ namespace subkv::cuda {
 namespace {
 
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
+constexpr int STATES     = 4; // of the trellis
 static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
 
 __device__ float quantize(float c, float inverse, float zero) {
     return fminf(fmaxf(rintf(fmaf(c, inverse, zero)), 0.0f), 2.0f * zero);
 }
 
-// Lane `lane` of the squared error with scale s: coefficients j with j % 8 == lane, in ascending order.
-__device__ float lane_error(const HeadCodec & codec, const float * c, float s, int lane) {
+// Lane `lane` of the squared error with scale s in bands of more than `beyond` bits: coefficients j with j % 8 == lane, in
+// ascending order.
+__device__ float lane_error(const HeadCodec & codec, const float * c, float s, int lane, int beyond) {
     float error = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
-        if (band.bits == 16) {
+        if (band.bits == 16 || band.bits <= beyond) {
             continue;
         }
         const float step    = __fmul_rn(s, band.ratio);
@@ -34,6 +36,10 @@ __device__ float lane_error(const HeadCodec & codec, const float * c, float s, i
         }
     }
     return error;
+}
+
+__device__ float of_lanes(const float * l) {
+    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
 // c [rank] in shared memory -> scale code, the same in all threads. room: [CANDIDATES * 8 + WARPS] floats.
@@ -61,20 +67,176 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
     }
     const int candidate = (int) threadIdx.x / 8;
     if (candidate < CANDIDATES && k0 - candidate >= 1) {
-        room[threadIdx.x] = lane_error(codec, c, row_scale((uint32_t) (k0 - candidate)), (int) threadIdx.x % 8);
+        room[threadIdx.x] = lane_error(codec, c, row_scale((uint32_t) (k0 - candidate)), (int) threadIdx.x % 8, 0);
     }
     __syncthreads();
     int   best       = k0;
     float best_error = INFINITY;
     for (int i = 0; i < CANDIDATES && k0 - i >= 1; ++i) { // ties to the larger scale
-        const float * l     = room + i * 8;
-        const float   error = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+        const float error = of_lanes(room + i * 8);
         if (i == 0 || error < best_error) {
             best       = k0 - i;
             best_error = error;
         }
     }
     return best;
+}
+
+// What the search of the path needs, in shared memory.
+struct Search {
+    Octets        octets;
+    const float * c;     // [rank]
+    uint32_t *    codes; // [rank] the four nearest levels, a byte each; then the code
+    float *       error; // [THREADS][STATES] of the four, of one place and scale each
+    uint32_t *    taken; // [STATES ends][MAX_HEAD / 8] a nibble of every place: a bit of every state
+    float *       room;  // [CANDIDATES * 8]
+
+    __device__ int places() const { return 8 * octets.n_path; }
+
+    __device__ int octet(int t) const { return octets.path[t % octets.n_path]; }
+
+    __device__ int coefficient(int t) const { return 8 * octet(t) + t / octets.n_path; }
+};
+
+// Of each subset of the levels at place t the nearest to the coefficient, and in error [STATES] what it leaves.
+__device__ uint32_t nearest(const Search & search, int t, float s, float * error) {
+    const Octet octet = search.octets.octet[search.octet(t)];
+    const float c     = search.c[search.coefficient(t)];
+    const int   bits  = octet.bits;
+    const float step  = __fmul_rn(s, octet.step);
+    const float y     = __fmul_rn(c, __fdiv_rn(1.0f, step));
+    const float size  = fabsf(y);
+    float       p     = size;
+    for (int n = 1; n < N_LINES; ++n) {
+        const TrellisLine line = trellis_line(bits, n);
+        p                      = fminf(p, fmaf(size, line.a, line.b));
+    }
+    p                = copysignf(p, y);
+    const float half = (float) (1 << bits);
+    uint32_t    all  = 0;
+    for (int q = 0; q < STATES; ++q) {
+        const float g = rintf(fmaf(p, 0.25f, 0.25f * (half - 0.5f - (float) q)));
+        const int   i = 4 * (int) fminf(fmaxf(g, 0.0f), 0.5f * half - 1.0f) + q;
+        error[q]      = fmaf(-step, (float) trellis_level(bits, i) + 0.5f, c);
+        all |= (uint32_t) i << 8 * q;
+    }
+    return all;
+}
+
+__device__ int subset(int p, int x) {
+    return 2 * (x ^ p >> 1) + (p & 1);
+}
+
+// cost after one more place whose nearest levels leave `error` -> bit w: the branch into state w is from the larger of two.
+__device__ uint32_t extend(const float * error, float (&cost)[STATES]) {
+    float    next[STATES];
+    uint32_t taken = 0;
+#pragma unroll
+    for (int w = 0; w < STATES; ++w) {
+        const int   x = w & 1, p = w >> 1;
+        const float from_p = error[subset(p, x)], from_other = error[subset(p | 2, x)];
+        const float a = fmaf(from_p, from_p, cost[p]);
+        const float b = fmaf(from_other, from_other, cost[p | 2]);
+        taken |= (b < a ? 1u : 0u) << w;
+        next[w] = b < a ? b : a;
+    }
+    for (int w = 0; w < STATES; ++w) {
+        cost[w] = next[w];
+    }
+    return taken;
+}
+
+__device__ float least_of(const float (&cost)[STATES]) {
+    return fminf(fminf(cost[0], cost[1]), fminf(cost[2], cost[3]));
+}
+
+// The scale code, the same in all threads: near `middle`, the one that is best without a trellis. Places are prepared by
+// all threads, THREADS / TRELLIS_TRIED at a time, then a thread per scale takes the steps.
+__device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
+    constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;
+    const int     me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
+    const auto    may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= 255; };
+    float         cost[STATES] = {};
+    for (int t0 = 0; t0 < search.places(); t0 += AT_ONCE) {
+        const int t = t0 + me / TRELLIS_TRIED;
+        if (t < search.places() && may(me % TRELLIS_TRIED)) {
+            nearest(search, t, row_scale((uint32_t) (first + me % TRELLIS_TRIED)), search.error + STATES * me);
+        }
+        __syncthreads();
+        for (int i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < search.places(); ++i) {
+            extend(search.error + STATES * (TRELLIS_TRIED * i + me), cost);
+        }
+        __syncthreads();
+    }
+    if (me / 8 < TRELLIS_TRIED && may(me / 8)) {
+        search.room[me] = lane_error(codec, search.c, row_scale((uint32_t) (first + me / 8)), me % 8, TRELLIS_BITS);
+    }
+    __syncthreads();
+    if (me < TRELLIS_TRIED) {
+        search.error[me] = may(me) ? __fadd_rn(least_of(cost), of_lanes(search.room + 8 * me)) : INFINITY;
+    }
+    __syncthreads();
+    int   best  = middle;
+    float least = INFINITY;
+    for (int i = 0; i < TRELLIS_TRIED; ++i) { // ties to the smaller code
+        if (search.error[i] < least) {
+            best  = first + i;
+            least = search.error[i];
+        }
+    }
+    __syncthreads();
+    return best;
+}
+
+// The closed path of least cost at scale s: its codes. A thread per state that a path may begin and end in.
+__device__ void find_path(const Search & search, float s) {
+    const int  me           = (int) threadIdx.x;
+    float      cost[STATES] = { INFINITY, INFINITY, INFINITY, INFINITY };
+    uint32_t * taken        = search.taken + me * (MAX_HEAD / 8);
+#pragma unroll
+    for (int w = 0; w < STATES; ++w) {
+        cost[w] = w == me ? 0.0f : cost[w];
+    }
+    for (int t0 = 0; t0 < search.places(); t0 += THREADS) {
+        if (t0 + me < search.places()) {
+            search.codes[search.coefficient(t0 + me)] = nearest(search, t0 + me, s, search.error + STATES * me);
+        }
+        __syncthreads();
+        for (int i = 0; me < STATES && i < THREADS && t0 + i < search.places(); i += 8) { // places: a multiple of 8
+            uint32_t nibbles = 0;
+            for (int x = 0; x < 8; ++x) {
+                nibbles |= extend(search.error + STATES * (i + x), cost) << 4 * x;
+            }
+            taken[(t0 + i) / 8] = nibbles;
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int w = 0; w < STATES; ++w) {
+        if (w == me) {
+            search.room[w] = cost[w];
+        }
+    }
+    __syncthreads();
+    if (me != 0) {
+        return;
+    }
+    int ends = 0;
+    for (int w = 1; w < STATES; ++w) { // ties to the smaller state
+        ends = search.room[w] < search.room[ends] ? w : ends;
+    }
+    int w = ends, t = search.places();
+    for (int lane = 8; lane-- > 0;) {
+        for (int i = search.octets.n_path; i-- > 0;) {
+            --t;
+            const uint32_t nibble = search.taken[ends * (MAX_HEAD / 8) + t / 8] >> 4 * (t % 8);
+            const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
+            uint32_t &     code  = search.codes[8 * search.octets.path[i] + lane];
+            const uint32_t level = code >> 8 * subset(p, x) & 255;
+            code                 = (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
+            w                    = p;
+        }
+    }
 }
 
 // Of the word at `at` the bits of `mask`, which no other thread changes, become those of `bits`.
@@ -84,21 +246,21 @@ __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
 }
 
 // Writes the codes [rank] of cell c to its tile.
-__device__ void store_codes(const HeadCodec & codec, const uint8_t * codes, uint8_t * tile, int c) {
+__device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uint8_t * tile, int c) {
     // a word holds four coefficients of a key, but of one of a value
     const int each = codec.value != 0 ? 1 : 4, words = 8 / each;
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         for (int i = (int) threadIdx.x; band.bits != 16 && i < band.n / each; i += THREADS) {
-            const uint8_t * u     = codes + band.first + i * each;
-            const int       j     = i % words; // of the octet
-            const int       rho   = codec.value != 0 ? c / 8 : 4 * j + c / 16;
-            const int       at    = codec.value != 0 ? 8 * j + c % 8 / 4 * 4 : 4 * (c % 16);
-            const uint32_t  ones  = codec.value != 0 ? 1u << 8 * (c % 4) : 0x01010101u;
-            uint8_t *       lines = tile + TILE * (band.offset + i / words * band.bits);
-            uint32_t        word  = 0;
+            const uint32_t * u     = codes + band.first + i * each;
+            const int        j     = i % words; // of the octet
+            const int        rho   = codec.value != 0 ? c / 8 : 4 * j + c / 16;
+            const int        at    = codec.value != 0 ? 8 * j + c % 8 / 4 * 4 : 4 * (c % 16);
+            const uint32_t   ones  = codec.value != 0 ? 1u << 8 * (c % 4) : 0x01010101u;
+            uint8_t *        lines = tile + TILE * (band.offset + i / words * band.bits);
+            uint32_t         word  = 0;
             for (int x = 0; x < each; ++x) {
-                word |= (uint32_t) u[x] << (codec.value != 0 ? 8 * (c % 4) : 8 * x);
+                word |= u[x] << (codec.value != 0 ? 8 * (c % 4) : 8 * x);
             }
             const TileFields fields = tile_fields(band.bits, rho);
             for (int x = 0; x < fields.n; ++x) {
@@ -109,6 +271,27 @@ __device__ void store_codes(const HeadCodec & codec, const uint8_t * codes, uint
         }
     }
 }
+
+// Shared memory of a block.
+struct Shared {
+    float * xs; // [d]
+    float * c;  // [rank]
+    Search  search;
+    size_t  bytes;
+
+    __host__ __device__ explicit Shared(unsigned char * base) {
+        Carve shared{ base };
+        xs            = shared.take<float>(MAX_HEAD);
+        c             = shared.take<float>(MAX_HEAD);
+        search.octets = Octets::take(shared);
+        search.c      = c;
+        search.codes  = shared.take<uint32_t>(MAX_HEAD);
+        search.error  = shared.take<float>(THREADS * STATES);
+        search.taken  = shared.take<uint32_t>(STATES * MAX_HEAD / 8);
+        search.room   = shared.take<float>(CANDIDATES * 8 + WARPS);
+        bytes         = shared.used;
+    }
+};
 
 __global__ void encode_kernel(Encode a) {
     const Layer &     l     = a.layer;
@@ -123,12 +306,13 @@ __global__ void encode_kernel(Encode a) {
     uint8_t *         tile  = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
                                       a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
 
-    Carve   shared{ block_memory };
-    float * xs    = shared.take<float>(MAX_HEAD);
-    float * c     = shared.take<float>(MAX_HEAD);
-    float * room  = shared.take<float>(CANDIDATES * 8 + WARPS);
-    auto *  codes = shared.take<uint8_t>(MAX_HEAD);
+    Shared   shared(block_memory);
+    float *  xs     = shared.xs;
+    float *  c      = shared.c;
+    float *  room   = shared.search.room;
+    Search & search = shared.search;
 
+    fill_octets(codec, search.octets);
     bool finite = true;
     for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
         xs[j]  = x[j];
@@ -158,9 +342,13 @@ __global__ void encode_kernel(Encode a) {
     if (!finite && threadIdx.x == 0) {
         atomicAdd(l.n_bad, 1ull);
     }
-    const bool  live = finite && !zero;
-    const int   code = live ? choose_scale(codec, c, room) : 0;
-    const float s    = row_scale((uint32_t) code);
+    const bool live = finite && !zero;
+    int        code = live ? choose_scale(codec, c, room) : 0;
+    if (live && codec.path != PATH_NONE) {
+        code = choose_path_scale(search, codec, code);
+        find_path(search, row_scale((uint32_t) code));
+    }
+    const float s = row_scale((uint32_t) code);
     if (threadIdx.x == 0) {
         tile[in] = (uint8_t) code;
     }
@@ -172,13 +360,13 @@ __global__ void encode_kernel(Encode a) {
             if (band.bits == 16) {
                 uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
                 *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
-            } else {
-                codes[band.first + j] = live ? (uint8_t) quantize(x, inverse, half_range(band.bits)) : 0;
+            } else if (!live || !on_path(codec, band)) {
+                search.codes[band.first + j] = live ? (uint32_t) quantize(x, inverse, half_range(band.bits)) : 0;
             }
         }
     }
     __syncthreads();
-    store_codes(codec, codes, tile, in);
+    store_codes(codec, search.codes, tile, in);
 
     const int64_t    width = (int64_t) l.n_head_kv * (l.d_k + l.d_v);
     uint16_t *       fresh = a.fresh + token * width + (value ? (int64_t) l.n_head_kv * l.d_k + h * l.d_v : h * l.d_k);
@@ -201,13 +389,8 @@ const char * encode(const Encode & args, void * stream) {
     if (args.n_tok == 0) {
         return nullptr;
     }
-    Carve shared{ nullptr };
-    shared.take<float>(MAX_HEAD);
-    shared.take<float>(MAX_HEAD);
-    shared.take<float>(CANDIDATES * 8 + WARPS);
-    shared.take<uint8_t>(MAX_HEAD);
-    return launch(encode_kernel, dim3((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, 2), shared.used, stream,
-                  args);
+    return launch(encode_kernel, dim3((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, 2), Shared(nullptr).bytes,
+                  stream, args);
 }
 
 const char * store_window(const Store & args, void * stream) {

@@ -1,29 +1,66 @@
-// tiles.cuh: a head's tile as kernels read it, an octet at a time (kernels/include/subkv/tiles.h has the format).
+// tiles.cuh: a head's tile as kernels read it, an octet at a time (kernels/include/subkv/tiles.h has the format). Codes on
+// a path (trellis.h) become levels as they are read, four in a word: bytes like codes of 8 bits. Layers of latent attention
+// (PATH_LANES) have no coefficients on a GPU.
 #pragma once
 
 #include "device.cuh"
+#include "subkv/trellis.h"
 
 namespace subkv::cuda {
 
 constexpr int MAX_OCTETS = MAX_HEAD / 8;
+constexpr int NO_PLACE   = 255;
 
 // Octet number i of a head: its coefficients 8 * i to 8 * i + 7.
 struct alignas(8) Octet {
-    uint16_t at;   // byte of the tile where its lines begin
-    uint16_t bits; // of a code; 16: halves
-    float    step; // ratio; 1 of halves
+    uint16_t at;    // byte of the tile where its lines begin
+    uint8_t  bits;  // of a code; 16: halves
+    uint8_t  place; // on the path (trellis.h), of a lane of it; NO_PLACE: not there
+    float    step;  // distance of values, relative to the row's scale; 1 of halves
 };
 
-// All rank / 8 octets of a head, by the whole block.
-__device__ inline void fill_octets(const HeadCodec & codec, Octet * octets) {
+// A head's octets in shared memory, and the numbers of those on the path, in order.
+struct Octets {
+    Octet *   octet;
+    uint8_t * path;
+    int       n, n_path;
+
+    __host__ __device__ static Octets take(Carve & shared) {
+        Octets octets = {};
+        octets.octet  = shared.take<Octet>(MAX_OCTETS);
+        octets.path   = shared.take<uint8_t>(MAX_OCTETS);
+        return octets;
+    }
+
+    // The octet at a place from -n_path on.
+    __device__ const Octet & at_place(int place) const { return octet[path[place < 0 ? place + n_path : place]]; }
+};
+
+// By the whole block; others may read them after the next barrier.
+__device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
+    octets.n      = codec.rank / 8;
+    octets.n_path = 0;
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
+        const bool   on   = on_path(codec, band);
         for (int i = (int) threadIdx.x; i < band.n / 8; i += THREADS) {
-            octets[band.first / 8 + i] = { (uint16_t) (TILE * (band.offset + i * band.bits)), (uint16_t) band.bits,
-                                           band.bits == 16 ? 1.0f : band.ratio };
+            const int place                  = on ? octets.n_path + i : NO_PLACE;
+            octets.octet[band.first / 8 + i] = { (uint16_t) (TILE * (band.offset + i * band.bits)), (uint8_t) band.bits,
+                                                 (uint8_t) place, band.bits == 16 ? 1.0f : level_step(codec, band) };
+            if (on) {
+                octets.path[place] = (uint8_t) (band.first / 8 + i);
+            }
         }
+        octets.n_path += on ? band.n / 8 : 0;
     }
 }
+
+// A byte of read_bytes stands for byte - zero / 2 steps.
+__device__ inline int zero_of(const Octet & octet) {
+    return octet.place != NO_PLACE ? 255 : (1 << octet.bits) - 1;
+}
+
+constexpr uint32_t ONES = 0x01010101u; // the code's bit that chooses the levels of the next two places, of four codes
 
 // Codes, a byte each, of registers quarter and quarter + 4 (tiles.h): a word of either, from byte `at` of their lines on.
 //   K, of cell c: a dword at 4 * (c % 16), quarter c / 16: coefficients 0 to 3 and 4 to 7
@@ -46,16 +83,129 @@ __device__ inline void read_codes(const uint8_t * octet, int quarter, int at, Wo
     }
 }
 
-// The same of a width known when it runs, alike in a warp; not of halves.
+// Only the lowest bits of these codes, those that choose the levels of later places.
 template <typename Word>
-__device__ inline void read_codes(int bits, const uint8_t * octet, int quarter, int at, Word (&codes)[2]) {
-    switch (bits) {
-        case 2: return read_codes<2>(octet, quarter, at, codes);
-        case 3: return read_codes<3>(octet, quarter, at, codes);
-        case 4: return read_codes<4>(octet, quarter, at, codes);
-        case 5: return read_codes<5>(octet, quarter, at, codes);
-        case 6: return read_codes<6>(octet, quarter, at, codes);
-        default: return read_codes<8>(octet, quarter, at, codes);
+__device__ inline void read_choices(int bits, const uint8_t * octet, int quarter, int at, Word (&choice)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const TileField f = tile_fields(bits, 4 * half + quarter).field[0]; // which begins with bit 0
+        choice[half]      = *reinterpret_cast<const Word *>(octet + f.line * LINE + at) >> f.shift & (Word) -1 / 255;
+    }
+}
+
+// The choices before place 0 are those of the last places of the lane before: lane j of a key's words becomes j + 1.
+__device__ inline void turn_lanes(uint32_t (&choice)[2]) {
+    const uint32_t low = choice[0];
+    choice[0]          = low << 8 | choice[1] >> 24;
+    choice[1]          = choice[1] << 8 | low >> 24;
+}
+
+// Choices of place `place` from -n_path on: of a key, cell `cell` of the tile.
+__device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int cell,
+                                  uint32_t (&choice)[2]) {
+    const Octet octet = octets.at_place(place);
+    read_choices(octet.bits, tile + octet.at, cell / 16, 4 * (cell % 16), choice);
+    if (place < 0) {
+        turn_lanes(choice);
+    }
+}
+
+// Of values, lane j of the place and a quarter of the cells.
+__device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int j, int quarter,
+                                  uint64_t (&choice)[2]) {
+    const Octet octet = octets.at_place(place);
+    read_choices(octet.bits, tile + octet.at, quarter, 8 * (place < 0 ? (j + 7) % 8 : j), choice);
+}
+
+// Bytes of `table`, eight of them, that the low four bits of four bytes choose; with the highest of these bits, 0 where
+// that byte of the table is below 128.
+__device__ inline uint32_t look_up(uint64_t table, uint32_t bytes) {
+    const uint32_t pairs = bytes | bytes >> 4; // two nibbles each in bytes 0 and 2
+#if defined(__CUDA_ARCH__)
+    uint32_t nibbles, out;
+    asm("prmt.b32 %0, %1, 0, 0x4420;" : "=r"(nibbles) : "r"(pairs));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"((uint32_t) table), "r"((uint32_t) (table >> 32)), "r"(nibbles));
+    return out;
+#else
+    const uint32_t nibbles = (pairs & 255) | (pairs >> 16 & 255) << 8;
+    uint32_t       out     = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t n = nibbles >> 4 * i & 15;
+        out |= (n < 8 ? (uint32_t) (table >> 8 * n) & 255 : 0) << 8 * i;
+    }
+    return out;
+#endif
+}
+
+// By how much four magnitudes k, a byte each, are beyond `bend`; 0 where they are not.
+template <int bend> __device__ inline uint32_t beyond(uint32_t k) {
+    const uint32_t above = (k | 128 * ONES) - bend * ONES, is = above & 128 * ONES;
+    return above & (is - (is >> 7));
+}
+
+// What to_levels adds to magnitudes first to first + 7, a byte each.
+__host__ __device__ constexpr uint64_t widened(int32_t bits, int32_t first) {
+    uint64_t table = 0;
+    for (int32_t i = 0; i < 8; ++i) {
+        const int32_t k = first + i;
+        table |= (uint64_t) (k < 1 << bits ? trellis_level(bits, (1 << bits) + k) - k : 0) << 8 * i;
+    }
+    return table;
+}
+
+// Levels plus 128 of four codes of a place, with the choices one and two places before.
+template <int BITS> __device__ inline uint32_t to_levels(uint32_t codes, uint32_t one, uint32_t two) {
+    const uint32_t index = (codes ^ two) << 1 ^ one;
+    const uint32_t upper = (index >> BITS & ONES) * 255; // half of the alphabet
+    uint32_t       k     = (index ^ ~upper) & ONES * ((1u << BITS) - 1);
+    if (BITS <= 3) {
+        constexpr uint64_t TABLE = widened(BITS, 0);
+        k += look_up(TABLE, k);
+    } else if (BITS == 4) {
+        static_assert(widened(4, 0) == 0, "the first eight magnitudes are levels");
+        constexpr uint64_t TABLE = widened(4, 8);
+        k += look_up(TABLE, k ^ 8 * ONES);
+    } else {
+        k += beyond<trellis_double(BITS)>(k) + beyond<trellis_triple(BITS)>(k);
+    }
+    return k ^ upper ^ 127 * ONES;
+}
+
+template <int BITS> __device__ inline uint64_t to_levels(uint64_t codes, uint64_t one, uint64_t two) {
+    const auto high = [](uint64_t x) { return (uint32_t) (x >> 32); };
+    return (uint64_t) to_levels<BITS>(high(codes), high(one), high(two)) << 32 |
+           to_levels<BITS>((uint32_t) codes, (uint32_t) one, (uint32_t) two);
+}
+
+// As read_codes; on a path levels plus 128, and choices move on by a place.
+template <int BITS, typename Word>
+__device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quarter, int at, Word (&one)[2],
+                                  Word (&two)[2], Word (&bytes)[2]) {
+    read_codes<BITS>(octet, quarter, at, bytes);
+    if (BITS <= TRELLIS_BITS && on_path) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Word codes = bytes[half];
+            bytes[half]      = to_levels<BITS <= TRELLIS_BITS ? BITS : 2>(codes, one[half], two[half]);
+            two[half]        = one[half];
+            one[half]        = codes & (Word) -1 / 255;
+        }
+    }
+}
+
+// Of an octet's width and path, which are alike in a warp; not of halves.
+template <typename Word>
+__device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int quarter, int at, Word (&one)[2],
+                                  Word (&two)[2], Word (&bytes)[2]) {
+    const uint8_t * lines   = tile + octet.at;
+    const bool      on_path = octet.place != NO_PLACE;
+    switch (octet.bits) {
+        case 2: return read_bytes<2>(on_path, lines, quarter, at, one, two, bytes);
+        case 3: return read_bytes<3>(on_path, lines, quarter, at, one, two, bytes);
+        case 4: return read_bytes<4>(on_path, lines, quarter, at, one, two, bytes);
+        case 5: return read_bytes<5>(on_path, lines, quarter, at, one, two, bytes);
+        case 6: return read_bytes<6>(on_path, lines, quarter, at, one, two, bytes);
+        default: return read_bytes<8>(on_path, lines, quarter, at, one, two, bytes);
     }
 }
 

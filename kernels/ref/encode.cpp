@@ -6,7 +6,8 @@
 // k0 - SCALE_CANDIDATES_BELOW, not below 1; the least sum of squared coefficient errors wins, ties to the larger.
 //   step = s * ratio;  u = clamp(round(c/step + (2^b - 1)/2), 0, 2^b - 1), round half to even
 //   error = c - step * (u - (2^b - 1)/2)
-// A head with 16-bit bands only gets SCALE_ONE. A 16-bit coefficient beyond half's range saturates at +-65504: rows
+// Where the codes are a path (trellis.h), trellis.cpp has the rest: the scale code is searched from this one on, and the
+// bands on the path get its codes. A head with 16-bit bands only gets SCALE_ONE. A 16-bit coefficient beyond half's range saturates at +-65504: rows
 // hold finite numbers only. A row with a non-finite coefficient, or all zero, is a zero row (every byte 0).
 //
 // Guarantee: the bytes are a function of the f32 coefficients alone, the same in every version. That is why the
@@ -15,6 +16,7 @@
 // versions in the last bits of E x; it is rounded to f32 before the offset is subtracted.
 #include "half.h"
 #include "rows.h"
+#include "subkv/trellis.h"
 
 #include <cmath>
 #include <vector>
@@ -26,11 +28,11 @@ static float quantize(float c, float inverse, const Band & band) {
     return std::fmin(std::fmax(u, 0.0f), 2.0f * half_range(band.bits));
 }
 
-static float squared_error(const HeadCodec & codec, const float * c, float s) {
+float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond) {
     float lane[8] = {};
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
-        if (band.bits == 16) {
+        if (band.bits == 16 || band.bits <= beyond) {
             continue;
         }
         const float step    = s * band.ratio;
@@ -66,9 +68,9 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
         ++k0;
     }
     int32_t best       = k0;
-    float   best_error = squared_error(codec, c, SCALES[k0]);
+    float   best_error = squared_error(codec, c, SCALES[k0], 0);
     for (int32_t k = k0 - 1; k >= 1 && k >= k0 - SCALE_CANDIDATES_BELOW; --k) {
-        const float error = squared_error(codec, c, SCALES[k]);
+        const float error = squared_error(codec, c, SCALES[k], 0);
         if (error < best_error) {
             best       = k;
             best_error = error;
@@ -78,7 +80,12 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
 }
 
 static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
-    row[0]        = (uint8_t) choose_scale(codec, c);
+    uint8_t path[MAX_HEAD_SIZE];
+    row[0] = (uint8_t) choose_scale(codec, c);
+    if (codec.path != PATH_NONE) {
+        row[0] = (uint8_t) choose_path_scale(codec, c, row[0]);
+        find_path(codec, c, SCALES[row[0]], path);
+    }
     const float s = SCALES[row[0]];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band    = codec.bands[i];
@@ -91,7 +98,9 @@ static void put_row(const HeadCodec & codec, const float * c, uint8_t * row) {
                 planes[2 * j]     = (uint8_t) h;
                 planes[2 * j + 1] = (uint8_t) (h >> 8);
             } else {
-                put_code(planes, band.n, band.bits, j, (uint32_t) quantize(x, inverse, band));
+                const bool on = on_path(codec, band);
+                put_code(planes, band.n, band.bits, j,
+                         on ? path[band.first + j] : (uint32_t) quantize(x, inverse, band));
             }
         }
     }

@@ -1,11 +1,12 @@
 // rows.cpp: the row format, dequantize, and to_half.
-//   row: scale byte u, then per band its planes; c_j = s * ratio * (u_j - (2^b - 1)/2), s = SCALES[u]
+//   row: scale byte u, then per band its planes; c_j = s * ratio * (u_j - (2^b - 1)/2), s = SCALES[u], or by its path
 //   a w-bit plane of n coefficients is m = n*w/8 bytes, coefficient j in byte j % m at bit w*(j / m)
 //   16-bit band: little-endian half, no scale, no ratio. u = 0: every coefficient is zero.
 // row [row_bytes] | c [rank] f32
 #include "rows.h"
 
 #include "half.h"
+#include "subkv/trellis.h"
 
 #include <cmath>
 #include <vector>
@@ -55,18 +56,28 @@ void put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u) 
 }
 
 void dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c) {
-    const float s = SCALES[row[0]];
+    uint8_t u[MAX_HEAD_SIZE];
+    int32_t level[MAX_HEAD_SIZE];
+    for (int32_t i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        for (int32_t j = 0; band.bits != 16 && j < band.n; ++j) {
+            u[band.first + j] = (uint8_t) code(row + band.offset, band.n, band.bits, j);
+        }
+    }
+    path_levels(codec, u, level);
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band &    band   = codec.bands[i];
         const uint8_t * planes = row + band.offset;
-        for (int32_t j = 0; j < band.n; ++j) {
+        const float     step   = SCALES[row[0]] * level_step(codec, band);
+        for (int32_t j = band.first; j < band.first + band.n; ++j, planes += 2) {
             if (row[0] == 0) {
-                c[band.first + j] = 0.0f;
+                c[j] = 0.0f;
             } else if (band.bits == 16) {
-                c[band.first + j] = half_to_float((uint16_t) (planes[2 * j] | planes[2 * j + 1] << 8));
+                c[j] = half_to_float((uint16_t) (planes[0] | planes[1] << 8));
+            } else if (on_path(codec, band)) {
+                c[j] = step * ((float) level[j] + 0.5f);
             } else {
-                const float u     = (float) code(planes, band.n, band.bits, j);
-                c[band.first + j] = s * band.ratio * (u - half_range(band.bits));
+                c[j] = step * ((float) u[j] - half_range(band.bits));
             }
         }
     }

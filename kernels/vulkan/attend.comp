@@ -32,7 +32,8 @@ layout(push_constant) uniform Push {
 
 #include "mask.glsl"
 
-const uint PARTS = 8; // of a tile's cells
+const uint PARTS = 8;           // of a tile's cells
+const uint ONES  = 0x01010101u; // a code's bit that chooses the levels of the next two places, of four codes
 
 shared float logits[ROWS * TILE];
 shared float tops[ROWS * PARTS];
@@ -66,16 +67,50 @@ uvec2 read_v(uint at, uint bits, uint rho) {
     return codes;
 }
 
+// Only their bits that choose the levels of later places.
+uvec2 choices_v(uint at, uint bits, uint rho) {
+    const Field f    = field_of(bits, rho, 0); // which begins with bit 0
+    const uint  line = at + f.line * LINE_WORDS;
+    return uvec2(v_tiles[line], v_tiles[line + 1]) >> f.shift & ONES;
+}
+
+// By how much four magnitudes k, a byte each, are beyond `bend`; 0 where they are not.
+uint beyond(uint k, uint bend) {
+    const uint above = (k | 128 * ONES) - bend * ONES, is = above & 128 * ONES;
+    return above & (is - (is >> 7));
+}
+
+// Levels plus 128, a byte each, of four codes of a place on the path, with the choices one and two places before.
+uint to_levels(uint codes, uint bits, uvec2 bends, uint one, uint two) {
+    const uint index = (codes ^ two) << 1 ^ one;
+    const uint upper = (index >> bits & ONES) * 255; // half of the alphabet
+    const uint k     = (index ^ ~upper) & ONES * ((1u << bits) - 1u);
+    return k + beyond(k, bends.x) + beyond(k, bends.y) ^ upper ^ 127 * ONES;
+}
+
+// Choices of the last but x-th place of all of cell c of a tile, as those before the first place: lane j becomes j + 1.
+uvec2 choices_before(Head head, uint tile, uint c, uint x) {
+    const Octet octet = octet_of(head, head.n_path - x);
+    uint        words[2];
+    [[unroll]] for (uint half_ = 0; half_ < 2; ++half_) {
+        const Field f = field_of(octet.bits, 4 * half_ + c / 16, 0);
+        words[half_]  = k_tiles[tile + octet.at + f.line * LINE_WORDS + c % 16] >> f.shift & ONES;
+    }
+    return uvec2(words[0] << 8 | words[1] >> 24, words[1] << 8 | words[0] >> 24);
+}
+
 // Dot products of the key of cell c of the tile at word `tile` with the rows whose coefficients begin at `qt`.
-void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
+void dots(uint h, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
     float halves[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         dot[r]    = 0.0;
         halves[r] = 0.0;
     }
-    const float s = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
-    if (s == 0.0) {
-        return;
+    const Head  head = head_of(0, h); // here, or it takes registers from one tile to the next
+    const float s    = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
+    uvec4 before = uvec4(0); // choices: the words of two octets on the path
+    if (head.n_path > 0) {
+        before = uvec4(choices_before(head, tile, c, 2), choices_before(head, tile, c, 1));
     }
     for (uint b = 0; b < head.n_bands; ++b) {
         const Band band = band_of(head, b);
@@ -89,15 +124,22 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
             }
             continue;
         }
-        const float zero = half_range(band.bits);
         float       sums[ROWS];
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             sums[r] = 0.0;
         }
         for (uint four = 0; four < band.n / 4; ++four) { // coefficients
             const uint at   = tile + band.at + four / 2 * band.bits * LINE_WORDS + c % 16;
-            const uint code = read_k(at, band.bits, four % 2 * 4 + c / 16);
+            uint       code = read_k(at, band.bits, four % 2 * 4 + c / 16);
             const uint q    = band.first + 4 * four;
+            const bool  on   = band.place != NO_PLACE; // before the loop it would take registers from queries
+            const float zero = on ? 127.5 : half_range(band.bits);
+            if (on) {
+                const uint  choice = code & ONES;
+                const uvec2 bends  = bends_of(band.bits);
+                code               = to_levels(code, band.bits, bends, before.z, before.x);
+                before             = uvec4(before.yzw, choice);
+            }
             [[unroll]] for (uint j = 0; j < 4; ++j) {
                 const float x = float(code >> 8 * j & 255u) - zero;
                 [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -106,11 +148,11 @@ void dots(Head head, uint tile, uint c, uint qt[ROWS], out float dot[ROWS]) {
             }
         }
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            dot[r] = fma(band.ratio, sums[r], dot[r]);
+            dot[r] = fma(band.step, sums[r], dot[r]);
         }
     }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-        dot[r] = fma(s, dot[r], halves[r]);
+        dot[r] = s > 0.0 ? fma(s, dot[r], halves[r]) : 0.0;
     }
 }
 
@@ -132,22 +174,32 @@ void main() {
 
     // this thread's values
     uint  at[COEFFICIENTS], bits[COEFFICIENTS];
-    float ratio[COEFFICIENTS];
-    bool  halves = false;
+    float step[COEFFICIENTS];
+    uint  one_at[COEFFICIENTS], two_at[COEFFICIENTS]; // of the places before, on the path
+    uint  path[COEFFICIENTS];                         // their bits and the bends, a byte each; 0: not on it
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         bits[x] = 0;
+        path[x] = 0;
     }
     for (uint b = 0; b < value.n_bands; ++b) {
         const Band band = band_of(value, b);
         [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
             const uint j = me + x * TILE - band.first;
             if (j < band.n) { // wraps around before the band
-                bits[x]  = band.bits;
-                ratio[x] = band.bits == 16 ? 1.0 : band.ratio;
-                at[x]    = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
+                bits[x] = band.bits;
+                step[x] = band.bits == 16 ? 1.0 : band.step;
+                at[x]   = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
+                if (band.place != NO_PLACE) { // place 0 of a lane follows the last one of the lane before
+                    const uint  place = band.place + j / 8;
+                    const Octet one   = octet_of(value, place < 1 ? value.n_path - 1 : place - 1);
+                    const Octet two   = octet_of(value, place < 2 ? value.n_path + place - 2 : place - 2);
+                    one_at[x]         = one.at + (place < 1 ? j + 7 : j) % 8 * 2;
+                    two_at[x]         = two.at + (place < 2 ? j + 7 : j) % 8 * 2;
+                    const uvec2 bends = bends_of(band.bits);
+                    path[x]           = one.bits | two.bits << 8 | bends.x << 16 | bends.y << 24;
+                }
             }
         }
-        halves = halves || band.bits == 16;
     }
     float m[ROWS], z[ROWS], acc[ROWS * COEFFICIENTS];
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -178,7 +230,7 @@ void main() {
         float      logit[ROWS];
         float      scale = 0.0;
         if (seen) {
-            dots(key, k_tile, me, qt, logit);
+            dots(h, k_tile, me, qt, logit);
             scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);
         }
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -225,6 +277,10 @@ void main() {
         if (!any) {
             continue;
         }
+        bool halves = false;
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            halves = halves || bits[x] == 16;
+        }
         for (uint c = 0; halves && c < TILE; ++c) {
             [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
                 if (bits[x] == 16) {
@@ -241,9 +297,17 @@ void main() {
         }
         for (uint rho = 0; rho < 8; ++rho) {
             [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
-                if (bits[x] != 0 && bits[x] != 16) {
-                    const float zero  = half_range(bits[x]);
-                    const uvec2 codes = read_v(v_tile + at[x], bits[x], rho);
+                if (bits[x] - 1u < 8u) {
+                    float zero  = half_range(bits[x]);
+                    uvec2 codes = read_v(v_tile + at[x], bits[x], rho);
+                    if (path[x] != 0) {
+                        const uvec2 one   = choices_v(v_tile + one_at[x], path[x] & 255u, rho);
+                        const uvec2 two   = choices_v(v_tile + two_at[x], path[x] >> 8 & 255u, rho);
+                        const uvec2 bends = uvec2(path[x] >> 16 & 255u, path[x] >> 24);
+                        codes             = uvec2(to_levels(codes.x, bits[x], bends, one.x, two.x),
+                                                  to_levels(codes.y, bits[x], bends, one.y, two.y));
+                        zero              = 127.5;
+                    }
                     [[unroll]] for (uint c = 0; c < 8; ++c) {
                         const float code = float((c < 4 ? codes.x : codes.y) >> 8 * (c % 4) & 255u) - zero;
                         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -260,7 +324,7 @@ void main() {
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             if (bits[x] != 0 && r < n_rows) {
-                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] = ratio[x] * acc[r * COEFFICIENTS + x];
+                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] = step[x] * acc[r * COEFFICIENTS + x];
             }
         }
     }

@@ -1,10 +1,11 @@
 #version 450
-// encode.comp: c = E x - offset, quantized as kernels/ref/encode.cpp defines, and the rows in half precision. One
-// workgroup per token, KV head and side (K or V).
+// encode.comp: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half
+// precision. One workgroup per token, KV head and side (K or V).
 //
 // A word of a tile holds codes of several cells, which other workgroups may write at the same time; no two cells share
 // a bit. So bits are cleared and set atomically.
 #extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
 #define TABLES_ACCESS
 #include "tables.glsl"
 
@@ -25,6 +26,8 @@ layout(push_constant) uniform Push {
 } p;
 
 const uint  THREADS = 128, LANES = 8, CANDIDATES = 11;
+const uint  STATES = 4, TRELLIS_BITS = 6, TRELLIS_TRIED = 4, N_LINES = 5; // trellis.h
+const int   TRELLIS_BELOW = 2;
 const float HALF_MAX = 65504.0;
 const uint  X_BAD = 1, C_BAD = 2, C_LIVE = 4; // of flags
 
@@ -32,6 +35,8 @@ shared float xs[MAX_HEAD_SIZE];
 shared float c[MAX_HEAD_SIZE];
 shared uint  codes[MAX_HEAD_SIZE];
 shared float room[THREADS];
+shared vec4  errors[THREADS];                        // of the levels that are nearest to a place's coefficient
+shared uint  taken[STATES * MAX_HEAD_SIZE / LANES]; // of four paths: a nibble of every place, a bit of every state
 shared uint  flags;
 
 void put(bool value, uint at, uint bits, uint mask) {
@@ -48,12 +53,13 @@ float quantize(float x, float inverse, float zero) {
     return min(max(roundEven(fma(x, inverse, zero)), 0.0), 2.0 * zero);
 }
 
-// Lane `lane` of the squared error with scale s: coefficients j with j % 8 == lane, in ascending order.
-float lane_error(Head head, float s, uint lane) {
+// Lane `lane` of the squared error with scale s in bands of more than `beyond` bits: coefficients j with
+// j % 8 == lane, in ascending order.
+float lane_error(Head head, float s, uint lane, uint beyond) {
     precise float error = 0.0;
     for (uint i = 0; i < head.n_bands; ++i) {
         const Band band = band_of(head, i);
-        if (band.bits == 16) {
+        if (band.bits == 16 || band.bits <= beyond) {
             continue;
         }
         precise float step    = s * band.ratio;
@@ -66,6 +72,12 @@ float lane_error(Head head, float s, uint lane) {
         }
     }
     return error;
+}
+
+float of_lanes(uint l) {
+    precise float e = ((room[l] + room[l + 4]) + (room[l + 2] + room[l + 6])) +
+                      ((room[l + 1] + room[l + 5]) + (room[l + 3] + room[l + 7]));
+    return e;
 }
 
 // The scale code of c, the same in all threads.
@@ -104,21 +116,167 @@ uint choose_scale(Head head) {
     barrier();
     const uint candidate = me / LANES;
     if (candidate < CANDIDATES && k0 > candidate) {
-        room[me] = lane_error(head, row_scale(k0 - candidate), me % LANES);
+        room[me] = lane_error(head, row_scale(k0 - candidate), me % LANES, 0);
     }
     barrier();
     uint  best       = k0;
     float best_error = 0.0;
     for (uint i = 0; i < CANDIDATES && k0 > i; ++i) { // ties to the larger scale
-        const uint    l = i * LANES;
-        precise float e = ((room[l] + room[l + 4]) + (room[l + 2] + room[l + 6])) +
-                          ((room[l + 1] + room[l + 5]) + (room[l + 3] + room[l + 7]));
+        const float e = of_lanes(i * LANES);
         if (i == 0 || e < best_error) {
             best       = k0 - i;
             best_error = e;
         }
     }
     return best;
+}
+
+// Place t of the path.
+struct Place {
+    Octet octet;
+    uint  coefficient;
+};
+
+Place place_of(Head head, uint t) {
+    const Octet octet = octet_of(head, t % head.n_path);
+    return Place(octet, octet.first + t / head.n_path);
+}
+
+// Of each subset of the levels the nearest to the place's coefficient, a byte each, and the errors that they leave.
+uint nearest(Place place, float s, out vec4 error) {
+    const uint    bits = place.octet.bits;
+    const float   x    = c[place.coefficient];
+    precise float step = s * place.octet.step;
+    precise float inverse = 1.0 / step;
+    precise float y    = x * inverse;
+    const float   size = abs(y);
+    precise float p    = size;
+    for (uint n = 1; n < N_LINES; ++n) {
+        const vec2    line = line_of(bits, n);
+        precise float at   = fma(size, line.x, line.y);
+        p                  = min(p, at);
+    }
+    p = y < 0.0 ? -p : p;
+    const uvec2 bends = bends_of(bits);
+    const int   half_ = 1 << bits;
+    uint        all   = 0;
+    [[unroll]] for (int q = 0; q < 4; ++q) {
+        precise float g = roundEven(fma(p, 0.25, 0.25 * (float(half_ - q) - 0.5)));
+        const int     i = 4 * int(min(max(g, 0.0), 0.5 * float(half_) - 1.0)) + q;
+        const int     k = i < half_ ? half_ - 1 - i : i - half_;
+        const int     m = k + max(k - int(bends.x), 0) + max(k - int(bends.y), 0);
+        precise float e = fma(-step, float(i < half_ ? -1 - m : m) + 0.5, x);
+        error[q]        = e;
+        all |= uint(i) << 8 * q;
+    }
+    return all;
+}
+
+uint subset(uint p, uint x) {
+    return 2 * (x ^ p >> 1) + (p & 1u);
+}
+
+// cost after one more place -> bit w: the branch into state w is from the larger of two.
+uint extend(vec4 error, inout vec4 cost) {
+    vec4 next;
+    uint from_larger = 0;
+    [[unroll]] for (uint w = 0; w < STATES; ++w) {
+        const uint    x = w & 1u, p = w >> 1;
+        const float   from_p = error[subset(p, x)], from_other = error[subset(p | 2u, x)];
+        precise float a = fma(from_p, from_p, cost[p]);
+        precise float b = fma(from_other, from_other, cost[p | 2u]);
+        from_larger |= (b < a ? 1u : 0u) << w;
+        next[w] = b < a ? b : a;
+    }
+    cost = next;
+    return from_larger;
+}
+
+// The scale code, the same in all threads: near `middle`, the one that is best without a trellis. Places are prepared
+// by all threads, THREADS / TRELLIS_TRIED at a time, then a thread per scale takes the steps.
+uint choose_path_scale(Head head, uint middle) {
+    const uint AT_ONCE = THREADS / TRELLIS_TRIED;
+    const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES;
+    const int  first = int(middle) - TRELLIS_BELOW, mine = first + int(me % TRELLIS_TRIED);
+    vec4       cost = vec4(0.0);
+    for (uint t0 = 0; t0 < n; t0 += AT_ONCE) {
+        const uint t = t0 + me / TRELLIS_TRIED;
+        if (t < n && mine >= 1 && mine <= 255) {
+            vec4 error;
+            nearest(place_of(head, t), row_scale(uint(mine)), error);
+            errors[me] = error;
+        }
+        barrier();
+        for (uint i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < n; ++i) {
+            extend(errors[TRELLIS_TRIED * i + me], cost);
+        }
+        barrier();
+    }
+    const int candidate = first + int(me / LANES);
+    if (me / LANES < TRELLIS_TRIED && candidate >= 1 && candidate <= 255) {
+        room[me] = lane_error(head, row_scale(uint(candidate)), me % LANES, TRELLIS_BITS);
+    }
+    barrier();
+    if (me < TRELLIS_TRIED) {
+        precise float all = min(min(cost.x, cost.y), min(cost.z, cost.w)) + of_lanes(LANES * me);
+        errors[me].x      = mine >= 1 && mine <= 255 ? all : INFINITY;
+    }
+    barrier();
+    uint  best  = middle;
+    float least = INFINITY;
+    for (int i = 0; i < int(TRELLIS_TRIED); ++i) { // ties to the smaller code
+        if (errors[i].x < least) {
+            best  = uint(first + i);
+            least = errors[i].x;
+        }
+    }
+    barrier();
+    return best;
+}
+
+// The closed path of least cost at scale s: its codes. A thread per state that a path may begin and end in.
+void find_path(Head head, float s) {
+    const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES, WORDS = MAX_HEAD_SIZE / LANES;
+    vec4       cost = mix(vec4(INFINITY), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));
+    for (uint t0 = 0; t0 < n; t0 += THREADS) {
+        if (t0 + me < n) {
+            const Place place = place_of(head, t0 + me);
+            vec4        error;
+            codes[place.coefficient] = nearest(place, s, error); // all four, till one is chosen
+            errors[me]               = error;
+        }
+        barrier();
+        for (uint i = 0; me < STATES && i < THREADS && t0 + i < n; i += LANES) { // n is a multiple of them
+            uint nibbles = 0;
+            for (uint x = 0; x < LANES; ++x) {
+                nibbles |= extend(errors[i + x], cost) << 4 * x;
+            }
+            taken[me * WORDS + (t0 + i) / LANES] = nibbles;
+        }
+        barrier();
+    }
+    if (me < STATES) {
+        room[me] = me < 2 ? (me == 0 ? cost.x : cost.y) : (me == 2 ? cost.z : cost.w);
+    }
+    barrier();
+    if (me != 0) {
+        return;
+    }
+    uint ends = 0;
+    for (uint w = 1; w < STATES; ++w) { // ties to the smaller state
+        ends = room[w] < room[ends] ? w : ends;
+    }
+    uint w = ends, t = n;
+    for (uint lane = LANES; lane-- > 0;) {
+        for (uint i = head.n_path; i-- > 0;) {
+            --t;
+            const uint nibble = taken[ends * WORDS + t / LANES] >> 4 * (t % LANES);
+            const uint x = w & 1u, p = w >> 1 | (nibble >> w & 1u) << 1;
+            const uint at = octet_of(head, i).first + lane;
+            codes[at]     = ((codes[at] >> 8 * subset(p, x) & 255u) ^ 2 * (p >> 1) ^ (p & 1u)) >> 1;
+            w             = p;
+        }
+    }
 }
 
 // Writes the codes of cell `cell` of the tile that begins at word `tile`.
@@ -202,6 +360,10 @@ void main() {
     uint code = 0;
     if (live) {
         code = choose_scale(head);
+        if (head.n_path > 0) {
+            code = choose_path_scale(head, code);
+            find_path(head, row_scale(code));
+        }
     }
     const float s = row_scale(code);
     if (me == 0) {
@@ -217,7 +379,7 @@ void main() {
                 const uint shift = within % 2 * 16;
                 put(value, tile + band.at + (j * TILE + within) / 2, to_half(clamp(x, -HALF_MAX, HALF_MAX)) << shift,
                     0xffffu << shift);
-            } else {
+            } else if (!live || band.place == NO_PLACE) {
                 codes[band.first + j] = live ? uint(quantize(x, inverse, half_range(band.bits))) : 0;
             }
         }

@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include "shaders.h"
+#include "subkv/trellis.h"
 
 #include <algorithm>
 #include <cstring>
@@ -50,9 +51,24 @@ private:
     std::vector<uint32_t> words_;
 };
 
-enum Header { N_BAD, N_HEAD_KV, N_GROUP, D_K, D_V, WIDTH_K, N_SINK, N_RECENT, SLOPES, FIELDS, ROOTS, HEADS, N_HEADER };
+enum Header {
+    N_BAD,
+    N_HEAD_KV,
+    N_GROUP,
+    D_K,
+    D_V,
+    WIDTH_K,
+    N_SINK,
+    N_RECENT,
+    SLOPES,
+    FIELDS,
+    ROOTS,
+    ALPHABETS,
+    HEADS,
+    N_HEADER
+};
 
-constexpr uint32_t HEAD_WORDS = 9 + 5 * MAX_BANDS;
+constexpr uint32_t NO_PLACE = UINT32_MAX;
 
 int32_t largest_rank(const std::vector<HeadCodec> & heads) {
     int32_t rank = 0;
@@ -74,6 +90,36 @@ void add_fields(Words & words) {
     }
 }
 
+void add_alphabets(Words & words) {
+    for (int32_t bits = 0; bits <= TRELLIS_BITS; ++bits) {
+        words.add((uint32_t) trellis_double(bits));
+        words.add((uint32_t) trellis_triple(bits));
+        for (int32_t n = 0; n < N_LINES; ++n) {
+            words.add(trellis_line(bits, n).a);
+            words.add(trellis_line(bits, n).b);
+        }
+    }
+}
+
+// Where the octets on the head's path begin, and how many they are.
+struct Path {
+    uint32_t at, n;
+};
+
+Path add_path(Words & words, const HeadCodec & head) {
+    Path path = { words.size(), 0 };
+    for (const Band & band : head.bands) {
+        for (int32_t j = 0; on_path(head, band) && j < band.n; j += BAND_STEP) {
+            words.add((uint32_t) (TILE * (band.offset + j / BAND_STEP * band.bits) / 4));
+            words.add((uint32_t) band.bits);
+            words.add((uint32_t) (band.first + j));
+            words.add(level_step(head, band));
+            ++path.n;
+        }
+    }
+    return path;
+}
+
 } // namespace
 
 Tables make_tables(const LayerTables & layer) {
@@ -91,9 +137,12 @@ Tables make_tables(const LayerTables & layer) {
     words.set(FIELDS, words.size());
     add_fields(words);
     words.set(ROOTS, words.add(EIGHTHS, 8));
+    words.set(ALPHABETS, words.size());
+    add_alphabets(words);
 
     struct Arrays {
         uint32_t encode, decode, offset, mean;
+        Path     path;
     };
     std::vector<Arrays>   arrays;
     std::vector<uint16_t> halves;
@@ -107,8 +156,8 @@ Tables make_tables(const LayerTables & layer) {
             to_halves(head.decode, head.rank, head.d, halves.data());
             const uint32_t decode = words.add(halves.data(), n);
             const uint32_t offset = words.add(head.offset, (size_t) head.rank);
-            arrays.push_back(
-                { encode, decode, offset, words.add(side == 0 ? layer.mean[h] : nullptr, (size_t) head.d) });
+            const uint32_t mean   = words.add(side == 0 ? layer.mean[h] : nullptr, (size_t) head.d);
+            arrays.push_back({ encode, decode, offset, mean, add_path(words, head) });
         }
     }
     words.set(HEADS, words.size());
@@ -122,12 +171,19 @@ Tables make_tables(const LayerTables & layer) {
                 words.add(word);
             }
             words.add(layer.gamma[h]);
+            words.add(a.path.n);
+            words.add(a.path.at);
+            uint32_t place = 0;
             for (const Band & band : head.bands) {
+                const bool on = on_path(head, band);
                 words.add((uint32_t) band.n);
                 words.add((uint32_t) band.bits);
                 words.add((uint32_t) band.first);
                 words.add((uint32_t) (TILE * band.offset / 4));
+                words.add(on ? place : NO_PLACE);
                 words.add(band.ratio);
+                words.add(level_step(head, band));
+                place += on ? (uint32_t) band.n / BAND_STEP : 0;
             }
         }
     }

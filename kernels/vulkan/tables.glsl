@@ -13,9 +13,9 @@ layout(std430, binding = 0) TABLES_ACCESS buffer Tables {
 };
 
 const uint N_BAD = 0, N_HEAD_KV = 1, N_GROUP = 2, D_K = 3, D_V = 4, WIDTH_K = 5, N_SINK = 6, N_RECENT = 7;
-const uint SLOPES = 8, FIELDS = 9, EIGHTHS = 10, HEADS = 11; // where they begin
+const uint SLOPES = 8, FIELDS = 9, EIGHTHS = 10, ALPHABETS = 11, HEADS = 12; // where they begin
 
-const uint HEAD_WORDS = 49, BAND_WORDS = 5;
+const uint HEAD_WORDS = 67, BAND_WORDS = 7, OCTET_WORDS = 4, ALPHABET_WORDS = 12;
 const uint MAX_HEAD_SIZE = 576, MAX_FIELDS = 3, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
 
 const uint ALL_EXPONENT = 0x7f800000u;
@@ -26,25 +26,56 @@ struct Head {
     uint  encode, decode, offset, mean; // where they begin, 0: none
     uint  tile;                         // where the head's tile begins in that of all heads
     float gamma;
-    uint  bands; // where they begin
+    uint  n_path, path; // octets on the path (trellis.h), and where they begin
+    uint  bands;        // where they begin
 };
 
 struct Band {
     uint  n, bits, first;
-    uint  at; // word of the tile where its lines begin
+    uint  at;    // word of the tile where its lines begin
+    uint  place; // of its first octet on the path; NO_PLACE: not there
     float ratio;
+    float step; // distance of values, relative to the row's scale
+};
+
+const uint NO_PLACE = 0xffffffffu;
+
+// An octet on the path.
+struct Octet {
+    uint  at, bits;
+    uint  first; // coefficient
+    float step;
 };
 
 // side: 0 K, 1 V
 Head head_of(uint side, uint h) {
     const uint at = tables[HEADS] + (side * tables[N_HEAD_KV] + h) * HEAD_WORDS;
     return Head(tables[at], tables[at + 1], tables[at + 2], tables[at + 3], tables[at + 4], tables[at + 5],
-                tables[at + 6], tables[at + 7], uintBitsToFloat(tables[at + 8]), at + 9);
+                tables[at + 6], tables[at + 7], uintBitsToFloat(tables[at + 8]), tables[at + 9],
+                tables[at + 10], at + 11);
 }
 
 Band band_of(Head head, uint i) {
     const uint at = head.bands + i * BAND_WORDS;
-    return Band(tables[at], tables[at + 1], tables[at + 2], tables[at + 3], uintBitsToFloat(tables[at + 4]));
+    return Band(tables[at], tables[at + 1], tables[at + 2], tables[at + 3], tables[at + 4],
+                uintBitsToFloat(tables[at + 5]), uintBitsToFloat(tables[at + 6]));
+}
+
+Octet octet_of(Head head, uint place) {
+    const uint at = head.path + place * OCTET_WORDS;
+    return Octet(tables[at], tables[at + 1], tables[at + 2], uintBitsToFloat(tables[at + 3]));
+}
+
+// Levels of a band of `bits` on the path: magnitude k is k + max(k - bends.x, 0) + max(k - bends.y, 0) and a half.
+uvec2 bends_of(uint bits) {
+    const uint at = tables[ALPHABETS] + bits * ALPHABET_WORDS;
+    return uvec2(tables[at], tables[at + 1]);
+}
+
+// Factor and constant of line n (trellis.h).
+vec2 line_of(uint bits, uint n) {
+    const uint at = tables[ALPHABETS] + bits * ALPHABET_WORDS + 2 + 2 * n;
+    return vec2(uintBitsToFloat(tables[at]), uintBitsToFloat(tables[at + 1]));
 }
 
 float slope_of(uint query_head) {

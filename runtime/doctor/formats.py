@@ -16,7 +16,7 @@ class Format:
 
 # Literals, as this must be readable where the libraries do not load; tests hold them to the readers' own constants.
 FORMATS = {
-    "model": Format("converted models, sidecars", (2, 3), "refused: convert again"),
+    "model": Format("converted models, sidecars", (4,), "refused: convert again"),
     "calibration": Format("calib.safetensors", (1,), "refused: calibrate again; made again in the cache folder"),
     "measurements": Format("interrupted sensitivities of convert", (1,), "measured again"),
     "state": Format("states of a coded cache, slots' files", (5,), "refused: evaluate the prompt again"),

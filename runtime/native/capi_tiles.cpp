@@ -1,4 +1,4 @@
-// capi_tiles.cpp: the functions of ops.h beside struct Ops, and rows coded by a trellis, for tests (subkv_test.h).
+// capi_tiles.cpp: the functions of ops.h beside struct Ops, and paths through a trellis, for tests (subkv_test.h).
 #include "subkv/ops.h"
 #include "subkv/trellis.h"
 #include "subkv_test.h"
@@ -28,16 +28,8 @@ void subkv_ops_dequantize_rows(const void * ops, const void * codec, const uint8
     dequantize_rows(*(const Ops *) ops, *(const HeadCodec *) codec, rows, n, c);
 }
 
-int64_t subkv_trellis_encode_rows(const void * codec, const float * c, int64_t n, uint8_t * rows) {
-    return trellis_encode_rows(*(const HeadCodec *) codec, c, n, rows);
-}
-
-void subkv_trellis_decode_rows(const void * codec, const uint8_t * rows, int64_t n, float * c) {
-    trellis_decode_rows(*(const HeadCodec *) codec, rows, n, c);
-}
-
 float subkv_trellis_path(const void * codec, const float * c, float s, uint8_t * code) {
-    return trellis_path(*(const HeadCodec *) codec, c, s, code);
+    return ref::find_path(*(const HeadCodec *) codec, c, s, code);
 }
 
 int32_t subkv_trellis_level(int32_t bits, int32_t i) {

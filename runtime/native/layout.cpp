@@ -22,8 +22,8 @@ constexpr float  MAX_FACTOR   = 65504.0f; // of gamma and ratios, as of any half
 
 void read_header(const Keys & keys, Layout & l) {
     l.version = (int) keys.u32("subkv.version", 0, UINT32_MAX);
-    if (l.version < OLDEST_VERSION || l.version > FORMAT_VERSION) {
-        refuse("subkv.version", std::to_string(OLDEST_VERSION) + " or " + std::to_string(FORMAT_VERSION),
+    if (l.version != FORMAT_VERSION) {
+        refuse("subkv.version", std::to_string(FORMAT_VERSION),
                std::to_string((uint32_t) l.version) + "; convert the base model again with this version of subkv");
     }
     l.codec = keys.str("subkv.codec", { "banded", "int8" });
@@ -121,6 +121,7 @@ HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, Bloc
         add_band(head, spec.bands[b].n, spec.bands[b].bits,
                  block.positive("ratio of band " + std::to_string(b) + " of " + name));
     }
+    head.path = path_of(head);
     if (centre) {
         centre->mean = read_mean(d, name, block);
     }
@@ -160,6 +161,7 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
             if (layer.k[h].offset) {
                 refuse(key, "a mean of zeros in a latent layer", "another one");
             }
+            layer.k[h].path = latent_path(layer.k[h]);
             std::string err;
             layer.v.push_back(latent_values(layer.k[h], spec.d_v, v_halves, err));
             if (!err.empty()) {
@@ -228,12 +230,6 @@ std::shared_ptr<const Layout> read_layout(const char * path) {
     read_header(keys, *l);
     if (!parse_layout(keys.view("subkv.layout"), l->n_layer, specs, err)) {
         throw Invalid{ "subkv.layout: " + err };
-    }
-    for (const LayerSpec & spec : specs) {
-        if (spec.latent() && l->version < FORMAT_VERSION) {
-            refuse("subkv.version", std::to_string(FORMAT_VERSION) + " with a latent layer",
-                   std::to_string(l->version));
-        }
     }
     check_stray_bases(ctx.get(), specs);
 

@@ -64,6 +64,7 @@ HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> &
             return values;
         }
     }
+    values.path = keys.path;
     if (values.n_bands == 0 || values.rank > d_v) {
         err = "expected 8.." + std::to_string(d_v) + " coefficients of a latent layer's first " + std::to_string(d_v) +
               " elements, found " + std::to_string(values.rank);

@@ -9,6 +9,7 @@
 // that the format does not have, and quotes bytes that are not UTF-8. Its writer prints floats with as many digits as a
 // double takes, not FORMAT.md's 9.
 #include "layout.h"
+#include "subkv/trellis.h"
 
 #include <cstring>
 #include <initializer_list>
@@ -415,6 +416,12 @@ std::string layout_to_json(const Layout & l) {
     return out.str();
 }
 
+static uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
 std::string constants_to_json() {
     std::ostringstream out = json_stream();
     out << "{\"version\":" << FORMAT_VERSION << ",\"scale_one\":" << SCALE_ONE
@@ -430,12 +437,18 @@ std::string constants_to_json() {
         }
         out << ']';
     }
-    out << "},\"scales\":";
-    write_list(out, std::size(SCALES), [&](size_t u) {
-        uint32_t bits;
-        std::memcpy(&bits, &SCALES[u], sizeof(bits));
-        out << bits;
-    });
+    out << "},\"trellis\":{\"least\":" << TRELLIS_LEAST << ",\"least_latent\":" << TRELLIS_LEAST_LATENT
+        << ",\"below\":" << TRELLIS_BELOW << ",\"tried\":" << TRELLIS_TRIED << ",\"bends\":{";
+    for (int32_t bits = WIDTHS[0]; bits <= TRELLIS_BITS; ++bits) {
+        out << (bits == WIDTHS[0] ? "" : ",") << '"' << bits << "\":[" << trellis_double(bits) << ','
+            << trellis_triple(bits) << ']';
+    }
+    out << "},\"shares\":{";
+    for (int32_t bits = WIDTHS[0]; bits <= TRELLIS_BITS; ++bits) {
+        out << (bits == WIDTHS[0] ? "" : ",") << '"' << bits << "\":" << bits_of(trellis_share(bits));
+    }
+    out << "}},\"scales\":";
+    write_list(out, std::size(SCALES), [&](size_t u) { out << bits_of(SCALES[u]); });
     out << '}';
     return out.str();
 }

@@ -33,11 +33,6 @@ SUBKV_API int64_t subkv_get_sketch_rows(struct llama_context * ctx, int32_t il, 
 SUBKV_API int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value,
                                        const float * x, int64_t n, float * c);
 
-// c [n][rank] f32 as rows coded by a trellis hold them (kernels/include/subkv/trellis.h), to out [n][rank]; bands and ratio as
-// of subkv_encode_rows. false: last_error says why.
-SUBKV_API bool subkv_trellis_round_trip(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c,
-                                        int64_t n, float * out);
-
 // Codes n rows x [n][d] of one KV head, keys (value = false) or values, as a cache would that drops nothing: positions 0,
 // 1, .., the layout's n_sink first ones with the static basis and unseen by the sketch. xhat [n][d]: as attention sees
 // them, mean and gamma of keys included; chunk_of [n]: slot of the row's chunk in the end; rho [n]: relative residual of

@@ -23,9 +23,7 @@ SUBKV_API int64_t subkv_ops_encode_rows(const void * ops, const void * codec, co
 SUBKV_API void    subkv_ops_dequantize_rows(const void * ops, const void * codec, const uint8_t * rows, int64_t n,
                                             float * c);
 
-// Rows coded by a trellis (subkv/trellis.h), which no cache holds yet. n_bad or nothing, as the functions above.
-SUBKV_API int64_t subkv_trellis_encode_rows(const void * codec, const float * c, int64_t n, uint8_t * rows);
-SUBKV_API void    subkv_trellis_decode_rows(const void * codec, const uint8_t * rows, int64_t n, float * c);
+// Paths through a trellis (subkv/trellis.h).
 SUBKV_API float   subkv_trellis_path(const void * codec, const float * c, float s, uint8_t * code);
 SUBKV_API int32_t subkv_trellis_level(int32_t bits, int32_t i); // 0 of no such level
 

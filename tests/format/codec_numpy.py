@@ -1,7 +1,8 @@
 """The independent definition of rows, in numpy: what FORMAT.md §3 says, and what every kernel is held to.
 
 The bytes are a function of the float32 coefficients alone; fused multiply-adds of the reference are done in float64
-here, which differs from them only by double rounding (about once in 2^29 operations).
+here, which differs from them only by double rounding (about once in 2^29 operations). Paths through
+a trellis: trellis_numpy.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from trellis_numpy import BELOW, PATH_BITS, TRIED, Path
 
 from subkv.format.arrays import F32, U8
 from subkv.format.bases import Bands
@@ -48,6 +50,24 @@ def _codes(c: F32, step: F32, bits: int) -> F32:
     return np.clip(u, np.float32(0.0), np.float32(2.0) * half_range)
 
 
+def _squared_error(c: F32, bands: Bands, ratio: Sequence[np.float32], k: NDArray[np.int64], beyond: int = 0) -> F32:
+    """[n] of the rows at scale codes k [n]: of bands of more than `beyond` bits, coded without a path."""
+    lane = np.zeros((len(c), 8), dtype=np.float32)
+    for (first, _, n, bits), rho in zip(_slices(bands), ratio, strict=True):
+        if bits == 16 or bits <= beyond:
+            continue
+        step = (scale_table()[k] * rho).astype(np.float32)[:, None]
+        x = c[:, first : first + n]
+        centred = _codes(x, step, bits) - np.float32(0.5 * (2**bits - 1))
+        error = (x.astype(np.float64) - step.astype(np.float64) * centred).astype(np.float32)
+        for j in range(0, n, 8):
+            part = error[:, j : j + 8].astype(np.float64)
+            lane = (lane + part * part).astype(np.float32)
+    return ((lane[:, 0] + lane[:, 4]) + (lane[:, 2] + lane[:, 6])) + (
+        (lane[:, 1] + lane[:, 5]) + (lane[:, 3] + lane[:, 7])
+    )
+
+
 def _choose_scales(c: F32, bands: Bands, ratio: Sequence[np.float32]) -> NDArray[np.int64]:
     """Scale code of every row [n]: least squared error among the candidates of kernels/ref/encode.cpp."""
     table = scale_table()
@@ -62,39 +82,46 @@ def _choose_scales(c: F32, bands: Bands, ratio: Sequence[np.float32]) -> NDArray
         reach = np.maximum(reach, largest / (rho * np.float32(0.5 * (2**bits - 1))))
     start = np.minimum(np.searchsorted(table[1:], reach, side="left") + 1, 255)
 
-    def squared_error(k: NDArray[np.int64]) -> F32:
-        lane = np.zeros((len(c), 8), dtype=np.float32)
-        for first, n, bits, rho in coded:
-            step = (table[k] * rho).astype(np.float32)[:, None]
-            x = c[:, first : first + n]
-            centred = _codes(x, step, bits) - np.float32(0.5 * (2**bits - 1))
-            error = (x.astype(np.float64) - step.astype(np.float64) * centred).astype(np.float32)
-            for j in range(0, n, 8):
-                part = error[:, j : j + 8].astype(np.float64)
-                lane = (lane + part * part).astype(np.float32)
-        return ((lane[:, 0] + lane[:, 4]) + (lane[:, 2] + lane[:, 6])) + (
-            (lane[:, 1] + lane[:, 5]) + (lane[:, 3] + lane[:, 7])
-        )
-
-    best, best_error = start.copy(), squared_error(start)
+    best, best_error = start.copy(), _squared_error(c, bands, ratio, start)
     for below in range(1, CANDIDATES_BELOW + 1):
         k = start - below
-        error = squared_error(np.maximum(k, 1))
+        error = _squared_error(c, bands, ratio, np.maximum(k, 1))
         better = (k >= 1) & (error < best_error)
         best[better] = k[better]
         best_error[better] = error[better]
     return best
 
 
-def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) -> U8:
-    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows."""
+def _choose_path_scales(
+    path: Path, c: F32, bands: Bands, ratio: Sequence[np.float32], middle: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Scale code of every row [n]: least error among four about those of _choose_scales, the smaller of equal ones."""
+    best, least = middle.copy(), np.full(len(c), np.inf, dtype=np.float32)
+    for k in (middle + offset for offset in range(-BELOW, TRIED - BELOW)):
+        tried = np.clip(k, 1, 255)
+        cost = path.free_cost(c, scale_table()[tried]) + _squared_error(c, bands, ratio, tried, PATH_BITS)
+        better = (k == tried) & (cost < least)
+        best[better] = k[better]
+        least[better] = cost[better]
+    return best
+
+
+def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating], latent: bool = False) -> U8:
+    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows.
+
+    latent: of a latent layer.
+    """
     if c.dtype != np.float32 or c.ndim != 2 or c.shape[1] != rank(bands):
         raise ValueError(f"coefficients: expected float32 [n, {rank(bands)}], found {c.dtype} {list(c.shape)}")
     rho = [np.float32(value) for value in ratio]
     live = np.isfinite(c).all(axis=1) & (c != 0.0).any(axis=1)
     clean = np.where(live[:, None], c, np.float32(1.0))
     scale_code = _choose_scales(clean, bands, rho)
+    path = Path.of(bands, rho, latent)
+    if path is not None:
+        scale_code = _choose_path_scales(path, clean, bands, rho, scale_code)
     scale = scale_table()[scale_code]
+    on_path = None if path is None else path.codes(clean, scale)
     rows = np.zeros((len(c), row_bytes(bands)), dtype=np.uint8)
     rows[:, 0] = scale_code
     for (first, offset, n, bits), r in zip(_slices(bands), rho, strict=True):
@@ -103,7 +130,10 @@ def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) 
             halves = np.clip(x, -HALF_MAX, HALF_MAX).astype("<f2")
             rows[:, offset : offset + 2 * n] = halves.view(np.uint8).reshape(len(c), 2 * n)
             continue
-        u = _codes(x, (scale * r).astype(np.float32)[:, None], bits).astype(np.uint8)
+        if on_path is not None and bits <= PATH_BITS:
+            u = on_path[:, first : first + n]
+        else:
+            u = _codes(x, (scale * r).astype(np.float32)[:, None], bits).astype(np.uint8)
         for width in PLANES[bits]:
             size, per_byte = n * width // 8, 8 // width
             parts = (u & ((1 << width) - 1)).reshape(len(c), per_byte, size)
@@ -115,12 +145,13 @@ def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) 
     return rows
 
 
-def decode(rows: U8, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]) -> F32:
+def decode(rows: U8, bands: Bands, ratio: Sequence[float] | NDArray[np.floating], latent: bool = False) -> F32:
     """Rows [n, row_bytes] -> dequantized coefficients [n, rank] float32."""
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != row_bytes(bands):
         raise ValueError(f"rows: expected uint8 [n, {row_bytes(bands)}], found {rows.dtype} {list(rows.shape)}")
     scale = scale_table()[rows[:, 0]]
     c = np.zeros((len(rows), rank(bands)), dtype=np.float32)
+    codes = np.zeros(c.shape, dtype=np.uint8)
     for (first, offset, n, bits), r in zip(_slices(bands), ratio, strict=True):
         if bits == 16:
             halves = np.ascontiguousarray(rows[:, offset : offset + 2 * n]).view("<f2")
@@ -136,6 +167,10 @@ def decode(rows: U8, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]
             offset += size
             low += width
         step = (scale * np.float32(r)).astype(np.float32)[:, None]
+        codes[:, first : first + n] = u
         c[:, first : first + n] = step * (u.astype(np.float32) - np.float32(0.5 * (2**bits - 1)))
+    path = Path.of(bands, [np.float32(r) for r in ratio], latent)
+    if path is not None:
+        path.decode(codes, scale, c)
     c[rows[:, 0] == 0] = 0.0
     return c

@@ -83,7 +83,7 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
     rows, total = found.pop("subkv.bits_per_element.rows"), found.pop("subkv.bits_per_element")
     assert generator.startswith("subkv ")
     assert found == {
-        "subkv.version": 2,
+        "subkv.version": 4,
         "subkv.codec": "banded",
         "subkv.arch": "llama",
         "subkv.block_count": 2,

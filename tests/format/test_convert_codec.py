@@ -5,6 +5,7 @@ from __future__ import annotations
 import codec_numpy
 import numpy as np
 import pytest
+import trellis_numpy
 from codec_numpy import SCALE_ONE, scale_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,9 +50,20 @@ def test_round_trip_error_is_bounded_by_the_step(seed: int, bands: Bands) -> Non
     assert (rows[live, 0] > 0).all()
     scale = scale_table()[rows[:, 0]]
     first = 0
+    path = trellis_numpy.Path.of(bands, list(ratio), latent=False)
+    error, bound, widest, clipped = (np.zeros(int(live.sum())) for _ in range(4))
     for (n, bits), rho in zip(bands, ratio, strict=True):
         part = slice(first, first + n)
         first += n
+        if path is not None and bits in trellis_numpy.BENDS:
+            step = (scale * rho)[live, None] * trellis_numpy.SHARES[bits]
+            reach = trellis_numpy.levels(bits)[-1] * step
+            assert (np.abs(back[live, part]) <= reach * 1.0001).all()
+            error += ((back[live, part].astype(np.float64) - c[live, part]) ** 2).sum(axis=1)
+            bound += n * (3 * step[:, 0]) ** 2
+            widest = np.maximum(widest, step[:, 0])
+            clipped += (np.abs(c[live, part]) > reach).sum(axis=1)
+            continue
         if bits == 16:
             np.testing.assert_allclose(back[live, part], np.clip(c[live, part], -65504, 65504), rtol=1e-3, atol=6e-8)
             continue
@@ -60,12 +72,14 @@ def test_round_trip_error_is_bounded_by_the_step(seed: int, bands: Bands) -> Non
         inside = np.abs(c[live, part]) <= reach
         assert (np.abs(back[live, part] - c[live, part]) <= 0.5001 * step + (~inside) * 1e30).all()
         assert (np.abs(back[live, part]) <= reach * 1.0001).all()
+    # a path takes at most every second level, at most three steps apart; two bits at its end are given by its beginning
+    assert (error <= (bound + 2 * (9 * widest) ** 2) * 1.0001 + 1e30 * (clipped > 0)).all()
 
 
 @given(st.integers(0, 10**9), BANDS)
 @settings(max_examples=30, deadline=None)
 def test_codes_survive_packing(seed: int, bands: Bands) -> None:
-    """Any row of bytes decodes, and encoding what it decodes to with the same scale gives the same coefficients."""
+    """Any row of bytes decodes, to levels of its bands."""
     rng = np.random.default_rng(seed)
     ratio = rng.uniform(0.1, 1.0, len(bands)).astype(np.float32)
     rows = rng.integers(0, 256, (6, row_bytes(bands))).astype(np.uint8)
@@ -74,9 +88,14 @@ def test_codes_survive_packing(seed: int, bands: Bands) -> None:
     if any(bits == 16 for _, bits in bands):
         c = np.where(np.isfinite(c), c, np.float32(0.0))
     first = 0
+    path = trellis_numpy.Path.of(bands, list(ratio), latent=False)
     for (n, bits), rho in zip(bands, ratio, strict=True):
-        if bits != 16:
-            step = (scale_table()[rows[:, 0]] * rho)[:, None]
+        step = (scale_table()[rows[:, 0]] * rho)[:, None]
+        if path is not None and bits in trellis_numpy.BENDS:
+            y = c[:, first : first + n] / (step * trellis_numpy.SHARES[bits])
+            distance = np.abs(y[..., None] - trellis_numpy.levels(bits)).min(axis=-1)
+            assert distance.max() < 1e-3
+        elif bits != 16:
             code = c[:, first : first + n] / step + 0.5 * (2**bits - 1)
             np.testing.assert_allclose(code, np.rint(code), atol=1e-3)
             assert code.min() > -0.01
@@ -131,6 +150,21 @@ def test_python_kernels_have_the_constants_of_libsubkv() -> None:
     assert (c.scale_one, c.scale_candidates_below) == (fields.SCALE_ONE, fields.SCALE_CANDIDATES_BELOW)
     assert c.half_max == fields.HALF_MAX
     np.testing.assert_array_equal(fields.scale_table(), np.array(c.scales, dtype=np.float32))
+    for mine in (
+        (fields.PATH_LEAST, None, fields.PATH_BELOW, fields.PATH_TRIED, fields.BENDS, fields.SHARES),
+        (
+            trellis_numpy.LEAST,
+            trellis_numpy.LEAST_LATENT,
+            trellis_numpy.BELOW,
+            trellis_numpy.TRIED,
+            trellis_numpy.BENDS,
+            trellis_numpy.SHARES,
+        ),
+    ):
+        least, least_latent, below, tried, bends, shares = mine
+        assert least == c.trellis.least and least_latent in (None, c.trellis.least_latent)
+        assert (below, tried, bends) == (c.trellis.below, c.trellis.tried, c.trellis.bends)
+        assert {bits: float(np.float32(share)) for bits, share in shares.items()} == c.trellis.shares
 
 
 def test_defaults_and_limits_are_those_of_libsubkv() -> None:

@@ -133,7 +133,7 @@ def test_header(tmp_path: Path) -> None:
 def fingerprint(keys: writer.Keys, layers: Sequence[Layer]) -> str:
     """The definition in FORMAT.md §5."""
     canonical = json.dumps({"layers": [layer.spec() for layer in layers]}, separators=(",", ":"))
-    lines = ["subkv 2", *(keys[f"subkv.{k}"][1] for k in ("arch", "block_count", "n_sink", "n_recent")), canonical, ""]
+    lines = ["subkv 4", *(keys[f"subkv.{k}"][1] for k in ("arch", "block_count", "n_sink", "n_recent")), canonical, ""]
     return hashlib.sha256("\n".join(map(str, lines)).encode() + b"".join(x.block() for x in layers)).hexdigest()
 
 

@@ -35,7 +35,7 @@ def test_doctor_tells_the_readers_versions() -> None:
     store = native("prefix_blocks.cpp").read_text().partition("MAGIC[8]")[2].partition(";")[0]
     library = (REPO / "runtime/warmstart/summaries.py").read_text().partition('"version": ')[2].partition(",")[0]
     own = {
-        "model": (metadata.WITHOUT_LATENT, metadata.VERSION),
+        "model": (metadata.VERSION,),
         "calibration": (int(calibration.VERSION),),
         "measurements": (MEASUREMENTS,),
         "state": (int(state.rstrip(" }").split("'")[-2]),),
@@ -62,24 +62,32 @@ def test_files_are_small() -> None:
     assert files and all(path.stat().st_size < 100_000 for path in files)
 
 
-@pytest.mark.parametrize("version", FORMATS["model"].versions)
-def test_models(version: int) -> None:
-    with Layout(FILES / f"model-{version}.gguf.fixture") as layout:
+@pytest.mark.parametrize("name", ["model-4", "model-4-latent"])
+def test_models(name: str) -> None:
+    with Layout(FILES / f"{name}.gguf.fixture") as layout:
         found = layout.description
-    assert found["version"] == version
+    assert (found["version"],) == FORMATS["model"].versions
     assert [layer["il"] for layer in found["layers"]] == [0]
-    assert bool(found["layers"][0]["v"]) == (version == 2)
+    assert bool(found["layers"][0]["v"]) == (name == "model-4")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_earlier_models(version: int) -> None:
+    """Their rows were coded without a trellis."""
+    sentence = rf"subkv\.version: expected 4, found {version}; convert the base model again"
+    with pytest.raises(SubkvError, match=sentence):
+        Layout(FILES / f"model-{version}.gguf.fixture")
 
 
 def test_a_later_model(tmp_path: Path) -> None:
-    path = FILES / "model-2.gguf.fixture"
+    path = FILES / "model-4.gguf.fixture"
     field = GGUFReader(path).fields["subkv.version"]
     data = bytearray(path.read_bytes())
     begin = int(field.offset) + sum(len(part.tobytes()) for part in field.parts[:-1])
-    assert data[begin : begin + 4] == b"\2\0\0\0"
-    data[begin] = 4
+    assert data[begin : begin + 4] == b"\4\0\0\0"
+    data[begin] = 5
     (tmp_path / "later.gguf").write_bytes(data)
-    with pytest.raises(SubkvError, match=r"subkv\.version: expected 2 or 3, found 4; convert the base model again"):
+    with pytest.raises(SubkvError, match=r"subkv\.version: expected 4, found 5; convert the base model again"):
         Layout(tmp_path / "later.gguf")
 
 

@@ -1,4 +1,4 @@
-"""Files of every format version that subkv reads, in tests/format/versions: `python tests/format/versioned.py` makes
+"""Files of every format version, in tests/format/versions: `python tests/format/versioned.py` makes
 those of today's versions that are not there yet. A file that is there is never made anew: it is of a released version.
 """
 
@@ -51,9 +51,8 @@ def make() -> None:
     def model(path: Path) -> None:
         writer.write(path, writer.metadata(layers(), block_count=1))
 
-    def model_3(path: Path) -> None:
-        keys = writer.metadata(latent(), block_count=1)
-        writer.write(path, keys | {"subkv.version": (keys["subkv.version"][0], 3)})
+    def latent_model(path: Path) -> None:
+        writer.write(path, writer.metadata(latent(), block_count=1))
 
     def container(path: Path) -> None:
         write(path, Container({"identity": IDENTITY.hex()}, np.array(TOKENS, np.int32), state_of()))
@@ -63,8 +62,8 @@ def make() -> None:
             assert opened.put(stores.Prompt(TOKENS, (state_of(), b"")))
 
     makers = {
-        "model-2.gguf.fixture": model,
-        "model-3.gguf.fixture": model_3,
+        "model-4.gguf.fixture": model,
+        "model-4-latent.gguf.fixture": latent_model,
         "calibration-1.safetensors": lambda path: write_calibration(path, calibration()),
         "container-1": container,
         "store-1": store,

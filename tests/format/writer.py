@@ -183,7 +183,7 @@ def metadata(
     u32, f32, string = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.STRING
     keys: Keys = {
         "general.architecture": (string, arch),
-        "subkv.version": (u32, 2),
+        "subkv.version": (u32, 4),
         "subkv.codec": (string, "banded"),
         "subkv.arch": (string, arch),
         "subkv.block_count": (u32, layers[-1].il + 1 if block_count is None else block_count),

@@ -36,7 +36,7 @@ class Rounded:
     @classmethod
     def of(cls, k: o.Head, v: o.Head, keys: o.F64, values: o.F64, v_rows: o.U8) -> Rounded:
         rounded_k, rounded_v = (np.repeat([b != 16 for _, b in x.layout], [n for n, _ in x.layout]) for x in (k, v))
-        ratio = np.where(rounded_k, k.coefficient_ratio, 0.0)
+        ratio = np.where(rounded_k, k.coefficient_step, 0.0)
         units = np.abs(keys[:, rounded_k]) / ratio[rounded_k]
         scale = o.SCALES[v_rows[:, 0]].astype(np.float64)
         bare = np.abs(values) * rounded_v / np.where(scale > 0, scale, 1.0)[:, None]

@@ -2,6 +2,7 @@
 // Python tests do not reach: test_elsewhere.py builds it for others and runs it in emulators. Prints what it did; exits
 // with 1 at the first failure.
 #include "subkv/ops.h"
+#include "subkv/trellis.h"
 
 #include <algorithm>
 #include <cmath>
@@ -76,6 +77,7 @@ struct Head {
             }
             offset.push_back(normal());
         }
+        codec.path   = pick(0, 3) == 0 ? latent_path(codec) : path_of(codec);
         codec.encode = codec.decode = { basis.data() };
         codec.offset                = pick(0, 1) != 0 ? offset.data() : nullptr;
     }
@@ -289,8 +291,8 @@ void check_attend(const Ops & ops, int d_k, int d_v) {
         double sum = 0.0;
         for (int b = 0; b < k.codec.n_bands; ++b) {
             for (int j = 0; j < k.codec.bands[b].n; ++j) {
-                sum +=
-                    std::fabs(keys[(size_t) (c * k.codec.rank + k.codec.bands[b].first + j)]) / k.codec.bands[b].ratio;
+                sum += std::fabs(keys[(size_t) (c * k.codec.rank + k.codec.bands[b].first + j)]) /
+                       level_step(k.codec, k.codec.bands[b]);
             }
         }
         unit_key = std::max(unit_key, sum);
@@ -300,7 +302,7 @@ void check_attend(const Ops & ops, int d_k, int d_v) {
         for (int b = 0; b < k.codec.n_bands; ++b) {
             for (int j = 0; j < k.codec.bands[b].n; ++j) {
                 top = std::max(top, std::fabs((double) q[(size_t) (r * k.codec.rank + k.codec.bands[b].first + j)] *
-                                              k.codec.bands[b].ratio));
+                                              level_step(k.codec, k.codec.bands[b])));
             }
         }
         logit[(size_t) r] = 0.5 * ops.rounding * top * unit_key;

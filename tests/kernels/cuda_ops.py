@@ -107,6 +107,10 @@ class Library:
         """The scalar definition, which is compiled into the same library."""
         return o.Ops.from_address(self.lib.subkv_ops_table(0))
 
+    def exact(self) -> list[o.Ops]:
+        """Definitions, the bytes of one of which encode has for the same coefficients."""
+        return [self.ref()]
+
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
         """Launches, by default on the stream that later copies from the device wait for."""
         function = self.lib[f"test_{name}"]
@@ -140,11 +144,11 @@ def build_emulated(folder: Path) -> Library:
     return Library(folder / "libemulated.so", HostMemory)
 
 
-def build_ref(folder: Path) -> Path:
+def build_ref(folder: Path, name: str = "libref.so", *flags: str) -> Path:
     """The reference alone, as ops.py takes it from SUBKV_TEST_LIB."""
-    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", *INCLUDE, *map(str, REF), "-o", "libref.so"]
+    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", *flags, *INCLUDE, *map(str, REF), "-o", name]
     subprocess.run(command, cwd=folder, check=True)
-    return folder / "libref.so"
+    return folder / name
 
 
 def nvcc() -> str | None:

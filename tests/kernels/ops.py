@@ -28,6 +28,13 @@ EPS = float(np.finfo(np.float32).eps)
 SCALES = np.array([0.0] + [2.0 ** ((u - 160) / 8) for u in range(1, 256)], np.float32)
 SCALE_ONE = 160
 
+# Paths through a trellis, trellis.h
+PATH_NONE, PATH_CIRCLE, PATH_LANES = range(3)
+LEAST, LEAST_LATENT = 24, 64
+DOUBLE, TRIPLE = {2: 2, 3: 5, 4: 9, 5: 19, 6: 37}, {2: 4, 3: 6, 4: 12, 5: 25, 6: 50}
+SHARE = {2: 0.411522634, 3: 0.40290088, 4: 0.358166188, 5: 0.353481798, 6: 0.329380765}
+"""Distance of levels relative to the band's ratio."""
+
 
 class Band(ct.Structure):
     _fields_ = [
@@ -53,6 +60,7 @@ class HeadCodec(ct.Structure):
         ("row_bytes", ct.c_int32),
         ("n_bands", ct.c_int32),
         ("bands", Band * MAX_BANDS),
+        ("path", ct.c_int32),
         ("encode", Matrix),
         ("decode", Matrix),
         ("offset", ct.c_void_p),
@@ -197,8 +205,11 @@ class Head:
         return ct.byref(self.codec)
 
     @property
-    def coefficient_ratio(self) -> F32:
-        return np.repeat(self.ratio, [n for n, _ in self.layout])
+    def coefficient_step(self) -> F32:
+        """[rank] distance of neighbouring values, relative to the row's scale."""
+        on = [self.codec.path != PATH_NONE and bits in SHARE for _, bits in self.layout]
+        share = [np.float32(SHARE[bits] if path else 1) for path, (_, bits) in zip(on, self.layout, strict=True)]
+        return np.repeat(self.ratio * np.array(share), [n for n, _ in self.layout])
 
 
 def make_head(
@@ -208,10 +219,11 @@ def make_head(
     orthonormal: bool = False,
     subtracted: F32 | None = None,
     value: bool = False,
+    latent: bool = False,
 ) -> Head:
     """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs).
 
-    subtracted: the codec's offset [rank]. value: the side.
+    subtracted: the codec's offset [rank]. value: the side. latent: of a latent layer, every lane a path of its own.
     """
     rank = sum(n for n, _ in layout)
     assert rank <= d
@@ -223,6 +235,11 @@ def make_head(
         codec.bands[i] = Band(n=n, bits=bits, first=first, offset=offset, ratio=float(ratio[i]))
         first, offset = first + n, offset + n * bits // 8
     codec.row_bytes = offset
+    n_path = sum(n for n, bits in layout if bits in SHARE)
+    if latent:
+        codec.path = PATH_LANES if n_path >= LEAST_LATENT else PATH_NONE
+    else:
+        codec.path = PATH_CIRCLE if n_path >= LEAST else PATH_NONE
     if subtracted is not None:
         codec.offset = ptr(subtracted)
     return Head(codec, encode, layout, ratio, subtracted)
@@ -239,14 +256,37 @@ def codes_of(head: Head, rows: U8) -> F64:
     return out
 
 
+def alphabet(bits: int) -> F64:
+    """[2^(bits+1)] the values of a band on a path (trellis.h), in steps."""
+    magnitude = np.arange(2**bits, dtype=np.float64)
+    far = np.maximum(magnitude - DOUBLE[bits], 0) + np.maximum(magnitude - TRIPLE[bits], 0)
+    upper = magnitude + far + 0.5
+    return np.concatenate([-upper[::-1], upper])
+
+
+def path_of(head: Head) -> list[tuple[int, int]]:
+    """(coefficient, bits) of the places of a row's path (trellis.h)."""
+    bits = [b for n, b in head.layout for _ in range(n)]
+    every = [(j, bits[j]) for lane in range(8) for j in range(lane, len(bits), 8) if bits[j] in SHARE]
+    return every if head.codec.path != PATH_NONE else []
+
+
 def dequantize(head: Head, rows: U8) -> F64:
     """Coefficients [n][rank] of rows [n][>= row_bytes], in double."""
     out = codes_of(head, rows)
+    path, codes = path_of(head), out.astype(np.int64)
     scale = SCALES[rows[:, 0]].astype(np.float64)[:, None]
+    step = scale * head.coefficient_step.astype(np.float64)
     for band in head.codec.bands[: head.codec.n_bands]:
         if band.bits != 16:
             part = slice(band.first, band.first + band.n)
-            out[:, part] = scale * float(band.ratio) * (out[:, part] - (2**band.bits - 1) / 2)
+            out[:, part] = step[:, part] * (out[:, part] - (2**band.bits - 1) / 2)
+    for t, (j, bits) in enumerate(path):
+        one, two = (codes[:, path[t - back][0]] & 1 for back in (1, 2))
+        if head.codec.path == PATH_LANES:
+            before = [path[t - back][0] % 8 == j % 8 and t >= back for back in (1, 2)]
+            one, two = one * before[0], two * before[1]
+        out[:, j] = step[:, j] * alphabet(bits)[2 * codes[:, j] ^ 2 * two ^ one]
     out[rows[:, 0] == 0] = 0
     return out
 

@@ -225,7 +225,7 @@ def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, rows: tuple[int, i
     keys, values = o.dequantize(k, k_rows), o.dequantize(v, v_rows)
     towards = np.where(keys[0] < 0, -1.0, 1.0)
     # every query coefficient is as large as its rounding has room for, and their products add up
-    q = np.tile((towards / k.coefficient_ratio).astype(np.float32), (n_rows, 1))
+    q = np.tile((towards / k.coefficient_step).astype(np.float32), (n_rows, 1))
     q *= np.float32(5 / float(keys[0] @ q[0]))
     q[1::2] *= -1
     slope = np.zeros(rows[1], np.float32)

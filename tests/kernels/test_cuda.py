@@ -54,7 +54,11 @@ def test_encode(library: c.Library, name: str, orthonormal: bool) -> None:
     n_head, n, n_cells = len(bands[0]), 40, 2 * o.TILE
     x = [layers.inputs_to_encode(n, n_head, d, rng) for _ in sides]
     cells = [int(i) for i in rng.permutation(n_cells)[:n]]  # many share bytes
-    want = [layers.encode_with(library.ref(), side, a, cells, n_cells, 3) for side, a in zip(sides, x, strict=True)]
+    exact = [
+        [layers.encode_with(ref, side, a, cells, n_cells, 3) for side, a in zip(sides, x, strict=True)]
+        for ref in library.exact()
+    ]
+    want = exact[0]
     before = [side.to_tiles(np.full_like(w, 0xAA)) for side, (w, _) in zip(sides, want, strict=True)]
 
     memory = library.memory()
@@ -79,13 +83,13 @@ def test_encode(library: c.Library, name: str, orthonormal: bool) -> None:
     )
     library.run("encode", args)
     assert int(heads.n_bad()[0]) == want[0][1] + want[1][1]
-    for side, (_, read), (expected, _), old in zip(sides, tiles, want, before, strict=True):
+    for i, (side, (_, read), (expected, _), old) in enumerate(zip(sides, tiles, want, before, strict=True)):
         got = side.to_rows(read())
         assert np.array_equal(read()[:, o.TILE * side.row_bytes :], old[:, o.TILE * side.row_bytes :])
         others = np.setdiff1d(np.arange(n_cells), cells)
         assert (got[others] == 0xAA).all()
         if orthonormal:
-            assert np.array_equal(got, expected[:, : side.row_bytes])
+            assert any(np.array_equal(got, of[i][0][:, : side.row_bytes]) for of in exact)
             continue
         for head, part in zip(side.heads, side.parts(), strict=True):
             a, b = (o.dequantize(head, r[cells][:, part]) for r in (got, expected))

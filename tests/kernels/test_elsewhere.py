@@ -23,7 +23,12 @@ AVX512 = [
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 ]
-OPTIONS = {"neon": ["-march=armv8.2-a+dotprod"], "avx2": AVX2, "avx512_bw": AVX512, "avx512": [*AVX512, "-mavx512vnni"]}
+OPTIONS = {
+    "neon": ["-march=armv8.2-a+dotprod"],
+    "avx2": AVX2,
+    "avx512_bw": AVX512,
+    "avx512": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
+}
 
 
 def needs(*tools: str) -> pytest.MarkDecorator:

@@ -100,7 +100,7 @@ def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
     bits = np.repeat([b for _, b in head.layout], [n for n, _ in head.layout])
     coded = bits != 16
     half = (2.0 ** bits[coded] - 1) / 2
-    ratio = head.coefficient_ratio[coded].astype(np.float64)
+    ratio = head.coefficient_step[coded].astype(np.float64)
     c = c[coded]
     reach = np.float32((np.abs(c) / (ratio * half)).max())
     k0 = next((k for k in range(1, 255) if o.SCALES[k] >= reach), 255)
@@ -117,6 +117,7 @@ def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
 def test_scale_is_the_best_candidate(table: o.Ops, layout: o.Layout, value: bool) -> None:
     rng = np.random.default_rng(5)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
+    head.codec.path = o.PATH_NONE
     n = 24
     x = (rng.standard_normal((n, head.codec.d)) * 10.0 ** rng.uniform(-3, 3, (n, 1))).astype(np.float32)
     rows = np.zeros((n, head.row_bytes), np.uint8)
@@ -184,7 +185,7 @@ def test_encode_stays_inside_its_cells(table: o.Ops, layout: o.Layout, value: bo
         o.encode(table, head, x[t : t + 1], [0], single, ldx)
         want = o.dequantize(head, single)
         # one token at a time may round a coefficient differently, which moves a code by at most one step
-        step = float(o.SCALES[single[0, 0]]) * head.coefficient_ratio
+        step = float(o.SCALES[single[0, 0]]) * head.coefficient_step
         tie = np.where(np.repeat([b for _, b in layout], [n for n, _ in layout]) == 16, 0.01, 1.01 * step)
         if rows[cell, 0] == single[0, 0]:
             assert np.all(np.abs(o.dequantize(head, rows[cell : cell + 1]) - want) <= tie)

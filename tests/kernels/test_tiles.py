@@ -26,8 +26,8 @@ def lib(tables: dict[str, o.Ops]) -> ct.CDLL:
     return o.load_library()
 
 
-def any_head(layout: o.Layout, value: bool, rng: np.random.Generator) -> o.Head:
-    return o.make_head(layout, sum(n for n, _ in layout), rng, orthonormal=True, value=value)
+def any_head(layout: o.Layout, value: bool, rng: np.random.Generator, latent: bool = False) -> o.Head:
+    return o.make_head(layout, sum(n for n, _ in layout), rng, orthonormal=True, value=value, latent=latent)
 
 
 def any_bytes(rng: np.random.Generator, *shape: int) -> o.U8:
@@ -125,30 +125,38 @@ def coefficients(head: o.Head, n: int, rng: np.random.Generator) -> o.F32:
 
 
 @EXAMPLES
-@given(layout=layouts.layouts(), value=st.booleans(), n=st.integers(0, 150), extra=st.integers(0, 70), seed=SEEDS)
+@given(
+    layout=layouts.layouts(),
+    value=st.booleans(),
+    latent=st.booleans(),
+    n=st.integers(0, 150),
+    extra=st.integers(0, 70),
+    seed=SEEDS,
+)
 def test_encode_writes_the_rows_of_the_format(
-    table: o.Ops, layout: o.Layout, value: bool, n: int, extra: int, seed: int
+    table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int, extra: int, seed: int
 ) -> None:
     """Into any cells of three tiles; coefficients are the inputs, so that every version has the same bytes."""
     rng = np.random.default_rng(seed)
-    head = any_head(layout, value, rng)
+    head = any_head(layout, value, rng, latent)
     head.codec.encode = o.Matrix()
     c = coefficients(head, n, rng)
     cells = [int(i) for i in rng.permutation(3 * TILE)[:n]]
     rows = any_bytes(rng, 3 * TILE, head.row_bytes)
     want = rows.copy()
-    want[cells] = codec_numpy.encode(c, layout, head.ratio)
+    want[cells] = codec_numpy.encode(c, layout, head.ratio, latent)
     assert o.encode(table, head, c, cells, rows, extra=extra) == np.count_nonzero(~np.isfinite(c).all(axis=1))
     assert np.array_equal(rows, want)
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
 @SIDES
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
 @pytest.mark.parametrize("n", [0, 1, 64, 65, 200])
-def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, n: int) -> None:
+def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int) -> None:
     """encode_rows and dequantize_rows of ops.h with any version's ops, on inputs that lie apart."""
     rng = np.random.default_rng(n)
-    head = any_head(layout, value, rng)
+    head = any_head(layout, value, rng, latent)
     c = coefficients(head, n, rng)
     clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0))  # NaN * 0 would spread through E
     x = np.full((n, head.rank + 3), np.nan, np.float32)
@@ -157,13 +165,15 @@ def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, valu
     guard = rows[n].copy()
     of, codec = ct.addressof(table), ct.addressof(head.codec)
     assert lib.subkv_ops_encode_rows(of, codec, o.ptr(x), x.shape[1], n, o.ptr(rows)) == 0
-    assert np.array_equal(rows[:n], codec_numpy.encode(clean, layout, head.ratio))
+    assert np.array_equal(rows[:n], codec_numpy.encode(clean, layout, head.ratio, latent))
     back = np.full((n + 1, head.rank), 7, np.float32)
     lib.subkv_ops_dequantize_rows(of, codec, o.ptr(rows), n, o.ptr(back))
-    np.testing.assert_allclose(back[:n], codec_numpy.decode(rows[:n], layout, head.ratio), rtol=3e-7, atol=1e-30)
+    np.testing.assert_allclose(
+        back[:n], codec_numpy.decode(rows[:n], layout, head.ratio, latent), rtol=3e-7, atol=1e-30
+    )
     assert np.array_equal(rows[n], guard) and np.all(back[n] == 7)
     head.codec.encode = o.Matrix()
     assert lib.subkv_ops_encode_rows(of, codec, o.ptr(c), head.rank, n, o.ptr(rows)) == np.count_nonzero(
         ~np.isfinite(c).all(axis=1)
     )
-    assert np.array_equal(rows[:n], codec_numpy.encode(c, layout, head.ratio))
+    assert np.array_equal(rows[:n], codec_numpy.encode(c, layout, head.ratio, latent))

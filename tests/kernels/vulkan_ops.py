@@ -16,10 +16,12 @@ from typing import Any
 import cuda_ops as c
 import numpy as np
 import numpy.typing as npt
+import ops as o
 
 VULKAN = c.ROOT / "kernels/vulkan"
 HARNESS = c.ROOT / "tests/kernels/vulkan"
 SHADERS = sorted(VULKAN.glob("*.comp"))
+UNFUSED = "libunfused.so"
 GLSLC_FLAGS = ["-O", "--target-env=vulkan1.1", "-Werror"]
 
 
@@ -75,8 +77,13 @@ class Library(c.Library):
         if error := self.lib.test_open(validate):
             raise RuntimeError(error.decode())
         self.validates = validate
+        self.path = path
         self.device = self.lib.test_device().decode()
         self.max_range = int(self.lib.test_max_range())  # bytes
+
+    def exact(self) -> list[o.Ops]:
+        """With fused products and without."""
+        return [self.ref(), c.Library(self.path.with_name(UNFUSED), c.HostMemory).ref()]
 
     def time(self, name: str, args: Any, n: int) -> list[float]:
         """Milliseconds of n runs of an op on the device's clock, with cold caches."""
@@ -93,7 +100,7 @@ class Library(c.Library):
 
 
 def build(folder: Path) -> Path:
-    """Shaders, the host side of the ops, the reference, and the harness."""
+    """Shaders, the host side of the ops, the reference, and the harness; the reference alone without fused products."""
     for shader in SHADERS:
         command = ["glslc", *GLSLC_FLAGS, "-mfmt=c", "-o", str(folder / f"{shader.stem}.inc"), str(shader)]
         subprocess.run(command, check=True)
@@ -101,6 +108,7 @@ def build(folder: Path) -> Path:
     flags = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", *c.INCLUDE, f"-I{folder}"]
     command = ["c++", *flags, "-shared", "-o", "libvulkan_ops.so", *map(str, sources), "-lvulkan"]
     subprocess.run(command, cwd=folder, check=True)
+    c.build_ref(folder, UNFUSED, "-ffp-contract=off", "-include", str(HARNESS / "unfused.h"))
     return folder / "libvulkan_ops.so"
 
 

@@ -74,7 +74,7 @@ def test_says_what_a_report_needs() -> None:
     assert "CPU" in found["backends"]
     assert all(device["kind"] != "cpu" for device in found["devices"])
     assert found["memory"]["bytes_available"] > 0
-    assert found["formats"]["model"]["reads"] == [2, 3]
+    assert found["formats"]["model"]["reads"] == [4]
     text = asked(SUBKV_KERNEL=None)
     assert text.returncode == 0 and text.stdout.endswith("all is well\n")
     for value in (__version__, found["versions"]["llama.cpp"], found["processor"]["name"]):

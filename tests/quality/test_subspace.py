@@ -116,7 +116,8 @@ def test_logits_are_the_references(
 def test_logits_are_the_engines(
     arch: str, made: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
 ) -> None:
-    """Within an eighth of what the codec changes: the engine's other layers and its window are half precision."""
+    """Within a fifth of what the codec changes: the engine's other layers and its window are half precision, and a path
+    changes in more places than the coefficient that moved."""
     model, cache, sidecar = made(arch)
     with Model(str(tiny_model(arch))) as m:
         choice = parse_cache(f"subkv:{sidecar}", m.path)
@@ -125,7 +126,7 @@ def test_logits_are_the_engines(
         native = context.stats
         context.close()
     ours = logits(model, cache)[0]
-    assert rms(ours.numpy() - theirs) < 0.125 * rms(ours - logits(model, None)[0])
+    assert rms(ours.numpy() - theirs) < 0.2 * rms(ours - logits(model, None)[0])
     found = cache.kv_stats()
     same = ("bytes_codes", "bytes_per_token", "n_layer_coded", "n_cells", "n_sink", "n_recent", "fingerprint")
     assert {name: getattr(found, name) for name in same} == {name: getattr(native, name) for name in same}

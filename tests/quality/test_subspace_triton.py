@@ -49,8 +49,8 @@ def in_both(model: Any, bases: Any, *arguments: Any) -> tuple[Any, Any, Subspace
 
 
 def check_close(found: Any, want: Any, exact: Any) -> None:
-    """Halves change far less than the codec does."""
-    assert rms(found - want) < 0.02 * rms(want - exact)
+    """Halves change far less than the codec does, though a path changes in more places than one."""
+    assert rms(found - want) < 0.05 * rms(want - exact)
 
 
 def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:

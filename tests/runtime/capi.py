@@ -20,8 +20,6 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_keys_to_values": (None, [_ptr, _ptr, _ptr]),
     "subkv_ops_encode_rows": (_i64, [_ptr, _ptr, _ptr, _i64, _i64, _ptr]),
     "subkv_ops_dequantize_rows": (None, [_ptr, _ptr, _ptr, _i64, _ptr]),
-    "subkv_trellis_encode_rows": (_i64, [_ptr, _ptr, _i64, _ptr]),
-    "subkv_trellis_decode_rows": (None, [_ptr, _ptr, _i64, _ptr]),
     "subkv_trellis_path": (ctypes.c_float, [_ptr, _ptr, ctypes.c_float, _ptr]),
     "subkv_trellis_level": (_i32, [_i32, _i32]),
     "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, _bool, _bool, _ptr, _i64]),
@@ -44,11 +42,11 @@ TEST: Signatures = {  # of subkv_test.h
 
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
-    from converter import adaptive, trellis
+    from converter import adaptive
     from runtime.experiments import live, sketch
     from runtime.warmstart import planter
 
-    return {**live.SIGNATURES, **adaptive.SIGNATURES, **trellis.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
+    return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
 
 
 @functools.cache

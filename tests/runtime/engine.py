@@ -18,7 +18,6 @@ import capi
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGUFValueType
 
 from subkv.format import adapt as adaptive
 from subkv.native import library as _lib
@@ -325,11 +324,9 @@ def latent_layers(bands: Bands, d_k: int, d_v: int, n_layer: int, seed: int = 0)
     return [layer(il) for il in range(n_layer)]
 
 
-def load_latent(path: Path, layers: Sequence[writer.Layer], *, arch: str, block_count: int, version: int = 3) -> Any:
+def load_latent(path: Path, layers: Sequence[writer.Layer], *, arch: str, block_count: int) -> Any:
     """The layout handle, None with an error where it is refused."""
-    keys = writer.metadata(layers, arch=arch, block_count=block_count)
-    keys["subkv.version"] = (GGUFValueType.UINT32, version)
-    writer.write(path, keys)
+    writer.write(path, writer.metadata(layers, arch=arch, block_count=block_count))
     return SUBKV.subkv_layout_load(str(path).encode())
 
 

@@ -57,13 +57,13 @@ def far(a: engine.Logits, b: engine.Logits) -> float:
 def test_bases_that_never_change_are_the_static_ones(
     model: engine.Model, text: list[int], layout: Any, noise: float
 ) -> None:
-    """Rows are coded from the exact window's halves, so a few codes flip."""
+    """Rows are coded from the exact window's halves, so a few codes flip, and some of their neighbours on the path."""
     with session(model, layout, window=WINDOW, n_ctx=512) as s:
         expected = s.decode(text)
     with session(model, layout, window=WINDOW, n_ctx=512, adapt="kv,block=16,warm=1000000") as s:
         found = s.decode(text, pieces=[100, *[1] * 40, 180])
         assert head_stats(s).n_opened == 0 and head_stats(s).n_blocks > 10
-    assert far(expected, found) < 0.2 * noise
+    assert far(expected, found) < 0.3 * noise
 
 
 @pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), FD])

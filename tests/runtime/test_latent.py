@@ -25,8 +25,8 @@ def latent_layers(bands: writer.Bands, n_layer: int = 2, seed: int = 0) -> list[
     return engine.latent_layers(bands, D_V + D_ROT, D_V, n_layer, seed)
 
 
-def load(path: Path, layers: Sequence[writer.Layer], version: int = 3) -> Any:
-    return engine.load_latent(path, layers, arch="deepseek2", block_count=2, version=version)
+def load(path: Path, layers: Sequence[writer.Layer]) -> Any:
+    return engine.load_latent(path, layers, arch="deepseek2", block_count=2)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,6 @@ def test_fewer_bits_cost_more(model: engine.Model, make_layout: Any, tokens: lis
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("version", "subkv.version: expected 3 with a latent layer, found 2"),
         ("mixed", "expected bands of a latent layer of its first 32 elements"),
         ("swapped", "expected bands of a latent layer of its first 32 elements"),
         ("none", "expected 8..32 coefficients of a latent layer's first 32 elements, found 0"),
@@ -135,7 +134,7 @@ def test_bad_layouts(tmp_path: Path, change: str, why: str) -> None:
         head.bands, head.ratios = [(16, 8)], [1.0]
     elif change == "mean":
         head.mean = np.ones(48, np.float16)
-    assert not load(tmp_path / "bad.gguf", layers, version=2 if change == "version" else 3)
+    assert not load(tmp_path / "bad.gguf", layers)
     assert why in engine.last_error()
 
 

@@ -48,7 +48,12 @@ SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
     return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
 }
 
-// The code that would stand for 0: c = s * ratio * (u - half_range(b)).
+// The widest band, and the fewest coefficients of such bands in a row, that a trellis codes (trellis.h).
+constexpr int32_t TRELLIS_BITS         = 6;
+constexpr int32_t TRELLIS_LEAST        = 24;
+constexpr int32_t TRELLIS_LEAST_LATENT = 64; // of a row of keys, whose lanes are paths of their own
+
+// The code that would stand for 0, without a trellis: c = s * ratio * (u - half_range(b)).
 SUBKV_EVERYWHERE float half_range(int32_t bits) {
     return 0.5f * (float) ((1 << bits) - 1);
 }
@@ -57,8 +62,7 @@ SUBKV_EVERYWHERE float half_range(int32_t bits) {
 // files
 //
 
-constexpr int FORMAT_VERSION = 3;
-constexpr int OLDEST_VERSION = 2; // has no latent layers
+constexpr int FORMAT_VERSION = 4;
 constexpr int MAX_LAYERS     = 1024;
 constexpr int MAX_HEADS_KV   = 1024;
 constexpr int MAX_SINK       = 4096;

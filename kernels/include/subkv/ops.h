@@ -10,7 +10,7 @@
 //   A band of n coefficients (n % 8 == 0) with b bits stores its codes u_j in [0, 2^b - 1] as bit planes:
 //     8 -> [8], 6 -> [4,2], 5 -> [4,1], 4 -> [4], 3 -> [2,1], 2 -> [2]    (low bits first)
 //   A w-bit plane takes m = n*w/8 bytes: the value of coefficient j sits in byte (j % m) at bit w * (j / m).
-//   Dequantize: c_j = s * ratio * (u_j - (2^b - 1) / 2).
+//   Dequantize: c_j = s * ratio * (u_j - (2^b - 1) / 2), or by the row's path where it has one (trellis.h).
 //   A 16-bit band stores c_j itself as little-endian IEEE half, n*2 bytes, no scale, no ratio (it is still zero in
 //   a zero row).
 // In the cache 64 rows of a head are a tile (tiles.h), and every op below works on tiles.
@@ -37,8 +37,11 @@ struct Band {
     int32_t bits;   // one of WIDTHS
     int32_t first;  // index of the band's first coefficient
     int32_t offset; // byte offset of its codes inside the head's row
-    float   ratio;  // step of this band relative to the row's scale
+    float   ratio;  // step of a uniform quantizer of this band, relative to the row's scale
 };
+
+// How the codes of a row's bands of at most TRELLIS_BITS are to be read (trellis.h).
+enum Path : int32_t { PATH_NONE, PATH_CIRCLE, PATH_LANES };
 
 // A matrix [r][d] of a basis: IEEE halves; or these for the first rows, and for the others, i from n_halves on, bytes and a
 // step of every row, m[i][j] = step[i - n_halves] * bytes[i - n_halves][j]. All finite.
@@ -61,6 +64,7 @@ struct HeadCodec {
     int32_t       row_bytes; // 1 + bytes of all planes
     int32_t       n_bands;
     Band          bands[MAX_BANDS];
+    Path          path;   // PATH_CIRCLE or PATH_NONE as path_of() says, but in latent layers
     Matrix        encode; // E [rank][d]: c_i = sum_j E[i][j] x_j - offset[i]; neither halves nor bytes: E = 1, d = rank
     Matrix        decode; // D [rank][d]: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
     const float * offset; // [rank], finite; nullptr: zeros. E mean, where rows are coded less their mean
@@ -160,6 +164,11 @@ struct Ops {
 };
 
 const Ops & ops_ref();
+
+// PATH_CIRCLE where bands of at most TRELLIS_BITS have TRELLIS_LEAST coefficients or more, else PATH_NONE. Of a latent
+// layer's keys PATH_LANES where they have TRELLIS_LEAST_LATENT; its values are on the keys' path.
+Path path_of(const HeadCodec & codec);
+Path latent_path(const HeadCodec & codec);
 
 // Cell `cell` of one tile from and to a row of row_bytes bytes; other cells stay. Every row has one form in a tile.
 void row_to_tile(const HeadCodec & codec, const uint8_t * row, uint8_t * tile, int64_t cell);

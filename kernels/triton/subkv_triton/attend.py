@@ -3,9 +3,9 @@
     logit(t, g, c) = cap(qt[t, g] . k(c) + shift[t, g]) + slope[g] * bias[t, c];  bias = -inf leaves the cell out
 
 One program handles a block of query rows of one KV head and one split; every read of a code serves all rows of the
-block, at decode all G query heads. Codes less their zero point are exact halves: tensor cores multiply them with
-queries times band ratios, and with weights times row scales, both rounded to halves relative to the largest of a query
-row or tile.
+block, at decode all G query heads. Levels, and codes less their zero point, are exact halves: tensor cores multiply
+them with queries times steps of bands, and with weights times row scales, both rounded to halves relative to the
+largest of a query row or tile. Codes that are paths are no sequence here: a level follows from three codes of its row.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import HIGH, KIND, LOW, UP, Codecs
+from subkv_triton.codecs import CENTRE, DOUBLE, HIGH, KIND, LOW, N_ROWS, ON, ONE, STEP, TRIPLE, TWO, UP, Codecs
 from subkv_triton.encode import scales
 from subkv_triton.fields import CODED, HALF
 
 BLOCK_CELLS = 32
 _LOW, _HIGH, _UP, _KIND, _CODED, _HALF = (tl.constexpr(i) for i in (LOW, HIGH, UP, KIND, CODED, HALF))
+_ONE, _TWO, _ON, _ROWS = (tl.constexpr(i) for i in (ONE, TWO, ON, N_ROWS))
+_STEP, _CENTRE, _DOUBLE, _TRIPLE = (tl.constexpr(i) for i in (STEP, CENTRE, DOUBLE, TRIPLE))
 
 
 @dataclass
@@ -38,20 +40,30 @@ class Partial:
 
 @triton.jit
 def _bits(rows, seen, entry, R: tl.constexpr):
-    """Low or high bits of codes, i32 [C, R]; entry: pointers [R] to LOW or HIGH, before their shifts and masks."""
+    """Bits of codes, i32 [C, R]; entry: pointers [R] to LOW, HIGH, ONE or TWO, before their shifts and masks."""
     mask = tl.load(entry + 2 * R)
     byte = tl.load(rows[:, None] + tl.load(entry)[None, :], mask=seen[:, None] & (mask > 0)[None, :], other=0)
     return (byte.to(tl.int32) >> tl.load(entry + R)[None, :]) & mask[None, :]
 
 
 @triton.jit
-def _codes(rows, seen, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, zeros):
-    """rows: pointers [C] to a head's rows -> scales f32 [C]; codes less zero point and stored halves, f16 [C, R]."""
+def _codes(rows, seen, scales_ptr, table, values, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
+    """rows: pointers [C] to a head's rows -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
     s = tl.load(scales_ptr + tl.load(rows, mask=seen, other=0).to(tl.int32))
     kind = tl.load(table + _KIND * R + j)
     high = _bits(rows, seen, table + _HIGH * R + j, R)
     u = _bits(rows, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
-    centred = tl.where((kind == _CODED)[None, :], u.to(tl.float32) - zeros[None, :], 0.0).to(tl.float16)
+    index = u
+    if ANY_PATH:
+        before = _bits(rows, seen, table + _ONE * R + j, R) ^ (_bits(rows, seen, table + _TWO * R + j, R) << 1)
+        index = (u << tl.load(table + _ON * R + j)[None, :]) ^ before
+    level = index.to(tl.float32) - tl.load(values + _CENTRE * R + j)[None, :]
+    if ANY_PATH:
+        size = tl.abs(level)
+        far = tl.maximum(size - tl.load(values + _DOUBLE * R + j)[None, :], 0.0)
+        far += tl.maximum(size - tl.load(values + _TRIPLE * R + j)[None, :], 0.0)
+        level += tl.where(level < 0, -far, far)
+    centred = tl.where((kind == _CODED)[None, :], level, 0.0).to(tl.float16)
     if ANY_HALF:
         stored = u.to(tl.int16).to(tl.float16, bitcast=True)
         stored = tl.where((kind == _HALF)[None, :], stored, 0.0)
@@ -94,12 +106,10 @@ def _attend(
     scales_ptr,
     k_offsets,
     k_table,
-    k_ratios,
-    k_zeros,
+    k_values,
     v_offsets,
     v_table,
-    v_ratios,
-    v_zeros,
+    v_values,
     m_ptr,
     z_ptr,
     acc_ptr,
@@ -117,6 +127,8 @@ def _attend(
     RV: tl.constexpr,
     K_HALF: tl.constexpr,
     V_HALF: tl.constexpr,
+    K_PATH: tl.constexpr,
+    V_PATH: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     M: tl.constexpr,
@@ -134,11 +146,13 @@ def _attend(
     at = ((stream * n_tok + token) * n_head + head) * G + group  # query row in [n_stream, n_tok, H, G]
     jk, jv = tl.arange(0, RK), tl.arange(0, RV)
 
-    k_zero = tl.load(k_zeros + head * RK + jk)
-    v_zero = tl.load(v_zeros + head * RV + jv)
+    k_table += head * _ROWS * RK
+    v_table += head * _ROWS * RV
+    k_values += head * 4 * RK
+    v_values += head * 4 * RV
     q = tl.load(qt_ptr + at[:, None] * RK + jk[None, :], mask=live[:, None], other=0.0)
-    kinds = tl.load(k_table + (head * 8 + _KIND) * RK + jk)
-    scaled = q * tl.load(k_ratios + head * RK + jk)[None, :]
+    kinds = tl.load(k_table + _KIND * RK + jk)
+    scaled = q * tl.load(k_values + _STEP * RK + jk)[None, :]
     q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
     if K_HALF:
         q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
@@ -164,7 +178,7 @@ def _attend(
         seen = tl.max(bias, axis=0) > float("-inf")
         if tl.max(seen.to(tl.int32), axis=0) > 0:
             k_row = k_head + cell.to(tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, seen, scales_ptr, k_table + head * 8 * RK, jk, RK, K_HALF, k_zero)
+            s, codes, halves = _codes(k_row, seen, scales_ptr, k_table, k_values, jk, RK, K_HALF, K_PATH)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -174,7 +188,7 @@ def _attend(
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + cell.to(tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, seen, scales_ptr, v_table + head * 8 * RV, jv, RV, V_HALF, v_zero)
+            s, codes, halves = _codes(v_row, seen, scales_ptr, v_table, v_values, jv, RV, V_HALF, V_PATH)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
@@ -183,7 +197,7 @@ def _attend(
                 acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
 
     out = part.to(tl.int64) * n_stream * n_tok * n_head * G + at
-    acc = acc * tl.load(v_ratios + head * RV + jv)[None, :] + acc_half
+    acc = acc * tl.load(v_values + _STEP * RV + jv)[None, :] + acc_half
     tl.store(m_ptr + out, m, mask=live)
     tl.store(z_ptr + out, z, mask=live)
     tl.store(acc_ptr + out[:, None] * RV + jv[None, :], acc, mask=live[:, None])
@@ -256,12 +270,10 @@ def attend(
         scales(qt.device),
         k.offsets,
         k.coefficients,
-        k.ratios,
-        k.zeros,
+        k.values,
         v.offsets,
         v.coefficients,
-        v.ratios,
-        v.zeros,
+        v.values,
         m,
         z,
         acc,
@@ -279,6 +291,8 @@ def attend(
         RV=v.width,
         K_HALF=k.any_half,
         V_HALF=v.any_half,
+        K_PATH=k.n_place > 0,
+        V_PATH=v.n_place > 0,
         HAS_SHIFT=shift is not None,
         HAS_CAP=softcap > 0,
         M=block,

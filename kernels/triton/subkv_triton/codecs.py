@@ -14,11 +14,21 @@ import numpy.typing as npt
 import torch
 import triton
 
-from subkv_triton.fields import HALF, PLANES, Band, Fields, row_bytes
+from subkv_triton.fields import HALF, LINE_FACTORS, PLANES, Band, Fields, row_bytes
 
-# Rows of Codecs.coefficients, and of Codecs.packing per slot. A coefficient's code is
+# Rows of Codecs.coefficients, of Codecs.values, and of Codecs.packing per slot. A coefficient's code is
 #   (byte[LOW] >> LOW_SHIFT & LOW_MASK) | (byte[HIGH] >> HIGH_SHIFT & HIGH_MASK) << UP
+# and its index (code << ON) ^ (byte[ONE] >> ONE_SHIFT & ONE_MASK) ^ (byte[TWO] >> TWO_SHIFT & TWO_MASK) << 1: ONE and
+# TWO have the lowest bits of the codes one and two places before on a path (fields.Fields), masks of 0 without one
 LOW, LOW_SHIFT, LOW_MASK, HIGH, HIGH_SHIFT, HIGH_MASK, UP, KIND = range(8)
+ONE, ONE_SHIFT, ONE_MASK, TWO, TWO_SHIFT, TWO_MASK, ON = range(8, 15)
+N_ROWS = 15
+# the value of index i, with y = i - CENTRE, is STEP sign(y) (|y| + max(|y| - DOUBLE, 0) + max(|y| - TRIPLE, 0)),
+STEP, CENTRE, DOUBLE, TRIPLE = range(4)
+# of a place of a path: the coefficient and 2^bits (I32), and its step, bends and the constants of its lines (F32)
+PLACE, LEVELS = range(2)
+PLACE_STEP, PLACE_DOUBLE, PLACE_TRIPLE, LINES = range(4)
+N_PLACE_NUMBERS = LINES + len(LINE_FACTORS)
 # and of a byte's slot: (code of coefficient SOURCE >> DROP & MASK) << LIFT
 SOURCE, DROP, MASK, LIFT = range(4)
 SLOTS = 8
@@ -42,13 +52,21 @@ class Codecs:
     lengths: torch.Tensor
     """I32 [H]: bytes of a head's row."""
     coefficients: torch.Tensor
-    """I32 [H, 8, R]: where codes are (LOW to KIND); bytes count from the head's row."""
+    """I32 [H, N_ROWS, R]: where codes are (LOW to ON); bytes count from the head's row."""
+    values: torch.Tensor
+    """F32 [H, 4, R]: what indices stand for (STEP to TRIPLE); 1, 0 and no bends where nothing is quantized."""
+    path_lengths: torch.Tensor
+    """I32 [H]: places of the head's path, 0 without one."""
+    places: torch.Tensor
+    """I32 [H, 2, T]: PLACE and LEVELS of the places, T of the longest path."""
+    place_numbers: torch.Tensor
+    """F32 [H, N_PLACE_NUMBERS, T]: PLACE_STEP to LINES and those after it."""
     packing: torch.Tensor
     """I32 [H, 4, SLOTS, B]: what bytes are made of (SOURCE to LIFT); byte 0, the scale, of nothing."""
     ratios: torch.Tensor
-    """F32 [H, R]: step of the coefficient's band relative to the row's scale; 1 where nothing is quantized."""
+    """F32 [H, R]: ratio of the coefficient's band; 1 where nothing is quantized."""
     zeros: torch.Tensor
-    """F32 [H, R]: the code that stands for 0, (2^bits - 1)/2; 0 where nothing is quantized."""
+    """F32 [H, R]: without a path, the code that stands for 0, (2^bits - 1)/2; 0 where nothing is quantized."""
     encode: torch.Tensor
     """F16 [H, R, d]: E, zero rows beyond the rank."""
     decode: torch.Tensor
@@ -64,6 +82,11 @@ class Codecs:
     def width(self) -> int:
         """R"""
         return int(self.ratios.shape[1])
+
+    @property
+    def n_place(self) -> int:
+        """T, 0 where no head has a path."""
+        return int(self.places.shape[2])
 
     @classmethod
     def make(
@@ -93,9 +116,10 @@ class Codecs:
         width = triton.next_power_of_2(max(MIN_WIDTH, *ranks))
         lengths = [row_bytes(head) for head in bands]
         fields = [Fields.of(head, width) for head in bands]
+        n_place = max(len(of.path.bits) for of in fields)
 
         def stacked(arrays: Sequence[npt.NDArray[np.generic]]) -> torch.Tensor:
-            return torch.from_numpy(np.stack(arrays)).to(device)
+            return torch.from_numpy(np.ascontiguousarray(np.stack(arrays))).to(device)
 
         def padded(arrays: Sequence[npt.NDArray[np.generic]]) -> torch.Tensor:
             return stacked([np.concatenate([a, np.zeros((width - len(a), *a.shape[1:]), a.dtype)]) for a in arrays])
@@ -108,6 +132,10 @@ class Codecs:
             offsets=torch.tensor([sum(lengths[:h]) for h in range(len(bands))], dtype=torch.int32, device=device),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
             coefficients=stacked([_coefficients(of) for of in fields]),
+            values=stacked([np.stack([of.step, of.centre, *of.bend]) for of in fields]),
+            path_lengths=torch.tensor([len(of.path.bits) for of in fields], dtype=torch.int32, device=device),
+            places=stacked([np.pad(_places(of), ((0, 0), (0, n_place - len(of.path.bits)))) for of in fields]),
+            place_numbers=stacked([np.pad(_numbers(of), ((0, 0), (0, n_place - len(of.path.bits)))) for of in fields]),
             packing=stacked([_packing(of, max(lengths)) for of in fields]),
             ratios=stacked([of.ratio for of in fields]),
             zeros=stacked([of.zero for of in fields]),
@@ -120,7 +148,19 @@ class Codecs:
 def _coefficients(of: Fields) -> npt.NDArray[np.int32]:
     """The part of one head in Codecs.coefficients."""
     (low, high), mask = zip(of.byte, of.shift, strict=True), of.mask
-    return np.stack([*low, mask[0], *high, mask[1], of.lift[1], of.kind])
+    before = [(of.byte[0, j], of.shift[0, j], of.on) for j in of.before]
+    return np.stack([*low, mask[0], *high, mask[1], of.lift[1], of.kind, *before[0], *before[1], of.on])
+
+
+def _places(of: Fields) -> npt.NDArray[np.int32]:
+    """The part of one head in Codecs.places, as long as its path."""
+    return np.stack([of.path.coefficient, 1 << of.path.bits]).astype(np.int32)
+
+
+def _numbers(of: Fields) -> npt.NDArray[np.float32]:
+    """The same of Codecs.place_numbers."""
+    of_place = of.path.coefficient
+    return np.concatenate([of.step[of_place][None], of.bend[:, of_place], of.path.lines]).astype(np.float32)
 
 
 def _packing(of: Fields, n_bytes: int) -> npt.NDArray[np.int32]:

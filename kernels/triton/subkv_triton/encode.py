@@ -1,4 +1,7 @@
-"""encode: c = E x - offset, quantized into rows. The bytes are those of kernels/ref/encode.cpp for the same c."""
+"""encode: c = E x - offset, quantized into rows. The bytes are those of kernels/ref/encode.cpp for the same c.
+
+Three kernels: the scale code that is best without a path, paths where rows have one (path.py), and the rows' bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import DROP, KIND, LIFT, MASK, SLOTS, SOURCE, Codecs
-from subkv_triton.fields import CODED, HALF, HALF_MAX, SCALE_CANDIDATES_BELOW, SCALE_ONE, scale_table
+from subkv_triton.codecs import DROP, KIND, LIFT, MASK, N_ROWS, ON, SLOTS, SOURCE, Codecs
+from subkv_triton.fields import (
+    CODED,
+    HALF,
+    HALF_MAX,
+    PATH_BELOW,
+    PATH_TRIED,
+    SCALE_CANDIDATES_BELOW,
+    SCALE_ONE,
+    scale_table,
+)
+from subkv_triton.path import find_paths
 
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(1 + SCALE_CANDIDATES_BELOW))
 _SCALE_ONE, _BELOW = tl.constexpr(SCALE_ONE), tl.constexpr(SCALE_CANDIDATES_BELOW)
 _SOURCE, _DROP, _MASK, _LIFT, _SLOTS = (tl.constexpr(i) for i in (SOURCE, DROP, MASK, LIFT, SLOTS))
-_KIND, _CODED, _HALF = (tl.constexpr(i) for i in (KIND, CODED, HALF))
+_KIND, _ON, _ROWS, _CODED, _HALF = (tl.constexpr(i) for i in (KIND, ON, N_ROWS, CODED, HALF))
+_PATH_BELOW, _PATH_TRIED = tl.constexpr(PATH_BELOW), tl.constexpr(PATH_TRIED)
 _HALF_MAX = tl.constexpr(HALF_MAX)
 
 
@@ -33,27 +47,49 @@ def _quantize(c, inverse, zero):
 
 
 @triton.jit
-def _encode(
+def _squared_errors(c_row, s, kinds, on, ratios, zeros, R: tl.constexpr, N: tl.constexpr, OFF_PATH: tl.constexpr):
+    """[N] of a row at scales s [N, 1], coefficient j in lane j % 8, in the order that the reference fixes.
+
+    OFF_PATH: only of coefficients that are not on a path.
+    """
+    lane = tl.arange(0, 8)
+    error = tl.zeros((N, 8), tl.float32)
+    for i in range(0, R, 8):
+        x = tl.load(c_row + i + lane)[None, :]
+        zero = tl.load(zeros + i + lane)[None, :]
+        step = s * tl.load(ratios + i + lane)[None, :]
+        u = _quantize(x, tl.div_rn(1.0, step), zero)
+        e = tl.fma(-step, u - zero, x)
+        counted = tl.load(kinds + i + lane) == _CODED
+        if OFF_PATH:
+            counted = counted & (tl.load(on + i + lane) == 0)
+        error = tl.where(counted[None, :], tl.fma(e, e, error), error)
+    pairs = tl.sum(tl.reshape(error, (N, 2, 2, 2)), axis=1)
+    return tl.sum(tl.sum(pairs, axis=1), axis=1)
+
+
+@triton.jit
+def _choose(
     c_ptr,
-    cells_ptr,
-    rows_ptr,
-    row_stride,
     scales_ptr,
-    offsets_ptr,
-    lengths_ptr,
-    kinds_ptr,
+    coefficients_ptr,
     ratios_ptr,
     zeros_ptr,
-    packing_ptr,
+    chosen_ptr,
+    others_ptr,
     bad_ptr,
-    n_bytes,
     R: tl.constexpr,
-    B: tl.constexpr,
+    ANY_PATH: tl.constexpr,
 ):
-    """One row: token program_id(0), head program_id(1). c [n, H, R], bad [n, H]; B >= n_bytes bytes are packed."""
+    """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen, bad [n, H]; 0: a zero row.
+
+    others [n, H, PATH_TRIED]: squared errors of what is not on a path, at the scale codes that are tried for one.
+    """
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    c_row = c_ptr + (token.to(tl.int64) * n_head + head) * R
-    kinds = kinds_ptr + (head * 8 + _KIND) * R
+    at = token.to(tl.int64) * n_head + head
+    c_row = c_ptr + at * R
+    kinds = coefficients_ptr + (head * _ROWS + _KIND) * R
+    on = coefficients_ptr + (head * _ROWS + _ON) * R
     ratios, zeros = ratios_ptr + head * R, zeros_ptr + head * R
 
     j = tl.arange(0, R)
@@ -62,7 +98,7 @@ def _encode(
     size = tl.abs(c)
     finite = tl.sum((size < float("inf")).to(tl.int32), axis=0) == R
     live = finite & (tl.max(size, axis=0) > 0)
-    tl.store(bad_ptr + token * n_head + head, (~finite).to(tl.int32))
+    tl.store(bad_ptr + at, (~finite).to(tl.int32))
 
     # k0: the smallest scale code that clips nothing
     full = tl.where(coded, tl.load(ratios + j) * tl.load(zeros + j), 1.0)
@@ -71,40 +107,70 @@ def _encode(
     small = (every >= 1) & (every < 255) & (tl.load(scales_ptr + every) < reach)
     k0 = 1 + tl.sum(small.to(tl.int32), axis=0)
 
-    # squared errors of the candidates, coefficient j in lane j % 8, in the order that the reference fixes
     below = tl.arange(0, _CANDIDATES)
     candidate = k0 - below
     tried = (below <= _BELOW) & (candidate >= 1)
     s = tl.load(scales_ptr + candidate, mask=tried, other=1.0)[:, None]
-    lane = tl.arange(0, 8)
-    error = tl.zeros((_CANDIDATES, 8), tl.float32)
-    for i in range(0, R, 8):
-        x = tl.load(c_row + i + lane)[None, :]
-        zero = tl.load(zeros + i + lane)[None, :]
-        step = s * tl.load(ratios + i + lane)[None, :]
-        u = _quantize(x, tl.div_rn(1.0, step), zero)
-        e = tl.fma(-step, u - zero, x)
-        error = tl.where((tl.load(kinds + i + lane) == _CODED)[None, :], tl.fma(e, e, error), error)
-    pairs = tl.sum(tl.reshape(error, (_CANDIDATES, 2, 2, 2)), axis=1)
-    total = tl.sum(tl.sum(pairs, axis=1), axis=1)
+    total = _squared_errors(c_row, s, kinds, on, ratios, zeros, R, _CANDIDATES, False)
     total = tl.where(tried & live, total, float("inf"))
     least = tl.min(total, axis=0)
     best = k0 - tl.min(tl.where(total == least, below, _CANDIDATES), axis=0)  # ties to the larger scale
     best = tl.where(tl.max(coded.to(tl.int32), axis=0) > 0, best, _SCALE_ONE)
-    s_best = tl.load(scales_ptr + best)
+    tl.store(chosen_ptr + at, tl.where(live, best, 0))
+    if ANY_PATH:
+        tried = tl.arange(0, _PATH_TRIED)
+        k = tl.minimum(tl.maximum(best - _PATH_BELOW + tried, 1), 255)
+        s = tl.load(scales_ptr + k)[:, None]
+        other = _squared_errors(c_row, s, kinds, on, ratios, zeros, R, _PATH_TRIED, True)
+        tl.store(others_ptr + at * _PATH_TRIED + tried, other)
+
+
+@triton.jit
+def _pack(
+    c_ptr,
+    chosen_ptr,
+    codes_ptr,
+    cells_ptr,
+    rows_ptr,
+    row_stride,
+    scales_ptr,
+    offsets_ptr,
+    lengths_ptr,
+    coefficients_ptr,
+    ratios_ptr,
+    zeros_ptr,
+    packing_ptr,
+    n_bytes,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    ANY_PATH: tl.constexpr,
+):
+    """The bytes of one row, as _choose. codes U8 [n, H, R]: of what is on a path; B >= n_bytes bytes are packed."""
+    token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    at = token.to(tl.int64) * n_head + head
+    c_row = c_ptr + at * R
+    kinds = coefficients_ptr + (head * _ROWS + _KIND) * R
+    on = coefficients_ptr + (head * _ROWS + _ON) * R
+    ratios, zeros = ratios_ptr + head * R, zeros_ptr + head * R
+    chosen = tl.load(chosen_ptr + at)
+    live = chosen > 0
+    s = tl.load(scales_ptr + tl.where(live, chosen, _SCALE_ONE))
 
     b = tl.arange(0, B)
     inside = b < n_bytes
-    out = tl.where(b == 0, best, 0)
+    out = tl.where(b == 0, chosen, 0)
     for slot in range(_SLOTS):
         entry = packing_ptr + (head * 4 * _SLOTS + slot) * n_bytes + b
         source = tl.load(entry + _SOURCE * _SLOTS * n_bytes, mask=inside, other=0)
         mask = tl.load(entry + _MASK * _SLOTS * n_bytes, mask=inside, other=0)
         x = tl.load(c_row + source)
-        step = s_best * tl.load(ratios + source)
+        step = s * tl.load(ratios + source)
         u = _quantize(x, tl.div_rn(1.0, step), tl.load(zeros + source)).to(tl.int32)
         half = tl.minimum(tl.maximum(x, -_HALF_MAX), _HALF_MAX).to(tl.float16).to(tl.int16, bitcast=True)
         u = tl.where(tl.load(kinds + source) == _HALF, half.to(tl.int32) & 0xFFFF, u)
+        if ANY_PATH:
+            of_path = tl.load(codes_ptr + at * R + source).to(tl.int32)
+            u = tl.where(tl.load(on + source) > 0, of_path, u)
         drop = tl.load(entry + _DROP * _SLOTS * n_bytes, mask=inside, other=0)
         lift = tl.load(entry + _LIFT * _SLOTS * n_bytes, mask=inside, other=0)
         out = out | ((u >> drop) & mask) << lift
@@ -122,24 +188,32 @@ def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torc
         c = c - codecs.subtracted
     c = c.contiguous()
     n, n_head, width = c.shape
-    bad = torch.zeros((n, n_head), dtype=torch.int32, device=x.device)
+    bad, chosen = (torch.zeros((n, n_head), dtype=torch.int32, device=x.device) for _ in range(2))
+    if n == 0:
+        return bad
+    any_path = codecs.n_place > 0
+    others = torch.empty((n, n_head, PATH_TRIED if any_path else 0), dtype=torch.float32, device=x.device)
+    of_side = scales(x.device), codecs.coefficients, codecs.ratios, codecs.zeros
+    _choose[(n, n_head)](c, *of_side, chosen, others, bad, R=width, ANY_PATH=any_path)
+    codes = find_paths(codecs, c, chosen, others, scales(x.device)) if any_path else bad
     n_bytes = codecs.packing.shape[3]
-    if n > 0:
-        _encode[(n, n_head)](
-            c,
-            cells,
-            rows,
-            rows.stride(0),
-            scales(x.device),
-            codecs.offsets,
-            codecs.lengths,
-            codecs.coefficients,
-            codecs.ratios,
-            codecs.zeros,
-            codecs.packing,
-            bad,
-            n_bytes,
-            R=width,
-            B=triton.next_power_of_2(n_bytes),
-        )
+    _pack[(n, n_head)](
+        c,
+        chosen,
+        codes,
+        cells,
+        rows,
+        rows.stride(0),
+        scales(x.device),
+        codecs.offsets,
+        codecs.lengths,
+        codecs.coefficients,
+        codecs.ratios,
+        codecs.zeros,
+        codecs.packing,
+        n_bytes,
+        R=width,
+        B=triton.next_power_of_2(n_bytes),
+        ANY_PATH=any_path,
+    )
     return bad

@@ -19,8 +19,7 @@ from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf, Value
 
-VERSION = 3
-WITHOUT_LATENT = 2  # version of files without latent layers, which older readers know
+VERSION = 4
 FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases that were made without text
 PREDICTED_KEY = "subkv.predicted"
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # of gamma, FORMAT.md §1
@@ -97,7 +96,7 @@ def keys(
     predicted: nats per token of this layout ("subkv") and of llama.cpp's cache types.
     """
     values: dict[str, Value] = {
-        "subkv.version": ("u32", VERSION if any(layer.latent for layer in layers) else WITHOUT_LATENT),
+        "subkv.version": ("u32", VERSION),
         "subkv.codec": ("str", settings.codec),
         "subkv.arch": ("str", calibration.arch),
         "subkv.block_count": ("u32", calibration.block_count),

@@ -28,10 +28,10 @@ GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md
 
 # A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. What it takes away is the same for every cell, so it adds up
 # over the cells that attention sums, where independent errors average out. Errors of that kind, of energy D² of the
-# coefficient's, are taken to cost COHERENCE times as much. SmolLM2-135M, 3.5 bits in rows, KLD on WikiText-2 test and
-# Sherlock (decoders that undo the shrinking, basis.py): 0.0018 at 1, 0.0013 at 10, 0.0013 at 25; at 4 bits 0.00090,
-# 0.00066 (and 0.00075 at 3); at 3 bits 0.0041, 0.0030.
-COHERENCE = 10.0
+# coefficient's, are taken to cost COHERENCE times as much. SmolLM2-135M, KLD on WikiText-2 test and Sherlock (decoders
+# that undo the shrinking, basis.py), at 10 and 20: 3 bits 0.0035 and 0.0042, 0.0023 both; 4.25 bits 0.00055 and
+# 0.00053, 0.00037 and 0.00032; nothing to choose at 3.5 bits.
+COHERENCE = 20.0
 
 # Bits per element left for rows from which bands of 16 bits are planned. Their coefficients are not integer codes,
 # which costs decoding speed; SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and

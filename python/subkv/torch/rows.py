@@ -14,11 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from subkv.format import codec
 from subkv.format.bases import StoredBasis
-from subkv.format.codec import rank, row_bytes
-from subkv_triton.fields import HALF, HALF_MAX, SCALE_CANDIDATES_BELOW, SCALE_ONE, Fields, scale_table
+from subkv.torch.trellis import Paths
+from subkv_triton.fields import (
+    HALF,
+    HALF_MAX,
+    PATH_BELOW,
+    PATH_TRIED,
+    SCALE_CANDIDATES_BELOW,
+    SCALE_ONE,
+    Fields,
+    scale_table,
+)
 
-PIECE = 1 << 16  # coefficients encoded at once: eleven candidate scales of each, in float64
+PIECE = 1 << 16  # coefficients encoded at once in torch: eleven candidate scales of each, in float64
 
 
 class RowCodec:
@@ -37,18 +47,18 @@ class RowCodec:
         self.bands = [
             [(n, bits, float(rho)) for (n, bits), rho in zip(head.bands, head.ratio, strict=True)] for head in heads
         ]
-        self.rank = max(rank(head.bands) for head in heads)
+        self.rank = max(codec.rank(head.bands) for head in heads)
         bases = np.zeros((2, len(heads), self.rank, self.d), dtype=np.float32)
         offset = np.zeros((len(heads), self.rank), dtype=np.float32)
         for h, head in enumerate(heads):
-            n = rank(head.bands)
+            n = codec.rank(head.bands)
             bases[0, h, :n], bases[1, h, :n] = head.encode[:, back], head.decode[:, back]
             offset[h, :n] = -head.coefficients(np.zeros((1, self.d), dtype=np.float32))[0]
         self.encode_basis, self.decode_basis = torch.from_numpy(bases[0]), torch.from_numpy(bases[1])
         self.mean = torch.from_numpy(np.stack([head.mean[back] for head in heads]).astype(np.float32))
         self.gamma, self.offset = torch.tensor(gamma, dtype=torch.float32), torch.from_numpy(offset)
 
-        n_bytes = [row_bytes(head.bands) for head in heads]
+        n_bytes = [codec.row_bytes(head.bands) for head in heads]
         self.row_bytes = sum(n_bytes)
         fields = [Fields.of(bands, self.rank) for bands in self.bands]
 
@@ -60,16 +70,21 @@ class RowCodec:
         self._byte = self._scale_byte[:, None] + of_layer("byte")  # of the cell's row
         self._shift, self._mask, self._low = of_layer("shift"), of_layer("mask"), of_layer("lift")
         self._ratio, self._half, self._wide = of_layer("ratio"), of_layer("zero"), of_layer("kind") == HALF
+        self._step, self._centre, self._bend = of_layer("step"), of_layer("centre"), of_layer("bend")
+        self._on = of_layer("on")
+        of_head = self.rank * torch.arange(len(heads))[:, None]
+        self._before = (of_layer("before") + of_head).flatten(1)  # of all heads' coefficients
+        self._paths = Paths.of([(of.path, of.step) for of in fields], self.rank)
         self._scales = torch.from_numpy(scale_table())
-        self._on = {self.mean.device: self}  # copies by device
+        self._copies = {self.mean.device: self}  # by device
 
     def to(self, device: torch.device) -> RowCodec:
         """The same on a device, where there is one copy of it."""
-        if device not in self._on:
-            moved = self._on[device] = object.__new__(RowCodec)
+        if device not in self._copies:
+            moved = self._copies[device] = object.__new__(RowCodec)
             for name, value in vars(self).items():
-                setattr(moved, name, value.to(device) if isinstance(value, Tensor) else value)
-        return self._on[device]
+                setattr(moved, name, value.to(device) if isinstance(value, Tensor | Paths) else value)
+        return self._copies[device]
 
     def __deepcopy__(self, memo: Any) -> RowCodec:
         return self
@@ -86,8 +101,23 @@ class RowCodec:
     def encode(self, c: Tensor) -> Tensor:
         """Coefficients as of coefficients() to rows [batch, n, row_bytes] uint8.
 
-        Those of a head that are zero or not finite become a zero row.
+        Those of a head that are zero or not finite become a zero row. libsubkv does it where it can read them: on CPUs
+        the search of paths takes it a fiftieth of the time that torch needs.
         """
+        return self._encode_native(c) if c.device.type == "cpu" else self.encode_in_torch(c)
+
+    def _encode_native(self, c: Tensor) -> Tensor:
+        batch, _, n, _ = c.shape
+        heads = []
+        for bands, of_head in zip(self.bands, c.detach().numpy().swapaxes(0, 1), strict=True):
+            of_rank = sum(size for size, _, _ in bands)
+            x = of_head[..., :of_rank].reshape(batch * n, of_rank)
+            rows = codec.encode(x, tuple((size, bits) for size, bits, _ in bands), [rho for _, _, rho in bands])
+            heads.append(torch.from_numpy(rows).view(batch, n, -1))
+        return torch.cat(heads, 2)
+
+    def encode_in_torch(self, c: Tensor) -> Tensor:
+        """encode() in operations of torch, on any device."""
         c = c.transpose(1, 2)
         step = max(1, PIECE // c[:, 0].numel())
         return torch.cat([self._encode(piece) for piece in c.split(step, 1)], 1)
@@ -97,7 +127,13 @@ class RowCodec:
         live = c.isfinite().all(-1) & (c != 0).any(-1)
         clean = torch.where(live[..., None], c, 1.0)
         chosen = self._choose_scales(clean)
+        on_path = None
+        if self._paths is not None:
+            chosen = self._choose_path_scales(self._paths, clean, chosen)
+            on_path = self._paths.codes(clean, self._scales[chosen])
         code = _codes(clean, self._scales[chosen][..., None] * self._ratio, self._half).int()
+        if on_path is not None:
+            code = torch.where(self._on > 0, on_path, code)
         halves = clean.clamp(-HALF_MAX, HALF_MAX).half().view(torch.int16).int() & 0xFFFF
         code = torch.where(self._wide, halves, code)[:, :, None]  # [batch, n, 1, n_head_kv, rank]
         parts = ((code >> self._low) & self._mask) << self._shift
@@ -114,18 +150,34 @@ class RowCodec:
         reach = torch.where(coded, c.abs() / (self._ratio * self._half), 0.0).amax(-1)
         start = (torch.searchsorted(self._scales[1:], reach) + 1).clamp(max=255)
         k = start[..., None] - torch.arange(SCALE_CANDIDATES_BELOW + 1, device=c.device)
+        total = self._squared_error(c, k.clamp(min=1), coded)
+        best = torch.where(k >= 1, total, torch.inf).argmin(-1)
+        chosen = k.gather(-1, best[..., None])[..., 0]
+        return torch.where(coded.any(-1), chosen, SCALE_ONE)
+
+    def _choose_path_scales(self, paths: Paths, c: Tensor, middle: Tensor) -> Tensor:
+        """Likewise where rows have a path: `middle` elsewhere."""
+        k = middle[..., None] + torch.arange(-PATH_BELOW, PATH_TRIED - PATH_BELOW, device=c.device)
+        tried = k.clamp(1, 255)
+        cost = paths.free_cost(c, self._scales[tried])
+        coded = (self._half > 0.0) & (self._on == 0)
+        if coded.any():
+            cost = cost + self._squared_error(c, tried, coded)
+        least, best = torch.where(k == tried, cost, torch.inf).min(-1)
+        chosen = k.gather(-1, best[..., None])[..., 0]
+        return torch.where(paths.any & (least < torch.inf), chosen, middle)
+
+    def _squared_error(self, c: Tensor, k: Tensor, counted: Tensor) -> Tensor:
+        """[batch, n, n_head_kv, candidates] at scale codes k, without a path, of the coefficients `counted`."""
         x, half = c[..., None, :], self._half[:, None]  # [batch, n, n_head_kv, candidates, rank]
-        step = self._scales[k.clamp(min=1)][..., None] * self._ratio[:, None]
+        step = self._scales[k][..., None] * self._ratio[:, None]
         centred = (_codes(x, step, half) - half).double()
-        error = torch.where(coded[:, None], (x.double() - step.double() * centred).float(), 0.0).double()
+        error = torch.where(counted[:, None], (x.double() - step.double() * centred).float(), 0.0).double()
         lane = torch.zeros(*k.shape, 8, device=c.device)
         for part in error.split(8, -1):
             lane = (lane + part * part).float()
         even, odd = lane[..., [0, 2]] + lane[..., [4, 6]], lane[..., [1, 3]] + lane[..., [5, 7]]
-        total = (even[..., 0] + even[..., 1]) + (odd[..., 0] + odd[..., 1])
-        best = torch.where(k >= 1, total, torch.inf).argmin(-1)
-        chosen = k.gather(-1, best[..., None])[..., 0]
-        return torch.where(coded.any(-1), chosen, SCALE_ONE)
+        return (even[..., 0] + even[..., 1]) + (odd[..., 0] + odd[..., 1])
 
     def decode(self, rows: Tensor) -> Tensor:
         """Rows [batch, n, row_bytes] to dequantized coefficients [batch, n_head_kv, n, rank] float32."""
@@ -133,7 +185,15 @@ class RowCodec:
         parts = rows[:, :, self._byte.flatten()].view(batch, n, 2, -1, self.rank).int()
         code = (((parts >> self._shift) & self._mask) << self._low).sum(2, dtype=torch.int32)
         scale = self._scales[rows[:, :, self._scale_byte].long()][..., None]  # 0 of a zero row
-        c = scale * self._ratio * (code - self._half)
+        if self._paths is None:
+            c = scale * self._step * (code - self._centre)
+        else:
+            low = code & self._on
+            one, two = (low.flatten(-2).index_select(-1, before).view_as(low) for before in self._before)
+            y = ((code << self._on) ^ (((two << 1) ^ one) * self._on)) - self._centre
+            size = y.abs()
+            level = size + (size - self._bend[0]).clamp(min=0.0) + (size - self._bend[1]).clamp(min=0.0)
+            c = scale * self._step * level.copysign(y)
         if self._wide.any():
             c = torch.where(self._wide, code.to(torch.int16).view(torch.half) * (scale > 0.0), c)
         return c.transpose(1, 2)

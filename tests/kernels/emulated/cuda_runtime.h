@@ -141,6 +141,11 @@ inline unsigned long long atomicAdd(unsigned long long * sum, unsigned long long
     return *sum - x;
 }
 
+inline unsigned atomicAdd(unsigned * sum, unsigned x) {
+    *sum += x;
+    return *sum - x;
+}
+
 inline unsigned atomicXor(unsigned * word, unsigned x) {
     *word ^= x;
     return *word ^ x;
@@ -148,6 +153,10 @@ inline unsigned atomicXor(unsigned * word, unsigned x) {
 
 inline float __fmul_rn(float a, float b) {
     return a * b;
+}
+
+inline float __fadd_rn(float a, float b) {
+    return a + b;
 }
 
 inline float __fsub_rn(float a, float b) {

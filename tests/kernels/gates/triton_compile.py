@@ -19,16 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-from subkv_triton import attend, combine, encode
+from subkv_triton import attend, combine, encode, path
 
 TYPES = {
     **dict.fromkeys(("qt_ptr", "shift_ptr", "bias_ptr", "slope_ptr", "scales_ptr", "sinks_ptr", "q_ptr"), "*fp32"),
-    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_ratios", "v_ratios", "k_zeros"), "*fp32"),
-    **dict.fromkeys(("v_zeros", "ratios_ptr", "zeros_ptr"), "*fp32"),
+    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_values", "v_values"), "*fp32"),
+    **dict.fromkeys(("ratios_ptr", "zeros_ptr", "others_ptr", "numbers_ptr"), "*fp32"),
     **dict.fromkeys(("decode_ptr", "k_ptr", "v_ptr"), "*fp16"),
-    **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr"), "*u8"),
-    **dict.fromkeys(("k_table", "v_table", "kinds_ptr", "packing_ptr", "bad_ptr"), "*i32"),
-    **dict.fromkeys(("k_offsets", "v_offsets", "offsets_ptr", "lengths_ptr", "cells_ptr"), "*i64"),
+    **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr", "codes_ptr"), "*u8"),
+    **dict.fromkeys(("k_table", "v_table", "coefficients_ptr", "packing_ptr", "bad_ptr"), "*i32"),
+    **dict.fromkeys(("k_offsets", "v_offsets", "offsets_ptr", "lengths_ptr"), "*i32"),
+    **dict.fromkeys(("chosen_ptr", "taken_ptr", "places_ptr"), "*i32"),
+    "cells_ptr": "*i64",
     "softcap": "fp32",
 }
 """Of arguments; the others are i32, which hold no promise of a multiple of 16."""
@@ -37,6 +39,7 @@ TYPES = {
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(name, function, constants) as the package launches them, for heads of full rank without 16-bit bands."""
     plain = {"K_HALF": False, "V_HALF": False, "HAS_SHIFT": False, "HAS_CAP": False, "C": attend.BLOCK_CELLS}
+    plain |= {"K_PATH": True, "V_PATH": True}
     for d, group in ((64, 3), (128, 4), (128, 8)):
         yield f"attend d {d} G {group}", attend._attend, {**plain, "G": group, "RK": d, "RV": d, "M": 16}
     for d, group in ((64, 3), (128, 4)):
@@ -46,7 +49,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         blocks = {"M": combine.BLOCK_ROWS, "C": combine.BLOCK_KEYS}
         yield f"combine d {d}", combine._combine, {**size, **blocks, "HAS_CAP": False, "HAS_SINKS": False}
     for d, row_bytes in ((64, 36), (128, 71)):  # of 4.3 bits an element
-        yield f"encode d {d}", encode._encode, {"R": d, "B": next_power_of_2(row_bytes)}
+        yield f"encode scale d {d}", encode._choose, {"R": d, "ANY_PATH": True}
+        yield f"encode path d {d}", path._find, {"R": d, "B": path.BLOCK}
+        yield f"encode bytes d {d}", encode._pack, {"R": d, "B": next_power_of_2(row_bytes), "ANY_PATH": True}
 
 
 def target_of(name: str) -> GPUTarget:

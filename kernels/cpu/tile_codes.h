@@ -1,0 +1,274 @@
+// tile_codes.h: tiles as bytes: every code, on a path or not, becomes a byte from which its value is 127.5 steps away, so
+// that products know one width (tile_products.h). Formats: subkv/tiles.h, subkv/trellis.h.
+//
+// Codes leave a tile a register at a time: those of one place of an octet, of many cells. The codes before them on the path
+// are the same register of the octet before, so a level needs nothing of other registers; at the beginning of a lane it
+// needs the last two octets, moved by a lane.
+//
+// What Isa (attend_tiles.h) gives for it:
+//   AT, EXACT             bit of a byte at which level() wants codes; whether the other bits have to be 0
+//   Before                what a register needs to know of the two codes before
+//   ends(one, two)        the low bits of the last code and of the one before it, as begin() takes them
+//   begin(ends)           Before of a register
+//   level<BITS>(code, before)  levels plus 128; before follows
+//   turn_keys(x, other)   bytes of a dword moved up by one, the first one from other's last
+//   turn_values(x, below) qwords moved up by one, the first one from the last of below
+#pragma once
+
+#include "cells.h"
+#include "subkv/trellis.h"
+
+namespace subkv::cpu {
+
+constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte of 0
+
+// Register RHO of an octet, W dwords of it that begin at the pointer: a code at bit AT of each byte. EXACT: and nothing else.
+template <typename Isa, int BITS, int RHO, int AT, bool EXACT> static inline typename Isa::I
+codes_of(const uint8_t * octet) {
+    constexpr TileFields f = tile_fields(BITS, RHO);
+    constexpr TileField  a = f.field[0], b = f.field[1], c = f.field[2];
+    const auto           part = [&](const TileField & field) { return Isa::bytes(octet + field.line * LINE); };
+    auto                 x    = Isa::template shift<a.shift - a.from - AT>(part(a));
+    if constexpr (EXACT && BITS != 8) {
+        x = Isa::mask(x, ((1 << a.width) - 1) << (a.from + AT));
+    }
+    if constexpr (f.n > 1) {
+        constexpr int BITS_B = ((1 << b.width) - 1) << (b.from + AT);
+        x = Isa::template join<EXACT>(x, Isa::template shift<b.shift - b.from - AT>(part(b)), BITS_B);
+    }
+    if constexpr (f.n > 2) {
+        constexpr int BITS_C = ((1 << c.width) - 1) << (c.from + AT);
+        x = Isa::template join<EXACT>(x, Isa::template shift<c.shift - c.from - AT>(part(c)), BITS_C);
+    }
+    return x;
+}
+
+static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t ahead) {
+    for (int32_t line = 0; line < bits; ++line) {
+        __builtin_prefetch(octet + ahead + line * LINE, 0, 2); // into L2: L1 waits for few lines at a time
+    }
+}
+
+//
+// bands that are not on a path
+//
+
+template <typename Isa, int BITS, int RHO = 0> static inline void unpack_octet(const uint8_t * octet, uint8_t * out) {
+    if constexpr (RHO < 8) {
+        for (int at = 0; at < LINE; at += 4 * Isa::W) {
+            const auto code = codes_of<Isa, BITS, RHO, 0, true>(octet + at);
+            Isa::put_bytes(out + RHO * LINE + at, Isa::plus_bytes(code, BYTE_MIDDLE - (1 << (BITS - 1))));
+        }
+        unpack_octet<Isa, BITS, RHO + 1>(octet, out);
+    }
+}
+
+template <typename Isa, int BITS>
+static void unpack_band(const uint8_t * from, int32_t n, int64_t ahead, uint8_t * out) {
+    for (int32_t j = 0; j < n; j += 8, from += BITS * LINE, out += 8 * LINE) {
+        prefetch_octet(from, BITS, ahead);
+        unpack_octet<Isa, BITS>(from, out);
+    }
+}
+
+//
+// paths
+//
+
+// A register of W dwords for every place of an octet, and what the codes before them left.
+template <typename Isa> struct Path8 {
+    static constexpr int PARTS = 16 / Isa::W; // registers of a line
+    typename Isa::Before before[PARTS][8];
+};
+
+// The lowest bits of an octet's codes, at bit AT of each byte; others hold anything.
+template <typename Isa, int BITS, int RHO = 0>
+static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
+    if constexpr (RHO < 8) {
+        constexpr TileField low = tile_fields(BITS, RHO).field[0];
+        out[RHO]                = Isa::template shift<low.shift - Isa::AT>(Isa::bytes(octet + low.line * LINE));
+        read_low<Isa, BITS, RHO + 1>(octet, out);
+    }
+}
+
+// Octets of a head on its path, in order.
+struct PathOctet {
+    int32_t at; // in a tile
+    int32_t bits;
+};
+
+// The last octet and the one before it.
+static inline void last_octets(const HeadCodec & codec, PathOctet (&last)[2]) {
+    int n = 0;
+    for (int32_t b = codec.n_bands - 1; b >= 0 && n < 2; --b) {
+        const Band & band = codec.bands[b];
+        for (int32_t j = band.n - 8; on_path(codec, band) && j >= 0 && n < 2; j -= 8) {
+            last[n++] = { TILE * band.offset + j * band.bits * LINE / 8, band.bits };
+        }
+    }
+}
+
+// Where the lanes of a tile's path begin.
+template <typename Isa> static void begin_path(const HeadCodec & codec, const uint8_t * tile, Path8<Isa> & path) {
+    constexpr int   PARTS = Path8<Isa>::PARTS;
+    typename Isa::I ends[PARTS][8];
+    if (codec.path == PATH_LANES) {
+        for (int p = 0; p < PARTS; ++p) {
+            for (int rho = 0; rho < 8; ++rho) {
+                path.before[p][rho] = Isa::begin(Isa::zero());
+            }
+        }
+        return;
+    }
+    PathOctet last[2] = {};
+    last_octets(codec, last);
+    for (int p = 0; p < PARTS; ++p) {
+        typename Isa::I code[2][8] = {};
+        for (int i = 0; i < 2; ++i) {
+            const uint8_t * octet = tile + last[i].at + 4 * Isa::W * p;
+#define READ(BITS) read_low<Isa, BITS>(octet, code[i])
+            SUBKV_BY_PATH_BITS(last[i].bits, READ)
+#undef READ
+        }
+        for (int rho = 0; rho < 8; ++rho) {
+            ends[p][rho] = Isa::ends(code[0][rho], code[1][rho]);
+        }
+    }
+    for (int p = 0; p < PARTS; ++p) {
+        for (int rho = 0; rho < 8; ++rho) {
+            path.before[p][rho] =
+                Isa::begin(codec.value != 0 ? Isa::turn_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
+                                              Isa::turn_keys(ends[p][rho], ends[p][rho ^ 4]));
+        }
+    }
+}
+
+// Registers QUARTER and QUARTER + 4 of a band's octets, which often share a line: what is known of the codes before them
+// stays in registers.
+template <typename Isa, int BITS, int QUARTER = 0>
+static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa> & path, uint8_t * out) {
+    if constexpr (QUARTER < 4) {
+        constexpr int PARTS = Path8<Isa>::PARTS, AT_ONCE = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
+        for (int first = 0; first < PARTS; first += AT_ONCE) {
+            typename Isa::Before before[AT_ONCE][2];
+            for (int p = 0; p < AT_ONCE; ++p) {
+                before[p][0] = path.before[first + p][QUARTER];
+                before[p][1] = path.before[first + p][OTHER];
+            }
+            const uint8_t * octet = from + 4 * Isa::W * first;
+            uint8_t *       to    = out + 4 * Isa::W * first;
+            for (int32_t j = 0; j < n; j += 8, octet += BITS * LINE, to += 8 * LINE) {
+                if (QUARTER == 0 && first == 0) {
+                    prefetch_octet(octet, BITS, ahead);
+                }
+#pragma GCC unroll 2
+                for (int p = 0; p < AT_ONCE; ++p) {
+                    const int  at  = 4 * Isa::W * p;
+                    const auto one = codes_of<Isa, BITS, QUARTER, Isa::AT, Isa::EXACT>(octet + at);
+                    const auto two = codes_of<Isa, BITS, OTHER, Isa::AT, Isa::EXACT>(octet + at);
+                    Isa::put_bytes(to + QUARTER * LINE + at, Isa::template level<BITS>(one, before[p][0]));
+                    Isa::put_bytes(to + OTHER * LINE + at, Isa::template level<BITS>(two, before[p][1]));
+                }
+            }
+            for (int p = 0; p < AT_ONCE; ++p) {
+                path.before[first + p][QUARTER] = before[p][0];
+                path.before[first + p][OTHER]   = before[p][1];
+            }
+        }
+        path_band<Isa, BITS, QUARTER + 1>(from, n, ahead, path, out);
+    }
+}
+
+//
+// where products take bytes from
+//
+
+// A tile as bytes: an octet has LINES lines, and register RHO of it, from the pointer on, is a line.
+template <typename Isa> struct FromBytes {
+    static constexpr int LINES = 8;
+    struct Before {};
+
+    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before &) {
+        return Isa::bytes(octet + RHO * LINE);
+    }
+};
+
+// A band of a tile as it is.
+template <typename Isa, int BITS, bool PATH> struct FromCodes {
+    static constexpr int LINES = BITS;
+    using Before               = typename Isa::Before;
+
+    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before & before) {
+        if constexpr (PATH) {
+            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::AT, Isa::EXACT>(octet), before);
+        } else {
+            return Isa::plus_bytes(codes_of<Isa, BITS, RHO, 0, true>(octet), BYTE_MIDDLE - (1 << (BITS - 1)));
+        }
+    }
+};
+
+//
+// tiles
+//
+
+// Runs of coefficients that are integers, which bytes are made of: all but those of 16-bit bands.
+struct Runs {
+    int32_t n = 0;
+    int32_t first[MAX_BANDS], end[MAX_BANDS];
+
+    explicit Runs(const HeadCodec & codec) {
+        for (int32_t b = 0; b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+            if (band.bits == 16) {
+                continue;
+            }
+            if (n > 0 && end[n - 1] == band.first) {
+                end[n - 1] += band.n;
+            } else {
+                first[n] = band.first;
+                end[n++] = band.first + band.n;
+            }
+        }
+    }
+};
+
+// Whether a tile holds these bytes as it is, behind its scales.
+static inline bool all_bytes(const HeadCodec & codec) {
+    for (int32_t b = 0; b < codec.n_bands; ++b) {
+        if (codec.bands[b].bits != 8) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// A tile as one of 8-bit bands: coefficient j's octet at LINE * j of `out`. 16-bit bands are left out. Returns where the
+// bytes are. ahead: of the tile to fetch meanwhile.
+template <typename Isa>
+static const uint8_t * unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t ahead, uint8_t * out) {
+    if (all_bytes(codec)) {
+        prefetch_octet(tile + LINE, codec.rank, ahead);
+        return tile + LINE;
+    }
+    Path8<Isa> path;
+    if (codec.path != PATH_NONE) {
+        begin_path<Isa>(codec, tile, path);
+    }
+    for (int32_t b = 0; b < codec.n_bands; ++b) {
+        const Band &    band = codec.bands[b];
+        const uint8_t * from = tile + LINE * band.offset;
+        uint8_t *       to   = out + LINE * band.first;
+        if (on_path(codec, band)) {
+#define LEVELS(BITS) path_band<Isa, BITS>(from, band.n, ahead, path, to)
+            SUBKV_BY_PATH_BITS(band.bits, LEVELS)
+#undef LEVELS
+        } else {
+#define UNPACK(BITS) unpack_band<Isa, BITS>(from, band.n, ahead, to)
+            SUBKV_BY_BITS(band.bits, UNPACK)
+#undef UNPACK
+        }
+    }
+    return out;
+}
+
+} // namespace subkv::cpu
