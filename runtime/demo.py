@@ -37,7 +37,7 @@ def calibration_path() -> Path:
 
 
 def _key(model: Path, calibration: Path, generator: str) -> str:
-    """Changes with the model's ends and size, the calibration, and the converter's version."""
+    """Changes with the model's ends and size, the calibration, the converter's version and the format's."""
     digest = hashlib.sha256(generator.encode() + b"\0" + calibration.read_bytes())
     size = model.stat().st_size
     digest.update(size.to_bytes(8, "little"))
@@ -55,13 +55,13 @@ def converted() -> Path:
     """
     # numpy and the native libraries, where the demo model is asked for
     from converter.cli import convert_file
-    from subkv.format.metadata import generator
+    from subkv.format.metadata import VERSION, generator
     from subkv.native.gguf import check_model_file
     from subkv.plan.pipeline import Options
 
     model, calibration = model_path(), calibration_path()
     folder = cache_folder()
-    target = folder / f"{NAME}-{_key(model, calibration, generator())}.subkv.gguf"
+    target = folder / f"{NAME}-{_key(model, calibration, f'{generator()}, format {VERSION}')}.subkv.gguf"
     try:
         if target.is_file():
             return check_model_file(target)
