@@ -7,14 +7,12 @@
 #if defined(SUBKV_X86)
 
 #    include "avx2_path.h"
-#    include "subkv/trellis.h"
-
-#    include <string.h>
+#    include "path_search.h"
 
 namespace subkv::avx2 {
 namespace {
 
-constexpr int   STATES = 4;
+constexpr int   STATES = cpu::PATH_STATES;
 constexpr float INF    = __builtin_inff();
 static_assert(TRELLIS_TRIED * PATH_ROWS == 8, "a candidate of a row in each lane");
 
@@ -135,22 +133,13 @@ void store_choices(const Nearest & n, Choice * out, int32_t places) {
     }
 }
 
-int first_least(const float * cost) {
-    int best = 0;
-    for (int w = 1; w < STATES; ++w) {
-        best = cost[w] < cost[best] ? w : best;
-    }
-    return best;
-}
-
 } // namespace
 
 void choose_path_scales(const HeadCodec & codec, const float * const * c, int n, uint8_t * scale) {
     const float *     rows[PATH_ROWS] = { c[0], c[n - 1] };
     alignas(32) float s[8], cost_of[8];
     for (int i = 0; i < 8; ++i) {
-        const int k = scale[i / TRELLIS_TRIED < n ? i / TRELLIS_TRIED : 0] - TRELLIS_BELOW + i % TRELLIS_TRIED;
-        s[i]        = k >= 1 && k <= 255 ? SCALES[k] : 1.0f;
+        s[i] = cpu::tried_scale(scale[i / TRELLIS_TRIED < n ? i / TRELLIS_TRIED : 0], i % TRELLIS_TRIED);
     }
     __m256 step[MAX_BANDS], inverse[MAX_BANDS];
     for (int32_t b = 0; b < codec.n_bands; ++b) {
@@ -178,34 +167,16 @@ void choose_path_scales(const HeadCodec & codec, const float * const * c, int n,
     }
     _mm256_store_ps(cost_of, least_of(cost));
     for (int row = 0; row < n; ++row) {
-        const int middle = scale[row];
-        float     least  = INF;
-        for (int i = 0; i < TRELLIS_TRIED; ++i) {
-            const int k = middle - TRELLIS_BELOW + i;
-            if (k < 1 || k > 255) {
-                continue;
-            }
-            const float total =
-                cost_of[row * TRELLIS_TRIED + i] + squared_error(codec, c[row], SCALES[k], TRELLIS_BITS);
-            if (total < least) {
-                scale[row] = (uint8_t) k;
-                least      = total;
-            }
-        }
+        scale[row] = cpu::least_tried(scale[row], cost_of + row * TRELLIS_TRIED,
+                                      [&](float at) { return squared_error(codec, c[row], at, TRELLIS_BITS); });
     }
 }
 
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
-    constexpr int32_t MOST = MAX_HEAD_SIZE;
-    Choice            choice[MOST];
-    int32_t           coefficient[MOST / 8]; // where the octets on the path begin
-    uint16_t          taken[MOST];           // bit 4 * start + state: the branch is from the larger state
-    int32_t           n_octets = 0;
-    for (int32_t b = 0; b < codec.n_bands; ++b) {
-        for (int32_t j = 0; on_path(codec, codec.bands[b]) && j < codec.bands[b].n; j += 8) {
-            coefficient[n_octets++] = codec.bands[b].first + j;
-        }
-    }
+    constexpr int32_t     MOST = MAX_HEAD_SIZE;
+    Choice                choice[MOST];
+    uint16_t              taken[MOST]; // bit 4 * start + state: the branch is from the larger state
+    const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         if (!on_path(codec, band)) {
@@ -217,7 +188,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
         const __m256   inverse = _mm256_set1_ps(1.0f / step);
         for (int32_t j = band.first; j < band.first + band.n; j += 8, ++octet) {
             const auto found = band.bits <= 4 ? nearest<true> : nearest<false>;
-            store_choices(found(levels, steps, inverse, _mm256_loadu_ps(c + j)), choice + octet, n_octets);
+            store_choices(found(levels, steps, inverse, _mm256_loadu_ps(c + j)), choice + octet, octets.n);
         }
     }
     const bool lanes = codec.path == PATH_LANES;
@@ -225,11 +196,11 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     __m256     low  = _mm256_setr_ps(0.0f, INF, INF, INF, INF, 0.0f, INF, INF); // states of a path from 0, and from 1
     __m256     high = _mm256_setr_ps(INF, INF, 0.0f, INF, INF, INF, INF, 0.0f);
     float      cost[4 * STATES];
-    for (int32_t t = 0; t < 8 * n_octets; ++t) {
-        if (lanes && t % n_octets == 0) {
+    for (int32_t t = 0; t < 8 * octets.n; ++t) {
+        if (lanes && t % octets.n == 0) {
             _mm256_storeu_ps(cost, low);
-            const int state      = first_least(cost);
-            before[t / n_octets] = state;
+            const int state      = cpu::first_least(cost);
+            before[t / octets.n] = state;
             low                  = _mm256_setr_ps(cost[state], INF, INF, INF, INF, INF, INF, INF);
         }
         const __m256 error   = _mm256_broadcast_ps((const __m128 *) choice[t].error);
@@ -249,17 +220,10 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     for (int w = 1; w < STATES && !lanes; ++w) {
         start = cost[5 * w] < cost[5 * start] ? w : start;
     }
-    int w = lanes ? first_least(cost) : start;
-    for (int32_t lane = BAND_STEP - 1, t = 8 * n_octets - 1; lane >= 0; --lane) {
-        for (int32_t octet = n_octets - 1; octet >= 0; --octet, --t) {
-            const int p                     = w >> 1 | (taken[t] >> (4 * start + w) & 1) << 1;
-            const int q                     = 2 * ((w & 1) ^ p >> 1) + (p & 1);
-            const int i                     = 4 * (choice[t].number[q] & 31) + q; // the number in the lowest bits
-            code[coefficient[octet] + lane] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
-            w                               = p;
-        }
-        w = lanes ? before[lane] : w;
-    }
+    cpu::trace_back(
+        octets, lanes ? cpu::first_least(cost) : start, lanes ? before : nullptr,
+        [&](int32_t t, int q) { return choice[t].number[q] & 31; }, // in the lowest bits
+        [&](int32_t t, int w) { return (taken[t] >> (4 * start + w) & 1) != 0; }, code);
 }
 
 } // namespace subkv::avx2

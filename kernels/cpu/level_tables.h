@@ -30,14 +30,13 @@ template <int BITS, int N> struct alignas(64) ByWindow {
     }
 };
 
-// By x_{t-1} and u_t ^ x_{t-2}, 16 entries at a time: byte[x][u].
+// By x_{t-1} and u_t ^ x_{t-2}, of up to 4 bits: byte[x][u].
 template <int BITS> struct alignas(64) ByCode {
-    static constexpr int N          = BITS < 4 ? 16 : 1 << BITS;
-    uint8_t              byte[2][N] = {};
+    uint8_t byte[2][16] = {};
 
     constexpr ByCode() {
         for (int x = 0; x < 2; ++x) {
-            for (int u = 0; u < N; ++u) {
+            for (int u = 0; u < 16; ++u) {
                 byte[x][u] = (uint8_t) (trellis_level(BITS, 2 * (u % (1 << BITS)) + x) + 128);
             }
         }

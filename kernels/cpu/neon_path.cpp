@@ -5,14 +5,12 @@
 #if defined(SUBKV_ARM64)
 
 #    include "neon.h"
-#    include "subkv/trellis.h"
-
-#    include <string.h>
+#    include "path_search.h"
 
 namespace subkv::neon {
 namespace {
 
-constexpr int   STATES = 4;
+constexpr int   STATES = cpu::PATH_STATES;
 constexpr float INF    = __builtin_inff();
 static_assert(TRELLIS_TRIED == 4, "a candidate in each lane");
 
@@ -92,21 +90,12 @@ void store_choices(const Nearest & n, Choice * out, int32_t places) {
     }
 }
 
-int first_least(const float * cost) {
-    int best = 0;
-    for (int w = 1; w < STATES; ++w) {
-        best = cost[w] < cost[best] ? w : best;
-    }
-    return best;
-}
-
 } // namespace
 
 uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t middle) {
     float s[TRELLIS_TRIED], cost_of[TRELLIS_TRIED];
     for (int i = 0; i < TRELLIS_TRIED; ++i) {
-        const int k = middle - TRELLIS_BELOW + i;
-        s[i]        = k >= 1 && k <= 255 ? SCALES[k] : 1.0f;
+        s[i] = cpu::tried_scale(middle, i);
     }
     float32x4_t step[MAX_BANDS], inverse[MAX_BANDS], cost[STATES];
     for (int32_t b = 0; b < codec.n_bands; ++b) {
@@ -129,32 +118,13 @@ uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t midd
         }
     }
     vst1q_f32(cost_of, least_of(cost));
-    uint8_t best  = middle;
-    float   least = INF;
-    for (int i = 0; i < TRELLIS_TRIED; ++i) {
-        const int k = middle - TRELLIS_BELOW + i;
-        if (k < 1 || k > 255) {
-            continue;
-        }
-        const float total = cost_of[i] + squared_error(codec, c, SCALES[k], TRELLIS_BITS);
-        if (total < least) {
-            best  = (uint8_t) k;
-            least = total;
-        }
-    }
-    return best;
+    return cpu::least_tried(middle, cost_of, [&](float at) { return squared_error(codec, c, at, TRELLIS_BITS); });
 }
 
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     Choice   choice[MAX_HEAD_SIZE];
-    int32_t  coefficient[MAX_HEAD_SIZE / 8];    // where the octets on the path begin
     uint32_t taken[MAX_HEAD_SIZE][STATES] = {}; // of a start, by state: ones where the branch is from the larger one
-    int32_t  n_octets                     = 0;
-    for (int32_t b = 0; b < codec.n_bands; ++b) {
-        for (int32_t j = 0; on_path(codec, codec.bands[b]) && j < codec.bands[b].n; j += 8) {
-            coefficient[n_octets++] = codec.bands[b].first + j;
-        }
-    }
+    const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         const float  step = s * level_step(codec, band);
@@ -162,7 +132,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
             for (int half = 0; half < 2; ++half) {
                 store_choices(
                     nearest(band.bits, vdupq_n_f32(step), vdupq_n_f32(1.0f / step), vld1q_f32(c + j + 4 * half)),
-                    choice + 4 * half * n_octets + octet, n_octets);
+                    choice + 4 * half * octets.n + octet, octets.n);
             }
         }
     }
@@ -178,11 +148,11 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     static const uint32_t states[STATES] = { 1, 2, 4, 8 };
     for (int w = 0; w < n_starts; ++w) {
         float32x4_t now = vld1q_f32(cost[w]);
-        for (int32_t t = 0; t < 8 * n_octets; ++t) {
-            if (lanes && t % n_octets == 0) {
+        for (int32_t t = 0; t < 8 * octets.n; ++t) {
+            if (lanes && t % octets.n == 0) {
                 vst1q_f32(cost[w], now);
-                before[t / n_octets] = first_least(cost[w]);
-                now                  = vsetq_lane_f32(cost[w][before[t / n_octets]], vdupq_n_f32(INF), 0);
+                before[t / octets.n] = cpu::first_least(cost[w]);
+                now                  = vsetq_lane_f32(cost[w][before[t / octets.n]], vdupq_n_f32(INF), 0);
             }
             const float32x4_t error = vld1q_f32(choice[t].error);
             const float32x4_t a     = from(error, vzip1q_f32(now, now));
@@ -196,17 +166,10 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     for (int w = 1; w < n_starts; ++w) {
         start = cost[w][w] < cost[start][start] ? w : start;
     }
-    int w = lanes ? first_least(cost[0]) : start;
-    for (int32_t lane = BAND_STEP - 1, t = 8 * n_octets - 1; lane >= 0; --lane) {
-        for (int32_t octet = n_octets - 1; octet >= 0; --octet, --t) {
-            const int p                     = w >> 1 | (int) (taken[t][start] >> w & 1) << 1;
-            const int q                     = 2 * ((w & 1) ^ p >> 1) + (p & 1);
-            const int i                     = 4 * choice[t].number[q] + q;
-            code[coefficient[octet] + lane] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
-            w                               = p;
-        }
-        w = lanes ? before[lane] : w;
-    }
+    cpu::trace_back(
+        octets, lanes ? cpu::first_least(cost[0]) : start, lanes ? before : nullptr,
+        [&](int32_t t, int q) { return choice[t].number[q]; },
+        [&](int32_t t, int w) { return (taken[t][start] >> w & 1) != 0; }, code);
 }
 
 } // namespace subkv::neon

@@ -49,6 +49,20 @@ static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t a
     }
 }
 
+// Register RHO of a band's octet as bytes. before: of codes on a path
+template <typename Isa, int BITS, bool PATH> struct FromCodes {
+    static constexpr int LINES = BITS;
+    using Before               = typename Isa::Before;
+
+    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before & before) {
+        if constexpr (PATH) {
+            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::AT, Isa::EXACT>(octet), before);
+        } else {
+            return Isa::plus_bytes(codes_of<Isa, BITS, RHO, 0, true>(octet), BYTE_MIDDLE - (1 << (BITS - 1)));
+        }
+    }
+};
+
 //
 // bands that are not on a path
 //
@@ -56,8 +70,8 @@ static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t a
 template <typename Isa, int BITS, int RHO = 0> static inline void unpack_octet(const uint8_t * octet, uint8_t * out) {
     if constexpr (RHO < 8) {
         for (int at = 0; at < LINE; at += 4 * Isa::W) {
-            const auto code = codes_of<Isa, BITS, RHO, 0, true>(octet + at);
-            Isa::put_bytes(out + RHO * LINE + at, Isa::plus_bytes(code, BYTE_MIDDLE - (1 << (BITS - 1))));
+            typename Isa::Before none = {};
+            Isa::put_bytes(out + RHO * LINE + at, FromCodes<Isa, BITS, false>::template bytes<RHO>(octet + at, none));
         }
         unpack_octet<Isa, BITS, RHO + 1>(octet, out);
     }
@@ -163,11 +177,12 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
                 }
 #pragma GCC unroll 2
                 for (int p = 0; p < AT_ONCE; ++p) {
+                    using Levels   = FromCodes<Isa, BITS, true>;
                     const int  at  = 4 * Isa::W * p;
-                    const auto one = codes_of<Isa, BITS, QUARTER, Isa::AT, Isa::EXACT>(octet + at);
-                    const auto two = codes_of<Isa, BITS, OTHER, Isa::AT, Isa::EXACT>(octet + at);
-                    Isa::put_bytes(to + QUARTER * LINE + at, Isa::template level<BITS>(one, before[p][0]));
-                    Isa::put_bytes(to + OTHER * LINE + at, Isa::template level<BITS>(two, before[p][1]));
+                    const auto one = Levels::template bytes<QUARTER>(octet + at, before[p][0]);
+                    const auto two = Levels::template bytes<OTHER>(octet + at, before[p][1]);
+                    Isa::put_bytes(to + QUARTER * LINE + at, one);
+                    Isa::put_bytes(to + OTHER * LINE + at, two);
                 }
             }
             for (int p = 0; p < AT_ONCE; ++p) {
@@ -190,20 +205,6 @@ template <typename Isa> struct FromBytes {
 
     template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before &) {
         return Isa::bytes(octet + RHO * LINE);
-    }
-};
-
-// A band of a tile as it is.
-template <typename Isa, int BITS, bool PATH> struct FromCodes {
-    static constexpr int LINES = BITS;
-    using Before               = typename Isa::Before;
-
-    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before & before) {
-        if constexpr (PATH) {
-            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::AT, Isa::EXACT>(octet), before);
-        } else {
-            return Isa::plus_bytes(codes_of<Isa, BITS, RHO, 0, true>(octet), BYTE_MIDDLE - (1 << (BITS - 1)));
-        }
     }
 };
 
