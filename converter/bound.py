@@ -54,4 +54,4 @@ def bound_bits(fit: Fit, kld: float) -> float | None:
     """
     if fit.calibration.sensitivity is None or kld <= 0.0:
         return None
-    return rate(spectrum(fit), kld / fit.correction(fit.near)) + fit.overhead.window_bits
+    return rate(spectrum(fit), kld / fit.correction(fit.near)) + fit.overhead.window_bits(fit.heads)

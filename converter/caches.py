@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,20 @@ from converter.rivals import registry
 from converter.scoring import Scores, score
 from subkv.base.progress import progress_bar
 from subkv.format.adapt import parse
-from subkv.format.arrays import F32
+from subkv.format.arrays import F16, F32
 from subkv.format.bases import CodedLayer
 from subkv.format.metadata import Account
+from subkv.format.recent import rounded
 from subkv.native.gguf import Gguf
 from subkv.plan import datafree, stock
+from subkv.plan.latent import Fitted as Latent
 from subkv.plan.pipeline import Fit, Options
 
 
 @dataclass
 class Cache:
-    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone.
+    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone. recent: what is seen of
+    the exact window's recent rows, None: what they are.
 
     keeping: the policy that evicts cells; coder None then: what it keeps is exact.
     bound: bits per element at which the rate-distortion bound has the predicted KLD (bound.py).
@@ -47,6 +50,7 @@ class Cache:
     context: int = 0
     bound: float | None = None
     keeping: evictions.Spec | None = None
+    recent: Coder | None = None
 
     def clear(self) -> None:
         """Forget the texts so far."""
@@ -61,6 +65,25 @@ def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
         return coded_sides(k, v, coded[il], sides) if il in coded else (k, v)
+
+    return seen
+
+
+def recent_coder(fit: Fit) -> Coder | None:
+    """What attention sees of recent rows in the window of `fit`; None: what they are."""
+    if fit.settings.window.recent_bits == 16:
+        return None
+    found = zip(fit.calibration.layers, fit.layers, strict=True)
+    return _recent_of({stats.shape.il: list(layer.mean) for stats, layer in found if not isinstance(layer, Latent)})
+
+
+def _recent_of(means: Mapping[int, Sequence[F16]]) -> Coder:
+    def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+        if il not in means:
+            return k, v
+        none = np.zeros(v.shape[-1], np.float16)
+        keys = np.stack([rounded(rows, mean) for rows, mean in zip(k, means[il], strict=True)])
+        return keys, np.stack([rounded(rows, none) for rows in v])
 
     return seen
 
@@ -84,8 +107,9 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
         coder = stock_coder(kind, sides)
         caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
         if window.n_sink + window.n_recent:
-            all_bits = bits + fit.overhead.window_bits
-            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, window.n_sink, window.n_recent))
+            all_bits = bits + fit.overhead.window_bits(fit.heads)
+            own = Cache(f"{kind} + window", coder, all_bits, bits, window.n_sink, window.n_recent)
+            caches.append(replace(own, recent=recent_coder(fit)))
     return caches
 
 
@@ -105,8 +129,9 @@ def rival_caches(specs: Sequence[registry.Spec], fit: Fit, base: Gguf, sides: st
         bits = rows + 16.0 * sum(own) / context
         caches.append(Cache(spec.text, registry.coder(codec, own[0], sides), bits, rows, *own))
         if sum(ours):
-            bits = rows + fit.overhead.window_bits
-            caches.append(Cache(f"{spec.text} + window", registry.coder(codec, ours[0], sides), bits, rows, *ours))
+            bits = rows + fit.overhead.window_bits(fit.heads)
+            held = Cache(f"{spec.text} + window", registry.coder(codec, ours[0], sides), bits, rows, *ours)
+            caches.append(replace(held, recent=recent_coder(fit)))
     return caches
 
 
@@ -143,6 +168,7 @@ def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -
     name = name or f"subkv {kv_bits:g}"
     cache = Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent, predicted)
     cache.bound = None if predicted is None else bound_bits(fit, predicted)
+    cache.recent = recent_coder(fit)
     return cache
 
 
@@ -152,7 +178,10 @@ def uncalibrated_cache(base: Gguf, kv_bits: float, options: Options, sides: str)
     found = datafree.plan(base, asked)
     coder, window, counted = layer_coder(found.layers, sides), found.settings.window, found.counted
     name = f"subkv {kv_bits:g} uncalibrated"
-    return Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent)
+    cache = Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent)
+    if window.recent_bits != 16:
+        cache.recent = _recent_of({layer.shape.il: [head.k.mean for head in layer.heads] for layer in found.layers})
+    return cache
 
 
 def adaptive_cache(fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, stack: contextlib.ExitStack) -> Cache:
@@ -181,10 +210,11 @@ def run(
             for cache in caches:
                 logits = base
                 if cache.keeping is not None:
-                    how = (cache.keeping, cache.coder, cache.n_sink, cache.n_recent)
-                    logits = evictions.logits(reference, chunk, first, *how)[:-1]
+                    kept = (cache.keeping, cache.coder, cache.n_sink, cache.n_recent)
+                    logits = evictions.logits(reference, chunk, first, *kept)[:-1]
                 elif cache.coder is not None:
-                    logits = reference.coded_logits(chunk, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
+                    how = (cache.coder, cache.n_sink, cache.n_recent, cache.recent)
+                    logits = reference.coded_logits(chunk, first, *how)[:-1]
                 cache.scores.add(score(logits, targets, base, pool, n_threads))
                 bar.update()
 

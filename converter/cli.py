@@ -15,19 +15,20 @@ from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input, check_writable
 from subkv.base.hub import hf_option, model_given
-from subkv.format.window import N_RECENT, N_SINK, Window
+from subkv.format.window import AS_FILE, N_RECENT, N_SINK, RECENT_BITS, Window
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
 if TYPE_CHECKING:
     from subkv.plan.pipeline import Options, Result
 
 
-def planned(n_sink: int, n_recent: int, **methods: Any) -> Options:
+def planned(n_sink: int, n_recent: int, recent_bits: int | None, **methods: Any) -> Options:
     """Flags of `convert` and `evaluate` as what to plan. methods: fields of Options. Raises for what contradicts."""
     from subkv.format.adapt import parse  # numpy and the native libraries: not for a --help
     from subkv.plan.pipeline import Options
 
-    options = Options(window=Window(n_sink, n_recent), **methods)
+    window = Window(n_sink, n_recent, recent_bits=AS_FILE if recent_bits is None else recent_bits)
+    options = Options(window=window, **methods)
     if options.codec == "int8" and options.kv_bits is not None:
         raise click.UsageError("--kv-bits: codec int8 has 8 bits per coefficient; choose --rank-k and --rank-v instead")
     if options.bpe_context is not None and options.bpe_context < 1:
@@ -36,6 +37,13 @@ def planned(n_sink: int, n_recent: int, **methods: Any) -> Options:
         parse(options.adapt)
     return options
 
+
+recent_bits_option = click.option(
+    "--recent-bits",
+    type=click.Choice([str(RECENT_BITS), "16"]),
+    callback=lambda _context, _option, value: value and int(value),
+    help="Bits of the last positions' elements; 16: as f16 has them. [default: 10, for budgets from 6.5 on 16]",
+)
 
 plan_options = group(
     "options",
@@ -56,6 +64,7 @@ plan_options = group(
     click.option("--center-k/--no-center-k", default=True, help="Code keys less their mean; needs sinks."),
     click.option("--n-sink", type=int, default=N_SINK, help="First positions kept exact."),
     click.option("--n-recent", type=int, default=N_RECENT, help="Last positions kept exact."),
+    recent_bits_option,
     click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]"),
     click.option("--adapt", help="How bases follow the text by default, of k, v or kv: v,length=512. [default: not]"),
 )

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from converter import tables
-from converter.cli import planned
+from converter.cli import planned, recent_bits_option
 from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
@@ -99,6 +100,7 @@ def _evictions(context: click.Context, parameter: click.Parameter, text: str) ->
     click.option("--center-k/--no-center-k", default=True, help="As of convert."),
     click.option("--n-sink", type=int, default=N_SINK, help="First positions exact."),
     click.option("--n-recent", type=int, default=N_RECENT, help="Last positions exact."),
+    recent_bits_option,
     click.option("--bpe-context", type=click.IntRange(1), help="Context of the bit count. [default: as of convert]"),
 )
 @click.option("--sides", type=click.Choice(list(SIDES)), default="both", help="What is coded.")
@@ -162,6 +164,8 @@ def main(
     for how in adapt:
         parse(how)
     with contextlib.ExitStack() as opened:
+        if adapt:  # the window of these holds halves: like is to be compared with like
+            options = replace(options, window=replace(options.window, recent_bits=16))
         with Gguf(model) as base:
             fit = Fit(base, calibration, options, progress=True)
             for note in fit.notes:

@@ -14,29 +14,29 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of the coded layers: rows of one token, the same in f16, bases. n_exact: tokens of the exact window."""
+    """Bytes of the coded layers: rows of one token, the same in f16, bases, the exact window of one sequence."""
 
     row: int
     f16: int
     bases: int
-    n_exact: int
+    window: int
 
     @classmethod
     def of_result(cls, result: Result) -> Cost:
-        from subkv.format.window import N_ROLLBACK
-
-        window, counted = result.settings.window, result.counted
-        f16 = 2 * sum(layer.elements for layer in result.layers)
-        bases = round(counted.bases * counted.context * f16 / 16)
-        return cls(counted.bytes_per_token, f16, bases, window.n_sink + window.n_recent + N_ROLLBACK)
+        counted = result.counted
+        elements = sum(layer.elements for layer in result.layers)
+        bases, window = (round(bits * counted.context * elements / 8) for bits in (counted.bases, counted.window))
+        return cls(counted.bytes_per_token, 2 * elements, bases, window)
 
     @classmethod
     def of_layout(cls, layout: Mapping[str, Any]) -> Cost:
         """Of a file's layout, FORMAT.md §5."""
-        from subkv.format.window import N_ROLLBACK
+        from subkv.format.window import Window
 
-        n_exact = layout["n_sink"] + layout["n_recent"] + N_ROLLBACK
-        return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], n_exact)
+        window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).filled()
+        n_heads = sum(layer["n_head_kv"] * (1 + bool(layer["v"])) for layer in layout["layers"])
+        bits = window.bits(elements(layout), n_heads)
+        return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], bits // 8)
 
     def bytes(self, n_ctx: int) -> int:
         """Of a context with one sequence."""
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def fixed(self) -> int:
-        return self.n_exact * self.f16 + self.bases
+        return self.window + self.bases
 
     def longest(self, n_bytes: int) -> tuple[int, int]:
         """Tokens that fit into so much memory, and as f16."""

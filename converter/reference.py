@@ -196,16 +196,27 @@ class Reference:
             out: F32 = self.model.get_output_embeddings()(hidden)[0].numpy()
         return out
 
-    def coded_logits(self, tokens: Sequence[int], first: int, coder: Coder, n_sink: int, n_recent: int) -> F32:
-        """As logits(), with all keys and values outside the exact window replaced by what `coder` makes of them."""
+    def coded_logits(
+        self, tokens: Sequence[int], first: int, coder: Coder, n_sink: int, n_recent: int, recent: Coder | None = None
+    ) -> F32:
+        """As logits(), with all keys and values outside the exact window replaced by what `coder` makes of them.
+
+        recent: makes of those in the window, but for sinks, what is held; None: it holds them as they are.
+        """
         import torch
 
         order = self.key_order
         back = np.argsort(order)
 
         def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-            k_coded, v_coded = coder(il, k[0].numpy()[:, :, order], v[0].numpy())
-            coded = (torch.from_numpy(k_coded[:, :, back])[None], torch.from_numpy(v_coded)[None])
+            def seen(code: Coder) -> tuple[Any, Any]:
+                k_seen, v_seen = code(il, k[0].numpy()[:, :, order], v[0].numpy())
+                return torch.from_numpy(k_seen[:, :, back])[None], torch.from_numpy(v_seen)[None]
+
+            coded = seen(coder)
+            if recent is not None:
+                held = seen(recent)
+                k, v = (torch.cat([x[:, :, :n_sink], y[:, :, n_sink:]], 2) for x, y in zip((k, v), held, strict=True))
             return attend(q, k, v, coded, scale, n_sink, n_recent)
 
         with self.hooked(hook):

@@ -99,6 +99,8 @@ void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_str
                 float * c);
 void attend(const AttendArgs & a);
 void attend_exact(const ExactArgs & a);
+bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row);
+void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t * out);
 void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,
              int64_t ldy);
 void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);

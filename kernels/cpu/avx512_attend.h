@@ -175,8 +175,10 @@ static void attend_exact(const ExactArgs & a) {
 }
 
 template <typename Products> constexpr Ops table(const char * name) {
-    return { name,         avx2::encode, avx2::dequantize, avx2::project,      avx2::reconstruct, attend<Products>,
-             attend_exact, avx2::moment, avx2::to_half,    1.0f / cpu::LARGEST };
+    return {
+        name,         avx2::encode, avx2::dequantize, avx2::project,     avx2::reconstruct,   attend<Products>,
+        attend_exact, avx2::moment, avx2::to_half,    avx2::pack_recent, avx2::unpack_recent, 1.0f / cpu::LARGEST
+    };
 }
 
 } // namespace

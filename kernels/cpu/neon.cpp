@@ -174,8 +174,18 @@ void attend_exact(const ExactArgs & a) {
 namespace subkv {
 
 // dequantize serves tests and tools, moment is vectorized by the compiler as it stands
-const Ops ops_neon = { "neon",       neon::encode,       ref::dequantize, neon::project, neon::reconstruct,
-                       neon::attend, neon::attend_exact, ref::moment,     neon::to_half, 1.0f / cpu::LARGEST };
+const Ops ops_neon = { "neon",
+                       neon::encode,
+                       ref::dequantize,
+                       neon::project,
+                       neon::reconstruct,
+                       neon::attend,
+                       neon::attend_exact,
+                       ref::moment,
+                       neon::to_half,
+                       neon::pack_recent,
+                       neon::unpack_recent,
+                       1.0f / cpu::LARGEST };
 
 } // namespace subkv
 

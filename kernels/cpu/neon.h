@@ -52,6 +52,8 @@ void    find_path(const HeadCodec & codec, const float * c, float s, uint8_t * c
 // kernels of the table
 void    attend(const AttendArgs & a);
 void    attend_exact(const ExactArgs & a);
+bool    pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row);
+void    unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t * out);
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride);
 void    project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale, float * y,

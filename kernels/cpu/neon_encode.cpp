@@ -6,6 +6,7 @@
 
 #    include "cells.h"
 #    include "neon.h"
+#    include "recent_rows.h"
 #    include "subkv/trellis.h"
 
 #    include <string.h>
@@ -110,6 +111,14 @@ void to_half(const float * x, uint16_t * h, int64_t n) {
     for (; i < n; ++i) {
         h[i] = vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x[i]))), 0);
     }
+}
+
+bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) {
+    return cpu::pack_recent<to_half>(x, mean, d, row);
+}
+
+void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t * out) {
+    cpu::unpack_recent<to_half>(row, mean, d, out);
 }
 
 } // namespace subkv::neon

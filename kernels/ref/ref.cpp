@@ -4,8 +4,18 @@
 namespace subkv {
 
 const Ops & ops_ref() {
-    static const Ops table = { "ref",       ref::encode,       ref::dequantize, ref::project, ref::reconstruct,
-                               ref::attend, ref::attend_exact, ref::moment,     ref::to_half, 0.0f };
+    static const Ops table = { "ref",
+                               ref::encode,
+                               ref::dequantize,
+                               ref::project,
+                               ref::reconstruct,
+                               ref::attend,
+                               ref::attend_exact,
+                               ref::moment,
+                               ref::to_half,
+                               ref::pack_recent,
+                               ref::unpack_recent,
+                               0.0f };
     return table;
 }
 

@@ -15,6 +15,8 @@ void project(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ld
 void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);
 void attend(const AttendArgs & args);
 void attend_exact(const ExactArgs & args);
+bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row);
+void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t * out);
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
 void to_half(const float * x, uint16_t * h, int64_t n);
 

@@ -19,7 +19,7 @@ FORMATS = {
     "model": Format("converted models, sidecars", (4,), "refused: convert again"),
     "calibration": Format("calib.safetensors", (1,), "refused: calibrate again; made again in the cache folder"),
     "measurements": Format("interrupted sensitivities of convert", (1,), "measured again"),
-    "state": Format("states of a coded cache, slots' files", (5,), "refused: evaluate the prompt again"),
+    "state": Format("states of a coded cache, slots' files", (6,), "refused: evaluate the prompt again"),
     "container": Format("files of the next two", (1,), "refused: evaluate the prompt again"),
     "chat": Format("/save of chat", (3,), "refused: start a new conversation"),
     "prompt cache": Format("entries of PromptCache", (1,), "never found: evaluated again"),

@@ -101,7 +101,7 @@ class Budget:
 
 
 def _window(n_sink: int | None, n_recent: int | None) -> Window:
-    return Window(N_SINK if n_sink is None else n_sink, N_RECENT if n_recent is None else n_recent)
+    return Window(N_SINK if n_sink is None else n_sink, N_RECENT if n_recent is None else n_recent, recent_bits=16)
 
 
 class Results:

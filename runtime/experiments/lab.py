@@ -101,7 +101,8 @@ class Lab:
         with ThreadPoolExecutor(self.n_threads) as pool:
             for cache in tracked(f"{len(tokens)} tokens", caches, "cache", self.progress):
                 assert cache.coder is not None
-                logits = self.reference.coded_logits(tokens, first, cache.coder, cache.n_sink, cache.n_recent)[:-1]
+                how = (cache.coder, cache.n_sink, cache.n_recent, cache.recent)
+                logits = self.reference.coded_logits(tokens, first, *how)[:-1]
                 scores = score(logits, targets, exact, pool, self.n_threads)
                 yield np.concatenate(scores.kld), np.concatenate(scores.nll_base), np.concatenate(scores.nll)
 

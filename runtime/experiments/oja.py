@@ -24,7 +24,6 @@ from runtime.experiments.sketch import Sketch
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
 from subkv.format.window import Window
-from subkv.plan import budget as layout
 
 EXACT = 32  # first tokens, and last ones
 PERIOD = 32  # T
@@ -150,7 +149,7 @@ def _caches(lab: Lab, r: int, learned: dict[tuple[int, int], Indices]) -> list[C
     """Caches of r coefficients in half precision; bases are not counted."""
     stats = _stats(lab)
     rows = 16.0 * r / lab.reference.d
-    window = layout.Overhead(lab.fit().overhead.context, Window(EXACT, EXACT).filled()).window_bits
+    window = Window(EXACT, EXACT, recent_bits=16).filled().bits(1, 0) / lab.fit().overhead.context
 
     def coder(name: str) -> Coder:
         def see(il: int, x: F32, moments: F64) -> F32:

@@ -2,6 +2,7 @@
 
 #include "error.h"
 #include "observer.h"
+#include "subkv/recent.h"
 
 #include <algorithm>
 #include <cstring>
@@ -38,12 +39,15 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
     }
 
     std::vector<LayerDesc> coded;
+    std::vector<bool>      integers;
     for (const auto & layer : desc.layers) {
         const LayerCodec * codec = layout_->layer(layer.il);
         if (!codec) {
             continue;
         }
         coded.push_back(layer);
+        // bases that follow the text are made from halves, which is what a GPU's kernels read, too
+        integers.push_back(layout_->recent_bits == RECENT_BITS && !adaptive_ && !has_device_kernels(layer.buft));
         add_nodes(layer, layer.il, layer.n_head, *codec);
         for (const auto & reader : desc.readers) {
             if (reader.owner == layer.il) {
@@ -53,7 +57,7 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
         }
         elements_per_token_ += (size_t) row_elements(layer);
     }
-    window_.allocate(coded, desc.no_alloc);
+    window_.allocate(coded, integers, desc.no_alloc);
 }
 
 void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec) {
@@ -61,8 +65,13 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
         nodes_.resize((size_t) il + 1);
     }
     auto & nodes = nodes_[(size_t) il];
-    nodes.reset(new LayerNodes{ &codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_,
-                                n_head, layer.il });
+    nodes.reset(new LayerNodes{
+        &codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_, n_head, layer.il, {} });
+    nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
+    for (size_t h = 0; h < codec.centre.size(); ++h) {
+        const auto & mean = codec.centre[h].mean;
+        ggml_fp16_to_fp32_row(mean.data(), nodes->means.data() + h * (size_t) codec.d_k, (int64_t) mean.size());
+    }
     if (has_device_kernels(layer.buft)) {
         if (codec.latent) {
             fail(

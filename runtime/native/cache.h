@@ -26,6 +26,7 @@ struct LayerNodes {
     std::atomic<uint64_t> * n_zero_rows;
     int32_t                 n_head;
     int32_t                 owner;                 // whose rows these are: the layer itself, or the one that it reads
+    std::vector<float>      means;                 // [n_head_kv][d_k] that keys are coded less
     int32_t                 n_readers      = 0;    // layers besides it that read its rows
     float                   scale          = 0.0f; // set when the graph is built, constant per model
     float                   softcap        = 0.0f;
@@ -35,6 +36,9 @@ struct LayerNodes {
     bool                    shifted        = false; // keys have been rotated, perhaps not yet those of other layers
 
     std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
+
+    const WindowRows & window_rows() const { return window->rows(owner); }
+    const float *      mean(int64_t h, bool value) const { return value ? nullptr : means.data() + h * codec->d_k; }
 };
 
 // The node that rotates the keys of one layer's cells and window slots.

@@ -7,12 +7,13 @@
 
 namespace subkv {
 
-static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '5' };
+static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
 
 // What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
-// adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does.
+// adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does; kinds: as Window::kinds().
 struct StateWindow {
-    int32_t n_sink, n_recent, n_rollback, n_seq, adapt, block;
+    int32_t  n_sink, n_recent, n_rollback, n_seq, adapt, block;
+    uint64_t kinds;
 };
 
 static StateWindow state_window(const Window & window, const Adaptive * adaptive, int32_t seq) {
@@ -25,7 +26,8 @@ static StateWindow state_window(const Window & window, const Adaptive * adaptive
              window.n_rollback(),
              seq < 0 ? window.n_seq() : 0,
              sides,
-             adaptive ? adaptive->request().params.block : 0 };
+             adaptive ? adaptive->request().params.block : 0,
+             window.kinds() };
 }
 
 std::string Cache::state_identity() const {
@@ -37,7 +39,7 @@ std::string Cache::state_identity() const {
     for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, s.adapt, s.block }) {
         text += " " + std::to_string(number);
     }
-    return text;
+    return text + " " + std::to_string(s.kinds);
 }
 
 void Cache::state_write_head(StateWriter & w, int32_t seq) const {
@@ -67,6 +69,10 @@ std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool 
     if (want.adapt != found.adapt || want.block != found.block) {
         fail("state: adaptive sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", want.adapt,
              want.block, found.adapt, found.block);
+    }
+    if (want.kinds != found.kinds) {
+        fail("state: exact rows held as here expected (in halves on a GPU, in integers on a CPU), others found; "
+             "evaluate the prompt again");
     }
     if (std::memcmp(&want, &found, sizeof(want)) != 0) {
         fail("state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",

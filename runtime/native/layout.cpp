@@ -7,6 +7,7 @@
 #include "base64.h"
 #include "layout_keys.h"
 #include "sha256.h"
+#include "subkv/recent.h"
 
 #include <algorithm>
 #include <cstring>
@@ -33,9 +34,13 @@ void read_header(const Keys & keys, Layout & l) {
     if (arch != l.arch) {
         refuse("subkv.arch", "general.architecture '" + shortened(arch) + "'", "'" + shortened(l.arch) + "'");
     }
-    l.n_layer            = (int) keys.u32("subkv.block_count", 1, MAX_LAYERS);
-    l.n_sink             = (int) keys.u32("subkv.n_sink", 0, MAX_SINK);
-    l.n_recent           = (int) keys.u32("subkv.n_recent", 0, MAX_RECENT);
+    l.n_layer     = (int) keys.u32("subkv.block_count", 1, MAX_LAYERS);
+    l.n_sink      = (int) keys.u32("subkv.n_sink", 0, MAX_SINK);
+    l.n_recent    = (int) keys.u32("subkv.n_recent", 0, MAX_RECENT);
+    l.recent_bits = (int) keys.optional_u32("subkv.recent_bits", 16);
+    if (l.recent_bits != 16 && l.recent_bits != RECENT_BITS) {
+        refuse("subkv.recent_bits", std::to_string(RECENT_BITS) + " or 16", std::to_string((uint32_t) l.recent_bits));
+    }
     l.bpe                = keys.positive_f32("subkv.bits_per_element");
     l.bpe_rows           = keys.positive_f32("subkv.bits_per_element.rows");
     l.bpe_context        = keys.u32("subkv.bpe_context", 1, UINT32_MAX);
@@ -234,9 +239,10 @@ std::shared_ptr<const Layout> read_layout(const char * path) {
     check_stray_bases(ctx.get(), specs);
 
     Sha256            sha;
-    const std::string codec = "subkv " + std::to_string(l->version) + "\n" + l->arch + "\n" +
-                              std::to_string(l->n_layer) + "\n" + std::to_string(l->n_sink) + "\n" +
-                              std::to_string(l->n_recent) + "\n" + canonical_layout(specs) + "\n";
+    const std::string codec =
+        "subkv " + std::to_string(l->version) + "\n" + l->arch + "\n" + std::to_string(l->n_layer) + "\n" +
+        std::to_string(l->n_sink) + "\n" + std::to_string(l->n_recent) + "\n" +
+        (l->recent_bits == 16 ? "" : std::to_string(l->recent_bits) + "\n") + canonical_layout(specs) + "\n";
     sha.update(codec.data(), codec.size());
     read_bases(keys, specs, *l, sha);
     l->fingerprint = sha.hex();

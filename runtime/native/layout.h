@@ -89,6 +89,7 @@ struct Layout {
     int         n_layer     = 0; // subkv.block_count
     int         n_sink      = 0;
     int         n_recent    = 0;
+    int         recent_bits = 16;   // of the elements of those rows: 16 halves, RECENT_BITS integers
     float       bpe         = 0.0f; // bits per element, everything counted at bpe_context
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;

@@ -391,10 +391,10 @@ std::string layout_to_json(const Layout & l) {
     std::ostringstream out = json_stream();
     out << "{\"version\":" << l.version << ",\"codec\":" << json_string(l.codec) << ",\"arch\":" << json_string(l.arch)
         << ",\"block_count\":" << l.n_layer << ",\"n_sink\":" << l.n_sink << ",\"n_recent\":" << l.n_recent
-        << ",\"bits_per_element\":" << l.bpe << ",\"bits_per_element_rows\":" << l.bpe_rows
-        << ",\"bpe_context\":" << l.bpe_context << ",\"gamma\":" << json_string(l.gamma)
-        << ",\"basis_k\":" << json_string(l.basis_k) << ",\"basis_v\":" << json_string(l.basis_v)
-        << ",\"base_sha256\":" << json_string(l.base_sha256)
+        << ",\"recent_bits\":" << l.recent_bits << ",\"bits_per_element\":" << l.bpe
+        << ",\"bits_per_element_rows\":" << l.bpe_rows << ",\"bpe_context\":" << l.bpe_context
+        << ",\"gamma\":" << json_string(l.gamma) << ",\"basis_k\":" << json_string(l.basis_k)
+        << ",\"basis_v\":" << json_string(l.basis_v) << ",\"base_sha256\":" << json_string(l.base_sha256)
         << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
         << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
         << "},\"generator\":" << json_string(l.generator) << ",\"adapt\":" << json_string(l.adapt)

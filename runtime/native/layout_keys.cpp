@@ -158,6 +158,10 @@ float Keys::positive_f32(const std::string & key) const {
     return value;
 }
 
+uint32_t Keys::optional_u32(const std::string & key, uint32_t absent) const {
+    return gguf_find_key(ctx, key.c_str()) < 0 ? absent : gguf_get_val_u32(ctx, find(key, GGUF_TYPE_UINT32));
+}
+
 std::string Keys::optional_str(const std::string & key) const {
     return gguf_find_key(ctx, key.c_str()) < 0 ? std::string() : str(key);
 }

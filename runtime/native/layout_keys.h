@@ -44,6 +44,8 @@ public:
     uint64_t u64(const std::string & key) const;
     float    positive_f32(const std::string & key) const;
 
+    uint32_t optional_u32(const std::string & key, uint32_t absent) const;
+
     // UTF-8 text; that may be absent: then empty; out of some.
     std::string str(const std::string & key) const;
     std::string optional_str(const std::string & key) const;

@@ -19,6 +19,7 @@ struct ExactKeys {
         int32_t          pos;
         int32_t          cell; // where its mask value sits
         const uint16_t * row;  // the whole row; heads are offsets into it. nullptr: no key
+        bool             integers;
     };
 
     std::vector<Key> found;
@@ -35,7 +36,7 @@ void ExactKeys::arrange() {
         const size_t at = (size_t) key.pos % PAGE;
         // two keys of one position, should a sequence ever have them, get pages of their own
         if (key.pos / PAGE != last || keys[keys.size() - PAGE + at].row) {
-            keys.resize(keys.size() + PAGE, { -1, -1, nullptr });
+            keys.resize(keys.size() + PAGE, { -1, -1, nullptr, false });
             last = key.pos / PAGE;
         }
         keys[keys.size() - PAGE + at] = key;
@@ -58,16 +59,18 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
         lo = std::min(lo, tokens[4 * t]);
         hi = std::max(hi, tokens[4 * t]);
     }
-    const auto may_see = [&](int32_t p) { return p >= 0 && (p < n_sink || (p <= hi && p > lo - n_recent)); };
-    const auto add     = [&](int32_t p, int32_t cell, const ggml_tensor * rows, int64_t i) {
-        keys.found.push_back({ p, cell, (const uint16_t *) ((const char *) rows->data + i * rows->nb[1]) });
+    const auto         may_see = [&](int32_t p) { return p >= 0 && (p < n_sink || (p <= hi && p > lo - n_recent)); };
+    const WindowRows & rows    = layer.window_rows();
+    const auto         add     = [&](int32_t p, int32_t cell, const void * row, bool integers) {
+        keys.found.push_back({ p, cell, (const uint16_t *) row, integers });
     };
     if (layer.window->n_slots() > 0) {
         const int32_t first = tokens[4 * t0 + 3];
         const int64_t count = n_slots / std::max<int64_t>(1, layer.window->n_seq());
         for (int64_t i = first; i < first + count; ++i) {
             if (slots[n_slots + i] >= 0 && may_see(slots[i])) {
-                add(slots[i], slots[n_slots + i], window, i);
+                add(slots[i], slots[n_slots + i], (const char *) window->data + rows.offset(i),
+                    rows.integers && !rows.is_sink(i));
             }
         }
     }
@@ -83,7 +86,7 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
             seen = sees(t, j);
         }
         if (seen) {
-            add(tokens[4 * j], tokens[4 * j + 2], fresh, j);
+            add(tokens[4 * j], tokens[4 * j + 2], (const char *) fresh->data + j * (int64_t) fresh->nb[1], false);
         }
     }
     keys.arrange();
@@ -111,6 +114,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     constexpr int64_t                                 BLOCK = 32;
     static thread_local std::vector<float>            qs_buf, bias_buf, m_buf, z_buf, out_buf, coef_buf;
     static thread_local std::vector<const uint16_t *> ptr_buf;
+    static thread_local std::vector<uint16_t>         unpacked_buf;
     static thread_local ExactKeys                     keys;
 
     // runs of tokens of one sequence
@@ -173,12 +177,25 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         float         slope[MAX_GROUP];
         alibi_slopes(layer, h * s.n_group, s.n_group, slope);
         if (n_keys > 0) {
-            const uint16_t ** k_rows = scratch(ptr_buf, 2 * n_keys);
-            const uint16_t ** v_rows = k_rows + n_keys;
+            const uint16_t ** k_rows   = scratch(ptr_buf, 2 * n_keys);
+            const uint16_t ** v_rows   = k_rows + n_keys;
+            uint16_t *        unpacked = scratch(unpacked_buf, n_keys * (d_k + d_v));
             for (int64_t i = 0; i < n_keys; ++i) {
                 const uint16_t * row = keys.keys[(size_t) i].row;
-                k_rows[i]            = row ? row + h * d_k : nullptr;
-                v_rows[i]            = codec.latent ? k_rows[i] : row ? row + s.n_head_kv * d_k + h * d_v : nullptr;
+                if (keys.keys[(size_t) i].integers) {
+                    uint16_t * to = unpacked + i * (d_k + d_v);
+                    ops.unpack_recent((const uint8_t *) row + recent_offset(codec, h, false), layer.mean(h, false), d_k,
+                                      to);
+                    if (!codec.latent) {
+                        ops.unpack_recent((const uint8_t *) row + recent_offset(codec, h, true), nullptr, d_v,
+                                          to + d_k);
+                    }
+                    k_rows[i] = to;
+                    v_rows[i] = codec.latent ? to : to + d_k;
+                    continue;
+                }
+                k_rows[i] = row ? row + h * d_k : nullptr;
+                v_rows[i] = codec.latent ? k_rows[i] : row ? row + s.n_head_kv * d_k + h * d_v : nullptr;
             }
             float * qs = scratch(qs_buf, n_rows * d_k);
             for (int64_t t = 0; t < n_tok; ++t) {

@@ -6,12 +6,14 @@
 namespace subkv {
 
 //
-// encode: dst F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens + query_rows]; of a latent layer without the latter
-//         src: k, v, k_cache, v_cache, k_idxs, v_idxs, q, mask node (of few tokens); of a latent layer k's for v's
+// encode: dst F16 [fresh_width, n_tokens + query_rows]: rows of n_embd_k_gqa + n_embd_v_gqa halves, of a latent layer
+//         without the latter; behind them what the window's ring is to hold, where that is integers
+//         src: k, v, k_cache, v_cache, k_idxs, v_idxs, q, tokens, mask node (of few tokens); of a latent layer k's for v's
 //
 
 int64_t fresh_width(const LayerNodes & layer) {
-    return row_elements(*layer.codec);
+    const WindowRows & rows = layer.window_rows();
+    return row_elements(*layer.codec) + (rows.integers ? (int64_t) (rows.recent / sizeof(uint16_t)) : 0);
 }
 
 namespace {
@@ -51,23 +53,39 @@ int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
     return bad;
 }
 
-// Half-precision copy of one head's rows. One that is not finite becomes what its zero codes stand for: `mean`, or zero
-// when that is nullptr.
-void fresh_rows(const Ops & ops, const ggml_tensor * x, int64_t head, int64_t t0, int64_t n, ggml_tensor * dst,
-                int64_t offset, const uint16_t * mean, bool any_bad) {
-    const int64_t d = x->ne[0];
-    for (int64_t t = t0; t < t0 + n; ++t) {
-        auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]) + offset;
-        const float * row = row_f32(x, head, t);
-        if (any_bad && !std::all_of(row, row + d, [](float f) { return std::isfinite(f); })) {
-            for (int64_t j = 0; j < d; ++j) {
-                out[j] = mean ? mean[j] : 0;
+// One head's rows as whoever sees them exactly sees them. One that is not finite becomes what its zero codes stand for:
+// the mean, or zero.
+struct FreshRows {
+    const LayerNodes &  layer;
+    const Ops &         ops;
+    const ggml_tensor * x;
+    const int32_t *     tokens; // as in Inputs
+    int64_t             head;
+    bool                value;
+
+    void operator()(int64_t t0, int64_t n, ggml_tensor * dst, bool any_bad) const {
+        const LayerCodec & codec    = *layer.codec;
+        const float *      mean     = layer.mean(head, value);
+        const int64_t      d        = x->ne[0];
+        const bool         integers = layer.window_rows().integers;
+        const int64_t      first    = value ? codec.n_head_kv * codec.d_k + head * codec.d_v : head * codec.d_k;
+        for (int64_t t = t0; t < t0 + n; ++t) {
+            auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]);
+            const float * row = row_f32(x, head, t);
+            if (integers && tokens[4 * t] >= layer.window->n_sink()) {
+                uint8_t * packed = (uint8_t *) (out + row_elements(codec)) + recent_offset(codec, head, value);
+                ops.pack_recent(row, mean, d, packed);
+                ops.unpack_recent(packed, mean, d, out + first);
+            } else if (any_bad && !std::all_of(row, row + d, [](float f) { return std::isfinite(f); })) {
+                for (int64_t j = 0; j < d; ++j) {
+                    out[first + j] = mean ? ggml_fp32_to_fp16(mean[j]) : 0;
+                }
+            } else {
+                to_half_saturated(ops, row, out + first, d);
             }
-            continue;
         }
-        to_half_saturated(ops, row, out, d);
     }
-}
+};
 
 int64_t query_runs(int64_t n_tokens) {
     return (n_tokens + TILE - 1) / TILE;
@@ -130,20 +148,19 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t n_coded = n_parts * codec.n_head_kv * n_sides;
     for (int64_t unit = ith; unit < n_coded + query_runs(n) * layer.n_head; unit += nth) {
         if (unit >= n_coded) {
-            project_queries(layer, dst, dst->src[6], dst->src[7], unit - n_coded);
+            project_queries(layer, dst, dst->src[6], dst->src[8], unit - n_coded);
             continue;
         }
         const bool    value = unit % n_sides;
         const int64_t h     = unit / n_sides % codec.n_head_kv;
         const int64_t part  = unit / n_sides / codec.n_head_kv;
 
-        const ggml_tensor * x      = value ? v : k;
-        const ggml_tensor * cache  = dst->src[value ? 3 : 2];
-        const HeadCodec &   head   = codec.head(h, value);
-        uint8_t *           tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
-        const int64_t       offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
-        const uint16_t *    mean   = !value && head.offset ? codec.centre[(size_t) h].mean.data() : nullptr;
-        const bool          later  = layer.adaptive && layer.adaptive->adapts(value);
+        const ggml_tensor * x     = value ? v : k;
+        const ggml_tensor * cache = dst->src[value ? 3 : 2];
+        const HeadCodec &   head  = codec.head(h, value);
+        uint8_t *           tiles = (uint8_t *) cache->data + codec.tile_offset(h, value);
+        const FreshRows     fresh = { layer, ops, x, (const int32_t *) dst->src[7]->data, h, value };
+        const bool          later = layer.adaptive && layer.adaptive->adapts(value);
         for (int64_t t = 0, end = 0; t < n; t = end) {
             const int64_t tile = cells[t] / TILE;
             for (end = t + 1; end < n && cells[end] / TILE == tile; ++end) {
@@ -157,7 +174,7 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             if (bad > 0) {
                 layer.n_zero_rows->fetch_add((uint64_t) bad);
             }
-            fresh_rows(ops, x, h, t, end - t, dst, offset, mean, bad > 0);
+            fresh(t, end - t, dst, bad > 0);
         }
     }
 }

@@ -77,17 +77,25 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         }
         ops.encode(codec.head(h, false), x.data(), d, n, cells, tiles, stride);
     }
-    for (int64_t slot = ith; window && slot < window->ne[1]; slot += nth) {
+    const WindowRows &    rows = layer.window_rows();
+    std::vector<uint16_t> key((size_t) d);
+    for (int64_t slot = ith; window && slot < layer.window->n_slots(); slot += nth) {
         const int32_t by  = ((const int32_t *) dst->src[4]->data)[slot];
-        auto *        row = (uint16_t *) ((char *) window->data + slot * (int64_t) window->nb[1]);
-        if (by == 0) {
-            continue;
+        auto *        row = (uint8_t *) window->data + rows.offset(slot);
+        for (int64_t h = 0; by != 0 && h < codec.n_head_kv; ++h) {
+            const bool integers = rows.integers && !rows.is_sink(slot);
+            uint8_t *  at = row + (integers ? recent_offset(codec, h, false) : h * d * (int64_t) sizeof(uint16_t));
+            if (integers) {
+                ops.unpack_recent(at, layer.mean(h, false), d, key.data());
+            }
+            ggml_fp16_to_fp32_row(integers ? key.data() : (uint16_t *) at, x.data(), d);
+            rotation(x.data(), by);
+            if (integers) {
+                ops.pack_recent(x.data(), layer.mean(h, false), d, at);
+            } else {
+                to_half_saturated(ops, x.data(), (uint16_t *) at, d);
+            }
         }
-        ggml_fp16_to_fp32_row(row, x.data(), codec.n_head_kv * d);
-        for (int64_t h = 0; h < codec.n_head_kv; ++h) {
-            rotation(x.data() + h * d, by);
-        }
-        to_half_saturated(ops, x.data(), row, codec.n_head_kv * d);
     }
 }
 
@@ -96,7 +104,7 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b) {
     layer.shift_first    = b.first;
     layer.shift_apart    = b.apart;
-    ggml_tensor * with[] = { b.of_cells, b.turns, b.pairs, b.of_slots, layer.window->rows(b.il) };
+    ggml_tensor * with[] = { b.of_cells, b.turns, b.pairs, b.of_slots, layer.window_rows().tensor };
     ggml_tensor * shifted =
         ggml_custom_inplace(b.ctx, b.k_cache, with, b.of_slots ? 5 : 3, shift_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(shifted, "subkv_shift-%d", b.il);

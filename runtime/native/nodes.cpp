@@ -115,14 +115,17 @@ namespace {
 // store_window: in place on the window rows | src: window rows, fresh, slots, combine (edge)
 //
 
-void store_window_op(ggml_tensor * dst, int ith, int nth, void *) {
+void store_window_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &        layer   = *(const LayerNodes *) userdata;
+    const WindowRows &  rows    = layer.window_rows();
     const ggml_tensor * fresh   = dst->src[1];
     const int64_t       n_slots = dst->src[2]->ne[0];
     const int32_t *     token   = (const int32_t *) dst->src[2]->data + 2 * n_slots;
     for (int64_t i = ith; i < n_slots; i += nth) {
         if (token[i] >= 0) {
-            std::memcpy((char *) dst->data + i * dst->nb[1], (const char *) fresh->data + token[i] * fresh->nb[1],
-                        dst->nb[1]);
+            const bool packed = rows.integers && !rows.is_sink(i);
+            std::memcpy((char *) dst->data + rows.offset(i),
+                        (const char *) fresh->data + token[i] * fresh->nb[1] + (packed ? rows.sink : 0), rows.bytes(i));
         }
     }
 }
@@ -193,7 +196,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     const int64_t     width   = fresh_width(layer);
     const int64_t     n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
     ggml_tensor *     mask    = build_mask_node(layer, b);
-    ggml_tensor *     window  = layer.window->rows(layer.owner);
+    ggml_tensor *     window  = layer.window_rows().tensor;
     ggml_tensor *     queries = nullptr; // the node that projects them; on a GPU any
 
     std::vector<ggml_tensor *> args;
@@ -211,6 +214,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         }
         if (!layer.device) {
             args.push_back(q);
+            args.push_back(b.inputs->tokens);
         }
         add_mask();
         rows.fresh   = custom(GGML_TYPE_F16, width, s.n_tokens + n_query, args, encode_op, NodeKind::ENCODE, "encode");

@@ -3,6 +3,7 @@
 
 #include "adaptive.h"
 #include "cache.h"
+#include "subkv/recent.h"
 
 #include <algorithm>
 #include <cmath>
@@ -82,6 +83,11 @@ struct ProjectedQueries {
 };
 
 ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * node, int64_t n_tokens);
+
+// Where a head's integers are in a row of them (subkv/recent.h).
+inline int64_t recent_offset(const LayerCodec & codec, int64_t head, bool value) {
+    return head * recent_bytes(value ? codec.d_v : codec.d_k) + (value ? codec.n_head_kv * recent_bytes(codec.d_k) : 0);
+}
 
 // Halves of a fresh row, and how many rows of as many the projected queries fill.
 int64_t fresh_width(const LayerNodes & layer);

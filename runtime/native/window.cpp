@@ -1,6 +1,7 @@
 #include "window.h"
 
 #include "error.h"
+#include "subkv/recent.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -20,13 +21,28 @@ Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
     pos_((size_t) n_slot_ * n_seq_max, -1), turn_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
-void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
+int64_t recent_row_bytes(int64_t n_head_kv, int64_t d_k, int64_t d_v, bool latent) {
+    return n_head_kv * (recent_bytes(d_k) + (latent ? 0 : recent_bytes(d_v)));
+}
+
+void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc) {
     if (n_slot_ == 0) {
         return;
     }
     std::map<ggml_backend_buffer_type_t, std::vector<const LayerDesc *>> by_buft;
-    for (const auto & layer : layers) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const LayerDesc & layer = layers[i];
         by_buft[layer.buft].push_back(&layer);
+        if ((size_t) layer.il >= rows_.size()) {
+            rows_.resize((size_t) layer.il + 1);
+        }
+        WindowRows & rows = rows_[(size_t) layer.il];
+        rows.n_sink       = n_sink_;
+        rows.n_slot       = n_slot_;
+        rows.integers     = integers[i];
+        rows.sink         = (size_t) row_elements(layer) * sizeof(ggml_fp16_t);
+        rows.recent =
+            rows.integers ? (size_t) recent_row_bytes(layer.n_head_kv, layer.d_k, layer.d_v, layer.latent) : rows.sink;
     }
     for (const auto & [buft, group] : by_buft) {
         ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
@@ -34,12 +50,12 @@ void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
             throw std::runtime_error("exact window: out of memory");
         }
         for (const auto * layer : group) {
-            ggml_tensor * t = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, row_elements(*layer), n_slots());
+            WindowRows &  rows = rows_[(size_t) layer->il];
+            ggml_tensor * t = rows.integers ?
+                                  ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I8, (int64_t) rows.offset(n_slot_), n_seq_) :
+                                  ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, row_elements(*layer), n_slots());
             ggml_format_name(t, "subkv_window_l%d", layer->il);
-            if ((size_t) layer->il >= tensor_.size()) {
-                tensor_.resize((size_t) layer->il + 1, nullptr);
-            }
-            tensor_[(size_t) layer->il] = t;
+            rows.tensor = t;
             bytes_ += ggml_nbytes(t);
             bytes_by_type_[buft] += ggml_nbytes(t);
         }
@@ -62,8 +78,17 @@ void Window::allocate(const std::vector<LayerDesc> & layers, bool no_alloc) {
     }
 }
 
-ggml_tensor * Window::rows(int32_t il) const {
-    return (size_t) il < tensor_.size() ? tensor_[(size_t) il] : nullptr;
+const WindowRows & Window::rows(int32_t il) const {
+    static const WindowRows none;
+    return (size_t) il < rows_.size() ? rows_[(size_t) il] : none;
+}
+
+uint64_t Window::kinds() const {
+    uint64_t res = 0;
+    for (const auto & rows : rows_) {
+        res = (res ^ rows.recent) * UINT64_C(0x100000001b3) + 1;
+    }
+    return res;
 }
 
 int32_t Window::slot_of(int32_t seq, int32_t pos) const {
@@ -108,10 +133,10 @@ void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
     for (auto from = slots, to = slots; from != slots + n_slot_; from = to) {
         const bool zero = gone(*from);
         to              = std::find_if(from, slots + n_slot_, [&](int32_t pos) { return gone(pos) != zero; });
-        for (ggml_tensor * t : tensor_) { // a run of slots at once: on a GPU every call is a transfer
-            if (t && zero) {
-                ggml_backend_tensor_memset(t, 0, (size_t) (from - pos_.begin()) * t->nb[1],
-                                           (size_t) (to - from) * t->nb[1]);
+        for (const auto & rows : rows_) { // a run of slots at once: on a GPU every call is a transfer
+            if (rows.tensor && zero) {
+                const size_t at = rows.offset(from - pos_.begin());
+                ggml_backend_tensor_memset(rows.tensor, 0, at, rows.offset(to - pos_.begin()) - at);
             }
         }
         if (zero) {
@@ -194,11 +219,11 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool rep
         }
         pos_[to]  = pos;
         turn_[to] = turn_[from];
-        for (ggml_tensor * t : tensor_) {
-            if (t) {
-                row.resize(t->nb[1]);
-                ggml_backend_tensor_get(t, row.data(), from * t->nb[1], row.size());
-                ggml_backend_tensor_set(t, row.data(), to * t->nb[1], row.size());
+        for (const auto & rows : rows_) {
+            if (rows.tensor) {
+                row.resize(rows.bytes((int64_t) from));
+                ggml_backend_tensor_get(rows.tensor, row.data(), rows.offset((int64_t) from), row.size());
+                ggml_backend_tensor_set(rows.tensor, row.data(), rows.offset((int64_t) to), row.size());
             }
         }
     }
@@ -412,11 +437,11 @@ void Window::state_write(StateWriter & w, int32_t seq) const {
             w.write(pos_.data() + first, (size_t) (last - first) * sizeof(int32_t));
         }
     }
-    for (ggml_tensor * t : tensor_) {
-        for (int32_t s = s0; t && s < s1; ++s) {
+    for (const auto & rows : rows_) {
+        for (int32_t s = s0; rows.tensor && s < s1; ++s) {
             for (const auto & [first, last] : runs(s)) {
                 if (first < last) {
-                    w.write_tensor(t, (size_t) first * t->nb[1], (size_t) (last - first) * t->nb[1]);
+                    w.write_tensor(rows.tensor, rows.offset(first), rows.offset(last) - rows.offset(first));
                 }
             }
         }
@@ -454,9 +479,10 @@ void Window::state_read(StateReader & r, int32_t seq, const std::vector<uint64_t
                                      "'s cells expected, one of position " + std::to_string(pos[i]) + " found");
         }
     }
-    for (ggml_tensor * t : tensor_) {
-        if (t && n > 0) {
-            r.read_tensor(t, (size_t) first_slot(s0) * t->nb[1], (size_t) n * t->nb[1]);
+    for (const auto & rows : rows_) {
+        if (rows.tensor && n > 0) {
+            const size_t at = rows.offset(first_slot(s0));
+            r.read_tensor(rows.tensor, at, rows.offset(first_slot(s0) + n) - at);
         }
     }
     std::copy(pos.begin(), pos.end(), pos_.begin() + first_slot(s0));

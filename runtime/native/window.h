@@ -1,7 +1,7 @@
-// window.h: the exact window. For every sequence, the half-precision K and V rows of its first n_sink and its last
-// n_recent positions (plus n_rollback older ones, so that a short tail can be removed). Sinks come first, then a ring,
-// in which the slot of a position depends on the position and on how far the sequence has been shifted: rows stay where
-// they are when their positions move.
+// window.h: the exact window. For every sequence, the K and V rows of its first n_sink and its last n_recent positions
+// (plus n_rollback older ones, so that a short tail can be removed). Sinks come first, then a ring, in which the slot of a
+// position depends on the position and on how far the sequence has been shifted: rows stay where they are when their
+// positions move. Rows are in half precision, those of a ring in integers where the layer says so (subkv/recent.h).
 #pragma once
 
 #include "ggml-cpp.h"
@@ -19,24 +19,45 @@ inline bool is_exact(int32_t p, int32_t t, int32_t n_sink, int32_t n_recent) {
     return (p < n_sink) | ((p <= t) & (p > t - n_recent)); // no branches: loops over all cells are to be vectorized
 }
 
+// Where one layer's rows are: of each sequence its sinks, then its ring.
+struct WindowRows {
+    ggml_tensor * tensor   = nullptr; // F16 [elements of a row, n_slots()]; integers: I8 [bytes of a sequence, n_seq()]
+    bool          integers = false;   // of the ring's rows
+    size_t        sink     = 0;       // bytes of a row
+    size_t        recent   = 0;
+    int32_t       n_sink   = 0;
+    int32_t       n_slot   = 0; // of a sequence
+
+    bool   is_sink(int64_t slot) const { return slot % n_slot < n_sink; }
+    size_t bytes(int64_t slot) const { return is_sink(slot) ? sink : recent; }
+    size_t offset(int64_t slot) const {
+        const int64_t seq = slot / n_slot, at = slot % n_slot, first = at < n_sink ? at : n_sink;
+        const size_t  ring = (size_t) (n_slot - n_sink) * recent;
+        return (size_t) seq * ((size_t) n_sink * sink + ring) + (size_t) first * sink + (size_t) (at - first) * recent;
+    }
+};
+
+// Bytes of a layer's row in integers: K's heads, then V's.
+int64_t recent_row_bytes(int64_t n_head_kv, int64_t d_k, int64_t d_v, bool latent);
+
 class Window {
 public:
     Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max);
 
-    // One tensor per layer, F16 [n_embd_k_gqa + n_embd_v_gqa, n_slots()], of a latent layer without the latter, in the
-    // layer's buffer type.
-    // Throws std::runtime_error when memory is short.
-    void allocate(const std::vector<LayerDesc> & layers, bool no_alloc);
+    // One tensor per layer in its buffer type; integers: by layer. A row has n_embd_k_gqa + n_embd_v_gqa elements, of a
+    // latent layer without the latter. Throws std::runtime_error when memory is short.
+    void allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc);
 
-    int32_t       n_sink() const { return n_sink_; }
-    int32_t       n_recent() const { return n_recent_; }
-    int32_t       n_rollback() const { return n_rollback_; }
-    int32_t       n_seq() const { return n_seq_; }
-    int64_t       n_slots() const { return (int64_t) n_seq_ * n_slot_; }
-    int32_t       first_slot(int32_t seq) const { return seq * n_slot_; }
-    ggml_tensor * rows(int32_t il) const;
-    size_t        bytes() const { return bytes_; }
-    const auto &  bytes_by_type() const { return bytes_by_type_; } // std::map<ggml_backend_buffer_type_t, size_t>
+    int32_t            n_sink() const { return n_sink_; }
+    int32_t            n_recent() const { return n_recent_; }
+    int32_t            n_rollback() const { return n_rollback_; }
+    int32_t            n_seq() const { return n_seq_; }
+    int64_t            n_slots() const { return (int64_t) n_seq_ * n_slot_; }
+    int32_t            first_slot(int32_t seq) const { return seq * n_slot_; }
+    const WindowRows & rows(int32_t il) const; // without a tensor where there are none
+    uint64_t           kinds() const;          // tells apart windows whose rows have other sizes
+    size_t             bytes() const { return bytes_; }
+    const auto &       bytes_by_type() const { return bytes_by_type_; } // std::map<ggml_backend_buffer_type_t, size_t>
 
     std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) that a call for seq (-1: all) is about
 
@@ -95,7 +116,7 @@ private:
     std::vector<int32_t>                 turn_;   // [n_slots] positions by which the key is still to be rotated
     std::vector<int32_t>                 origin_; // [n_seq] of the ring: where it holds positions that it divides
     std::vector<uint64_t>                moves_;  // [n_seq]
-    std::vector<ggml_tensor *>           tensor_; // by il, nullptr where there is none
+    std::vector<WindowRows>              rows_;   // by il, without a tensor where there are none
     std::vector<ggml_context_ptr>        ctxs_;
     std::vector<ggml_backend_buffer_ptr> bufs_;
 };

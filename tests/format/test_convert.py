@@ -89,6 +89,7 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
         "subkv.block_count": 2,
         "subkv.n_sink": 4,
         "subkv.n_recent": 128,
+        "subkv.recent_bits": 10,
         "subkv.bpe_context": 4096,
         "subkv.gamma": "calibrated",
         "subkv.basis_k": "query-aware",
@@ -237,7 +238,7 @@ def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path, 
         assert [head["centred"] for head in described["layers"][il]["k"]] == [True, True]
         assert all("centred" not in head for head in described["layers"][il]["v"])
     # the window and the bases count as allocated: what is left of the total is what libsubkv says it holds
-    window = 16 * (4 + 128 + 16) / 4096
+    window = (16 * 4 + (10 + 16 / 32) * (128 + 16)) / 4096
     bases = found["subkv.bits_per_element"] - found["subkv.bits_per_element.rows"] - window
     assert bases * 4096 * 2 * 2 * (32 + 32) / 8 == pytest.approx(described["bytes_bases"], rel=1e-4)
     ranks = [head["rank"] for layer in described["layers"] for side in "kv" for head in layer[side]]

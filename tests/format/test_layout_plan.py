@@ -88,7 +88,7 @@ def test_plan_is_close_to_the_best_of_all_plans(kv_bits: float) -> None:
         sums = head.importance.reshape(-1, GROUP).sum(axis=1)
         costs.append([sum(GROUP * (bits + (overhead.basis_bits(head) if bits else 0)) for bits in o) for o in options])
         errors.append([sum(s * loss(bits) for s, bits in zip(sums, o, strict=True)) for o in options])
-    budget = (kv_bits - overhead.window_bits) * 48 - 16  # two scale bytes
+    budget = (kv_bits - overhead.window_bits(heads)) * 48 - 16  # two scale bytes
     best = min(
         errors[0][i] + errors[1][j]
         for i in range(len(options))
@@ -111,7 +111,9 @@ def test_account_counts_every_byte() -> None:
     counted = account(heads, plan, Overhead(1000, DEFAULT))
     assert counted.bytes_per_token == (1 + 16 + 9) + (1 + 20)
     assert counted.rows == pytest.approx(8 * 47 / 96)
-    assert counted.window == pytest.approx(16 * (4 + 128 + 16) / 1000)
+    assert counted.window == pytest.approx((16 * 4 + (10 + 16 * 2 / 96) * (128 + 16)) / 1000)
+    halves = account(heads, plan, Overhead(1000, Window(recent_bits=16).filled()))
+    assert halves.window == pytest.approx(16 * (4 + 128 + 16) / 1000)
     bases = (2 + 1) * (40 * 64 + 32 * 32) + 2 * (40 + 32)  # in memory: D in f16, E in bytes, steps of its rows
     assert counted.bases == pytest.approx(8 * bases / (1000 * 96))
     assert counted.total == pytest.approx(counted.rows + counted.window + counted.bases)

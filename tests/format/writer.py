@@ -178,6 +178,7 @@ def metadata(
     block_count: int | None = None,
     n_sink: int = 4,
     n_recent: int = 128,
+    recent_bits: int = 16,
 ) -> Keys:
     """Every key of a converted model, as {key: (type, value)}; change entries to damage the file."""
     u32, f32, string = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.STRING
@@ -189,6 +190,7 @@ def metadata(
         "subkv.block_count": (u32, layers[-1].il + 1 if block_count is None else block_count),
         "subkv.n_sink": (u32, n_sink),
         "subkv.n_recent": (u32, n_recent),
+        **({"subkv.recent_bits": (u32, recent_bits)} if recent_bits != 16 else {}),
         "subkv.bits_per_element": (f32, rows_bpe(layers) + 0.25),
         "subkv.bits_per_element.rows": (f32, rows_bpe(layers)),
         "subkv.bpe_context": (u32, 8192),

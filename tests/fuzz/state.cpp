@@ -13,8 +13,8 @@
 namespace {
 
 constexpr int32_t N_TOKENS = 20, N_OTHER = 6; // of sequences 0 and 1
-constexpr char    MAGIC[] = "subkvst5";       // our head begins with it
-constexpr size_t  N_FIXED = 8 + 64 + 24;      // magic, fingerprint, window; then a u64 of each sequence
+constexpr char    MAGIC[] = "subkvst6";       // our head begins with it
+constexpr size_t  N_FIXED = 8 + 64 + 32;      // magic, fingerprint, window; then a u64 of each sequence
 
 // What an input is: a byte, then all of the state, or head, size of the first body u32, first body, second one, which
 // get the checksums that fit.

@@ -129,6 +129,8 @@ class Ops(ct.Structure):
         ("attend_exact", ct.CFUNCTYPE(None, ct.POINTER(ExactArgs))),
         ("moment", ct.CFUNCTYPE(None, _P, _I64, _I64, _I64, _P, _P)),
         ("to_half", ct.CFUNCTYPE(None, _P, _P, _I64)),
+        ("pack_recent", ct.CFUNCTYPE(ct.c_bool, _P, _P, _I64, _P)),
+        ("unpack_recent", ct.CFUNCTYPE(None, _P, _P, _I64, _P)),
         ("rounding", ct.c_float),
     ]
 

@@ -273,6 +273,7 @@ def signed_permutations(
     path: Path,
     n_sink: int = 4,
     n_recent: int = 8,
+    recent_bits: int = 16,
     mean: float = 0.0,
     scale: float = 1.0,
     gamma: float = 1.0,
@@ -304,7 +305,8 @@ def signed_permutations(
         )
         for il, n, d_k, d_v in shape
     ]
-    writer.write(path, writer.metadata(layers, arch=arch, block_count=block_count, n_sink=n_sink, n_recent=n_recent))
+    window = {"n_sink": n_sink, "n_recent": n_recent, "recent_bits": recent_bits}
+    writer.write(path, writer.metadata(layers, arch=arch, block_count=block_count, **window))
     handle = SUBKV.subkv_layout_load(str(path).encode())
     assert handle, last_error()
     return handle

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-MAGIC, FINGERPRINT, BOUND = b"subkvst5", 64, "<6i"  # our head; then a u64 of each sequence, how its positions moved
+MAGIC, FINGERPRINT, BOUND = b"subkvst6", 64, "<6iQ"  # our head; then a u64 of each sequence, how its positions moved
 HEAD = 8 + len(MAGIC) + FINGERPRINT + struct.calcsize(BOUND) + 8
 """Bytes before the size in a state of one sequence, with llama.cpp's magic and sequence."""
 

@@ -90,13 +90,16 @@ def check_runs(
 
 
 @pytest.mark.parametrize("bands", [[(32, 16)], [(32, 8)], [(8, 8), (8, 6), (16, 4)], [(8, 5), (8, 3), (8, 2)]])
-@pytest.mark.parametrize("window", [(4, 8, 4), (0, 0, 0), (3, 20, 0)])
+@pytest.mark.parametrize(
+    ("window", "recent_bits"), [((4, 8, 4), 16), ((4, 8, 4), 10), ((0, 0, 0), 16), ((3, 20, 0), 16), ((3, 20, 0), 10)]
+)
 def test_any_split_of_the_prompt_gives_the_same_result(
     model: engine.Model,
     tokens: list[int],
     make_layout: Callable[..., Any],
     bands: engine.Bands,
     window: tuple[int, int, int],
+    recent_bits: int,
     uncoded: Decode,
 ) -> None:
     runs = [
@@ -105,7 +108,8 @@ def test_any_split_of_the_prompt_gives_the_same_result(
         (64, [1, 1, 63, 64, 65, 6], 2),
         (256, [100, *[1] * 40, 60], 3),
     ]
-    check_runs(model, tokens, make_layout(bands, bands), window, runs, uncoded)
+    layout = make_layout(bands, bands, recent_bits=recent_bits, mean=0.5 if recent_bits == 10 else 0.0)
+    check_runs(model, tokens, layout, window, runs, uncoded)
 
 
 def test_a_narrow_layout_differs_and_the_window_protects_recent_tokens(

@@ -19,6 +19,8 @@ from test_variants import exact_layout
     ("arch", "n", "options"),
     [
         ("llama", 40, {"unified": True}),
+        ("llama", 20, {"unified": True, "recent_bits": 10}),
+        ("llama", 20, {"unified": False, "recent_bits": 10}),
         ("llama", 40, {"unified": False}),
         ("llama", 30, {"unified": False, "adapt": True}),
         ("gemma2", 25, {"unified": True, "sliding": True}),
@@ -35,5 +37,7 @@ def test_programs(tiny_model: Callable[..., Path], tmp_path: Path, arch: str, n:
     kind with layers that can be coded.
     """
     model = engine.Model(tiny_model(arch))
-    run_programs(model, exact_layout(model, arch, tmp_path / "layout.gguf"), n, **options)
+    recent_bits = options.get("recent_bits", 16)
+    others = {name: value for name, value in options.items() if name != "recent_bits"}
+    run_programs(model, exact_layout(model, arch, tmp_path / "layout.gguf", recent_bits=recent_bits), n, **others)
     model.free()

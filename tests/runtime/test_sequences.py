@@ -15,9 +15,9 @@ BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
 
 
-@pytest.fixture(scope="module")
-def layout(make_layout: Callable[..., Any]) -> Any:
-    return make_layout(BANDS, BANDS)
+@pytest.fixture(scope="module", params=[16, 10])
+def layout(make_layout: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
+    return make_layout(BANDS, BANDS, recent_bits=request.param)
 
 
 def test_remove_a_tail_and_decode_again(model: engine.Model, tokens: list[int], layout: Any) -> None:

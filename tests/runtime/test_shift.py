@@ -109,7 +109,7 @@ def test_other_sequences_notice_nothing(
 
 def test_a_state_taken_right_after_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
     """It waits for the next batch: a state must not hold keys that have yet to be turned."""
-    layout = make_layout(BANDS, BANDS)
+    layout = make_layout(BANDS, BANDS, recent_bits=10)
     expected = shifted(model, tokens, layout, window=WINDOW)
     for seq in (None, 0):
         with session(model, layout, window=WINDOW) as s:

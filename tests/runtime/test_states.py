@@ -28,9 +28,9 @@ I8 = 24  # GGML_TYPE_I8
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@pytest.fixture(scope="module")
-def layout(make_layout: Callable[..., Any]) -> Any:
-    return make_layout(K_BANDS, V_BANDS)
+@pytest.fixture(scope="module", params=[16, 10])
+def layout(make_layout: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
+    return make_layout(K_BANDS, V_BANDS, recent_bits=request.param)
 
 
 def rows_in(state: bytes, n_cells: int, widths: list[int]) -> list[Bytes]:

@@ -26,7 +26,7 @@ def shape_of(model: engine.Model) -> list[tuple[int, int, int, int]]:
     return shapes
 
 
-def exact_layout(model: engine.Model, arch: str, path: Path, mean: float = 0.0) -> Any:
+def exact_layout(model: engine.Model, arch: str, path: Path, mean: float = 0.0, recent_bits: int = 16) -> Any:
     shapes = shape_of(model)
     d_k, d_v = shapes[0][2:]
     return engine.signed_permutations(
@@ -37,6 +37,7 @@ def exact_layout(model: engine.Model, arch: str, path: Path, mean: float = 0.0) 
         block_count=C.llama_model_n_layer(model.handle),
         path=path,
         mean=mean,
+        recent_bits=recent_bits,
     )
 
 

@@ -156,6 +156,11 @@ struct Ops {
     // h = x rounded to IEEE half, n values.
     void (*to_half)(const float * x, uint16_t * h, int64_t n);
 
+    // One head's row of the recent part of the exact window, x [d], and back, as IEEE halves [d] (recent.h).
+    // mean [d] f32, finite; nullptr: zeros. pack returns false where x is not finite: the row is then the mean.
+    bool (*pack_recent)(const float * x, const float * mean, int64_t d, uint8_t * row);
+    void (*unpack_recent)(const uint8_t * row, const float * mean, int64_t d, uint16_t * out);
+
     // Step, relative to the largest, that attend rounds to: queries times the ratio of their coefficient's band (largest
     // of a query row), and weights exp(l - m) times the scale of the value row (largest weight of a query row times the
     // largest scale of the cells that its token sees). Half of it is the error of each; queries of more than 512

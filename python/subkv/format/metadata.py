@@ -102,6 +102,7 @@ def keys(
         "subkv.block_count": ("u32", calibration.block_count),
         "subkv.n_sink": ("u32", settings.window.n_sink),
         "subkv.n_recent": ("u32", settings.window.n_recent),
+        "subkv.recent_bits": ("u32", settings.window.recent_bits),
         "subkv.bits_per_element": ("f32", counted.total),
         "subkv.bits_per_element.rows": ("f32", counted.rows),
         "subkv.bpe_context": ("u32", counted.context),

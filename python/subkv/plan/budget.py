@@ -78,10 +78,10 @@ class Overhead:
     context: int
     window: Window
 
-    @property
-    def window_bits(self) -> float:
-        """Exact-window bits per K/V element at `context`: f16 rows of sinks, recent tokens and rollback."""
-        return 16.0 * self.window.n_exact / self.context
+    def window_bits(self, heads: Sequence[Head]) -> float:
+        """Exact-window bits per K/V element at `context`: rows of sinks, recent tokens and rollback."""
+        elements = sum(head.d for head in heads)
+        return self.window.bits(elements, sum(not head.joined for head in heads)) / elements / self.context
 
     def basis_bits(self, head: Head) -> float:
         """Bits per token that one kept coefficient costs in libsubkv's memory: rows of bases, an offset in f32."""
@@ -100,7 +100,7 @@ def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -
     bases = sum(
         overhead.head_bits(head) + overhead.basis_bits(head) * rank(b) for head, b in zip(heads, bands, strict=True)
     )
-    return Account(8.0 * n_bytes / elements, overhead.window_bits, bases / elements, n_bytes, overhead.context)
+    return Account(8.0 * n_bytes / elements, overhead.window_bits(heads), bases / elements, n_bytes, overhead.context)
 
 
 def check_rank(rank: int | None, d: int, il: int) -> int:

@@ -29,7 +29,7 @@ from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
 from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, slices, store, stored_mean
 from subkv.plan.hadamard import spreading
-from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context, largest_context
+from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context, largest_context, recent_bits
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
@@ -94,7 +94,7 @@ def plan(base: Base, options: Options) -> Result:
         if field.name not in PLANNED and getattr(options, field.name) != field.default:
             raise SubkvError(field.name, "expected none with bases from the weights alone, found one; calibrate first")
     options.window.check()
-    window = options.window.filled()
+    window = options.window.filled(recent_bits=recent_bits(options, mla.is_latent(base)))
     layers = shapes(base)
     usual = largest_context(base) if options.kv_bits is None else default_context(base)
     context = options.bpe_context or usual

@@ -17,7 +17,7 @@ from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer
 from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
 from subkv.format.metadata import Account, Settings
-from subkv.format.window import DEFAULT, Window
+from subkv.format.window import DEFAULT, RECENT_BITS, Window
 from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict, stock
 from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, store, stored_mean
@@ -38,6 +38,10 @@ BUDGET_STEP = 0.05  # default budgets are multiples of it
 # yet spent: +2% at 3.0 bits, +6% at 4.25. Spent they are worth 8%.
 NARROW_FROM, NARROW_AT = 0.05, 4.0
 
+# Budgets from which recent rows stay halves. SmolLM2-135M, KLD of integers of 10 bits alone, 0.00002; of all else
+# 0.00013 at a budget of 5.25, 0.00004 at 6.5.
+HALVES_FROM = 6.5
+
 # A stock type whose errors cost more than this share of what losing all that keys and values tell of their tokens would
 # cost is no measure of quality: its steps follow a constant part that tells nothing (random weights, large biases).
 # q8_0: 2e-5 on SmolLM2, with sensitivities and without, 0.016 on random Q4_0 weights, whose rows are nearly constant.
@@ -50,7 +54,8 @@ class Options:
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
     calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
-    their mean, unless there are no sinks. adapt: subkv.format.adapt.parse's text, written into the file.
+    their mean, unless there are no sinks. window: without recent_bits, those of recent_bits().
+    adapt: subkv.format.adapt.parse's text, written into the file.
     """
 
     codec: str = "banded"
@@ -104,6 +109,14 @@ class _Fitted:
     def bases(self) -> list[FullBasis]:
         """In the order of the planner's heads."""
         return [basis for pair in zip(self.k, self.v, strict=True) for basis in pair]
+
+
+def recent_bits(options: Options, is_latent: bool) -> int:
+    """Bits of recent rows by default: halves where budgets allow them, and where integers are not measured (latent
+    attention) or not held (bases that follow the text).
+    """
+    rich = options.kv_bits is not None and options.kv_bits >= HALVES_FROM
+    return 16 if is_latent or rich or options.adapt is not None else RECENT_BITS
 
 
 def check_plain(base: Base) -> None:
@@ -189,7 +202,7 @@ class Fit:
             _check_latent(options)
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         check_window(options.window, calibration)
-        window = options.window.filled()
+        window = options.window.filled(recent_bits=recent_bits(options, self.latent))
         self.settings = Settings(options.codec, basis_k, basis_v, options.gamma, window, options.adapt)
         self.notes: list[SubkvError] = []
         # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse

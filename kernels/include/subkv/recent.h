@@ -1,0 +1,24 @@
+// recent.h: rows of the recent part of the exact window, where it is not held in half precision (subkv.recent_bits).
+//
+// A head's row x [d] less its mean mu is d integers of RECENT_BITS bits and one step:
+//
+//   y_j = clamp(x_j, +-65504) - mu_j,  step = half(max_j |y_j| / 511),  q_j = clamp(round(y_j / step), +-511)
+//   x^_j = half(clamp(mu_j + step q_j, +-65504))
+//
+// Rounding is to nearest even; a step that rounds to zero, or, in damaged bytes, is not finite, gives q = 0. All is computed in f32, in which step q_j is exact.
+// Bytes: step (IEEE half), then u_j = q_j + 512: u_j >> 2 at byte j, then u_j & 3 at byte j % (d/4), bits 2 * (j / (d/4)).
+#pragma once
+
+#include <cstdint>
+
+namespace subkv {
+
+constexpr int32_t RECENT_BITS = 10;
+constexpr int32_t RECENT_MOST = 511; // largest |q|
+
+// d is a multiple of 8.
+constexpr int64_t recent_bytes(int64_t d) {
+    return 2 + d + d / 4;
+}
+
+} // namespace subkv

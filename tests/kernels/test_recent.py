@@ -1,0 +1,112 @@
+"""Rows of the exact window in integers (recent.h): every version against numpy, and numpy against its own bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import ops as o
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+MOST, HALF_MAX = 511, np.float32(65504.0)
+
+
+def recent_bytes(d: int) -> int:
+    return 2 + d + d // 4
+
+
+def packed(x: o.F32, mean: o.F32 | None) -> o.U8:
+    """A row [d], finite, by the definition in recent.h."""
+    y = np.clip(x, -HALF_MAX, HALF_MAX) - (0 if mean is None else mean)
+    half = np.float16(np.abs(y).max() / np.float32(MOST))
+    step = np.float32(half)
+    q = np.clip(np.rint(y / step), -MOST, MOST) if step > 0 else np.zeros_like(y)
+    u = q.astype(np.int32) + 512
+    low = (u & 3).reshape(4, -1)
+    planes = low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6
+    return np.concatenate([np.array([half]).view(np.uint8), (u >> 2).astype(np.uint8), planes.astype(np.uint8)])
+
+
+def unpacked(row: o.U8, mean: o.F32 | None) -> o.U16:
+    d = (len(row) - 2) * 4 // 5
+    step, high, low = np.float32(row[:2].view(np.float16)[0]), row[2 : 2 + d].astype(np.int32), row[2 + d :]
+    u = high << 2 | np.concatenate([low >> 2 * part & 3 for part in range(4)])
+    x = (0 if mean is None else mean) + step * (u - 512).astype(np.float32)
+    return np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16).view(np.uint16)
+
+
+def pack(table: o.Ops, x: o.F32, mean: o.F32 | None) -> tuple[o.U8, bool]:
+    row = np.full(recent_bytes(len(x)) + 1, 0xAB, np.uint8)
+    finite = table.pack_recent(o.ptr(x), None if mean is None else o.ptr(mean), len(x), o.ptr(row))
+    assert row[-1] == 0xAB
+    return row[:-1], bool(finite)
+
+
+def unpack(table: o.Ops, row: o.U8, mean: o.F32 | None, d: int) -> o.U16:
+    out = np.full(d + 1, 0xABCD, np.uint16)
+    table.unpack_recent(o.ptr(np.ascontiguousarray(row)), None if mean is None else o.ptr(mean), d, o.ptr(out))
+    assert out[-1] == 0xABCD
+    return out[:-1]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    d=st.sampled_from([8, 16, 24, 64, 80, 128, 192, 256, 576]),
+    power=st.integers(-34, 20),
+    outliers=st.integers(0, 3),
+    centred=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bytes_and_halves_are_the_definition(
+    table: o.Ops, d: int, power: int, outliers: int, centred: bool, seed: int
+) -> None:
+    """From rows whose step is no half to such as saturate, with outliers and means."""
+    rng = np.random.default_rng(seed)
+    x = (2.0**power * rng.standard_normal(d)).astype(np.float32)
+    x[rng.integers(0, d, outliers)] *= 100
+    mean = (2.0 ** min(power, 14) * rng.standard_normal(d)).astype(np.float16).astype(np.float32) if centred else None
+    row, finite = pack(table, x, mean)
+    assert finite
+    assert row.tolist() == packed(x, mean).tolist()
+    seen = unpack(table, row, mean, d)
+    assert seen.tolist() == unpacked(row, mean).tolist()
+    step = float(row[:2].view(np.float16)[0])
+    within = np.clip(x, -65504, 65504).astype(np.float64)
+    error = np.abs(seen.view(np.float16).astype(np.float64) - within)
+    assert np.all(error <= 0.5 * step + np.abs(within) * 2.0**-10 + 2.0**-15)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_is_its_mean(table: o.Ops, bad: float) -> None:
+    x = np.linspace(-3, 3, 64).astype(np.float32)
+    x[17] = bad
+    mean = np.linspace(-1, 1, 64).astype(np.float16).astype(np.float32)
+    row, finite = pack(table, x, mean)
+    assert not finite
+    assert np.array_equal(unpack(table, row, mean, 64).view(np.float16), mean.astype(np.float16))
+    assert not unpack(table, row, None, 64).any()
+
+
+def test_rows_of_any_bytes_are_finite(table: o.Ops) -> None:
+    """Damaged rows: a step that is no number counts as zero."""
+    rng = np.random.default_rng(4)
+    for i in range(200):
+        row = rng.integers(0, 256, recent_bytes(64), dtype=np.uint8)
+        row[1] |= 0x7C * (i % 4 == 0)
+        seen = unpack(table, row, None, 64)
+        assert np.all(np.isfinite(seen.view(np.float16)))
+        if np.isfinite(row[:2].view(np.float16)[0]):
+            assert seen.tolist() == unpacked(row, None).tolist()
+        else:
+            assert not seen.any()
+
+
+def test_the_laboratory_sees_the_same(table: o.Ops) -> None:
+    from subkv.format.recent import rounded
+
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal((20, 64)) * 2.0 ** rng.integers(-30, 18, (20, 1))).astype(np.float32)
+    x[3], mean = 0.0, rng.standard_normal(64).astype(np.float16)
+    rows = [pack(table, one, mean.astype(np.float32))[0] for one in x]
+    seen = [unpack(table, row, mean.astype(np.float32), 64).view(np.float16) for row in rows]
+    assert np.array_equal(rounded(x, mean), np.array(seen).astype(np.float32))
