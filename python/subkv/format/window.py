@@ -1,7 +1,7 @@
 """The exact window: which tokens of a sequence are attended to exactly instead of from codes.
 
-Sinks are held in half precision, recent tokens in `recent_bits`: 16, half precision, too, or 10, integers with a step for
-every head (FORMAT.md §3.2).
+Sinks are held in half precision, recent tokens in `recent_bits`: 16, half precision, too, or 10, integers with a step
+for every head (FORMAT.md §3.2).
 """
 
 from __future__ import annotations
