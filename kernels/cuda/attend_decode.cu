@@ -1,224 +1,347 @@
 // attend_decode.cu: one token per stream, all query heads of a KV head per read of its codes, cells split over blocks.
 //
-// A block takes one or two tiles at a time. It copies them to shared memory whole: keys while it works on values, values
-// while it works on keys. Codes stay integers, four to a dp4a: logits with queries, one thread per cell; sums of values
-// with weights, which a lane holds for a quarter of the cells, two registers (tiles.h) of each tile. Its sums of one
-// coefficient of a fourth of the octets, which follow each other on the path, stay in registers to the end.
+// A block takes one or two tiles at a time, whole, through shared memory. Codes become bytes (levels.cuh) and are multiplied
+// by tensor cores (products.cuh): keys, 8 cells, with the high and low bytes of four query rows; values, 8 coefficients,
+// with those of the rows' weights. So a lane ends with the logits of one query row and the sums of one coefficient of it.
+//   keys     a warp has cells 16 * warp to + 15 of every tile and all octets, a lane one of them: what its cell's codes
+//            decide on stays in its registers. Bytes change lanes through shared memory, two octets at a time.
+//   values   a warp has a fourth of the octets, which follow each other, and all cells; lane l coefficient l / 4 of each,
+//            and bytes 4 * (l % 2) to + 3 of all lines of tile l % 4 / 2, in which order weights are kept.
 #include "mask.cuh"
+#include "products.cuh"
+#include "runs.cuh"
 #include "tiles.cuh"
 
 namespace subkv::cuda {
 
 namespace {
 
-constexpr int MOST_TILES = THREADS / TILE;     // at a time
-constexpr int PER_WARP   = MAX_OCTETS / WARPS; // octets of values
+constexpr int MOST_TILES = 2; // at a time
+constexpr int FOUR       = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
 
-// The queries of four coefficients: step * (256 * high + low), a byte each.
-template <int G> struct alignas(G % 2 == 0 ? 16 : 8) Words {
-    int      high[G];
-    uint32_t low[G];
-};
+constexpr int TURN_PITCH   = 40;               // words of a fourth of the bytes that change lanes: 32, and against conflicts
+constexpr int WEIGHT_PITCH = 2 * TILE + 16;    // bytes of a column
+constexpr int QUARTERS     = 4;                // of a tile's cells: registers q and q + 4 (tiles.h) of values
 
-template <int G> struct Queries {
-    Octets     octets;
-    Words<G> * words;  // [2 * octets.n]
-    float *    step;   // [G]
-    uint32_t * centre; // [G]: twice what the zero points add up to, in steps, modulo 2^32
-};
-
-template <int G>
-__device__ void quantize_queries(const Queries<G> & q, const float * qt, int64_t width, float * room) {
-    for (int g = (int) threadIdx.x; g < G; g += THREADS) {
-        q.centre[g] = 0;
-    }
-    for (int g = 0; g < G; ++g) {
-        const float * row     = qt + g * width;
-        float         largest = 0.0f;
-        for (int i = (int) threadIdx.x; i < 8 * q.octets.n; i += THREADS) {
-            const Octet octet = q.octets.octet[i / 8];
-            largest           = fmaxf(largest, octet.bits == 16 ? 0.0f : fabsf(row[i] * octet.step));
-        }
-        const float step    = block_max(largest, room) * QUERY_STEP;
-        const float inverse = step > 1e-30f ? 1.0f / step : 0.0f;
-        uint32_t    centre  = 0;
-        for (int w = (int) threadIdx.x; w < 2 * q.octets.n; w += THREADS) {
-            const Octet octet = q.octets.octet[w / 2];
-            uint32_t    high = 0, low = 0;
-            for (int i = 0; i < 4 && octet.bits != 16; ++i) {
-                const int value = (int) rintf(row[4 * w + i] * octet.step * inverse);
-                high |= (uint32_t) (value >> 8 & 255) << (8 * i);
-                low |= (uint32_t) (value & 255) << (8 * i);
-                centre += (uint32_t) (value * zero_of(octet));
-            }
-            q.words[w].high[g] = (int) high;
-            q.words[w].low[g]  = low;
-        }
-        if (centre != 0) {
-            atomicAdd(q.centre + g, centre);
-        }
-        if (threadIdx.x == 0) {
-            q.step[g] = step;
-        }
-    }
-    __syncthreads();
-}
-
-// Dot products of the key of cell c with the group's queries: in [G].
-template <int G>
-__device__ void dots(const Queries<G> & q, const float * qt, int64_t width, const uint8_t * tile, int c,
-                     float (&logit)[G]) {
-    int      high[G]   = {};
-    uint32_t low[G]    = {};
-    float    halves[G] = {};
-    uint32_t one[2] = {}, two[2] = {}; // choices
-    if (q.octets.n_path > 0) {
-        choices_at(q.octets, tile, -1, c, one);
-        choices_at(q.octets, tile, -2, c, two);
-    }
-    for (int o = 0; o < q.octets.n; ++o) {
-        const Octet     octet = q.octets.octet[o];
-        const uint8_t * lines = tile + octet.at;
-        if (octet.bits == 16) {
-            for (int j = 0; j < 8; ++j) {
-                const float x = from_half(*half_of(lines, j, c));
-                for (int g = 0; g < G; ++g) {
-                    halves[g] = fmaf(qt[g * width + 8 * o + j], x, halves[g]);
-                }
-            }
-            continue;
-        }
-        uint32_t codes[2];
-        read_bytes(octet, tile, c / 16, 4 * (c % 16), one, two, codes);
-        for (int half = 0; half < 2; ++half) {
-            const Words<G> words = q.words[2 * o + half];
-            for (int g = 0; g < G; ++g) {
-                high[g] = dot(codes[half], words.high[g], high[g]);
-                low[g]  = dot(codes[half], words.low[g], low[g]);
-            }
-        }
-    }
-    const float s = row_scale(tile[c]);
-    for (int g = 0; g < G; ++g) { // exact: twice 256 codes' distance from their zero, of 255 times 32767, fits
-        const auto twice = (int) (2 * (256 * (uint32_t) high[g] + low[g]) - q.centre[g]);
-        logit[g]         = 0.5f * s * q.step[g] * (float) twice + (s > 0.0f ? halves[g] : 0.0f);
-    }
-}
-
-// Weights of a tile's values. High and low bytes of integers, of every query head; also as they are, of halves.
-template <int G> struct Weights {
-    uint8_t * high;  // [tiles][G][TILE]
-    uint8_t * low;   // [tiles][G][TILE]
-    float *   plain; // [tiles][G][TILE] exp(l - top), 0 in zero rows
-};
-
-// The octets whose values a warp sums.
-struct Share {
-    int first, n;
-    int place; // of its first octet on the path; NO_PLACE: none is there
-
-    __device__ explicit Share(const Octets & octets) {
-        const int warp = (int) threadIdx.x / WARP;
-        first          = warp * octets.n / WARPS;
-        n              = (warp + 1) * octets.n / WARPS - first;
-        place          = NO_PLACE;
-        for (int i = n; i-- > 0;) {
-            const int here = octets.octet[first + i].place;
-            place          = here != NO_PLACE ? here : place;
-        }
-    }
-};
-
-// Adds a tile's values to the sums of this lane: coefficient lane % 8 of the warp's octets, over the cells of registers
-// lane / 8 and lane / 8 + 4. factor [G]: of twice an integer; plain_factor [G].
-template <int G>
-__device__ void add_values(const Octets & octets, Share share, const uint8_t * tile, const Weights<G> & weights,
-                           const float (&factor)[G], const float (&plain_factor)[G], float (&acc)[PER_WARP][G]) {
-    const int j = (int) threadIdx.x % 8, quarter = (int) threadIdx.x % WARP / 8;
-    uint64_t  high[2][G], low[2][G];
-    int       total[G];
-    for (int g = 0; g < G; ++g) {
-        uint32_t sum = 0, low_sum = 0;
-        for (int half = 0; half < 2; ++half) {
-            const int at  = g * TILE + 8 * (4 * half + quarter);
-            high[half][g] = *reinterpret_cast<const uint64_t *>(weights.high + at);
-            low[half][g]  = *reinterpret_cast<const uint64_t *>(weights.low + at);
-            sum           = dot(high[half][g], (uint64_t) 0x0101010101010101u, sum);
-            low_sum       = dot(low[half][g], (uint64_t) 0x0101010101010101u, low_sum);
-        }
-        total[g] = (int) (256 * sum + low_sum);
-    }
-    uint64_t one[2] = {}, two[2] = {}; // choices
-    if (share.place != NO_PLACE) {
-        choices_at(octets, tile, share.place - 1, j, quarter, one);
-        choices_at(octets, tile, share.place - 2, j, quarter, two);
-    }
-#pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) {
-        if (i >= share.n) {
-            continue;
-        }
-        const Octet     octet = octets.octet[share.first + i];
-        const uint8_t * lines = tile + octet.at;
-        if (octet.bits == 16) {
-            for (int c = 0; c < 16; ++c) {
-                const int   cell = 8 * quarter + c % 8 + c / 8 * (TILE / 2);
-                const float x    = from_half(*half_of(lines, j, cell));
-                for (int g = 0; g < G; ++g) {
-                    const float p = weights.plain[g * TILE + cell];
-                    acc[i][g] += p > 0.0f ? plain_factor[g] * p * x : 0.0f; // a hidden cell's halves may be infinite
-                }
-            }
-            continue;
-        }
-        uint64_t codes[2];
-        read_bytes(octet, tile, quarter, 8 * j, one, two, codes);
-        const int zero = zero_of(octet);
-        for (int g = 0; g < G; ++g) {
-            const uint32_t x = dot(codes[1], high[1][g], dot(codes[0], high[0][g], 0u));
-            const uint32_t y = dot(codes[1], low[1][g], dot(codes[0], low[0][g], 0u));
-            // exact: 16 codes of 255 times 65535 are below 2^29
-            acc[i][g] = fmaf(factor[g], (float) ((int) (512 * x + 2 * y) - zero * total[g]), acc[i][g]);
-        }
-    }
-}
-
-// Shared memory of a block.
-template <int G> struct Shared {
-    uint8_t *  k; // [tiles][k_bytes]
-    uint8_t *  v; // [tiles][v_bytes]
-    Queries<G> q;
-    Octets     values;
-    Weights<G> weights;
-    float *    room; // [WARPS][G + 1]
-    size_t     bytes;
-
-    __host__ __device__ Shared(unsigned char * base, int tiles, int k_bytes, int v_bytes) {
-        Carve shared{ base };
-        q.octets      = Octets::take(shared);
-        values        = Octets::take(shared);
-        q.words       = shared.take<Words<G>>(2 * MAX_OCTETS);
-        q.step        = shared.take<float>(G);
-        q.centre      = shared.take<uint32_t>(G);
-        weights.high  = shared.take<uint8_t>((size_t) tiles * G * TILE);
-        weights.low   = shared.take<uint8_t>((size_t) tiles * G * TILE);
-        weights.plain = shared.take<float>((size_t) tiles * G * TILE);
-        room          = shared.take<float>((size_t) WARPS * (G + 1));
-        k             = shared.take<uint8_t>((size_t) tiles * k_bytes);
-        v             = shared.take<uint8_t>((size_t) tiles * v_bytes);
-        bytes         = shared.used;
-    }
+struct alignas(16) Words {
+    uint32_t x[4];
 };
 
 struct Job {
     Attend a;
     int    tiles;            // at a time
-    int    k_bytes, v_bytes; // of a head's largest tile
+    bool   both;             // keys and values have memory of their own, so that copies run ahead
+    int    k_bytes, v_bytes; // from one tile to the next in shared memory
 };
 
-template <int G> __global__ void decode_kernel(Job job) {
+// Shared memory of a block, for 4 * F query rows.
+template <int F> struct Shared {
+    Runs *     keys;
+    Runs *     values;  // [WARPS]
+    uint32_t * queries; // [F][pairs][WARP] right factors
+    float *    step;    // [4 * F] of the queries
+    uint32_t * centre;  // [4 * F]: twice what the zeros of bytes add up to, in steps, modulo 2^32
+    uint32_t * turn;    // [WARPS][4][TURN_PITCH], while there are no weights
+    uint8_t *  weights; // [F][8][WEIGHT_PITCH] columns of right factors
+    float *    plain;   // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
+    float *    sums;    // [F][octets of values][WARP]
+    float *    room;    // [WARPS][4 * F + 1]
+    uint8_t *  k;       // [tiles][k_bytes]
+    uint8_t *  v;       // [tiles][v_bytes]
+    int        pairs;   // of octets of keys
+    int        octets;  // of values
+    size_t     bytes;
+
+    __host__ __device__ Shared(unsigned char * base, const Job & job) {
+        constexpr size_t TURN  = WARPS * 4 * TURN_PITCH * sizeof(uint32_t);
+        constexpr size_t WHOLE = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
+        pairs                  = (job.a.layer.width_k / 8 + 1) / 2;
+        octets                 = job.a.layer.width_v / 8;
+        Carve shared{ base };
+        keys               = shared.take<Runs>(WARPS + 1);
+        values             = keys + 1;
+        queries            = shared.take<uint32_t>((size_t) F * pairs * WARP);
+        step               = shared.take<float>(4 * F);
+        centre             = shared.take<uint32_t>(4 * F);
+        weights            = shared.take<uint8_t>(WHOLE > TURN ? WHOLE : TURN);
+        turn               = reinterpret_cast<uint32_t *>(weights);
+        plain              = reinterpret_cast<float *>(weights + F * 8 * WEIGHT_PITCH);
+        sums               = shared.take<float>((size_t) F * octets * WARP);
+        room               = shared.take<float>(WARPS * (4 * F + 1));
+        const size_t of_k  = (size_t) job.tiles * job.k_bytes, of_v = (size_t) job.tiles * job.v_bytes;
+        k                  = shared.take<uint8_t>(job.both || of_k > of_v ? of_k : of_v);
+        v                  = job.both ? shared.take<uint8_t>(of_v) : k;
+        bytes              = shared.used;
+    }
+};
+
+// A warp has every fourth query row. Rows that are not there are zeros.
+template <int F>
+__device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
+    const int lane = (int) threadIdx.x % WARP;
+    for (int i = (int) threadIdx.x; i < F * s.pairs * WARP; i += THREADS) {
+        s.queries[i] = 0;
+    }
+    __syncthreads();
+    for (int g = (int) threadIdx.x / WARP; g < 4 * F; g += WARPS) {
+        const float * row     = qt + g * width;
+        float         largest = 0.0f;
+        for (int b = 0; g < G && b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+            for (int i = lane; band.bits != 16 && i < band.n; i += WARP) {
+                largest = fmaxf(largest, fabsf(row[band.first + i] * level_step(codec, band)));
+            }
+        }
+        const float step    = warp_max(largest) * QUERY_STEP;
+        const float inverse = step > 1e-30f ? 1.0f / step : 0.0f;
+        uint32_t    centre  = 0;
+        for (int b = 0; g < G && b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+            const int    zero = level_zero(band.bits, on_path(codec, band));
+            for (int w = lane; band.bits != 16 && w < band.n / 4; w += WARP) { // words, as read_levels orders them
+                const int octet = band.first / 8 + w / 2;
+                uint32_t  high = 0, low = 0;
+                for (int i = 0; i < 4; ++i) {
+                    const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
+                    const int value = (int) rintf(row[j] * level_step(codec, band) * inverse);
+                    const int upper = (value + 128) >> 8; // both bytes are signed
+                    high |= (uint32_t) (upper & 255) << 8 * i;
+                    low |= (uint32_t) (value & 255) << 8 * i;
+                    centre += (uint32_t) (value * zero);
+                }
+                uint32_t * to = s.queries + (g / FOUR * s.pairs + octet / 2) * WARP + 8 * (g % FOUR);
+                to[2 * (octet % 2) + w % 2]     = high;
+                to[2 * (octet % 2) + w % 2 + 4] = low;
+            }
+        }
+        for (int to = WARP / 2; to > 0; to /= 2) {
+            centre += __shfl_xor_sync(ALL, centre, to);
+        }
+        if (lane == 0) {
+            s.step[g]   = step;
+            s.centre[g] = centre;
+        }
+    }
+    __syncthreads();
+}
+
+// The lane's words of an octet's lines.
+struct Lines {
+    const uint8_t * at;
+
+    __device__ uint32_t operator()(int i) const { return *reinterpret_cast<const uint32_t *>(at + i * LINE); }
+};
+
+// Choices that an octet makes: at the lane's words of line 0 of the tile. `of` is called for every q, with the word.
+template <typename F> __device__ inline void read_choices(const Place & place, const uint8_t * tile, const F & of) {
+    by_width(place.bits, [&](auto width) {
+        if constexpr (width.bits <= TRELLIS_BITS) {
+            const Lines lines{ tile + place.at };
+            of([&](int q) { return choices_of<width.bits>(lines, q); });
+        }
+    });
+}
+
+// Integer products of a warp's keys with the queries: cells 16 * warp + lane / 4 and 8 more of each tile, high and low.
+template <int F> struct Products {
+    int sum[F][MOST_TILES][4] = {};
+};
+
+template <int BITS, int F>
+__device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
+                                    uint32_t * give, const Words * take, Choices & before, Products<F> & products) {
+    const Levels levels = levels_of<BITS>(run.on_path);
+    const int    end    = run.first + run.n;
+    Lines        lines{ at };
+#pragma unroll 1
+    for (int pair = run.first / 2; 2 * pair < end; ++pair) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t  words[2] = {};
+            const int octet    = 2 * pair + half;
+            if (octet >= run.first && octet < end) {
+                read_levels<BITS>(lines, q, levels, before, words);
+                lines.at += BITS * LINE;
+            }
+            give[2 * half * TURN_PITCH]       = words[0];
+            give[(2 * half + 1) * TURN_PITCH] = words[1];
+        }
+        __syncwarp();
+        const Words words = *take;
+        __syncwarp();
+#pragma unroll
+        for (int f = 0; f < F; ++f) {
+            const uint32_t right = s.queries[(f * s.pairs + pair) * WARP + (int) threadIdx.x % WARP];
+            add_product_16(products.sum[f][0], words.x[0], words.x[1], right);
+            add_product_16(products.sum[f][1], words.x[2], words.x[3], right);
+        }
+    }
+}
+
+// to_second: bytes from the first tile to the second one, 0 where one is at hand.
+template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int to_second, Products<F> & products) {
+    const int       lane = (int) threadIdx.x % WARP, q = (int) threadIdx.x / WARP;
+    const int       c    = lane % 16; // a lane reads of cell 16 * q + c, and gives its bytes to the lanes that multiply them
+    const uint8_t * tile = s.k + lane / 16 * to_second + 4 * c;
+    uint32_t *      room = s.turn + q * 4 * TURN_PITCH;
+    uint32_t *      give = room + c % 8 * 4 + lane / 16 * 2 + c / 8;
+    const Words *   take = reinterpret_cast<const Words *>(room + lane % 4 * TURN_PITCH + lane / 4 * 4);
+
+    uint32_t choices[2] = {};
+    for (int i = 0; i < 2 && s.keys->on_path; ++i) {
+        uint32_t x = 0;
+        read_choices(s.keys->before[i], tile, [&](auto at) { x = at(q); });
+        choices[i] = s.keys->before[i].turned ? x << 8 | x >> 28 | (x >> 20 & 16) : x;
+    }
+    Choices before{ choices[0], choices[1] };
+    for (int i = 0; i < s.keys->n; ++i) {
+        const Run run = s.keys->run[i];
+        by_width(run.bits, [&](auto width) {
+            multiply_run(width, s, run, q, tile + run.at, give, take, before, products);
+        });
+    }
+}
+
+// What halves add to the logit of cell `cell` of tile `tile`.
+template <int F>
+__device__ inline float halves_of(const Shared<F> & s, const float * q, const uint8_t * tile, int cell) {
+    float sum = 0.0f;
+    for (int i = 0; i < s.keys->n; ++i) {
+        const Run run = s.keys->run[i];
+        for (int j = 0; run.bits == 16 && j < 8 * run.n; ++j) {
+            sum = fmaf(q[8 * run.first + j], from_half(*half_of(tile + run.at, j, cell)), sum);
+        }
+    }
+    return sum;
+}
+
+// A row's softmax, of the cells so far and of those at hand.
+struct Softmax {
+    float m = -INFINITY, z = 0.0f;
+    float keep;         // of what has been summed
+    float factor;       // of twice a sum of integers
+    float plain_factor; // of plain weights
+};
+
+// The right factors of a lane: weights of the cells of its words of registers q and q + 4.
+template <int F> struct Weights {
+    uint32_t word[F][QUARTERS][2];
+    int      total[F]; // of row lane % 4: the sum of its weights
+};
+
+template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) {
+    constexpr uint32_t ONES[2] = { BYTES, BYTES };
+    const int          lane    = (int) threadIdx.x % WARP;
+    Weights<F>         weights;
+#pragma unroll
+    for (int f = 0; f < F; ++f) {
+        const auto * from =
+            reinterpret_cast<const Words *>(s.weights + (8 * f + lane / 4) * WEIGHT_PITCH + lane % 4 * (TILE / 2));
+        int sum[2] = {};
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            weights.word[f][q][0] = from[q / 2].x[q % 2 * 2];
+            weights.word[f][q][1] = from[q / 2].x[q % 2 * 2 + 1];
+            add_product_8(sum, ONES, weights.word[f][q]);
+        }
+        weights.total[f] = 256 * sum[0] + sum[1];
+    }
+    return weights;
+}
+
+template <int BITS, int F>
+__device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
+                               Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
+    const Levels levels = levels_of<BITS>(run.on_path);
+    float *      sums   = s.sums + run.first * WARP + (int) threadIdx.x % WARP;
+#pragma unroll 1
+    for (int o = 0; o < run.n; ++o, at += BITS * LINE, sums += WARP) {
+        uint32_t line[BITS];
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) {
+            line[i] = Lines{ at }(i);
+        }
+        int sum[F][2] = {};
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            uint32_t words[2];
+            read_levels<BITS>([&](int i) { return line[i]; }, q, levels, before[q], words);
+#pragma unroll
+            for (int f = 0; f < F; ++f) {
+                add_product_8(sum[f], words, weights.word[f][q]);
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < F; ++f) { // exact: 128 levels of at most 255 halves times 65535 are below 2^31
+            const auto twice = (int) (2 * (256 * (uint32_t) sum[f][0] + (uint32_t) sum[f][1]) -
+                                      (uint32_t) levels.zero * (uint32_t) weights.total[f]);
+            float &    x     = sums[f * s.octets * WARP];
+            x                = fmaf(rows[f].factor, (float) twice, x * rows[f].keep);
+        }
+    }
+}
+
+// Adds values to the sums of this warp's octets.
+template <int F>
+__device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to_second, const Softmax (&rows)[F]) {
+    const int        lane = (int) threadIdx.x % WARP, j = lane / 4;
+    const uint8_t *  tile = s.v + lane % 4 / 2 * to_second + lane % 2 * 4;
+    const Weights<F> weights = read_weights(s);
+
+    uint32_t choices[2][QUARTERS] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (runs.on_path) {
+            const Place place = runs.before[i];
+            read_choices(place, tile + 8 * (place.turned ? (j + 7) % 8 : j), [&](auto at) {
+#pragma unroll
+                for (int q = 0; q < QUARTERS; ++q) {
+                    choices[i][q] = at(q);
+                }
+            });
+        }
+    }
+    Choices before[QUARTERS];
+#pragma unroll
+    for (int q = 0; q < QUARTERS; ++q) {
+        before[q] = { choices[0][q], choices[1][q] };
+    }
+    for (int i = 0; i < runs.n; ++i) {
+        const Run run = runs.run[i];
+        by_width(run.bits, [&](auto width) {
+            add_run(width, s, run, tile + run.at + 8 * j, before, weights, rows);
+        });
+        for (int o = 0; run.bits == 16 && o < run.n; ++o) {
+            for (int f = 0; f < F; ++f) {
+                const float * p   = s.plain + (FOUR * f + lane % 4) * 2 * TILE;
+                float         sum = 0.0f;
+                for (int c = 0; c < 2 * TILE; ++c) {
+                    const uint8_t * of = s.v + c / TILE * to_second + run.at + 16 * LINE * o;
+                    sum += p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f; // hidden ones may be infinite
+                }
+                float & x = s.sums[(f * s.octets + run.first + o) * WARP + lane];
+                x         = fmaf(rows[f].plain_factor, sum, x * rows[f].keep);
+            }
+        }
+    }
+}
+
+// Copies a head's tiles from cell c0 on, those before c_end.
+__device__ inline void fetch(const Job & job, const HeadCodec & codec, const uint8_t * tiles, int64_t stride,
+                             int64_t c0, int64_t c_end, uint8_t * to, int to_second) {
+    for (int t = 0; t < job.tiles && c0 + t * TILE < c_end; ++t) {
+        const uint8_t * from = tiles + (c0 / TILE + t) * stride;
+        for (int i = 16 * (int) threadIdx.x; i < TILE * codec.row_bytes; i += 16 * THREADS) {
+            copy_16(to + t * to_second + i, from + i);
+        }
+    }
+    copies_commit();
+}
+
+template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) decode_kernel(Job job) {
     const Attend &    a      = job.a;
     const Layer &     l      = a.layer;
+    const int         G      = l.n_group;
     const int         h      = (int) blockIdx.x;
     const int64_t     part   = blockIdx.y;
     const int64_t     token  = blockIdx.z;
@@ -229,169 +352,230 @@ template <int G> __global__ void decode_kernel(Job job) {
     const float *     qt     = a.qt + (h * n_tok + token) * G * l.width_k;
     const int64_t     c_end  = least(a.n_kv, (part + 1) * a.split);
     const int         step   = job.tiles * TILE; // cells
-    const int         me     = (int) threadIdx.x;
-    const int         warp   = me / WARP;
-    const int         lane   = me % WARP;
-    const int         c      = me % TILE; // the cell of this thread, in tile `mine` of those at hand
-    const int         mine   = me / TILE;
+    const int         warp   = (int) threadIdx.x / WARP;
+    const int         lane   = (int) threadIdx.x % WARP;
+    const int         mine   = lane / 16 * TILE + 16 * warp + lane % 16; // of the cells at hand, the one whose mask it reads
+    const int         first  = warp * (v.rank / 8) / WARPS;              // octets of values of this warp, to last - 1
+    const int         last   = (warp + 1) * (v.rank / 8) / WARPS;
+    const int         k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // to the second tile
+    const int         v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
-    Shared<G>       s(block_memory, job.tiles, job.k_bytes, job.v_bytes);
+    const Shared<F> s(block_memory, job);
     const uint8_t * k_tiles = a.k_tiles + stream * a.k_stream + l.k_offset[h];
     const uint8_t * v_tiles = a.v_tiles + stream * a.v_stream + l.v_offset[h];
-    const auto      fetch   = [&](const HeadCodec & codec, const uint8_t * tiles, int64_t stride, int bytes, int64_t c0,
-                                  uint8_t * to) {
-        for (int t = 0; t < job.tiles && c0 + t * TILE < c_end; ++t) {
-            for (int i = 16 * me; i < TILE * codec.row_bytes; i += 16 * THREADS) {
-                copy_16(to + t * bytes + i, tiles + (c0 / TILE + t) * stride + i);
-            }
-        }
-        copies_commit();
-    };
-    fetch(k, k_tiles, a.k_stride, job.k_bytes, part * a.split, s.k);
-    fetch(v, v_tiles, a.v_stride, job.v_bytes, part * a.split, s.v);
-    fill_octets(k, s.q.octets);
-    fill_octets(v, s.values);
-    __syncthreads();
-    const Share share(s.values);
-    quantize_queries(s.q, qt, l.width_k, s.room);
+    const auto fetch_keys   = [&](int64_t c0) { fetch(job, k, k_tiles, a.k_stride, c0, c_end, s.k, job.k_bytes); };
+    const auto fetch_values = [&](int64_t c0) { fetch(job, v, v_tiles, a.v_stride, c0, c_end, s.v, job.v_bytes); };
 
-    float m[G], z[G], acc[PER_WARP][G] = {};
-    for (int g = 0; g < G; ++g) {
-        m[g] = -INFINITY;
-        z[g] = 0.0f;
+    fetch_keys(part * a.split);
+    if (job.both) {
+        fetch_values(part * a.split);
+    }
+    if (lane == 0) {
+        fill_runs(v, first, last, s.values[warp]);
+    } else if (threadIdx.x == 1) {
+        fill_runs(k, 0, k.rank / 8, *s.keys);
+    }
+    for (int i = first; i < last; ++i) {
+        for (int f = 0; f < F; ++f) {
+            s.sums[(f * s.octets + i) * WARP + lane] = 0.0f;
+        }
+    }
+    quantize_queries(s, k, qt, l.width_k, G);
+
+    Softmax rows[F]; // of row FOUR * f + lane % FOUR
+    float   shift[F], slope[F], query_step[F];
+    for (int f = 0; f < F; ++f) {
+        const int g   = FOUR * f + lane % FOUR;
+        shift[f]      = g < G ? a.shift[(h * n_tok + token) * G + g] : 0.0f;
+        slope[f]      = g < G ? l.slope[h * G + g] : 0.0f;
+        query_step[f] = 0.5f * s.step[g];
     }
     for (int64_t c0 = part * a.split; c0 < c_end; c0 += step) {
-        const bool  there = me < step && c0 + me < c_end;
-        const float bias  = there ? coded_bias(a, token, c0 + me) : -INFINITY;
-        // of the value, which is still on its way to shared memory
-        float scale = bias == -INFINITY ? 0.0f : row_scale(v_tiles[(c0 + me) / TILE * a.v_stride + c]);
-        copies_done<1>(); // keys
-        __syncthreads();
-        float logit[G] = {};
-        if (bias != -INFINITY) {
-            dots(s.q, qt, l.width_k, s.k + mine * job.k_bytes, c, logit);
+        const bool  there = mine < step && c0 + mine < c_end;
+        const float bias  = there ? coded_bias(a, token, c0 + mine) : -INFINITY;
+        // of the value, which may still be on its way to shared memory
+        float scale = bias == -INFINITY ? 0.0f : row_scale(v_tiles[(c0 + mine) / TILE * a.v_stride + mine % TILE]);
+        if (job.both) {
+            copies_done<1>();
+        } else {
+            copies_done<0>();
         }
-        for (int g = 0; g < G; ++g) {
-            const float shift = a.shift[(h * n_tok + token) * G + g];
-            logit[g] = bias == -INFINITY ? bias : capped(logit[g] + shift, l.softcap) + l.slope[h * G + g] * bias;
-            const float top = warp_max(logit[g]);
-            if (lane == 0) {
-                s.room[warp * (G + 1) + g] = top;
+        __syncthreads(); // keys are there
+        Products<F> products;
+        multiply_keys(s, k_next, products);
+
+        const float key_scale = bias == -INFINITY ? 0.0f : row_scale(s.k[lane / 16 * k_next + mine % TILE]);
+        float       logit[F][MOST_TILES][2];
+        float       top[F];
+#pragma unroll
+        for (int f = 0; f < F; ++f) {
+            top[f] = -INFINITY;
+        }
+#pragma unroll
+        for (int t = 0; t < MOST_TILES; ++t) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) { // cell 16 * warp + 8 * e + lane / 4 of tile t
+                const int   of          = 16 * t + 8 * e + lane / 4; // the lane that has read it
+                const float cell_bias   = __shfl_sync(ALL, bias, of);
+                const float cell_scale  = __shfl_sync(ALL, key_scale, of);
+#pragma unroll
+                for (int f = 0; f < F; ++f) {
+                    const int g = FOUR * f + lane % FOUR;
+                    // exact: twice 256 codes' distance from their zero, of 255 times 32639, fits
+                    const auto twice = (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] +
+                                                   (uint32_t) products.sum[f][t][2 * e + 1]) -
+                                              s.centre[g]);
+                    float      x     = cell_scale * query_step[f] * (float) twice;
+                    if (s.keys->halves && g < G && cell_scale > 0.0f) {
+                        x += halves_of(s, qt + g * l.width_k, s.k + t * k_next, 16 * warp + 8 * e + lane / 4);
+                    }
+                    x              = capped(x + shift[f], l.softcap) + slope[f] * cell_bias;
+                    logit[f][t][e] = g < G && cell_bias != -INFINITY ? x : -INFINITY;
+                    top[f]         = fmaxf(top[f], logit[f][t][e]);
+                }
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < F; ++f) {
+            for (int to = FOUR; to < WARP; to *= 2) {
+                top[f] = fmaxf(top[f], __shfl_xor_sync(ALL, top[f], to));
+            }
+            if (lane < FOUR) {
+                s.room[warp * (4 * F + 1) + FOUR * f + lane] = top[f];
             }
         }
         const float top_scale = warp_max(scale);
         if (lane == 0) {
-            s.room[warp * (G + 1) + G] = top_scale;
+            s.room[warp * (4 * F + 1) + 4 * F] = top_scale;
         }
-        __syncthreads();
-        fetch(k, k_tiles, a.k_stride, job.k_bytes, c0 + step, s.k);
+        __syncthreads(); // nobody reads keys any more
+        if (job.both) {
+            fetch_keys(c0 + step);
+        } else {
+            fetch_values(c0);
+        }
 
-        const auto largest = [&](int x) { // of these cells
-            return fmaxf(fmaxf(s.room[x], s.room[G + 1 + x]), fmaxf(s.room[2 * (G + 1) + x], s.room[3 * (G + 1) + x]));
+        const auto largest = [&](int i) { // of these cells
+            constexpr int N = 4 * F + 1;
+            return fmaxf(fmaxf(s.room[i], s.room[N + i]), fmaxf(s.room[2 * N + i], s.room[3 * N + i]));
         };
-        const float scale_unit = largest(G) * WEIGHT_STEP;
-        scale                  = scale > 0.0f ? scale / scale_unit : 0.0f;
-        float factor[G], plain_factor[G];
-        for (int g = 0; g < G; ++g) {
-            const float top   = largest(g);
-            const float old   = m[g];
-            m[g]              = fmaxf(old, top);
-            const float keep  = old == -INFINITY ? 0.0f : expf(old - m[g]);
-            plain_factor[g]   = top == -INFINITY ? 0.0f : expf(top - m[g]);
-            factor[g]         = 0.5f * scale_unit * plain_factor[g];
-            const float p     = logit[g] == -INFINITY ? 0.0f : expf(logit[g] - top);
-            z[g]              = z[g] * keep + p * plain_factor[g];
-            const auto weight = (uint32_t) rintf(p * scale);
-            const int  at     = (mine * G + g) * TILE + c;
-            for (int i = 0; i < PER_WARP; ++i) {
-                acc[i][g] *= keep;
-            }
-            if (me < step) {
-                s.weights.high[at]  = (uint8_t) (weight >> 8);
-                s.weights.low[at]   = (uint8_t) weight;
-                s.weights.plain[at] = scale > 0.0f ? p : 0.0f;
+        const float unit = largest(4 * F) * WEIGHT_STEP;
+        scale            = scale > 0.0f ? scale / unit : 0.0f;
+#pragma unroll
+        for (int f = 0; f < F; ++f) {
+            Softmax &   row  = rows[f];
+            const float old  = row.m;
+            top[f]           = largest(FOUR * f + lane % FOUR);
+            row.m            = fmaxf(old, top[f]);
+            row.keep         = old == -INFINITY ? 0.0f : expf(old - row.m);
+            row.plain_factor = top[f] == -INFINITY ? 0.0f : expf(top[f] - row.m);
+            row.factor       = 0.5f * unit * row.plain_factor;
+            row.z *= row.keep;
+        }
+#pragma unroll
+        for (int t = 0; t < MOST_TILES; ++t) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float cell_scale = __shfl_sync(ALL, scale, 16 * t + 8 * e + lane / 4);
+#pragma unroll
+                for (int f = 0; f < F; ++f) {
+                    const float p = logit[f][t][e] == -INFINITY ? 0.0f : expf(logit[f][t][e] - top[f]);
+                    rows[f].z     = fmaf(p, rows[f].plain_factor, rows[f].z);
+                    const auto weight = (uint32_t) rintf(p * cell_scale);
+                    // the place of cell 16 * warp + 8 * e + lane / 4 among the words of quarter 2 * (warp % 2) + e
+                    const int at = t * TILE + lane / 16 * 32 + (2 * (warp % 2) + e) * 8 + lane / 4 % 4 * 2 + warp / 2;
+                    uint8_t * to = s.weights + (8 * f + 2 * (lane % FOUR)) * WEIGHT_PITCH + at;
+                    to[0]            = (uint8_t) (weight >> 8);
+                    to[WEIGHT_PITCH] = (uint8_t) weight;
+                    s.plain[(FOUR * f + lane % FOUR) * 2 * TILE + t * TILE + 16 * warp + 8 * e + lane / 4] =
+                        cell_scale > 0.0f ? p : 0.0f;
+                }
             }
         }
-        copies_done<1>(); // values
-        __syncthreads();
-        for (int t = 0; t < job.tiles && c0 + t * TILE < c_end; ++t) {
-            const int        at      = t * G * TILE;
-            const Weights<G> weights = { s.weights.high + at, s.weights.low + at, s.weights.plain + at };
-            add_values(s.values, share, s.v + t * job.v_bytes, weights, factor, plain_factor, acc);
+        if (job.both) {
+            copies_done<1>();
+        } else {
+            copies_done<0>();
         }
-        __syncthreads();
-        fetch(v, v_tiles, a.v_stride, job.v_bytes, c0 + step, s.v);
+        __syncthreads(); // values and weights are there
+        add_values(s, s.values[warp], v_next, rows);
+        __syncthreads(); // nobody reads values any more
+        if (job.both) {
+            fetch_values(c0 + step);
+        } else {
+            fetch_keys(c0 + step);
+        }
     }
 
     const int64_t row = ((part * l.n_head_kv + h) * n_tok + token) * G;
-#pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) {
-        const int o = share.first + i;
-        if (i >= share.n) {
-            continue;
-        }
-        for (int g = 0; g < G; ++g) {
-            float sum = acc[i][g]; // of the quarters, too
-            sum += __shfl_xor_sync(ALL, sum, 8);
-            sum += __shfl_xor_sync(ALL, sum, 16);
-            if (lane < 8) {
-                a.acc[(row + g) * l.width_v + 8 * o + lane] = s.values.octet[o].step * sum;
+    for (int b = 0; b < v.n_bands; ++b) {
+        const Band & band = v.bands[b];
+        const float  unit = band.bits == 16 ? 1.0f : level_step(v, band);
+        for (int o = first; o < last; ++o) {
+            for (int g = lane % FOUR; o >= band.first / 8 && o < (band.first + band.n) / 8 && g < G; g += FOUR) {
+                a.acc[(row + g) * l.width_v + 8 * o + lane / 4] =
+                    unit * s.sums[(g / FOUR * s.octets + o) * WARP + lane];
             }
         }
     }
-    for (int g = 0; g < G; ++g) {
-        const float total = warp_sum(z[g]);
-        if (lane == 0) {
-            s.room[warp * (G + 1) + g] = total;
+#pragma unroll
+    for (int f = 0; f < F; ++f) {
+        float z = rows[f].z;
+        for (int to = FOUR; to < WARP; to *= 2) {
+            z += __shfl_xor_sync(ALL, z, to);
+        }
+        if (lane < FOUR) {
+            s.room[warp * (4 * F + 1) + FOUR * f + lane] = z;
         }
     }
     __syncthreads();
-    for (int g = 0; g < G && me == 0; ++g) {
-        a.m[row + g] = m[g];
-        a.z[row + g] = (s.room[g] + s.room[G + 1 + g]) + (s.room[2 * (G + 1) + g] + s.room[3 * (G + 1) + g]);
+#pragma unroll
+    for (int f = 0; f < F; ++f) {
+        const int g = FOUR * f + lane;
+        if (warp == 0 && lane < FOUR && g < G) {
+            constexpr int N = 4 * F + 1;
+            a.m[row + g]    = rows[f].m;
+            a.z[row + g]    = (s.room[g] + s.room[N + g]) + (s.room[2 * N + g] + s.room[3 * N + g]);
+        }
     }
 }
 
-template <int G> size_t shared_bytes(const Job & job) {
-    return Shared<G>(nullptr, job.tiles, job.k_bytes, job.v_bytes).bytes;
+// Memory of tiles whose second one lies in other banks.
+int tile_bytes(int row_bytes) {
+    return TILE * (row_bytes | 1);
 }
 
-Job job_of(const Attend & a) {
-    return { a, MOST_TILES, TILE * a.layer.row_bytes_k, TILE * a.layer.row_bytes_v };
+template <int F> size_t shared_bytes(const Job & job) {
+    return Shared<F>(nullptr, job).bytes;
 }
 
-template <int G> const char * run(const Attend & a, void * stream) {
-    Job job = job_of(a);
-    if (shared_bytes<G>(job) > most_shared() / 2) { // two blocks of a multiprocessor hide each other's waits
-        job.tiles = 1;
-    }
-    return launch(decode_kernel<G>,
+// Four blocks of a multiprocessor hide each other's waits; two have to do where tiles are large.
+template <int F> Job job_of(const Attend & a) {
+    Job job{ a, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
+    job.both  = shared_bytes<F>(job) <= most_shared() / 4;
+    job.tiles = shared_bytes<F>(job) <= most_shared() / 2 ? MOST_TILES : 1;
+    return job;
+}
+
+template <int F> const char * run(const Attend & a, void * stream) {
+    const Job job = job_of<F>(a);
+    return launch(decode_kernel<F>,
                   dim3((unsigned) a.layer.n_head_kv, (unsigned) a.n_split, (unsigned) (a.n_stream * a.n_tps)),
-                  shared_bytes<G>(job), stream, job);
+                  shared_bytes<F>(job), stream, job);
 }
 
 } // namespace
 
 bool suits_decode(const Attend & args) {
-    Job job   = job_of(args);
-    job.tiles = 1;
-    return args.n_tps == 1 && args.layer.n_group <= DECODE_GROUP && shared_bytes<DECODE_GROUP>(job) <= most_shared();
+    return args.n_tps == 1 && args.layer.n_group <= DECODE_GROUP &&
+           shared_bytes<DECODE_GROUP / FOUR>(job_of<DECODE_GROUP / FOUR>(args)) <= most_shared();
 }
 
 const char * attend_decode(const Attend & args, void * stream) {
     if (!suits_decode(args)) {
         return "attend_decode: one token per stream, at most 8 query heads per KV head and small tiles expected";
     }
-    switch (args.layer.n_group) {
-        case 1: return run<1>(args, stream);
-        case 2: return run<2>(args, stream);
-        case 3: return run<3>(args, stream);
-        case 4: return run<4>(args, stream);
-        case 5: return run<5>(args, stream);
-        case 6: return run<6>(args, stream);
-        case 7: return run<7>(args, stream);
-        default: return run<8>(args, stream);
-    }
+    return args.layer.n_group <= FOUR ? run<1>(args, stream) : run<2>(args, stream);
 }
 
 } // namespace subkv::cuda

@@ -17,7 +17,7 @@ import ops as o
 import pytest
 from cases import Rounded
 
-QUERY_STEP, WEIGHT_STEP = 1 / 32767, 1 / 65535
+QUERY_STEP, WEIGHT_STEP = 1 / 32639, 1 / 65535
 HALF_ERROR = 2.0**-10
 LAYERS = pytest.mark.parametrize("name", layers.LAYERS)
 

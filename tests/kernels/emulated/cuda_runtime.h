@@ -12,6 +12,7 @@
 #define __constant__ const
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
 
 struct dim3 {
     unsigned x, y, z;
@@ -33,6 +34,9 @@ void     warp_barrier();
 bool     block_any(bool mine);
 bool     block_all(bool mine);
 uint32_t from_lane(uint32_t mine, unsigned lane);
+
+// mma.sync m8n8k16 of bytes, as the PTX ISA has its fragments; left is signed.
+void product(int * sum, uint32_t left, uint32_t right, bool right_signed);
 
 } // namespace emulated
 
@@ -134,6 +138,14 @@ inline uint32_t __float_as_uint(float x) {
 inline float __shfl_xor_sync(uint32_t, float x, int mask) {
     const unsigned lane = threadIdx.x % 32 ^ (unsigned) mask;
     return __uint_as_float(emulated::from_lane(__float_as_uint(x), lane));
+}
+
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int mask) {
+    return emulated::from_lane(x, threadIdx.x % 32 ^ (unsigned) mask);
+}
+
+inline float __shfl_sync(uint32_t, float x, int lane) {
+    return __uint_as_float(emulated::from_lane(__float_as_uint(x), (unsigned) lane));
 }
 
 inline unsigned long long atomicAdd(unsigned long long * sum, unsigned long long x) {

@@ -1,0 +1,96 @@
+// runs.cuh: a head's bands as the decode kernel goes through them: octets of one width in a row, so that all that depends on
+// the width is outside of its loops.
+#pragma once
+
+#include "levels.cuh"
+
+namespace subkv::cuda {
+
+// Octets of one band: coefficients 8 * first to 8 * (first + n) - 1.
+struct alignas(8) Run {
+    uint16_t at; // byte of the tile where their lines begin
+    uint8_t  bits, first, n;
+    bool     on_path;
+};
+
+// An octet whose codes decide on the levels of later ones; turned: of those of the next lane (trellis.h).
+struct alignas(4) Place {
+    uint16_t at;
+    uint8_t  bits;
+    bool     turned;
+};
+
+// Octets of a head that follow each other, without those of no bits.
+struct Runs {
+    Run   run[MAX_BANDS];
+    Place before[2]; // one and two places before the first of them that is on the path
+    int   n;
+    bool  on_path; // any of them
+    bool  halves;
+};
+
+// The octet at a place of the path from -2 on.
+__device__ inline Place place_of(const HeadCodec & codec, int place) {
+    int n_path = 0;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        n_path += on_path(codec, codec.bands[b]) ? codec.bands[b].n / 8 : 0;
+    }
+    const bool turned = place < 0;
+    int        left   = turned ? place + n_path : place;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        if (!on_path(codec, band)) {
+            continue;
+        }
+        if (left < band.n / 8) {
+            return { (uint16_t) (TILE * (band.offset + left * band.bits)), (uint8_t) band.bits, turned };
+        }
+        left -= band.n / 8;
+    }
+    return {};
+}
+
+// Octets first to end - 1. By one thread.
+__device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) {
+    int place    = 0;
+    runs.n       = 0;
+    runs.on_path = false;
+    runs.halves  = false;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        const bool   on   = on_path(codec, band);
+        const int    from = band.first / 8 > first ? band.first / 8 : first;
+        const int    skip = from - band.first / 8;
+        const int    n    = (band.first + band.n) / 8 < end ? band.n / 8 - skip : end - from;
+        if (n > 0) {
+            runs.run[runs.n++] = { (uint16_t) (TILE * (band.offset + skip * band.bits)), (uint8_t) band.bits,
+                                   (uint8_t) from, (uint8_t) n, on };
+            runs.halves |= band.bits == 16;
+            if (on && !runs.on_path) {
+                runs.on_path   = true;
+                runs.before[0] = place_of(codec, place + skip - 1);
+                runs.before[1] = place_of(codec, place + skip - 2);
+            }
+        }
+        place += on ? band.n / 8 : 0;
+    }
+}
+
+// Calls f(Width<BITS>{}) for the width of a band that is coded.
+template <int BITS> struct Width {
+    static constexpr int bits = BITS;
+};
+
+template <typename F> __device__ inline void by_width(int bits, const F & f) {
+    switch (bits) {
+        case 2: f(Width<2>{}); break;
+        case 3: f(Width<3>{}); break;
+        case 4: f(Width<4>{}); break;
+        case 5: f(Width<5>{}); break;
+        case 6: f(Width<6>{}); break;
+        case 8: f(Width<8>{}); break;
+        default: break; // halves
+    }
+}
+
+} // namespace subkv::cuda
