@@ -23,10 +23,6 @@ constexpr int TURN_PITCH   = 40;               // words of a fourth of the bytes
 constexpr int WEIGHT_PITCH = 2 * TILE + 16;    // bytes of a column
 constexpr int QUARTERS     = 4;                // of a tile's cells: registers q and q + 4 (tiles.h) of values
 
-struct alignas(16) Words {
-    uint32_t x[4];
-};
-
 struct Job {
     Attend a;
     int    tiles;            // at a time
@@ -79,25 +75,31 @@ template <int F> struct Shared {
 template <int F>
 __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
     const int lane = (int) threadIdx.x % WARP;
+#pragma unroll 1
     for (int i = (int) threadIdx.x; i < F * s.pairs * WARP; i += THREADS) {
         s.queries[i] = 0;
     }
     __syncthreads();
+#pragma unroll 1
     for (int g = (int) threadIdx.x / WARP; g < 4 * F; g += WARPS) {
         const float * row     = qt + g * width;
         float         largest = 0.0f;
+#pragma unroll 1
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
             const Band & band = codec.bands[b];
+#pragma unroll 1
             for (int i = lane; band.bits != 16 && i < band.n; i += WARP) {
                 largest = fmaxf(largest, fabsf(row[band.first + i] * level_step(codec, band)));
             }
         }
         const float step    = warp_max(largest) * QUERY_STEP;
-        const float inverse = step > 1e-30f ? 1.0f / step : 0.0f;
+        const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
         uint32_t    centre  = 0;
+#pragma unroll 1
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
             const Band & band = codec.bands[b];
             const int    zero = level_zero(band.bits, on_path(codec, band));
+#pragma unroll 1
             for (int w = lane; band.bits != 16 && w < band.n / 4; w += WARP) { // words, as read_levels orders them
                 const int octet = band.first / 8 + w / 2;
                 uint32_t  high = 0, low = 0;
@@ -149,31 +151,41 @@ template <int F> struct Products {
 
 template <int BITS, int F>
 __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
-                                    uint32_t * give, const Words * take, Choices & before, Products<F> & products) {
-    const Levels levels = levels_of<BITS>(run.on_path);
+                                    uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
+    const Levels levels = LEVELS[BITS - 2][run.on_path];
     const int    end    = run.first + run.n;
     Lines        lines{ at };
 #pragma unroll 1
-    for (int pair = run.first / 2; 2 * pair < end; ++pair) {
+    for (int octet = run.first; octet < end;) {
+        uint32_t  words[2];
+        const int pair = octet / 2;
+        if (BITS <= 4 && octet % 2 == 0 && octet + 1 < end) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint32_t  words[2] = {};
-            const int octet    = 2 * pair + half;
-            if (octet >= run.first && octet < end) {
+            for (int half = 0; half < 2; ++half) {
                 read_levels<BITS>(lines, q, levels, before, words);
                 lines.at += BITS * LINE;
+                give[2 * half * TURN_PITCH]       = words[0];
+                give[(2 * half + 1) * TURN_PITCH] = words[1];
             }
-            give[2 * half * TURN_PITCH]       = words[0];
-            give[(2 * half + 1) * TURN_PITCH] = words[1];
+            octet += 2;
+        } else { // the other one is of another run, or not there
+            const int half = octet % 2, other = 1 - half;
+            read_levels<BITS>(lines, q, levels, before, words);
+            lines.at += BITS * LINE;
+            give[2 * half * TURN_PITCH]        = words[0];
+            give[(2 * half + 1) * TURN_PITCH]  = words[1];
+            give[2 * other * TURN_PITCH]       = 0;
+            give[(2 * other + 1) * TURN_PITCH] = 0;
+            octet += 1;
         }
         __syncwarp();
-        const Words words = *take;
+        const Sixteen all = *take;
         __syncwarp();
 #pragma unroll
         for (int f = 0; f < F; ++f) {
             const uint32_t right = s.queries[(f * s.pairs + pair) * WARP + (int) threadIdx.x % WARP];
-            add_product_16(products.sum[f][0], words.x[0], words.x[1], right);
-            add_product_16(products.sum[f][1], words.x[2], words.x[3], right);
+            add_product_16(products.sum[f][0], all.word[0], all.word[1], right);
+            add_product_16(products.sum[f][1], all.word[2], all.word[3], right);
         }
     }
 }
@@ -185,15 +197,16 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     const uint8_t * tile = s.k + lane / 16 * to_second + 4 * c;
     uint32_t *      room = s.turn + q * 4 * TURN_PITCH;
     uint32_t *      give = room + c % 8 * 4 + lane / 16 * 2 + c / 8;
-    const Words *   take = reinterpret_cast<const Words *>(room + lane % 4 * TURN_PITCH + lane / 4 * 4);
+    const Sixteen *   take = reinterpret_cast<const Sixteen *>(room + lane % 4 * TURN_PITCH + lane / 4 * 4);
 
-    uint32_t choices[2] = {};
-    for (int i = 0; i < 2 && s.keys->on_path; ++i) {
+    Choices before;
+#pragma unroll 1
+    for (int i = 1; i >= 0 && s.keys->on_path; --i) {
         uint32_t x = 0;
         read_choices(s.keys->before[i], tile, [&](auto at) { x = at(q); });
-        choices[i] = s.keys->before[i].turned ? x << 8 | x >> 28 | (x >> 20 & 16) : x;
+        before = { s.keys->before[i].turned ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
     }
-    Choices before{ choices[0], choices[1] };
+#pragma unroll 1
     for (int i = 0; i < s.keys->n; ++i) {
         const Run run = s.keys->run[i];
         by_width(run.bits, [&](auto width) {
@@ -202,17 +215,28 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 }
 
-// What halves add to the logit of cell `cell` of tile `tile`.
+// Adds what halves give: dot products of query rows q [F], of lane % 4, with four cells' halves.
 template <int F>
-__device__ inline float halves_of(const Shared<F> & s, const float * q, const uint8_t * tile, int cell) {
-    float sum = 0.0f;
+__device__ inline void add_halves(const Shared<F> & s, const float * const (&q)[F], int to_second,
+                                  float (&sum)[F][MOST_TILES][2]) {
+    const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
+#pragma unroll 1
     for (int i = 0; i < s.keys->n; ++i) {
         const Run run = s.keys->run[i];
+#pragma unroll 1
         for (int j = 0; run.bits == 16 && j < 8 * run.n; ++j) {
-            sum = fmaf(q[8 * run.first + j], from_half(*half_of(tile + run.at, j, cell)), sum);
+            const uint16_t * x = half_of(s.k + run.at, j, cell);
+#pragma unroll
+            for (int t = 0; t < MOST_TILES; ++t) {
+#pragma unroll
+                for (int f = 0; f < F; ++f) {
+                    const float factor = q[f][8 * run.first + j];
+                    sum[f][t][0]       = fmaf(factor, from_half(x[t * to_second / 2]), sum[f][t][0]);
+                    sum[f][t][1]       = fmaf(factor, from_half(x[t * to_second / 2 + 8]), sum[f][t][1]);
+                }
+            }
         }
     }
-    return sum;
 }
 
 // A row's softmax, of the cells so far and of those at hand.
@@ -236,13 +260,13 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
 #pragma unroll
     for (int f = 0; f < F; ++f) {
         const auto * from =
-            reinterpret_cast<const Words *>(s.weights + (8 * f + lane / 4) * WEIGHT_PITCH + lane % 4 * (TILE / 2));
-        int sum[2] = {};
+            reinterpret_cast<const Sixteen *>(s.weights + (8 * f + lane / 4) * WEIGHT_PITCH + lane % 4 * (TILE / 2));
+        int sum[4] = {};
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
-            weights.word[f][q][0] = from[q / 2].x[q % 2 * 2];
-            weights.word[f][q][1] = from[q / 2].x[q % 2 * 2 + 1];
-            add_product_8(sum, ONES, weights.word[f][q]);
+            weights.word[f][q][0] = from[q / 2].word[q % 2 * 2];
+            weights.word[f][q][1] = from[q / 2].word[q % 2 * 2 + 1];
+            add_deep_product<false>(sum, ONES, ONES, weights.word[f][q]);
         }
         weights.total[f] = 256 * sum[0] + sum[1];
     }
@@ -252,31 +276,49 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
 template <int BITS, int F>
 __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
                                Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
-    const Levels levels = levels_of<BITS>(run.on_path);
-    float *      sums   = s.sums + run.first * WARP + (int) threadIdx.x % WARP;
+    constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
+    const Levels  levels = LEVELS[BITS - 2][run.on_path];
+    float *       sums   = s.sums + run.first * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
-    for (int o = 0; o < run.n; ++o, at += BITS * LINE, sums += WARP) {
-        uint32_t line[BITS];
+    for (int o = 0; o < run.n; o += N, at += N * BITS * LINE, sums += N * WARP) {
+        const bool last = N == 2 && o + 1 == run.n; // the first octet once more in place of a second one
+        uint32_t   line[N][BITS];
+        uint32_t   choices[QUARTERS];
 #pragma unroll
         for (int i = 0; i < BITS; ++i) {
-            line[i] = Lines{ at }(i);
+            line[0][i]     = Lines{ at }(i);
+            line[N - 1][i] = Lines{ last ? at : at + (N - 1) * BITS * LINE }(i);
         }
-        int sum[F][2] = {};
+        int sum[F][4] = {};
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
-            uint32_t words[2];
-            read_levels<BITS>([&](int i) { return line[i]; }, q, levels, before[q], words);
+            uint32_t words[2], words_8[2] = {};
+            choices[q] = before[q].one;
+            read_levels<BITS>([&](int i) { return line[0][i]; }, q, levels, before[q], words);
+            if (N == 2) {
+                read_levels<BITS>([&](int i) { return line[N - 1][i]; }, q, levels, before[q], words_8);
+            }
 #pragma unroll
             for (int f = 0; f < F; ++f) {
-                add_product_8(sum[f], words, weights.word[f][q]);
+                add_deep_product<N == 2>(sum[f], words, words_8, weights.word[f][q]);
             }
         }
+        const auto add = [&](int i) {
 #pragma unroll
-        for (int f = 0; f < F; ++f) { // exact: 128 levels of at most 255 halves times 65535 are below 2^31
-            const auto twice = (int) (2 * (256 * (uint32_t) sum[f][0] + (uint32_t) sum[f][1]) -
-                                      (uint32_t) levels.zero * (uint32_t) weights.total[f]);
-            float &    x     = sums[f * s.octets * WARP];
-            x                = fmaf(rows[f].factor, (float) twice, x * rows[f].keep);
+            for (int f = 0; f < F; ++f) { // exact: 128 levels of at most 255 halves times 65535 are below 2^31
+                const auto twice = (int) (2 * (256 * (uint32_t) sum[f][2 * i] + (uint32_t) sum[f][2 * i + 1]) -
+                                          (uint32_t) levels.zero * (uint32_t) weights.total[f]);
+                float &    x     = sums[(f * s.octets + i) * WARP];
+                x                = fmaf(rows[f].factor, (float) twice, x * rows[f].keep);
+            }
+        };
+        add(0);
+        if (N == 2 && !last) {
+            add(1);
+        }
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            before[q].two = last ? choices[q] : before[q].two;
         }
     }
 }
@@ -288,33 +330,30 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
     const uint8_t *  tile = s.v + lane % 4 / 2 * to_second + lane % 2 * 4;
     const Weights<F> weights = read_weights(s);
 
-    uint32_t choices[2][QUARTERS] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (runs.on_path) {
-            const Place place = runs.before[i];
-            read_choices(place, tile + 8 * (place.turned ? (j + 7) % 8 : j), [&](auto at) {
-#pragma unroll
-                for (int q = 0; q < QUARTERS; ++q) {
-                    choices[i][q] = at(q);
-                }
-            });
-        }
-    }
     Choices before[QUARTERS];
+#pragma unroll 1
+    for (int i = 1; i >= 0 && runs.on_path; --i) {
+        const Place place = runs.before[i];
+        read_choices(place, tile + 8 * (place.turned ? (j + 7) % 8 : j), [&](auto at) {
 #pragma unroll
-    for (int q = 0; q < QUARTERS; ++q) {
-        before[q] = { choices[0][q], choices[1][q] };
+            for (int q = 0; q < QUARTERS; ++q) {
+                before[q] = { at(q), before[q].one };
+            }
+        });
     }
+#pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
         const Run run = runs.run[i];
         by_width(run.bits, [&](auto width) {
             add_run(width, s, run, tile + run.at + 8 * j, before, weights, rows);
         });
+#pragma unroll 1
         for (int o = 0; run.bits == 16 && o < run.n; ++o) {
+#pragma unroll
             for (int f = 0; f < F; ++f) {
                 const float * p   = s.plain + (FOUR * f + lane % 4) * 2 * TILE;
                 float         sum = 0.0f;
+#pragma unroll 1
                 for (int c = 0; c < 2 * TILE; ++c) {
                     const uint8_t * of = s.v + c / TILE * to_second + run.at + 16 * LINE * o;
                     sum += p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f; // hidden ones may be infinite
@@ -326,13 +365,18 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
     }
 }
 
-// Copies a head's tiles from cell c0 on, those before c_end.
-__device__ inline void fetch(const Job & job, const HeadCodec & codec, const uint8_t * tiles, int64_t stride,
-                             int64_t c0, int64_t c_end, uint8_t * to, int to_second) {
-    for (int t = 0; t < job.tiles && c0 + t * TILE < c_end; ++t) {
-        const uint8_t * from = tiles + (c0 / TILE + t) * stride;
-        for (int i = 16 * (int) threadIdx.x; i < TILE * codec.row_bytes; i += 16 * THREADS) {
-            copy_16(to + t * to_second + i, from + i);
+// Copies `tiles` of a head from `from` on.
+__device__ inline void fetch(int tiles, int bytes, const uint8_t * from, int64_t stride, uint8_t * to, int to_second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    [[maybe_unused]] constexpr int AHEAD = 1;
+#else
+    [[maybe_unused]] constexpr int AHEAD = 4; // copies go through registers
+#endif
+#pragma unroll 1
+    for (int t = 0; t < tiles; ++t, from += stride, to += to_second) {
+#pragma unroll AHEAD
+        for (int i = 16 * (int) threadIdx.x; i < bytes; i += 16 * THREADS) {
+            copy_16(to + i, from + i);
         }
     }
     copies_commit();
@@ -344,57 +388,73 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
     const int         G      = l.n_group;
     const int         h      = (int) blockIdx.x;
     const int64_t     part   = blockIdx.y;
-    const int64_t     token  = blockIdx.z;
-    const int64_t     stream = token / a.n_tps;
+    const int64_t     token  = blockIdx.z; // of a stream of its own
     const HeadCodec & k      = l.k[h];
     const HeadCodec & v      = l.v[h];
-    const int64_t     n_tok  = a.n_stream * a.n_tps;
-    const float *     qt     = a.qt + (h * n_tok + token) * G * l.width_k;
-    const int64_t     c_end  = least(a.n_kv, (part + 1) * a.split);
+    const int64_t     row    = h * a.n_stream + token; // of G rows
+    const float *     qt     = a.qt + row * G * l.width_k;
+    const int64_t     first  = part * a.split;
+    const int         cells  = (int) (least(a.n_kv, first + a.split) - first);
     const int         step   = job.tiles * TILE; // cells
     const int         warp   = (int) threadIdx.x / WARP;
     const int         lane   = (int) threadIdx.x % WARP;
     const int         mine   = lane / 16 * TILE + 16 * warp + lane % 16; // of the cells at hand, the one whose mask it reads
-    const int         first  = warp * (v.rank / 8) / WARPS;              // octets of values of this warp, to last - 1
-    const int         last   = (warp + 1) * (v.rank / 8) / WARPS;
+    const int         octet  = warp * (v.rank / 8) / WARPS;              // the first one of values of this warp
+    const int         end    = (warp + 1) * (v.rank / 8) / WARPS;
     const int         k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // to the second tile
     const int         v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
     const Shared<F> s(block_memory, job);
-    const uint8_t * k_tiles = a.k_tiles + stream * a.k_stream + l.k_offset[h];
-    const uint8_t * v_tiles = a.v_tiles + stream * a.v_stream + l.v_offset[h];
-    const auto fetch_keys   = [&](int64_t c0) { fetch(job, k, k_tiles, a.k_stride, c0, c_end, s.k, job.k_bytes); };
-    const auto fetch_values = [&](int64_t c0) { fetch(job, v, v_tiles, a.v_stride, c0, c_end, s.v, job.v_bytes); };
+    const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + l.k_offset[h] + first / TILE * a.k_stride;
+    const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + l.v_offset[h] + first / TILE * a.v_stride;
+    const auto fetch_keys   = [&](int c0) {
+        const int left = (cells - c0 + TILE - 1) / TILE; // tiles
+        fetch(min(left, job.tiles), TILE * k.row_bytes, k_tiles + c0 / TILE * a.k_stride, a.k_stride, s.k, job.k_bytes);
+    };
+    const auto fetch_values = [&](int c0) {
+        const int left = (cells - c0 + TILE - 1) / TILE;
+        fetch(min(left, job.tiles), TILE * v.row_bytes, v_tiles + c0 / TILE * a.v_stride, a.v_stride, s.v, job.v_bytes);
+    };
 
-    fetch_keys(part * a.split);
+    fetch_keys(0);
     if (job.both) {
-        fetch_values(part * a.split);
+        fetch_values(0);
     }
-    if (lane == 0) {
-        fill_runs(v, first, last, s.values[warp]);
-    } else if (threadIdx.x == 1) {
-        fill_runs(k, 0, k.rank / 8, *s.keys);
+    if (lane == 0 || threadIdx.x == 1) {
+        const bool keys = lane == 1;
+        fill_runs(keys ? k : v, keys ? 0 : octet, keys ? k.rank / 8 : end, keys ? *s.keys : s.values[warp]);
     }
-    for (int i = first; i < last; ++i) {
+#pragma unroll 1
+    for (int i = octet; i < end; ++i) {
+#pragma unroll
         for (int f = 0; f < F; ++f) {
             s.sums[(f * s.octets + i) * WARP + lane] = 0.0f;
         }
     }
     quantize_queries(s, k, qt, l.width_k, G);
 
-    Softmax rows[F]; // of row FOUR * f + lane % FOUR
-    float   shift[F], slope[F], query_step[F];
+    Softmax       rows[F]; // of row FOUR * f + lane % FOUR
+    float         shift[F], slope[F], query_step[F];
+    const float * q[F];
+#pragma unroll
     for (int f = 0; f < F; ++f) {
         const int g   = FOUR * f + lane % FOUR;
-        shift[f]      = g < G ? a.shift[(h * n_tok + token) * G + g] : 0.0f;
-        slope[f]      = g < G ? l.slope[h * G + g] : 0.0f;
+        const int of  = g < G ? g : 0;
+        shift[f]      = a.shift[row * G + of];
+        slope[f]      = l.slope[h * G + of];
         query_step[f] = 0.5f * s.step[g];
+        q[f]          = qt + of * l.width_k;
     }
-    for (int64_t c0 = part * a.split; c0 < c_end; c0 += step) {
-        const bool  there = mine < step && c0 + mine < c_end;
-        const float bias  = there ? coded_bias(a, token, c0 + mine) : -INFINITY;
-        // of the value, which may still be on its way to shared memory
-        float scale = bias == -INFINITY ? 0.0f : row_scale(v_tiles[(c0 + mine) / TILE * a.v_stride + mine % TILE]);
+    const int32_t   query    = a.tokens[4 * token]; // its position
+    const int32_t * position = a.cell_pos + token * a.n_kv + first;
+    for (int c0 = 0; c0 < cells; c0 += step) {
+        const int c    = c0 + mine;
+        float     bias = -INFINITY, scale = 0.0f, key_scale = 0.0f;
+        if (mine < step && c < cells && !is_exact(a, position[c], query)) {
+            bias = mask_value(a, token, first + c);
+            // of the value, which may still be on its way to shared memory
+            scale = bias == -INFINITY ? 0.0f : row_scale(v_tiles[c / TILE * a.v_stride + mine % TILE]);
+        }
         if (job.both) {
             copies_done<1>();
         } else {
@@ -404,9 +464,13 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         Products<F> products;
         multiply_keys(s, k_next, products);
 
-        const float key_scale = bias == -INFINITY ? 0.0f : row_scale(s.k[lane / 16 * k_next + mine % TILE]);
-        float       logit[F][MOST_TILES][2];
-        float       top[F];
+        if (bias != -INFINITY) {
+            key_scale = row_scale(s.k[lane / 16 * k_next + mine % TILE]);
+        }
+        float logit[F][MOST_TILES][2] = {}, top[F];
+        if (s.keys->halves) {
+            add_halves(s, q, k_next, logit);
+        }
 #pragma unroll
         for (int f = 0; f < F; ++f) {
             top[f] = -INFINITY;
@@ -415,9 +479,9 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) { // cell 16 * warp + 8 * e + lane / 4 of tile t
-                const int   of          = 16 * t + 8 * e + lane / 4; // the lane that has read it
-                const float cell_bias   = __shfl_sync(ALL, bias, of);
-                const float cell_scale  = __shfl_sync(ALL, key_scale, of);
+                const int   of         = 16 * t + 8 * e + lane / 4; // the lane that has read it
+                const float cell_bias  = __shfl_sync(ALL, bias, of);
+                const float cell_scale = __shfl_sync(ALL, key_scale, of);
 #pragma unroll
                 for (int f = 0; f < F; ++f) {
                     const int g = FOUR * f + lane % FOUR;
@@ -425,13 +489,11 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
                     const auto twice = (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] +
                                                    (uint32_t) products.sum[f][t][2 * e + 1]) -
                                               s.centre[g]);
-                    float      x     = cell_scale * query_step[f] * (float) twice;
-                    if (s.keys->halves && g < G && cell_scale > 0.0f) {
-                        x += halves_of(s, qt + g * l.width_k, s.k + t * k_next, 16 * warp + 8 * e + lane / 4);
-                    }
-                    x              = capped(x + shift[f], l.softcap) + slope[f] * cell_bias;
-                    logit[f][t][e] = g < G && cell_bias != -INFINITY ? x : -INFINITY;
-                    top[f]         = fmaxf(top[f], logit[f][t][e]);
+                    float &    x     = logit[f][t][e];
+                    x = cell_scale * query_step[f] * (float) twice + (cell_scale > 0.0f ? x : 0.0f) + shift[f];
+                    x = capped(x, l.softcap) + slope[f] * cell_bias;
+                    x = g < G && cell_bias != -INFINITY ? x : -INFINITY;
+                    top[f] = fmaxf(top[f], x);
                 }
             }
         }
@@ -460,7 +522,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
             return fmaxf(fmaxf(s.room[i], s.room[N + i]), fmaxf(s.room[2 * N + i], s.room[3 * N + i]));
         };
         const float unit = largest(4 * F) * WEIGHT_STEP;
-        scale            = scale > 0.0f ? scale / unit : 0.0f;
+        scale            = scale > 0.0f ? __fdividef(scale, unit) : 0.0f;
 #pragma unroll
         for (int f = 0; f < F; ++f) {
             Softmax &   row  = rows[f];
@@ -507,13 +569,16 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         }
     }
 
-    const int64_t row = ((part * l.n_head_kv + h) * n_tok + token) * G;
+    const int64_t out = (part * l.n_head_kv * a.n_stream + row) * G;
+#pragma unroll 1
     for (int b = 0; b < v.n_bands; ++b) {
         const Band & band = v.bands[b];
         const float  unit = band.bits == 16 ? 1.0f : level_step(v, band);
-        for (int o = first; o < last; ++o) {
-            for (int g = lane % FOUR; o >= band.first / 8 && o < (band.first + band.n) / 8 && g < G; g += FOUR) {
-                a.acc[(row + g) * l.width_v + 8 * o + lane / 4] =
+#pragma unroll 1
+        for (int o = max(octet, band.first / 8); o < min(end, (band.first + band.n) / 8); ++o) {
+#pragma unroll 1
+            for (int g = lane % FOUR; g < G; g += FOUR) {
+                a.acc[(out + g) * l.width_v + 8 * o + lane / 4] =
                     unit * s.sums[(g / FOUR * s.octets + o) * WARP + lane];
             }
         }
@@ -534,8 +599,8 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         const int g = FOUR * f + lane;
         if (warp == 0 && lane < FOUR && g < G) {
             constexpr int N = 4 * F + 1;
-            a.m[row + g]    = rows[f].m;
-            a.z[row + g]    = (s.room[g] + s.room[N + g]) + (s.room[2 * N + g] + s.room[3 * N + g]);
+            a.m[out + g]    = rows[f].m;
+            a.z[out + g]    = (s.room[g] + s.room[N + g]) + (s.room[2 * N + g] + s.room[3 * N + g]);
         }
     }
 }

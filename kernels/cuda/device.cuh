@@ -110,26 +110,9 @@ __device__ inline float row_scale(uint32_t code) {
     return code == 0 ? 0.0f : __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
 }
 
-// sum + the products of four unsigned bytes with four that are unsigned or signed.
-__device__ inline uint32_t dot(uint32_t a, uint32_t b, uint32_t sum) {
-    return __dp4a(a, b, sum);
-}
-
-__device__ inline int dot(uint32_t a, int b, int sum) {
-#if defined(__CUDA_ARCH__)
-    asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b)); // no intrinsic mixes signs
-#else
-    for (int i = 0; i < 4; ++i) {
-        sum += (int) (a >> 8 * i & 255) * (int8_t) (b >> 8 * i);
-    }
-#endif
-    return sum;
-}
-
-// Of eight unsigned bytes.
-__device__ inline uint32_t dot(uint64_t a, uint64_t b, uint32_t sum) {
-    return dot((uint32_t) (a >> 32), (uint32_t) (b >> 32), dot((uint32_t) a, (uint32_t) b, sum));
-}
+struct alignas(16) Sixteen {
+    uint32_t word[4];
+};
 
 // Copies 16 bytes to shared memory, both addresses multiples of 16; asynchronous where the device can. copies_done()
 // waits for all but the last `pending` groups that copies_commit() closed.
@@ -138,9 +121,7 @@ __device__ inline void copy_16(uint8_t * to, const uint8_t * from) {
     const auto at = (uint32_t) __cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 #else
-    for (int i = 0; i < 16; i += 8) {
-        *reinterpret_cast<uint64_t *>(to + i) = *reinterpret_cast<const uint64_t *>(from + i);
-    }
+    *reinterpret_cast<Sixteen *>(to) = *reinterpret_cast<const Sixteen *>(from);
 #endif
 }
 

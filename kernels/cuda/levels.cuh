@@ -105,6 +105,7 @@ template <int BITS, typename Line> __device__ inline uint32_t choices_of(const L
 struct Levels {
     uint64_t table[2]; // up to 4 bits: bytes of the codes with choice 0 before; of 2 bits, of codes and choices
     uint32_t choices;  // NIBBLES on a path, else 0
+    uint32_t turn;     // byte 1: what changes a byte with choice 1 before, up to 4 bits
     int      zero;     // a byte stands for byte - zero / 2 steps
 };
 
@@ -120,19 +121,26 @@ __host__ __device__ constexpr uint64_t level_table(int bits, int first, bool on_
     return table;
 }
 
-// (255: no path, 127.5 of 8 bits as of a sign)
-__host__ __device__ inline int level_zero(int bits, bool on_path) {
+// Twice the byte that stands for 0: bytes are signed.
+__host__ __device__ constexpr int level_zero(int bits, bool on_path) {
     return bits == 8 || (on_path && bits > 4) ? -1 : on_path ? 2 * LEVEL_ZERO - 1 : (1 << bits) - 1;
 }
 
-template <int BITS> __device__ inline Levels levels_of(bool on_path) {
-    constexpr int      b      = BITS <= 4 ? BITS : 2;
-    constexpr uint64_t PATH_0 = level_table(b, 0, true), PATH_8 = level_table(b == 4 ? 4 : 2, b == 4 ? 8 : 0, true);
-    constexpr uint64_t NONE_0 = level_table(b, 0, false), NONE_8 = level_table(4, 8, false);
-    return { { on_path ? PATH_0 : NONE_0, on_path ? PATH_8 : NONE_8 },
+__host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
+    const bool by_table = bits <= 4;
+    return { { by_table ? level_table(bits, 0, on_path) : 0, bits == 4 ? level_table(bits, 8, on_path) : 0 },
              on_path ? NIBBLES : 0,
-             level_zero(BITS, on_path) };
+             on_path && by_table ? 127u << 8 : 0,
+             level_zero(bits, on_path) };
 }
+
+// By bits, without a path and on one: in memory, since compilers make constants anew in every loop.
+static __constant__ Levels LEVELS[][2] = {
+    { levels_of(2, false), levels_of(2, true) }, { levels_of(3, false), levels_of(3, true) },
+    { levels_of(4, false), levels_of(4, true) }, { levels_of(5, false), levels_of(5, true) },
+    { levels_of(6, false), levels_of(6, true) }, {},
+    { levels_of(8, false), levels_of(8, false) },
+};
 
 // Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
 template <int BITS> __device__ inline uint32_t wide_levels(uint32_t codes, uint32_t one, uint32_t two) {
@@ -161,7 +169,7 @@ __device__ inline void read_levels(const Line & line, int q, const Levels & leve
             if (BITS == 4) { // bytes below 128: 0 from the table that the code is not in
                 byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
             }
-            out[i] = BITS == 2 ? byte : byte ^ choose(127u << 8, 0, before.one >> 16 * i);
+            out[i] = BITS == 2 ? byte : byte ^ choose(levels.turn, 0, before.one >> 16 * i);
         }
         before = { codes & levels.choices, before.one };
         return;

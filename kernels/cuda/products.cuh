@@ -30,24 +30,34 @@ __device__ inline void add_product_16(int (&sum)[4], uint32_t left, uint32_t lef
 #endif
 }
 
-// Of 8 rows, twice as deep: words 0 are of depths 0 to 15, words 1 of 16 to 31. right: unsigned.
-__device__ inline void add_product_8(int (&sum)[2], const uint32_t (&left)[2], const uint32_t (&right)[2]) {
+// Of 16 rows or, without left_8, of 8, and twice as deep: words 0 are of depths 0 to 15, words 1 of 16 to 31. right: unsigned.
+template <bool ALL_ROWS>
+__device__ inline void add_deep_product(int (&sum)[4], const uint32_t (&left)[2], const uint32_t (&left_8)[2],
+                                        const uint32_t (&right)[2]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    int unused[2] = {}; // of rows 8 to 15, which are zero
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, "
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
-                 : "+r"(sum[0]), "+r"(sum[1]), "+r"(unused[0]), "+r"(unused[1])
-                 : "r"(left[0]), "r"(0), "r"(left[1]), "r"(right[0]), "r"(right[1]));
+                 : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+                 : "r"(left[0]), "r"(left_8[0]), "r"(left[1]), "r"(left_8[1]), "r"(right[0]), "r"(right[1]));
 #elif defined(__CUDA_ARCH__)
 #    pragma unroll
     for (int i = 0; i < 2; ++i) {
         asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
                      : "+r"(sum[0]), "+r"(sum[1])
                      : "r"(left[i]), "r"(right[i]));
+        if (ALL_ROWS) {
+            asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                         : "+r"(sum[2]), "+r"(sum[3])
+                         : "r"(left_8[i]), "r"(right[i]));
+        }
     }
 #elif !defined(__CUDACC__)
-    emulated::product(sum, left[0], right[0], false);
-    emulated::product(sum, left[1], right[1], false);
+    for (int i = 0; i < 2; ++i) {
+        emulated::product(sum, left[i], right[i], false);
+        if (ALL_ROWS) {
+            emulated::product(sum + 2, left_8[i], right[i], false);
+        }
+    }
 #endif
 }
 

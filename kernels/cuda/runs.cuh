@@ -32,11 +32,13 @@ struct Runs {
 // The octet at a place of the path from -2 on.
 __device__ inline Place place_of(const HeadCodec & codec, int place) {
     int n_path = 0;
+#pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         n_path += on_path(codec, codec.bands[b]) ? codec.bands[b].n / 8 : 0;
     }
     const bool turned = place < 0;
     int        left   = turned ? place + n_path : place;
+#pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         if (!on_path(codec, band)) {
@@ -56,6 +58,7 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
     runs.n       = 0;
     runs.on_path = false;
     runs.halves  = false;
+#pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         const bool   on   = on_path(codec, band);
@@ -68,8 +71,10 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
                 runs.on_path   = true;
-                runs.before[0] = place_of(codec, place + skip - 1);
-                runs.before[1] = place_of(codec, place + skip - 2);
+#pragma unroll 1
+                for (int i = 0; i < 2; ++i) {
+                    runs.before[i] = place_of(codec, place + skip - 1 - i);
+                }
             }
         }
         place += on ? band.n / 8 : 0;

@@ -175,6 +175,10 @@ inline float __fsub_rn(float a, float b) {
     return a - b;
 }
 
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
+
 inline float __fdiv_rn(float a, float b) {
     return a / b;
 }
