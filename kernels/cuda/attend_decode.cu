@@ -152,11 +152,11 @@ template <int F> struct Products {
 template <int BITS, int F>
 __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
                                     uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
-    const Levels levels = LEVELS[BITS - 2][run.on_path];
-    const int    end    = run.first + run.n;
+    const Levels levels = LEVELS[BITS - 2][run.on_path()];
+    const int    first  = run.first(), end = first + run.n();
     Lines        lines{ at };
 #pragma unroll 1
-    for (int octet = run.first; octet < end;) {
+    for (int octet = first; octet < end;) {
         uint32_t  words[2];
         const int pair = octet / 2;
         if (BITS <= 4 && octet % 2 == 0 && octet + 1 < end) {
@@ -209,8 +209,8 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
 #pragma unroll 1
     for (int i = 0; i < s.keys->n; ++i) {
         const Run run = s.keys->run[i];
-        by_width(run.bits, [&](auto width) {
-            multiply_run(width, s, run, q, tile + run.at, give, take, before, products);
+        by_width(run.bits(), [&](auto width) {
+            multiply_run(width, s, run, q, tile + run.at(), give, take, before, products);
         });
     }
 }
@@ -224,13 +224,13 @@ __device__ inline void add_halves(const Shared<F> & s, const float * const (&q)[
     for (int i = 0; i < s.keys->n; ++i) {
         const Run run = s.keys->run[i];
 #pragma unroll 1
-        for (int j = 0; run.bits == 16 && j < 8 * run.n; ++j) {
-            const uint16_t * x = half_of(s.k + run.at, j, cell);
+        for (int j = 0; run.bits() == 16 && j < 8 * run.n(); ++j) {
+            const uint16_t * x = half_of(s.k + run.at(), j, cell);
 #pragma unroll
             for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
                 for (int f = 0; f < F; ++f) {
-                    const float factor = q[f][8 * run.first + j];
+                    const float factor = q[f][8 * run.first() + j];
                     sum[f][t][0]       = fmaf(factor, from_half(x[t * to_second / 2]), sum[f][t][0]);
                     sum[f][t][1]       = fmaf(factor, from_half(x[t * to_second / 2 + 8]), sum[f][t][1]);
                 }
@@ -277,11 +277,11 @@ template <int BITS, int F>
 __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
                                Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
     constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
-    const Levels  levels = LEVELS[BITS - 2][run.on_path];
-    float *       sums   = s.sums + run.first * WARP + (int) threadIdx.x % WARP;
+    const Levels  levels = LEVELS[BITS - 2][run.on_path()];
+    float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
-    for (int o = 0; o < run.n; o += N, at += N * BITS * LINE, sums += N * WARP) {
-        const bool last = N == 2 && o + 1 == run.n; // the first octet once more in place of a second one
+    for (int o = 0; o < run.n(); o += N, at += N * BITS * LINE, sums += N * WARP) {
+        const bool last = N == 2 && o + 1 == run.n(); // the first octet once more in place of a second one
         uint32_t   line[N][BITS];
         uint32_t   choices[QUARTERS];
 #pragma unroll
@@ -344,21 +344,21 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
         const Run run = runs.run[i];
-        by_width(run.bits, [&](auto width) {
-            add_run(width, s, run, tile + run.at + 8 * j, before, weights, rows);
+        by_width(run.bits(), [&](auto width) {
+            add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows);
         });
 #pragma unroll 1
-        for (int o = 0; run.bits == 16 && o < run.n; ++o) {
+        for (int o = 0; run.bits() == 16 && o < run.n(); ++o) {
 #pragma unroll
             for (int f = 0; f < F; ++f) {
                 const float * p   = s.plain + (FOUR * f + lane % 4) * 2 * TILE;
                 float         sum = 0.0f;
 #pragma unroll 1
                 for (int c = 0; c < 2 * TILE; ++c) {
-                    const uint8_t * of = s.v + c / TILE * to_second + run.at + 16 * LINE * o;
+                    const uint8_t * of = s.v + c / TILE * to_second + run.at() + 16 * LINE * o;
                     sum += p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f; // hidden ones may be infinite
                 }
-                float & x = s.sums[(f * s.octets + run.first + o) * WARP + lane];
+                float & x = s.sums[(f * s.octets + run.first() + o) * WARP + lane];
                 x         = fmaf(rows[f].plain_factor, sum, x * rows[f].keep);
             }
         }
@@ -367,22 +367,14 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
 
 // Copies `tiles` of a head from `from` on.
 __device__ inline void fetch(int tiles, int bytes, const uint8_t * from, int64_t stride, uint8_t * to, int to_second) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    [[maybe_unused]] constexpr int AHEAD = 1;
-#else
-    [[maybe_unused]] constexpr int AHEAD = 4; // copies go through registers
-#endif
 #pragma unroll 1
     for (int t = 0; t < tiles; ++t, from += stride, to += to_second) {
-#pragma unroll AHEAD
-        for (int i = 16 * (int) threadIdx.x; i < bytes; i += 16 * THREADS) {
-            copy_16(to + i, from + i);
-        }
+        copy_block(to, from, bytes);
     }
     copies_commit();
 }
 
-template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) decode_kernel(Job job) {
+template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job job) {
     const Attend &    a      = job.a;
     const Layer &     l      = a.layer;
     const int         G      = l.n_group;
@@ -402,18 +394,19 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
     const int         octet  = warp * (v.rank / 8) / WARPS;              // the first one of values of this warp
     const int         end    = (warp + 1) * (v.rank / 8) / WARPS;
     const int         k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // to the second tile
+    const int         k_bytes = TILE * k.row_bytes, v_bytes = TILE * v.row_bytes;
     const int         v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
     const Shared<F> s(block_memory, job);
     const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + l.k_offset[h] + first / TILE * a.k_stride;
     const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + l.v_offset[h] + first / TILE * a.v_stride;
     const auto fetch_keys   = [&](int c0) {
-        const int left = (cells - c0 + TILE - 1) / TILE; // tiles
-        fetch(min(left, job.tiles), TILE * k.row_bytes, k_tiles + c0 / TILE * a.k_stride, a.k_stride, s.k, job.k_bytes);
+        const int t = c0 / TILE, left = (cells + TILE - 1) / TILE - t;
+        fetch(min(left, job.tiles), k_bytes, k_tiles + t * a.k_stride, a.k_stride, s.k, job.k_bytes);
     };
     const auto fetch_values = [&](int c0) {
-        const int left = (cells - c0 + TILE - 1) / TILE;
-        fetch(min(left, job.tiles), TILE * v.row_bytes, v_tiles + c0 / TILE * a.v_stride, a.v_stride, s.v, job.v_bytes);
+        const int t = c0 / TILE, left = (cells + TILE - 1) / TILE - t;
+        fetch(min(left, job.tiles), v_bytes, v_tiles + t * a.v_stride, a.v_stride, s.v, job.v_bytes);
     };
 
     fetch_keys(0);
@@ -432,9 +425,15 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         }
     }
     quantize_queries(s, k, qt, l.width_k, G);
+    bool v_halves = false;
+#pragma unroll 1
+    for (int b = 0; b < v.n_bands; ++b) {
+        v_halves |= v.bands[b].bits == 16;
+    }
 
     Softmax       rows[F]; // of row FOUR * f + lane % FOUR
     float         shift[F], slope[F], query_step[F];
+    uint32_t      centre[F];
     const float * q[F];
 #pragma unroll
     for (int f = 0; f < F; ++f) {
@@ -443,18 +442,28 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         shift[f]      = a.shift[row * G + of];
         slope[f]      = l.slope[h * G + of];
         query_step[f] = 0.5f * s.step[g];
+        centre[f]     = s.centre[g];
         q[f]          = qt + of * l.width_k;
     }
-    const int32_t   query    = a.tokens[4 * token]; // its position
-    const int32_t * position = a.cell_pos + token * a.n_kv + first;
+    // the places of cell 16 * warp + lane / 4 among the words of quarter 2 * (warp % 2), of query row lane % FOUR
+    uint8_t * const weight_at = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
+                                lane / 4 % 4 * 2 + warp / 2;
+    const int32_t   query     = a.tokens[4 * token]; // its position
+    const int32_t * position  = a.cell_pos + token * a.n_kv + first + mine;
+    int64_t         masked    = token * a.n_kv + first + mine; // index of the mask
+    const uint8_t * v_scale   = v_tiles + lane / 16 * a.v_stride + mine % TILE;
     for (int c0 = 0; c0 < cells; c0 += step) {
-        const int c    = c0 + mine;
-        float     bias = -INFINITY, scale = 0.0f, key_scale = 0.0f;
-        if (mine < step && c < cells && !is_exact(a, position[c], query)) {
-            bias = mask_value(a, token, first + c);
+        float bias = -INFINITY, scale = 0.0f, key_scale = 0.0f;
+        if (mine < step && c0 + mine < cells) {
+            const int32_t key = *position;
+            bias              = is_exact(a, key, query) ? -INFINITY : mask_value(a, masked);
             // of the value, which may still be on its way to shared memory
-            scale = bias == -INFINITY ? 0.0f : row_scale(v_tiles[c / TILE * a.v_stride + mine % TILE]);
+            scale = row_scale(*v_scale);
         }
+        scale = bias == -INFINITY ? 0.0f : scale;
+        position += step;
+        masked += step;
+        v_scale += job.tiles * a.v_stride;
         if (job.both) {
             copies_done<1>();
         } else {
@@ -488,7 +497,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
                     // exact: twice 256 codes' distance from their zero, of 255 times 32639, fits
                     const auto twice = (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] +
                                                    (uint32_t) products.sum[f][t][2 * e + 1]) -
-                                              s.centre[g]);
+                                              centre[f]);
                     float &    x     = logit[f][t][e];
                     x = cell_scale * query_step[f] * (float) twice + (cell_scale > 0.0f ? x : 0.0f) + shift[f];
                     x = capped(x, l.softcap) + slope[f] * cell_bias;
@@ -525,14 +534,16 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
         scale            = scale > 0.0f ? __fdividef(scale, unit) : 0.0f;
 #pragma unroll
         for (int f = 0; f < F; ++f) {
-            Softmax &   row  = rows[f];
-            const float old  = row.m;
-            top[f]           = largest(FOUR * f + lane % FOUR);
-            row.m            = fmaxf(old, top[f]);
-            row.keep         = old == -INFINITY ? 0.0f : expf(old - row.m);
-            row.plain_factor = top[f] == -INFINITY ? 0.0f : expf(top[f] - row.m);
-            row.factor       = 0.5f * unit * row.plain_factor;
-            row.z *= row.keep;
+            Softmax &   row   = rows[f];
+            const float old   = row.m;
+            const float here  = largest(FOUR * f + lane % FOUR);
+            row.m             = fmaxf(old, here);
+            const float m     = row.m == -INFINITY ? 0.0f : row.m;
+            row.keep          = exponential(old - m);
+            row.plain_factor  = exponential(here - m);
+            row.factor        = 0.5f * unit * row.plain_factor;
+            row.z            *= row.keep;
+            top[f]            = here == -INFINITY ? 0.0f : here;
         }
 #pragma unroll
         for (int t = 0; t < MOST_TILES; ++t) {
@@ -541,16 +552,16 @@ template <int F> __global__ void __launch_bounds__(THREADS, F == 1 ? 4 : 3) deco
                 const float cell_scale = __shfl_sync(ALL, scale, 16 * t + 8 * e + lane / 4);
 #pragma unroll
                 for (int f = 0; f < F; ++f) {
-                    const float p = logit[f][t][e] == -INFINITY ? 0.0f : expf(logit[f][t][e] - top[f]);
-                    rows[f].z     = fmaf(p, rows[f].plain_factor, rows[f].z);
-                    const auto weight = (uint32_t) rintf(p * cell_scale);
-                    // the place of cell 16 * warp + 8 * e + lane / 4 among the words of quarter 2 * (warp % 2) + e
-                    const int at = t * TILE + lane / 16 * 32 + (2 * (warp % 2) + e) * 8 + lane / 4 % 4 * 2 + warp / 2;
-                    uint8_t * to = s.weights + (8 * f + 2 * (lane % FOUR)) * WEIGHT_PITCH + at;
-                    to[0]            = (uint8_t) (weight >> 8);
-                    to[WEIGHT_PITCH] = (uint8_t) weight;
-                    s.plain[(FOUR * f + lane % FOUR) * 2 * TILE + t * TILE + 16 * warp + 8 * e + lane / 4] =
-                        cell_scale > 0.0f ? p : 0.0f;
+                    const float p      = exponential(logit[f][t][e] - top[f]);
+                    rows[f].z          = fmaf(p, rows[f].plain_factor, rows[f].z);
+                    const auto weight  = (uint32_t) __float2int_rn(p * cell_scale);
+                    uint8_t *  to      = weight_at + 8 * f * WEIGHT_PITCH + t * TILE + e * 8;
+                    to[0]              = (uint8_t) (weight >> 8);
+                    to[WEIGHT_PITCH]   = (uint8_t) weight;
+                    if (v_halves) {
+                        s.plain[(FOUR * f + lane % FOUR) * 2 * TILE + t * TILE + 16 * warp + 8 * e + lane / 4] =
+                            cell_scale > 0.0f ? p : 0.0f;
+                    }
                 }
             }
         }

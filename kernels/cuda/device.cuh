@@ -105,6 +105,18 @@ __device__ inline uint16_t to_half(float x) {
 static __constant__ float ROOTS[8] = { EIGHTHS[0], EIGHTHS[1], EIGHTHS[2], EIGHTHS[3],
                                        EIGHTHS[4], EIGHTHS[5], EIGHTHS[6], EIGHTHS[7] };
 
+// exp(x) of x <= 0: 0 of -INFINITY.
+__device__ inline float exponential(float x) {
+    x *= 1.44269504f;
+#if defined(__CUDA_ARCH__)
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+#else
+    return exp2f(x);
+#endif
+}
+
 // The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0.
 __device__ inline float row_scale(uint32_t code) {
     return code == 0 ? 0.0f : __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
@@ -114,15 +126,35 @@ struct alignas(16) Sixteen {
     uint32_t word[4];
 };
 
-// Copies 16 bytes to shared memory, both addresses multiples of 16; asynchronous where the device can. copies_done()
-// waits for all but the last `pending` groups that copies_commit() closed.
-__device__ inline void copy_16(uint8_t * to, const uint8_t * from) {
+// Copies bytes to shared memory by the whole block, 16 at a time: addresses and number are multiples of 16. Asynchronous
+// where the device can: copies_done() waits for all but the last `pending` groups that copies_commit() closed.
+__device__ inline void copy_block(uint8_t * to, const uint8_t * from, int bytes) {
+    constexpr int N = 4, STEP = (int) sizeof(Sixteen) * THREADS;
+#pragma unroll 1
+    for (int i = (int) sizeof(Sixteen) * (int) threadIdx.x; i < bytes; i += N * STEP) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const auto at = (uint32_t) __cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+        const auto at = (uint32_t) __cvta_generic_to_shared(to + i);
+#    pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (i + n * STEP < bytes) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + n * STEP), "l"(from + i + n * STEP)
+                             : "memory");
+            }
+        }
 #else
-    *reinterpret_cast<Sixteen *>(to) = *reinterpret_cast<const Sixteen *>(from);
+        Sixteen x[N] = {};
+        for (int n = 0; n < N; ++n) {
+            if (i + n * STEP < bytes) {
+                x[n] = *reinterpret_cast<const Sixteen *>(from + i + n * STEP);
+            }
+        }
+        for (int n = 0; n < N; ++n) {
+            if (i + n * STEP < bytes) {
+                *reinterpret_cast<Sixteen *>(to + i + n * STEP) = x[n];
+            }
+        }
 #endif
+    }
 }
 
 __device__ inline void copies_commit() {

@@ -6,11 +6,15 @@
 
 namespace subkv::cuda {
 
-// Octets of one band: coefficients 8 * first to 8 * (first + n) - 1.
+// Octets of one band, coefficients 8 * first() to 8 * (first() + n()) - 1; one load.
 struct alignas(8) Run {
-    uint16_t at; // byte of the tile where their lines begin
-    uint8_t  bits, first, n;
-    bool     on_path;
+    uint32_t where, what;
+
+    __device__ int at() const { return where & 0xFFFF; } // byte of the tile where their lines begin
+    __device__ int bits() const { return where >> 16 & 255; }
+    __device__ int first() const { return where >> 24; }
+    __device__ int n() const { return what & 255; }
+    __device__ int on_path() const { return what >> 8; }
 };
 
 // An octet whose codes decide on the levels of later ones; turned: of those of the next lane (trellis.h).
@@ -66,8 +70,8 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
         const int    skip = from - band.first / 8;
         const int    n    = (band.first + band.n) / 8 < end ? band.n / 8 - skip : end - from;
         if (n > 0) {
-            runs.run[runs.n++] = { (uint16_t) (TILE * (band.offset + skip * band.bits)), (uint8_t) band.bits,
-                                   (uint8_t) from, (uint8_t) n, on };
+            const int at       = TILE * (band.offset + skip * band.bits);
+            runs.run[runs.n++] = { (uint32_t) (at | band.bits << 16 | from << 24), (uint32_t) (n | on << 8) };
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
                 runs.on_path   = true;

@@ -175,6 +175,10 @@ inline float __fsub_rn(float a, float b) {
     return a - b;
 }
 
+inline int __float2int_rn(float x) {
+    return (int) std::nearbyint(x);
+}
+
 inline float __fdividef(float a, float b) {
     return a / b;
 }
