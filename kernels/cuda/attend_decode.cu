@@ -87,9 +87,11 @@ __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, c
 #pragma unroll 1
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
             const Band & band = codec.bands[b];
+            const float  unit = band.bits == 16 ? 0.0f : level_step(codec, band);
+            const int    end  = band.first + band.n;
 #pragma unroll 1
-            for (int i = lane; band.bits != 16 && i < band.n; i += WARP) {
-                largest = fmaxf(largest, fabsf(row[band.first + i] * level_step(codec, band)));
+            for (int i = band.first + lane; i < end; i += WARP) {
+                largest = fmaxf(largest, fabsf(row[i] * unit));
             }
         }
         const float step    = warp_max(largest) * QUERY_STEP;
@@ -99,13 +101,15 @@ __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, c
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
             const Band & band = codec.bands[b];
             const int    zero = level_zero(band.bits, on_path(codec, band));
+            const float  unit = level_step(codec, band);
+            const int    n    = band.bits == 16 ? 0 : band.n / 4;
 #pragma unroll 1
-            for (int w = lane; band.bits != 16 && w < band.n / 4; w += WARP) { // words, as read_levels orders them
+            for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
                 const int octet = band.first / 8 + w / 2;
                 uint32_t  high = 0, low = 0;
                 for (int i = 0; i < 4; ++i) {
                     const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
-                    const int value = (int) rintf(row[j] * level_step(codec, band) * inverse);
+                    const int value = __float2int_rn(row[j] * unit * inverse);
                     const int upper = (value + 128) >> 8; // both bytes are signed
                     high |= (uint32_t) (upper & 255) << 8 * i;
                     low |= (uint32_t) (value & 255) << 8 * i;
@@ -152,40 +156,47 @@ template <int F> struct Products {
 template <int BITS, int F>
 __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
                                     uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
-    const Levels levels = LEVELS[BITS - 2][run.on_path()];
-    const int    first  = run.first(), end = first + run.n();
-    Lines        lines{ at };
-#pragma unroll 1
-    for (int octet = first; octet < end;) {
-        uint32_t  words[2];
-        const int pair = octet / 2;
-        if (BITS <= 4 && octet % 2 == 0 && octet + 1 < end) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                read_levels<BITS>(lines, q, levels, before, words);
-                lines.at += BITS * LINE;
-                give[2 * half * TURN_PITCH]       = words[0];
-                give[(2 * half + 1) * TURN_PITCH] = words[1];
-            }
-            octet += 2;
-        } else { // the other one is of another run, or not there
-            const int half = octet % 2, other = 1 - half;
-            read_levels<BITS>(lines, q, levels, before, words);
-            lines.at += BITS * LINE;
-            give[2 * half * TURN_PITCH]        = words[0];
-            give[(2 * half + 1) * TURN_PITCH]  = words[1];
-            give[2 * other * TURN_PITCH]       = 0;
-            give[(2 * other + 1) * TURN_PITCH] = 0;
-            octet += 1;
-        }
+    const Levels     levels = LEVELS[BITS - 2][run.on_path()];
+    const uint32_t * right  = s.queries + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
+    Lines            lines{ at };
+    const auto       take_pair = [&] {
         __syncwarp();
         const Sixteen all = *take;
         __syncwarp();
 #pragma unroll
         for (int f = 0; f < F; ++f) {
-            const uint32_t right = s.queries[(f * s.pairs + pair) * WARP + (int) threadIdx.x % WARP];
-            add_product_16(products.sum[f][0], all.word[0], all.word[1], right);
-            add_product_16(products.sum[f][1], all.word[2], all.word[3], right);
+            add_product_16(products.sum[f][0], all.word[0], all.word[1], right[f * s.pairs * WARP]);
+            add_product_16(products.sum[f][1], all.word[2], all.word[3], right[f * s.pairs * WARP]);
+        }
+    };
+    const auto give_octet = [&](uint32_t * to) {
+        uint32_t words[2];
+        read_levels<BITS>(lines, q, levels, before, words);
+        lines.at += BITS * LINE;
+        to[0]          = words[0];
+        to[TURN_PITCH] = words[1];
+    };
+    unsigned odd = run.first() % 2, left = run.n();
+#pragma unroll 1
+    while (left > 0) {
+        if (BITS <= 4 && odd == 0) {
+#pragma unroll 1
+            for (; left > 1; left -= 2) {
+                give_octet(give);
+                give_octet(give + 2 * TURN_PITCH);
+                take_pair();
+                right += WARP;
+            }
+        }
+        if (left > 0) { // the other one of the pair is of another run, or not there
+            uint32_t * other  = give + (odd == 0 ? 2 * TURN_PITCH : 0);
+            other[0]          = 0;
+            other[TURN_PITCH] = 0;
+            give_octet(give + (odd == 0 ? 0 : 2 * TURN_PITCH));
+            take_pair();
+            right += odd * WARP;
+            odd = 1 - odd;
+            left -= 1;
         }
     }
 }
@@ -365,15 +376,6 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
     }
 }
 
-// Copies `tiles` of a head from `from` on.
-__device__ inline void fetch(int tiles, int bytes, const uint8_t * from, int64_t stride, uint8_t * to, int to_second) {
-#pragma unroll 1
-    for (int t = 0; t < tiles; ++t, from += stride, to += to_second) {
-        copy_block(to, from, bytes);
-    }
-    copies_commit();
-}
-
 template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job job) {
     const Attend &    a      = job.a;
     const Layer &     l      = a.layer;
@@ -394,19 +396,26 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
     const int         octet  = warp * (v.rank / 8) / WARPS;              // the first one of values of this warp
     const int         end    = (warp + 1) * (v.rank / 8) / WARPS;
     const int         k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // to the second tile
-    const int         k_bytes = TILE * k.row_bytes, v_bytes = TILE * v.row_bytes;
     const int         v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
     const Shared<F> s(block_memory, job);
     const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + l.k_offset[h] + first / TILE * a.k_stride;
     const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + l.v_offset[h] + first / TILE * a.v_stride;
-    const auto fetch_keys   = [&](int c0) {
-        const int t = c0 / TILE, left = (cells + TILE - 1) / TILE - t;
-        fetch(min(left, job.tiles), k_bytes, k_tiles + t * a.k_stride, a.k_stride, s.k, job.k_bytes);
+    // a thread copies of one of the tiles
+    const int       copiers  = job.tiles == MOST_TILES ? THREADS / MOST_TILES : THREADS;
+    const int       copied   = (int) threadIdx.x / copiers * TILE; // cell of the next steps where its tile begins
+    const int       place    = (int) threadIdx.x % copiers * (int) sizeof(Sixteen);
+    const uint8_t * k_from   = k_tiles + copied / TILE * a.k_stride + place;
+    const uint8_t * v_from   = v_tiles + copied / TILE * a.v_stride + place;
+    uint8_t * const k_to     = s.k + copied / TILE * job.k_bytes + place;
+    uint8_t * const v_to     = s.v + copied / TILE * job.v_bytes + place;
+    const auto fetch_keys    = [&](int c0) {
+        copy_part(k_to, k_from, c0 + copied < cells ? TILE * k.row_bytes - place : 0, copiers);
+        k_from += job.tiles * a.k_stride;
     };
     const auto fetch_values = [&](int c0) {
-        const int t = c0 / TILE, left = (cells + TILE - 1) / TILE - t;
-        fetch(min(left, job.tiles), v_bytes, v_tiles + t * a.v_stride, a.v_stride, s.v, job.v_bytes);
+        copy_part(v_to, v_from, c0 + copied < cells ? TILE * v.row_bytes - place : 0, copiers);
+        v_from += job.tiles * a.v_stride;
     };
 
     fetch_keys(0);

@@ -126,38 +126,39 @@ struct alignas(16) Sixteen {
     uint32_t word[4];
 };
 
-// Copies bytes to shared memory by the whole block, 16 at a time: addresses and number are multiples of 16. Asynchronous
-// where the device can: copies_done() waits for all but the last `pending` groups that copies_commit() closed.
-__device__ inline void copy_block(uint8_t * to, const uint8_t * from, int bytes) {
-    constexpr int N = 4, STEP = (int) sizeof(Sixteen) * THREADS;
+// Copies 16 bytes from `from` to shared memory, and every `threads` times 16 bytes beyond, where they begin before `bytes`
+// (multiples of 16, like addresses); a group. Asynchronous where the device can: copies_done() waits for all but the last
+// `pending` groups.
+__device__ inline void copy_part(uint8_t * to, const uint8_t * from, int bytes, int threads) {
+    constexpr int N    = 4;
+    const int     step = threads * (int) sizeof(Sixteen);
 #pragma unroll 1
-    for (int i = (int) sizeof(Sixteen) * (int) threadIdx.x; i < bytes; i += N * STEP) {
+    for (; bytes > 0; to += N * step, from += N * step, bytes -= N * step) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        const auto at = (uint32_t) __cvta_generic_to_shared(to + i);
+        const auto at = (uint32_t) __cvta_generic_to_shared(to);
 #    pragma unroll
         for (int n = 0; n < N; ++n) {
-            if (i + n * STEP < bytes) {
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + n * STEP), "l"(from + i + n * STEP)
+            if (n * step < bytes) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + n * step), "l"(from + n * step)
                              : "memory");
             }
         }
 #else
         Sixteen x[N] = {};
+#    pragma unroll
         for (int n = 0; n < N; ++n) {
-            if (i + n * STEP < bytes) {
-                x[n] = *reinterpret_cast<const Sixteen *>(from + i + n * STEP);
+            if (n * step < bytes) {
+                x[n] = *reinterpret_cast<const Sixteen *>(from + n * step);
             }
         }
+#    pragma unroll
         for (int n = 0; n < N; ++n) {
-            if (i + n * STEP < bytes) {
-                *reinterpret_cast<Sixteen *>(to + i + n * STEP) = x[n];
+            if (n * step < bytes) {
+                *reinterpret_cast<Sixteen *>(to + n * step) = x[n];
             }
         }
 #endif
     }
-}
-
-__device__ inline void copies_commit() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
