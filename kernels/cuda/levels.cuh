@@ -136,9 +136,9 @@ __host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
 
 // By bits, without a path and on one: in memory, since compilers make constants anew in every loop.
 static __constant__ Levels LEVELS[][2] = {
-    { levels_of(2, false), levels_of(2, true) }, { levels_of(3, false), levels_of(3, true) },
-    { levels_of(4, false), levels_of(4, true) }, { levels_of(5, false), levels_of(5, true) },
-    { levels_of(6, false), levels_of(6, true) }, {},
+    { levels_of(2, false), levels_of(2, true) },  { levels_of(3, false), levels_of(3, true) },
+    { levels_of(4, false), levels_of(4, true) },  { levels_of(5, false), levels_of(5, true) },
+    { levels_of(6, false), levels_of(6, true) },  {},
     { levels_of(8, false), levels_of(8, false) },
 };
 

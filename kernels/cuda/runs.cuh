@@ -74,7 +74,7 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
             runs.run[runs.n++] = { (uint32_t) (at | band.bits << 16 | from << 24), (uint32_t) (n | on << 8) };
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
-                runs.on_path   = true;
+                runs.on_path = true;
 #pragma unroll 1
                 for (int i = 0; i < 2; ++i) {
                     runs.before[i] = place_of(codec, place + skip - 1 - i);
