@@ -78,19 +78,14 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         v_halves |= v.bands[b].bits == 16;
     }
 
-    Softmax       rows[F]; // of row FOUR * f + lane % FOUR
-    float         shift[F], slope[F], query_step[F];
-    uint32_t      centre[F];
-    const float * q[F];
+    Softmax rows[F]; // of row FOUR * f + lane % FOUR
+    float   shift[F], slope[F];
 #pragma unroll
     for (int f = 0; f < F; ++f) {
-        const int g   = FOUR * f + lane % FOUR;
-        const int of  = g < G ? g : 0;
-        shift[f]      = a.shift[row * G + of];
-        slope[f]      = l.slope[h * G + of];
-        query_step[f] = 0.5f * s.step[g];
-        centre[f]     = s.centre[g];
-        q[f]          = qt + of * l.width_k;
+        const int g  = FOUR * f + lane % FOUR;
+        const int of = g < G ? g : 0;
+        shift[f]     = a.shift[row * G + of];
+        slope[f]     = l.slope[h * G + of];
     }
     // the places of cell 16 * warp + lane / 4 among the words of quarter 2 * (warp % 2), of query row lane % FOUR
     uint8_t * const weight_at = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
@@ -125,7 +120,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         }
         float logit[F][MOST_TILES][2] = {}, top[F];
         if (s.keys->halves) {
-            add_halves(s, q, k_next, logit);
+            add_halves(s, qt, l.width_k, G, k_next, logit);
         }
 #pragma unroll
         for (int f = 0; f < F; ++f) {
@@ -144,11 +139,11 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
                     // exact: twice 256 codes' distance from their zero, of 255 times 32639, fits
                     const auto twice = (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] +
                                                    (uint32_t) products.sum[f][t][2 * e + 1]) -
-                                              centre[f]);
+                                              s.centre[g]);
                     float &    x     = logit[f][t][e];
-                    x      = cell_scale * query_step[f] * (float) twice + (cell_scale > 0.0f ? x : 0.0f) + shift[f];
-                    x      = capped(x, l.softcap) + slope[f] * cell_bias;
-                    x      = g < G && cell_bias != -INFINITY ? x : -INFINITY;
+                    x = cell_scale * (0.5f * s.step[g]) * (float) twice + (cell_scale > 0.0f ? x : 0.0f) + shift[f];
+                    x = capped(x, l.softcap) + slope[f] * cell_bias;
+                    x = g < G && cell_bias != -INFINITY ? x : -INFINITY;
                     top[f] = fmaxf(top[f], x);
                 }
             }

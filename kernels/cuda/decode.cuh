@@ -131,7 +131,7 @@ struct Lines {
 
 // Choices that an octet makes: at the lane's words of line 0 of the tile. `of` is called for every q, with the word.
 template <typename F> __device__ inline void read_choices(const Place & place, const uint8_t * tile, const F & of) {
-    by_width(place.bits, [&](auto width) {
+    by_width(place.kind, [&](auto width) {
         if constexpr (width.bits <= TRELLIS_BITS) {
             const Lines lines{ tile + place.at };
             of([&](int q) { return choices_of<width.bits>(lines, q); });
@@ -211,27 +211,28 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
 #pragma unroll 1
     for (int i = 0; i < s.keys->n; ++i) {
         const Run run = s.keys->run[i];
-        by_width(run.bits(),
+        by_width(run.kind(),
                  [&](auto width) { multiply_run(width, s, run, q, tile + run.at(), give, take, before, products); });
     }
 }
 
-// Adds what halves give: dot products of query rows q [F], of lane % 4, with four cells' halves.
+// Adds what halves give: dot products of query rows q, of lane % 4 of G, with four cells' halves.
 template <int F>
-__device__ inline void add_halves(const Shared<F> & s, const float * const (&q)[F], int to_second,
+__device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, int to_second,
                                   float (&sum)[F][MOST_TILES][2]) {
     const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
     for (int i = 0; i < s.keys->n; ++i) {
         const Run run = s.keys->run[i];
 #pragma unroll 1
-        for (int j = 0; run.bits() == 16 && j < 8 * run.n(); ++j) {
+        for (int j = 0; run.halves() && j < 8 * run.n(); ++j) {
             const uint16_t * x = half_of(s.k + run.at(), j, cell);
 #pragma unroll
             for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
                 for (int f = 0; f < F; ++f) {
-                    const float factor = q[f][8 * run.first() + j];
+                    const int   g      = FOUR * f + (int) threadIdx.x % FOUR;
+                    const float factor = g < G ? q[g * width + 8 * run.first() + j] : 0.0f;
                     sum[f][t][0]       = fmaf(factor, from_half(x[t * to_second / 2]), sum[f][t][0]);
                     sum[f][t][1]       = fmaf(factor, from_half(x[t * to_second / 2 + 8]), sum[f][t][1]);
                 }
@@ -262,11 +263,12 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
     for (int f = 0; f < F; ++f) {
         const auto * from =
             reinterpret_cast<const Sixteen *>(s.weights + (8 * f + lane / 4) * WEIGHT_PITCH + lane % 4 * (TILE / 2));
-        int sum[4] = {};
+        const Sixteen words[2] = { from[0], from[1] };
+        int           sum[4]   = {};
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
-            weights.word[f][q][0] = from[q / 2].word[q % 2 * 2];
-            weights.word[f][q][1] = from[q / 2].word[q % 2 * 2 + 1];
+            weights.word[f][q][0] = words[q / 2].word[q % 2 * 2];
+            weights.word[f][q][1] = words[q / 2].word[q % 2 * 2 + 1];
             add_deep_product<false>(sum, ONES, ONES, weights.word[f][q]);
         }
         weights.total[f] = 256 * sum[0] + sum[1];
@@ -345,10 +347,10 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
         const Run run = runs.run[i];
-        by_width(run.bits(),
+        by_width(run.kind(),
                  [&](auto width) { add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows); });
 #pragma unroll 1
-        for (int o = 0; run.bits() == 16 && o < run.n(); ++o) {
+        for (int o = 0; run.halves() && o < run.n(); ++o) {
 #pragma unroll
             for (int f = 0; f < F; ++f) {
                 const float * p   = s.plain + (FOUR * f + lane % 4) * 2 * TILE;

@@ -10,17 +10,23 @@ namespace subkv::cuda {
 struct alignas(8) Run {
     uint32_t where, what;
 
-    __device__ int at() const { return where & 0xFFFF; } // byte of the tile where their lines begin
-    __device__ int bits() const { return where >> 16 & 255; }
-    __device__ int first() const { return where >> 24; }
-    __device__ int n() const { return what & 255; }
-    __device__ int on_path() const { return what >> 8; }
+    Run() = default;
+
+    __device__ Run(int at, int bits, int first, int n, bool on_path) :
+        where((uint32_t) (at | first << 16)), what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
+
+    __device__ int      at() const { return where & 0xFFFF; } // byte of the tile where their lines begin
+    __device__ int      first() const { return where >> 16; }
+    __device__ int      n() const { return what & 255; }
+    __device__ int      on_path() const { return what >> 8 & 1; }
+    __device__ bool     halves() const { return (what & 1u << (9 + 16)) != 0; }
+    __device__ uint32_t kind() const { return what >> 9; } // 1 << bits
 };
 
 // An octet whose codes decide on the levels of later ones; turned: of those of the next lane (trellis.h).
 struct alignas(4) Place {
     uint16_t at;
-    uint8_t  bits;
+    uint8_t  kind; // 1 << bits
     bool     turned;
 };
 
@@ -49,7 +55,7 @@ __device__ inline Place place_of(const HeadCodec & codec, int place) {
             continue;
         }
         if (left < band.n / 8) {
-            return { (uint16_t) (TILE * (band.offset + left * band.bits)), (uint8_t) band.bits, turned };
+            return { (uint16_t) (TILE * (band.offset + left * band.bits)), (uint8_t) (1 << band.bits), turned };
         }
         left -= band.n / 8;
     }
@@ -70,8 +76,7 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
         const int    skip = from - band.first / 8;
         const int    n    = (band.first + band.n) / 8 < end ? band.n / 8 - skip : end - from;
         if (n > 0) {
-            const int at       = TILE * (band.offset + skip * band.bits);
-            runs.run[runs.n++] = { (uint32_t) (at | band.bits << 16 | from << 24), (uint32_t) (n | on << 8) };
+            runs.run[runs.n++] = Run(TILE * (band.offset + skip * band.bits), band.bits, from, n, on);
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
                 runs.on_path = true;
@@ -85,20 +90,24 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
     }
 }
 
-// Calls f(Width<BITS>{}) for the width of a band that is coded.
 template <int BITS> struct Width {
     static constexpr int bits = BITS;
 };
 
-template <typename F> __device__ inline void by_width(int bits, const F & f) {
-    switch (bits) {
-        case 2: f(Width<2>{}); break;
-        case 3: f(Width<3>{}); break;
-        case 4: f(Width<4>{}); break;
-        case 5: f(Width<5>{}); break;
-        case 6: f(Width<6>{}); break;
-        case 8: f(Width<8>{}); break;
-        default: break; // halves
+// Calls f(Width<BITS>{}) for kind 1 << BITS, where these are codes: one test for the widths that most have.
+template <typename F> __device__ inline void by_width(uint32_t kind, const F & f) {
+    if (kind & 1 << 4) {
+        f(Width<4>{});
+    } else if (kind & 1 << 3) {
+        f(Width<3>{});
+    } else if (kind & 1 << 6) {
+        f(Width<6>{});
+    } else if (kind & 1 << 8) {
+        f(Width<8>{});
+    } else if (kind & 1 << 5) {
+        f(Width<5>{});
+    } else if (kind & 1 << 2) {
+        f(Width<2>{});
     }
 }
 
