@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -27,6 +28,8 @@ extern dim3 thread_index, block_index;
 // Launches are counted as they would be on a device, and run nothing (emulated_only_count).
 extern bool   only_count;
 extern size_t last_shared; // dynamic shared memory of the last launch's block
+
+extern std::vector<unsigned char> last_args; // of the last launch's kernel
 
 void     run_block(unsigned n_threads, void (*body)(void *), void * data);
 void     block_barrier();
@@ -81,6 +84,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)
     } call{ kernel, args };
 
     emulated::last_shared = config->dynamicSmemBytes;
+    const auto * bytes    = reinterpret_cast<const unsigned char *>(&args);
+    emulated::last_args.assign(bytes, bytes + sizeof(args));
     if (emulated::only_count) {
         return cudaSuccess;
     }

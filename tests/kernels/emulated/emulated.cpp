@@ -22,6 +22,8 @@ dim3   thread_index, block_index;
 bool   only_count  = false;
 size_t last_shared = 0;
 
+std::vector<unsigned char> last_args;
+
 namespace {
 
 size_t most_shared = subkv::cuda::SHARED;
@@ -233,5 +235,13 @@ void emulated_only_count(size_t most) {
 
 size_t emulated_last_shared() {
     return emulated::last_shared;
+}
+
+const void * emulated_last_args() {
+    return emulated::last_args.data();
+}
+
+size_t emulated_last_args_size() {
+    return emulated::last_args.size();
 }
 }
