@@ -95,7 +95,7 @@ __global__ void combine_kernel(Combine b) {
         bool      any = false;
         for (int i = me; i < n; i += THREADS) {
             keys[i]  = exact_key(b, token, first + i);
-            logit[i] = keys[i].row == nullptr ? -INFINITY : mask_value(a, token, keys[i].cell);
+            logit[i] = keys[i].row == nullptr ? -INFINITY : mask_value(a, token * a.n_kv + keys[i].cell);
             any      = any || logit[i] != -INFINITY;
         }
         if (__syncthreads_or(any) == 0) {

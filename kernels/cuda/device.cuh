@@ -105,46 +105,60 @@ __device__ inline uint16_t to_half(float x) {
 static __constant__ float ROOTS[8] = { EIGHTHS[0], EIGHTHS[1], EIGHTHS[2], EIGHTHS[3],
                                        EIGHTHS[4], EIGHTHS[5], EIGHTHS[6], EIGHTHS[7] };
 
+// exp(x) of x <= 0: 0 of -INFINITY.
+__device__ inline float exponential(float x) {
+    x *= 1.44269504f;
+#if defined(__CUDA_ARCH__)
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+#else
+    return exp2f(x);
+#endif
+}
+
 // The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0.
 __device__ inline float row_scale(uint32_t code) {
     return code == 0 ? 0.0f : __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
 }
 
-// sum + the products of four unsigned bytes with four that are unsigned or signed.
-__device__ inline uint32_t dot(uint32_t a, uint32_t b, uint32_t sum) {
-    return __dp4a(a, b, sum);
-}
+struct alignas(16) Sixteen {
+    uint32_t word[4];
+};
 
-__device__ inline int dot(uint32_t a, int b, int sum) {
-#if defined(__CUDA_ARCH__)
-    asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b)); // no intrinsic mixes signs
-#else
-    for (int i = 0; i < 4; ++i) {
-        sum += (int) (a >> 8 * i & 255) * (int8_t) (b >> 8 * i);
-    }
-#endif
-    return sum;
-}
-
-// Of eight unsigned bytes.
-__device__ inline uint32_t dot(uint64_t a, uint64_t b, uint32_t sum) {
-    return dot((uint32_t) (a >> 32), (uint32_t) (b >> 32), dot((uint32_t) a, (uint32_t) b, sum));
-}
-
-// Copies 16 bytes to shared memory, both addresses multiples of 16; asynchronous where the device can. copies_done()
-// waits for all but the last `pending` groups that copies_commit() closed.
-__device__ inline void copy_16(uint8_t * to, const uint8_t * from) {
+// Copies 16 bytes from `from` to shared memory, and every `threads` times 16 bytes beyond, where they begin before `bytes`
+// (multiples of 16, like addresses); a group. Asynchronous where the device can: copies_done() waits for all but the last
+// `pending` groups.
+__device__ inline void copy_part(uint8_t * to, const uint8_t * from, int bytes, int threads) {
+    constexpr int N    = 4;
+    const int     step = threads * (int) sizeof(Sixteen);
+#pragma unroll 1
+    for (; bytes > 0; to += N * step, from += N * step, bytes -= N * step) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const auto at = (uint32_t) __cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+        const auto at = (uint32_t) __cvta_generic_to_shared(to);
+#    pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (n * step < bytes) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at + n * step), "l"(from + n * step)
+                             : "memory");
+            }
+        }
 #else
-    for (int i = 0; i < 16; i += 8) {
-        *reinterpret_cast<uint64_t *>(to + i) = *reinterpret_cast<const uint64_t *>(from + i);
-    }
+        Sixteen x[N] = {};
+#    pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (n * step < bytes) {
+                x[n] = *reinterpret_cast<const Sixteen *>(from + n * step);
+            }
+        }
+#    pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (n * step < bytes) {
+                *reinterpret_cast<Sixteen *>(to + n * step) = x[n];
+            }
+        }
 #endif
-}
-
-__device__ inline void copies_commit() {
+    }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif

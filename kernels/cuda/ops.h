@@ -19,7 +19,7 @@
 
 namespace subkv::cuda {
 
-constexpr float QUERY_STEP   = 1.0f / 32767.0f; // two bytes and a sign
+constexpr float QUERY_STEP   = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
 constexpr float WEIGHT_STEP  = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP = 8;               // query rows up to which the decode kernel is used
 constexpr int   MAX_HEAD     = 256;             // d: shared memory holds no more

@@ -17,7 +17,7 @@ import ops as o
 import pytest
 from cases import Rounded
 
-QUERY_STEP, WEIGHT_STEP = 1 / 32767, 1 / 65535
+QUERY_STEP, WEIGHT_STEP = 1 / 32639, 1 / 65535
 HALF_ERROR = 2.0**-10
 LAYERS = pytest.mark.parametrize("name", layers.LAYERS)
 
@@ -139,6 +139,19 @@ def test_attend_shapes(library: c.Library, shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [Shape(group=2, n_kv=45), Shape(n_tps=3, group=2, n_kv=45)], ids=["decode", "tiles"])
 def test_attend_layouts(library: c.Library, name: str, shape: Shape) -> None:
     check_attend(library, name, shape)
+
+
+LARGE: o.Layout = ((184, 16), (16, 8), (56, 4))
+
+
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize("bands", [LARGE, ((128, 8), (120, 5)), ((40, 3), (8, 8), (40, 6), (24, 2))], ids=str)
+def test_attend_tiles_of_all_sizes(
+    library: c.Library, bands: o.Layout, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile in shared memory, two, and two of keys and values each; octets in pairs of two bands, and alone."""
+    monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands[::-1]]))
+    check_attend(library, "sized", Shape(group=group, n_kv=330))
 
 
 N_SINK, N_RECENT = 2, 6

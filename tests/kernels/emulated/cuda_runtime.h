@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -12,6 +13,7 @@
 #define __constant__ const
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
 
 struct dim3 {
     unsigned x, y, z;
@@ -27,12 +29,17 @@ extern dim3 thread_index, block_index;
 extern bool   only_count;
 extern size_t last_shared; // dynamic shared memory of the last launch's block
 
+extern std::vector<unsigned char> last_args; // of the last launch's kernel
+
 void     run_block(unsigned n_threads, void (*body)(void *), void * data);
 void     block_barrier();
 void     warp_barrier();
 bool     block_any(bool mine);
 bool     block_all(bool mine);
 uint32_t from_lane(uint32_t mine, unsigned lane);
+
+// mma.sync m8n8k16 of bytes, as the PTX ISA has its fragments; left is signed.
+void product(int * sum, uint32_t left, uint32_t right, bool right_signed);
 
 } // namespace emulated
 
@@ -77,6 +84,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)
     } call{ kernel, args };
 
     emulated::last_shared = config->dynamicSmemBytes;
+    const auto * bytes    = reinterpret_cast<const unsigned char *>(&args);
+    emulated::last_args.assign(bytes, bytes + sizeof(args));
     if (emulated::only_count) {
         return cudaSuccess;
     }
@@ -136,6 +145,14 @@ inline float __shfl_xor_sync(uint32_t, float x, int mask) {
     return __uint_as_float(emulated::from_lane(__float_as_uint(x), lane));
 }
 
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int mask) {
+    return emulated::from_lane(x, threadIdx.x % 32 ^ (unsigned) mask);
+}
+
+inline float __shfl_sync(uint32_t, float x, int lane) {
+    return __uint_as_float(emulated::from_lane(__float_as_uint(x), (unsigned) lane));
+}
+
 inline unsigned long long atomicAdd(unsigned long long * sum, unsigned long long x) {
     *sum += x;
     return *sum - x;
@@ -161,6 +178,14 @@ inline float __fadd_rn(float a, float b) {
 
 inline float __fsub_rn(float a, float b) {
     return a - b;
+}
+
+inline int __float2int_rn(float x) {
+    return (int) std::nearbyint(x);
+}
+
+inline float __fdividef(float a, float b) {
+    return a / b;
 }
 
 inline float __fdiv_rn(float a, float b) {

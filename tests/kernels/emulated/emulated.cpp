@@ -22,6 +22,8 @@ dim3   thread_index, block_index;
 bool   only_count  = false;
 size_t last_shared = 0;
 
+std::vector<unsigned char> last_args;
+
 namespace {
 
 size_t most_shared = subkv::cuda::SHARED;
@@ -45,9 +47,15 @@ struct Fiber {
     bool                    done = false;
 };
 
+// Of a product, a thread's.
+struct Factors {
+    uint32_t left, right;
+};
+
 std::vector<Fiber>    fibers;
 std::vector<Barrier>  warps;
 std::vector<uint32_t> exchange; // by thread
+std::vector<Factors>  factors;  // by thread
 Barrier               block;
 jmp_buf               scheduler;
 void (*body)(void *);
@@ -116,6 +124,7 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
     block.n = n_threads;
     warps.assign((n_threads + 31) / 32, Barrier{});
     exchange.assign(n_threads, 0);
+    factors.assign(n_threads, Factors{});
     // what a kernel reads before it writes shows
     std::memset(subkv::cuda::block_memory, 0xFF, sizeof(subkv::cuda::block_memory));
     for (unsigned i = 0; i < n_threads; ++i) {
@@ -188,6 +197,22 @@ uint32_t from_lane(uint32_t mine, unsigned lane) {
     return theirs;
 }
 
+void product(int * sum, uint32_t left, uint32_t right, bool right_signed) {
+    const unsigned me = thread_index.x, lane = me % 32, warp = me - lane;
+    factors[me] = { left, right };
+    warp_barrier();
+    for (unsigned i = 0; i < 2; ++i) {
+        const unsigned row = lane / 4, column = lane % 4 * 2 + i;
+        for (unsigned depth = 0; depth < 16; ++depth) {
+            const unsigned shift = depth % 4 * 8;
+            const auto     a     = (int8_t) (factors[warp + row * 4 + depth / 4].left >> shift);
+            const auto     b     = (uint8_t) (factors[warp + column * 4 + depth / 4].right >> shift);
+            sum[i] += a * (right_signed ? (int8_t) b : b);
+        }
+    }
+    warp_barrier();
+}
+
 } // namespace emulated
 
 cudaError_t cudaGetDevice(int * device) {
@@ -210,5 +235,13 @@ void emulated_only_count(size_t most) {
 
 size_t emulated_last_shared() {
     return emulated::last_shared;
+}
+
+const void * emulated_last_args() {
+    return emulated::last_args.data();
+}
+
+size_t emulated_last_args_size() {
+    return emulated::last_args.size();
 }
 }

@@ -98,9 +98,8 @@ CARDS = {  # registers, KiB of shared memory, of them a block's at most, warps, 
 """Of a multiprocessor."""
 WARPS_OF_BLOCK = 4
 ENTRIES = {  # part of the entry's mangled name -> the kernel's name, which a shared memory's size may end
-    "decode_kernelILi3E": ["decode d 64 G 3"],
-    "decode_kernelILi4E": ["decode d 128 G 4"],
-    "decode_kernelILi8E": ["decode d 128 G 8"],
+    "decode_kernelILi1E": ["decode d 64 G 3", "decode d 128 G 4"],
+    "decode_kernelILi2E": ["decode d 128 G 8"],
     "tiles_kernel": ["tiles d 64", "tiles d 128"],
     "combine_kernel": ["combine"],
     "encode_kernel": ["encode"],

@@ -1,0 +1,371 @@
+// decode.cuh: parts of the decode kernel (attend_decode.cu): its shared memory, and products of a step's keys and values.
+#pragma once
+
+#include "products.cuh"
+#include "runs.cuh"
+#include "tiles.cuh"
+
+namespace subkv::cuda {
+
+constexpr int MOST_TILES = 2; // at a time
+constexpr int FOUR = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
+
+constexpr int TURN_PITCH   = 40; // words of a fourth of the bytes that change lanes: 32, and against conflicts
+constexpr int WEIGHT_PITCH = 2 * TILE + 16; // bytes of a column
+constexpr int QUARTERS     = 4;             // of a tile's cells: registers q and q + 4 (tiles.h) of values
+
+struct Job {
+    Attend a;
+    int    tiles;            // at a time
+    bool   both;             // keys and values have memory of their own, so that copies run ahead
+    int    k_bytes, v_bytes; // from one tile to the next in shared memory
+};
+
+// Shared memory of a block, for 4 * F query rows.
+template <int F> struct Shared {
+    Runs *     keys;
+    Runs *     values;  // [WARPS]
+    uint32_t * queries; // [F][pairs][WARP] right factors
+    float *    step;    // [4 * F] of the queries
+    uint32_t * centre;  // [4 * F]: twice what the zeros of bytes add up to, in steps, modulo 2^32
+    uint32_t * turn;    // [WARPS][4][TURN_PITCH], while there are no weights
+    uint8_t *  weights; // [F][8][WEIGHT_PITCH] columns of right factors
+    float *    plain;   // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
+    float *    sums;    // [F][octets of values][WARP]
+    float *    room;    // [WARPS][4 * F + 1]
+    uint8_t *  k;       // [tiles][k_bytes]
+    uint8_t *  v;       // [tiles][v_bytes]
+    int        pairs;   // of octets of keys
+    int        octets;  // of values
+    size_t     bytes;
+
+    __host__ __device__ Shared(unsigned char * base, const Job & job) {
+        constexpr size_t TURN  = WARPS * 4 * TURN_PITCH * sizeof(uint32_t);
+        constexpr size_t WHOLE = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
+        pairs                  = (job.a.layer.width_k / 8 + 1) / 2;
+        octets                 = job.a.layer.width_v / 8;
+        Carve shared{ base };
+        keys              = shared.take<Runs>(WARPS + 1);
+        values            = keys + 1;
+        queries           = shared.take<uint32_t>((size_t) F * pairs * WARP);
+        step              = shared.take<float>(4 * F);
+        centre            = shared.take<uint32_t>(4 * F);
+        weights           = shared.take<uint8_t>(WHOLE > TURN ? WHOLE : TURN);
+        turn              = reinterpret_cast<uint32_t *>(weights);
+        plain             = reinterpret_cast<float *>(weights + F * 8 * WEIGHT_PITCH);
+        sums              = shared.take<float>((size_t) F * octets * WARP);
+        room              = shared.take<float>(WARPS * (4 * F + 1));
+        const size_t of_k = (size_t) job.tiles * job.k_bytes, of_v = (size_t) job.tiles * job.v_bytes;
+        k     = shared.take<uint8_t>(job.both || of_k > of_v ? of_k : of_v);
+        v     = job.both ? shared.take<uint8_t>(of_v) : k;
+        bytes = shared.used;
+    }
+};
+
+// A warp has every fourth query row. Rows that are not there are zeros.
+template <int F>
+__device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
+    const int lane = (int) threadIdx.x % WARP;
+#pragma unroll 1
+    for (int i = (int) threadIdx.x; i < F * s.pairs * WARP; i += THREADS) {
+        s.queries[i] = 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int g = (int) threadIdx.x / WARP; g < 4 * F; g += WARPS) {
+        const float * row     = qt + g * width;
+        float         largest = 0.0f;
+#pragma unroll 1
+        for (int b = 0; g < G && b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+            const float  unit = band.bits == 16 ? 0.0f : level_step(codec, band);
+            const int    end  = band.first + band.n;
+#pragma unroll 1
+            for (int i = band.first + lane; i < end; i += WARP) {
+                largest = fmaxf(largest, fabsf(row[i] * unit));
+            }
+        }
+        const float step    = warp_max(largest) * QUERY_STEP;
+        const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
+        uint32_t    centre  = 0;
+#pragma unroll 1
+        for (int b = 0; g < G && b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+            const int    zero = level_zero(band.bits, on_path(codec, band));
+            const float  unit = level_step(codec, band);
+            const int    n    = band.bits == 16 ? 0 : band.n / 4;
+#pragma unroll 1
+            for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
+                const int octet = band.first / 8 + w / 2;
+                uint32_t  high = 0, low = 0;
+                for (int i = 0; i < 4; ++i) {
+                    const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
+                    const int value = __float2int_rn(row[j] * unit * inverse);
+                    const int upper = (value + 128) >> 8; // both bytes are signed
+                    high |= (uint32_t) (upper & 255) << 8 * i;
+                    low |= (uint32_t) (value & 255) << 8 * i;
+                    centre += (uint32_t) (value * zero);
+                }
+                uint32_t * to                   = s.queries + (g / FOUR * s.pairs + octet / 2) * WARP + 8 * (g % FOUR);
+                to[2 * (octet % 2) + w % 2]     = high;
+                to[2 * (octet % 2) + w % 2 + 4] = low;
+            }
+        }
+        for (int to = WARP / 2; to > 0; to /= 2) {
+            centre += __shfl_xor_sync(ALL, centre, to);
+        }
+        if (lane == 0) {
+            s.step[g]   = step;
+            s.centre[g] = centre;
+        }
+    }
+    __syncthreads();
+}
+
+// The lane's words of an octet's lines.
+struct Lines {
+    const uint8_t * at;
+
+    __device__ uint32_t operator()(int i) const { return *reinterpret_cast<const uint32_t *>(at + i * LINE); }
+};
+
+// Choices that an octet makes: at the lane's words of line 0 of the tile. `of` is called for every q, with the word.
+template <typename F> __device__ inline void read_choices(const Place & place, const uint8_t * tile, const F & of) {
+    by_width(place.kind, [&](auto width) {
+        if constexpr (width.bits <= TRELLIS_BITS) {
+            const Lines lines{ tile + place.at };
+            of([&](int q) { return choices_of<width.bits>(lines, q); });
+        }
+    });
+}
+
+// Integer products of a warp's keys with the queries: cells 16 * warp + lane / 4 and 8 more of each tile, high and low.
+template <int F> struct Products {
+    int sum[F][MOST_TILES][4] = {};
+};
+
+template <int BITS, int F>
+__device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
+                                    uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
+    const Levels     levels = LEVELS[BITS - 2][run.on_path()];
+    const uint32_t * right  = s.queries + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
+    Lines            lines{ at };
+    const auto       take_pair = [&] {
+        __syncwarp();
+        const Sixteen all = *take;
+        __syncwarp();
+#pragma unroll
+        for (int f = 0; f < F; ++f) {
+            add_product_16(products.sum[f][0], all.word[0], all.word[1], right[f * s.pairs * WARP]);
+            add_product_16(products.sum[f][1], all.word[2], all.word[3], right[f * s.pairs * WARP]);
+        }
+    };
+    const auto give_octet = [&](uint32_t * to) {
+        uint32_t words[2];
+        read_levels<BITS>(lines, q, levels, before, words);
+        lines.at += BITS * LINE;
+        to[0]          = words[0];
+        to[TURN_PITCH] = words[1];
+    };
+    unsigned odd = run.first() % 2, left = run.n();
+#pragma unroll 1
+    while (left > 0) {
+        if (BITS <= 4 && odd == 0) {
+#pragma unroll 1
+            for (; left > 1; left -= 2) {
+                give_octet(give);
+                give_octet(give + 2 * TURN_PITCH);
+                take_pair();
+                right += WARP;
+            }
+        }
+        if (left > 0) { // the other one of the pair is of another run, or not there
+            uint32_t * other  = give + (odd == 0 ? 2 * TURN_PITCH : 0);
+            other[0]          = 0;
+            other[TURN_PITCH] = 0;
+            give_octet(give + (odd == 0 ? 0 : 2 * TURN_PITCH));
+            take_pair();
+            right += odd * WARP;
+            odd = 1 - odd;
+            left -= 1;
+        }
+    }
+}
+
+// to_second: bytes from the first tile to the second one, 0 where one is at hand.
+template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int to_second, Products<F> & products) {
+    const int lane = (int) threadIdx.x % WARP, q = (int) threadIdx.x / WARP;
+    const int c = lane % 16; // a lane reads of cell 16 * q + c, and gives its bytes to the lanes that multiply them
+    const uint8_t * tile = s.k + lane / 16 * to_second + 4 * c;
+    uint32_t *      room = s.turn + q * 4 * TURN_PITCH;
+    uint32_t *      give = room + c % 8 * 4 + lane / 16 * 2 + c / 8;
+    const Sixteen * take = reinterpret_cast<const Sixteen *>(room + lane % 4 * TURN_PITCH + lane / 4 * 4);
+
+    Choices before;
+#pragma unroll 1
+    for (int i = 1; i >= 0 && s.keys->on_path; --i) {
+        uint32_t x = 0;
+        read_choices(s.keys->before[i], tile, [&](auto at) { x = at(q); });
+        before = { s.keys->before[i].turned ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
+    }
+#pragma unroll 1
+    for (int i = 0; i < s.keys->n; ++i) {
+        const Run run = s.keys->run[i];
+        by_width(run.kind(),
+                 [&](auto width) { multiply_run(width, s, run, q, tile + run.at(), give, take, before, products); });
+    }
+}
+
+// Adds what halves give: dot products of query rows q, of lane % 4 of G, with four cells' halves.
+template <int F>
+__device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, int to_second,
+                                  float (&sum)[F][MOST_TILES][2]) {
+    const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
+#pragma unroll 1
+    for (int i = 0; i < s.keys->n; ++i) {
+        const Run run = s.keys->run[i];
+#pragma unroll 1
+        for (int j = 0; run.halves() && j < 8 * run.n(); ++j) {
+            const uint16_t * x = half_of(s.k + run.at(), j, cell);
+#pragma unroll
+            for (int t = 0; t < MOST_TILES; ++t) {
+#pragma unroll
+                for (int f = 0; f < F; ++f) {
+                    const int   g      = FOUR * f + (int) threadIdx.x % FOUR;
+                    const float factor = g < G ? q[g * width + 8 * run.first() + j] : 0.0f;
+                    sum[f][t][0]       = fmaf(factor, from_half(x[t * to_second / 2]), sum[f][t][0]);
+                    sum[f][t][1]       = fmaf(factor, from_half(x[t * to_second / 2 + 8]), sum[f][t][1]);
+                }
+            }
+        }
+    }
+}
+
+// A row's softmax, of the cells so far and of those at hand.
+struct Softmax {
+    float m = -INFINITY, z = 0.0f;
+    float keep;         // of what has been summed
+    float factor;       // of twice a sum of integers
+    float plain_factor; // of plain weights
+};
+
+// The right factors of a lane: weights of the cells of its words of registers q and q + 4.
+template <int F> struct Weights {
+    uint32_t word[F][QUARTERS][2];
+    int      total[F]; // of row lane % 4: the sum of its weights
+};
+
+template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) {
+    constexpr uint32_t ONES[2] = { BYTES, BYTES };
+    const int          lane    = (int) threadIdx.x % WARP;
+    Weights<F>         weights;
+#pragma unroll
+    for (int f = 0; f < F; ++f) {
+        const auto * from =
+            reinterpret_cast<const Sixteen *>(s.weights + (8 * f + lane / 4) * WEIGHT_PITCH + lane % 4 * (TILE / 2));
+        const Sixteen words[2] = { from[0], from[1] };
+        int           sum[4]   = {};
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            weights.word[f][q][0] = words[q / 2].word[q % 2 * 2];
+            weights.word[f][q][1] = words[q / 2].word[q % 2 * 2 + 1];
+            add_deep_product<false>(sum, ONES, ONES, weights.word[f][q]);
+        }
+        weights.total[f] = 256 * sum[0] + sum[1];
+    }
+    return weights;
+}
+
+template <int BITS, int F>
+__device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
+                               Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
+    constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
+    const Levels  levels = LEVELS[BITS - 2][run.on_path()];
+    float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
+#pragma unroll 1
+    for (int o = 0; o < run.n(); o += N, at += N * BITS * LINE, sums += N * WARP) {
+        const bool last = N == 2 && o + 1 == run.n(); // the first octet once more in place of a second one
+        uint32_t   line[N][BITS];
+        uint32_t   choices[QUARTERS];
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) {
+            line[0][i]     = Lines{ at }(i);
+            line[N - 1][i] = Lines{ last ? at : at + (N - 1) * BITS * LINE }(i);
+        }
+        int sum[F][4] = {};
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            uint32_t words[2], words_8[2] = {};
+            choices[q] = before[q].one;
+            read_levels<BITS>([&](int i) { return line[0][i]; }, q, levels, before[q], words);
+            if (N == 2) {
+                read_levels<BITS>([&](int i) { return line[N - 1][i]; }, q, levels, before[q], words_8);
+            }
+#pragma unroll
+            for (int f = 0; f < F; ++f) {
+                add_deep_product<N == 2>(sum[f], words, words_8, weights.word[f][q]);
+            }
+        }
+        const auto add = [&](int i) {
+#pragma unroll
+            for (int f = 0; f < F; ++f) { // exact: 128 levels of at most 255 halves times 65535 are below 2^31
+                const auto twice = (int) (2 * (256 * (uint32_t) sum[f][2 * i] + (uint32_t) sum[f][2 * i + 1]) -
+                                          (uint32_t) levels.zero * (uint32_t) weights.total[f]);
+                float &    x     = sums[(f * s.octets + i) * WARP];
+                x                = fmaf(rows[f].factor, (float) twice, x * rows[f].keep);
+            }
+        };
+        add(0);
+        if (N == 2 && !last) {
+            add(1);
+        }
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            before[q].two = last ? choices[q] : before[q].two;
+        }
+    }
+}
+
+// Adds values to the sums of this warp's octets.
+template <int F>
+__device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to_second, const Softmax (&rows)[F]) {
+    const int        lane = (int) threadIdx.x % WARP, j = lane / 4;
+    const uint8_t *  tile    = s.v + lane % 4 / 2 * to_second + lane % 2 * 4;
+    const Weights<F> weights = read_weights(s);
+
+    Choices before[QUARTERS];
+#pragma unroll 1
+    for (int i = 1; i >= 0 && runs.on_path; --i) {
+        const Place place = runs.before[i];
+        read_choices(place, tile + 8 * (place.turned ? (j + 7) % 8 : j), [&](auto at) {
+#pragma unroll
+            for (int q = 0; q < QUARTERS; ++q) {
+                before[q] = { at(q), before[q].one };
+            }
+        });
+    }
+#pragma unroll 1
+    for (int i = 0; i < runs.n; ++i) {
+        const Run run = runs.run[i];
+        by_width(run.kind(),
+                 [&](auto width) { add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows); });
+#pragma unroll 1
+        for (int o = 0; run.halves() && o < run.n(); ++o) {
+#pragma unroll
+            for (int f = 0; f < F; ++f) {
+                const float * p   = s.plain + (FOUR * f + lane % 4) * 2 * TILE;
+                float         sum = 0.0f;
+#pragma unroll 1
+                for (int c = 0; c < 2 * TILE; ++c) {
+                    const uint8_t * of = s.v + c / TILE * to_second + run.at() + 16 * LINE * o;
+                    sum +=
+                        p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f; // hidden ones may be infinite
+                }
+                float & x = s.sums[(f * s.octets + run.first() + o) * WARP + lane];
+                x         = fmaf(rows[f].plain_factor, sum, x * rows[f].keep);
+            }
+        }
+    }
+}
+
+} // namespace subkv::cuda

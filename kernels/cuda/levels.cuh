@@ -1,0 +1,193 @@
+// levels.cuh: codes of an octet (tiles.h) as bytes for tensor cores, eight at a time: those of registers q and q + 4 at one
+// place of their bytes, a word each. Up to 4 bits they become nibbles of one word first, register q in the lower ones:
+// nibbles are what prmt chooses bytes by. So bytes come out in the order
+//   out[0]   q: byte 0, q + 4: byte 0, q: byte 1, q + 4: byte 1
+//   out[1]   the same of bytes 2 and 3
+#pragma once
+
+#include "device.cuh"
+#include "subkv/trellis.h"
+
+namespace subkv::cuda {
+
+constexpr uint32_t NIBBLES = 0x11111111u, BYTES = 0x01010101u;
+
+// Bytes of low (0 to 3) and high (4 to 7) by the four nibbles of by's lower half; with 8 added to a nibble, 255 where that
+// byte is 128 and more, else 0.
+__device__ inline uint32_t choose(uint32_t low, uint32_t high, uint32_t by) {
+    uint32_t out;
+#if defined(__CUDA_ARCH__)
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(by));
+#else
+    out = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t at   = by >> 4 * i;
+        const uint32_t byte = ((at & 4 ? high : low) >> 8 * (at & 3)) & 255;
+        out |= ((at & 8) == 0 ? byte : byte >= 128 ? 255u : 0u) << 8 * i;
+    }
+#endif
+    return out;
+}
+
+__device__ inline uint32_t choose(uint64_t table, uint32_t by) {
+    return choose((uint32_t) table, (uint32_t) (table >> 32), by);
+}
+
+// 255 in bytes of 128 and more, else 0.
+__device__ inline uint32_t spread_signs(uint32_t x) {
+    return choose(x, 0, 0xBA98);
+}
+
+__device__ inline void interleave(uint32_t low, uint32_t high, uint32_t (&out)[2]) {
+    out[0] = choose(low, high, 0x5140);
+    out[1] = choose(low, high, 0x7362);
+}
+
+// Lowest bits of the codes of the last two places on the path, in the lowest bits of their nibbles; of codes that are not
+// on a path zeros.
+struct Choices {
+    uint32_t one = 0, two = 0;
+};
+
+// Codes of registers q and q + 4 as nibbles (2 to 4 bits). line(i): their word of line i of the octet; its place of
+// tile_fields is stated here once more, as few operations.
+template <int BITS, typename Line> __device__ inline uint32_t nibbles_of(const Line & line, int q) {
+    if (BITS == 4) {
+        return line(q);
+    }
+    if (BITS == 2) {
+        return (line(0) >> 2 * q & 0x03030303u) | (line(1) >> 2 * q << 4 & 0x30303030u);
+    }
+    if (q < 3) {
+        const uint32_t x = line(q);
+        return (x & 0x07070707u) | (x << 1 & 0x70707070u);
+    }
+    const uint32_t top = line(2);
+    return (line(0) >> 6 & 0x03030303u) | (line(1) >> 2 & 0x30303030u) | (top >> 4 & 0x04040404u) |
+           (top >> 1 & 0x40404040u);
+}
+
+// The same as bytes (5, 6 and 8 bits).
+template <int BITS, typename Line>
+__device__ inline void bytes_of(const Line & line, int q, uint32_t & low, uint32_t & high) {
+    if (BITS == 8) {
+        low  = line(q);
+        high = line(4 + q);
+    } else if (BITS == 6) {
+        const auto rest = [&](int i) {
+            return (line(i) >> 6 & 0x03030303u) | (line(i + 1) >> 4 & 0x0C0C0C0Cu) | (line(i + 2) >> 2 & 0x30303030u);
+        };
+        low  = q < 3 ? line(q) & 0x3F3F3F3Fu : rest(0);
+        high = q < 3 ? line(3 + q) & 0x3F3F3F3Fu : rest(3);
+    } else {
+        low = line(q) & 0x1F1F1F1Fu;
+        if (q == 0) {
+            high = line(4) & 0x1F1F1F1Fu;
+        } else if (q == 3) {
+            high = (line(4) >> 5 & 0x07070707u) | (line(1) >> 4 & 0x08080808u) | (line(3) >> 3 & 0x10101010u);
+        } else {
+            high = (line(2 * q - 2) >> 5 & 0x07070707u) | (line(2 * q - 1) >> 2 & 0x18181818u);
+        }
+    }
+}
+
+// The lowest bits of these codes, as Choices has them. Of 2 to 6 bits.
+template <int BITS, typename Line> __device__ inline uint32_t choices_of(const Line & line, int q) {
+    if (BITS <= 4) {
+        return nibbles_of<BITS>(line, q) & NIBBLES;
+    }
+    uint32_t low, high;
+    bytes_of<BITS>(line, q, low, high);
+    return (low & BYTES) | (high << 4 & 16 * BYTES);
+}
+
+// How the codes of a band become bytes.
+struct Levels {
+    uint64_t table[2]; // up to 4 bits: bytes of the codes with choice 0 before; of 2 bits, of codes and choices
+    uint32_t choices;  // NIBBLES on a path, else 0
+    uint32_t turn;     // byte 1: what changes a byte with choice 1 before, up to 4 bits
+    int      zero;     // a byte stands for byte - zero / 2 steps
+};
+
+constexpr int LEVEL_ZERO = 64; // the byte of level 0, up to 4 bits: look-ups have no sign
+
+__host__ __device__ constexpr uint64_t level_table(int bits, int first, bool on_path) {
+    uint64_t table = 0;
+    for (int i = 0; i < 8; ++i) {
+        const int code = bits == 2 ? i / 2 : first + i;
+        const int byte = on_path ? trellis_level(bits, bits == 2 ? i : 2 * code) + LEVEL_ZERO : code;
+        table |= (uint64_t) (byte & 255) << 8 * i;
+    }
+    return table;
+}
+
+// Twice the byte that stands for 0: bytes are signed.
+__host__ __device__ constexpr int level_zero(int bits, bool on_path) {
+    return bits == 8 || (on_path && bits > 4) ? -1 : on_path ? 2 * LEVEL_ZERO - 1 : (1 << bits) - 1;
+}
+
+__host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
+    const bool by_table = bits <= 4;
+    return { { by_table ? level_table(bits, 0, on_path) : 0, bits == 4 ? level_table(bits, 8, on_path) : 0 },
+             on_path ? NIBBLES : 0,
+             on_path && by_table ? 127u << 8 : 0,
+             level_zero(bits, on_path) };
+}
+
+// By bits, without a path and on one: in memory, since compilers make constants anew in every loop.
+static __constant__ Levels LEVELS[][2] = {
+    { levels_of(2, false), levels_of(2, true) },  { levels_of(3, false), levels_of(3, true) },
+    { levels_of(4, false), levels_of(4, true) },  { levels_of(5, false), levels_of(5, true) },
+    { levels_of(6, false), levels_of(6, true) },  {},
+    { levels_of(8, false), levels_of(8, false) },
+};
+
+// Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
+template <int BITS> __device__ inline uint32_t wide_levels(uint32_t codes, uint32_t one, uint32_t two) {
+    const uint32_t index = (codes ^ two) * 2 + one;
+    const uint32_t lower = ~spread_signs(index << (7 - BITS)); // half of the alphabet
+    const uint32_t k     = (index ^ lower) & BYTES * ((1u << BITS) - 1);
+    const auto     above = [&](uint32_t bend) { // by how much magnitudes are
+        const uint32_t x = k + BYTES * (128 - bend);
+        return x & 127 * BYTES & spread_signs(x);
+    };
+    return (k + above(trellis_double(BITS)) + above(trellis_triple(BITS))) ^ lower;
+}
+
+// The bytes of registers q and q + 4. A code of choice 1 before has the complement of the level that the complement of the
+// code has with choice 0: so is the alphabet made.
+template <int BITS, typename Line>
+__device__ inline void read_levels(const Line & line, int q, const Levels & levels, Choices & before,
+                                   uint32_t (&out)[2]) {
+    if (BITS <= 4) {
+        const uint32_t codes = nibbles_of<BITS <= 4 ? BITS : 4>(line, q);
+        uint32_t       index = codes ^ before.two;
+        index                = BITS == 2 ? index * 2 + before.one : index ^ before.one * ((1u << BITS) - 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint32_t byte = choose(levels.table[0], index >> 16 * i);
+            if (BITS == 4) { // bytes below 128: 0 from the table that the code is not in
+                byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
+            }
+            out[i] = BITS == 2 ? byte : byte ^ choose(levels.turn, 0, before.one >> 16 * i);
+        }
+        before = { codes & levels.choices, before.one };
+        return;
+    }
+    uint32_t low, high;
+    bytes_of<BITS <= 4 ? 8 : BITS>(line, q, low, high);
+    if (BITS == 8) {
+        interleave(low ^ 128 * BYTES, high ^ 128 * BYTES, out);
+        return;
+    }
+    const uint32_t choices = ((low & BYTES) | (high << 4 & 16 * BYTES)) & levels.choices;
+    if (levels.choices != 0) {
+        constexpr int b = BITS == 5 ? 5 : 6;
+        low             = wide_levels<b>(low, before.one & BYTES, before.two & BYTES);
+        high            = wide_levels<b>(high, before.one >> 4 & BYTES, before.two >> 4 & BYTES);
+    }
+    interleave(low, high, out);
+    before = { choices, before.one };
+}
+
+} // namespace subkv::cuda

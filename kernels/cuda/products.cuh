@@ -1,0 +1,64 @@
+// products.cuh: products of bytes by tensor cores, m8n8k16 on sm_75, larger ones from sm_80 on.
+//
+// Of a product of 8 rows and 8 columns, 16 deep, lane l of the warp holds
+//   left    row l / 4, depths 4 * (l % 4) to + 3: the bytes of a word, signed
+//   right   column l / 4, the same depths
+//   sum     row l / 4, columns 2 * (l % 4) and + 1
+// All lanes of a warp call these together. tests/kernels/emulated defines emulated::product for a CPU.
+#pragma once
+
+#include "device.cuh"
+
+namespace subkv::cuda {
+
+// Of 16 rows: `sum` and `left` of rows l / 4 come first, then those of rows 8 + l / 4. right: signed.
+__device__ inline void add_product_16(int (&sum)[4], uint32_t left, uint32_t left_8, uint32_t right) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+                 : "r"(left), "r"(left_8), "r"(right));
+#elif defined(__CUDA_ARCH__)
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+r"(sum[0]), "+r"(sum[1])
+                 : "r"(left), "r"(right));
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+r"(sum[2]), "+r"(sum[3])
+                 : "r"(left_8), "r"(right));
+#elif !defined(__CUDACC__)
+    emulated::product(sum, left, right, true);
+    emulated::product(sum + 2, left_8, right, true);
+#endif
+}
+
+// Of 16 rows or, without left_8, of 8, and twice as deep: words 0 are of depths 0 to 15, words 1 of 16 to 31. right: unsigned.
+template <bool ALL_ROWS>
+__device__ inline void add_deep_product(int (&sum)[4], const uint32_t (&left)[2], const uint32_t (&left_8)[2],
+                                        const uint32_t (&right)[2]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+                 : "r"(left[0]), "r"(left_8[0]), "r"(left[1]), "r"(left_8[1]), "r"(right[0]), "r"(right[1]));
+#elif defined(__CUDA_ARCH__)
+#    pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                     : "+r"(sum[0]), "+r"(sum[1])
+                     : "r"(left[i]), "r"(right[i]));
+        if (ALL_ROWS) {
+            asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                         : "+r"(sum[2]), "+r"(sum[3])
+                         : "r"(left_8[i]), "r"(right[i]));
+        }
+    }
+#elif !defined(__CUDACC__)
+    for (int i = 0; i < 2; ++i) {
+        emulated::product(sum, left[i], right[i], false);
+        if (ALL_ROWS) {
+            emulated::product(sum + 2, left_8[i], right[i], false);
+        }
+    }
+#endif
+}
+
+} // namespace subkv::cuda

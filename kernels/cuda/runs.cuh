@@ -1,0 +1,114 @@
+// runs.cuh: a head's bands as the decode kernel goes through them: octets of one width in a row, so that all that depends on
+// the width is outside of its loops.
+#pragma once
+
+#include "levels.cuh"
+
+namespace subkv::cuda {
+
+// Octets of one band, coefficients 8 * first() to 8 * (first() + n()) - 1; one load.
+struct alignas(8) Run {
+    uint32_t where, what;
+
+    Run() = default;
+
+    __device__ Run(int at, int bits, int first, int n, bool on_path) :
+        where((uint32_t) (at | first << 16)), what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
+
+    __device__ int      at() const { return where & 0xFFFF; } // byte of the tile where their lines begin
+    __device__ int      first() const { return where >> 16; }
+    __device__ int      n() const { return what & 255; }
+    __device__ int      on_path() const { return what >> 8 & 1; }
+    __device__ bool     halves() const { return (what & 1u << (9 + 16)) != 0; }
+    __device__ uint32_t kind() const { return what >> 9; } // 1 << bits
+};
+
+// An octet whose codes decide on the levels of later ones; turned: of those of the next lane (trellis.h).
+struct alignas(4) Place {
+    uint16_t at;
+    uint8_t  kind; // 1 << bits
+    bool     turned;
+};
+
+// Octets of a head that follow each other, without those of no bits.
+struct Runs {
+    Run   run[MAX_BANDS];
+    Place before[2]; // one and two places before the first of them that is on the path
+    int   n;
+    bool  on_path; // any of them
+    bool  halves;
+};
+
+// The octet at a place of the path from -2 on.
+__device__ inline Place place_of(const HeadCodec & codec, int place) {
+    int n_path = 0;
+#pragma unroll 1
+    for (int b = 0; b < codec.n_bands; ++b) {
+        n_path += on_path(codec, codec.bands[b]) ? codec.bands[b].n / 8 : 0;
+    }
+    const bool turned = place < 0;
+    int        left   = turned ? place + n_path : place;
+#pragma unroll 1
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        if (!on_path(codec, band)) {
+            continue;
+        }
+        if (left < band.n / 8) {
+            return { (uint16_t) (TILE * (band.offset + left * band.bits)), (uint8_t) (1 << band.bits), turned };
+        }
+        left -= band.n / 8;
+    }
+    return {};
+}
+
+// Octets first to end - 1. By one thread.
+__device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) {
+    int place    = 0;
+    runs.n       = 0;
+    runs.on_path = false;
+    runs.halves  = false;
+#pragma unroll 1
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        const bool   on   = on_path(codec, band);
+        const int    from = band.first / 8 > first ? band.first / 8 : first;
+        const int    skip = from - band.first / 8;
+        const int    n    = (band.first + band.n) / 8 < end ? band.n / 8 - skip : end - from;
+        if (n > 0) {
+            runs.run[runs.n++] = Run(TILE * (band.offset + skip * band.bits), band.bits, from, n, on);
+            runs.halves |= band.bits == 16;
+            if (on && !runs.on_path) {
+                runs.on_path = true;
+#pragma unroll 1
+                for (int i = 0; i < 2; ++i) {
+                    runs.before[i] = place_of(codec, place + skip - 1 - i);
+                }
+            }
+        }
+        place += on ? band.n / 8 : 0;
+    }
+}
+
+template <int BITS> struct Width {
+    static constexpr int bits = BITS;
+};
+
+// Calls f(Width<BITS>{}) for kind 1 << BITS, where these are codes: one test for the widths that most have.
+template <typename F> __device__ inline void by_width(uint32_t kind, const F & f) {
+    if (kind & 1 << 4) {
+        f(Width<4>{});
+    } else if (kind & 1 << 3) {
+        f(Width<3>{});
+    } else if (kind & 1 << 6) {
+        f(Width<6>{});
+    } else if (kind & 1 << 8) {
+        f(Width<8>{});
+    } else if (kind & 1 << 5) {
+        f(Width<5>{});
+    } else if (kind & 1 << 2) {
+        f(Width<2>{});
+    }
+}
+
+} // namespace subkv::cuda

@@ -1,0 +1,309 @@
+"""Executes a kernel of PTX on a CPU, as nvcc makes it, and counts its instructions: those that attend_decode has.
+
+A warp's registers are arrays of 32 numbers. Of lanes at different places those furthest back go first. Global memory
+is the process's own, shared memory an array; copies to it arrive at once. Products of tensor cores have the fragments
+of the PTX ISA (mma m8n8k16, m16n8k16 and m16n8k32 of bytes).
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes as ct
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LANES = 32
+Bits = npt.NDArray[np.uint64]
+Lanes = npt.NDArray[np.bool_]
+Array = npt.NDArray[Any]
+
+
+def n_bits(type_: str) -> int:
+    return 1 if type_ == "pred" else int(type_[1:])
+
+
+def from_bits(x: Bits, type_: str) -> Array:
+    """Numbers of a PTX type: f32, s64 or u64."""
+    n = n_bits(type_)
+    if type_ == "f32":
+        return x.astype(np.uint32).view(np.float32)
+    if type_[0] == "s":
+        shift = np.uint64(64 - n)
+        return (x << shift).view(np.int64) >> np.int64(64 - n)
+    return x & np.uint64((1 << n) - 1)
+
+
+def to_bits(x: Array, type_: str) -> Bits:
+    if type_ == "f32":
+        return np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return x.astype(np.int64 if x.dtype == np.int64 else np.uint64).view(np.uint64) & np.uint64(
+        (1 << n_bits(type_)) - 1
+    )
+
+
+def _shift_left(x: Array, n: Array) -> Array:
+    return np.where(n < 64, x << np.minimum(n, 63).astype(x.dtype), 0).astype(x.dtype)
+
+
+def _shift_right(x: Array, n: Array) -> Array:
+    past = x < 0 if x.dtype == np.int64 else np.zeros(len(x), bool)
+    return np.where(n < 64, x >> np.minimum(n, 63).astype(x.dtype), -past.astype(np.int64)).astype(x.dtype)
+
+
+def _divide(x: Array, y: Array) -> Array:
+    if x.dtype == np.float32:
+        return x / y
+    whole = np.abs(x) // np.maximum(np.abs(y), 1)
+    return np.where((x < 0) == (y < 0), whole, -whole)
+
+
+OPERATIONS: dict[str, Callable[..., Array]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "mad": lambda x, y, z: x * y + z,
+    "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
+    "div": _divide,
+    "min": np.fmin,
+    "max": np.fmax,
+    "abs": np.abs,
+    "neg": np.negative,
+    "copysign": lambda sign, x: np.copysign(x, sign),
+    "ex2": np.exp2,
+    "rcp": lambda x: np.float32(1) / x,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "shl": _shift_left,
+    "shr": _shift_right,
+}
+COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+SIZES = {"m8n8k16": (8, 16), "m16n8k16": (16, 16), "m16n8k32": (16, 32)}  # rows and depth
+
+
+def split(text: str) -> list[str]:
+    """Operands: at commas outside of braces and brackets."""
+    return [part.strip() for part in re.split(r",(?![^{\[]*[}\]])", text) if part.strip()]
+
+
+class Kernel:
+    """The entry of a module whose name contains `part`."""
+
+    def __init__(self, module: str, part: str) -> None:
+        module = re.sub(r"//[^\n]*", "", module)
+        self.constants: dict[str, int] = {}
+        constants = bytearray()
+        for type_, name, values in re.findall(
+            r"\.const\s+\.align \d+\s+\.(\w+)\s+(\w+)\[\d+\]\s*=\s*\{(.*?)\}", module
+        ):
+            constants.extend(bytes(-len(constants) % 16))
+            self.constants[name] = len(constants)
+            for value in split(values):
+                number = int(value[2:], 16) if value.startswith("0f") else int(value, 0)
+                constants.extend((number & ((1 << n_bits(type_)) - 1)).to_bytes(n_bits(type_) // 8, "little"))
+        self.memory = {"const": np.frombuffer(bytes(constants), np.uint8)}
+        self.instructions: list[tuple[str, str, list[str]]] = []  # predicate, operation, operands
+        self.labels: dict[str, int] = {}
+        self.executed: collections.Counter[int] = collections.Counter()  # by instruction: of warps
+        body = next(text for text in re.split(r"\.entry\s+", module)[1:] if part in text.partition("(")[0])
+        body = body[body.index("{") + 1 : body.index("\n}")]
+        for text in re.findall(r"[^;:]*[;:]", re.sub(r"[{}](?=\s*(?:\n|\.reg|\}|$))", "", body)):
+            text = " ".join(text.lstrip("\n\t {").split())
+            if text.endswith(":"):
+                self.labels[text[:-1]] = len(self.instructions)
+            elif not text.startswith(".") and (found := re.match(r"(?:@(!?%\w+) )?([a-z][\w.:]*) ?(.*);$", text)):
+                self.instructions.append((found[1] or "", found[2], split(found[3])))
+
+    def run(self, block: tuple[int, int, int], parameters: bytes, shared: int, n_threads: int) -> None:
+        self.memory["param"] = np.frombuffer(parameters, np.uint8)
+        self.memory["shared"] = np.full(shared, 0xFF, np.uint8)
+        warps = [Warp(self, block, first) for first in range(0, n_threads, LANES)]
+        while warps:  # each up to a barrier
+            warps = [warp for warp in warps if warp.run()]
+
+
+class Warp:
+    def __init__(self, kernel: Kernel, block: tuple[int, int, int], first: int) -> None:
+        self.kernel = kernel
+        self.at = np.zeros(LANES, np.int64)
+        self.left = np.ones(LANES, bool)
+        self.registers: dict[str, Bits] = {"%tid.x": np.arange(first, first + LANES).astype(np.uint64)}
+        for axis, index in zip("xyz", block, strict=True):
+            self.registers[f"%ctaid.{axis}"] = np.full(LANES, index, np.uint64)
+
+    def bits(self, operand: str) -> Bits:
+        if operand.startswith("%"):
+            return self.registers.get(operand, np.zeros(LANES, np.uint64))
+        if operand.startswith("0f"):
+            number = int(operand[2:], 16)
+        elif re.match(r"-?\d", operand):
+            number = int(operand.rstrip("U"), 0)
+        else:  # a symbol: where it is in its memory
+            number = self.kernel.constants.get(operand, 0)
+        return np.full(LANES, number & (1 << 64) - 1, np.uint64)
+
+    def number(self, operand: str, type_: str) -> Array:
+        return from_bits(self.bits(operand), type_)
+
+    def true(self, predicate: str) -> Lanes:
+        return (self.bits(predicate.removeprefix("!")) != 0) ^ predicate.startswith("!")
+
+    def put(self, register: str, x: Bits, active: Lanes) -> None:
+        self.registers[register] = np.where(active, x, self.bits(register))
+
+    def run(self) -> bool:
+        """Up to the next barrier: False where the warp ends."""
+        kernel = self.kernel
+        while self.left.any():
+            at = int(self.at[self.left].min())
+            active = self.left & (self.at == at)
+            predicate, operation, operands = kernel.instructions[at]
+            kernel.executed[at] += 1
+            self.at[active] = at + 1
+            chosen = active & self.true(predicate) if predicate else active
+            name, *modifiers = operation.split(".")
+            if name == "bra":
+                self.at[chosen] = kernel.labels[operands[0]]
+            elif name == "ret":
+                self.left &= ~chosen
+            elif operation == "bar.sync":
+                assert np.array_equal(active, self.left), "lanes of a warp at different barriers"
+                return True
+            elif chosen.any() and name != "bar":
+                self.execute(name, modifiers, operands, chosen)
+        return False
+
+    def execute(self, name: str, modifiers: list[str], operands: list[str], active: Lanes) -> None:
+        type_ = modifiers[-1]
+        if name in ("ld", "st"):
+            self.access(name, modifiers[0], n_bits(type_) // 8, operands, type_, active)
+        elif name == "cp":
+            if modifiers[:2] == ["async", "cg"]:
+                self.copy(self.address(operands[0]), self.address(operands[1]), active)
+        elif name == "mma":
+            self.multiply(modifiers, operands, active)
+        elif name == "shfl":
+            lane = np.arange(LANES)
+            by = self.bits(operands[2]).astype(np.int64)
+            source = lane ^ by if "bfly" in modifiers else by % LANES
+            self.put(operands[0].partition("|")[0], self.bits(operands[1])[source], active)
+        elif name == "setp":
+            x, y = (self.number(operand, type_) for operand in operands[1:3])
+            comparison = modifiers[0]
+            unordered = comparison not in COMPARISONS
+            found = COMPARISONS[comparison[:-1] if unordered else comparison](x, y)
+            if type_ == "f32":
+                nan = np.isnan(x) | np.isnan(y)
+                found = found | nan if unordered else found & ~nan
+            self.put(operands[0], found.astype(np.uint64), active)
+        elif name == "selp":
+            x, y = (self.bits(operand) for operand in operands[1:3])
+            self.put(operands[0], np.where(self.true(operands[3]), x, y) & np.uint64((1 << n_bits(type_)) - 1), active)
+        elif name == "prmt":
+            self.put(operands[0], self.permute(*operands[1:]), active)
+        elif name in ("mov", "cvta"):
+            self.put(operands[0], self.bits(operands[1]), active)
+        elif name == "cvt":
+            self.put(operands[0], self.convert(modifiers, operands[1]), active)
+        else:
+            with np.errstate(all="ignore"):
+                result = OPERATIONS[name](*self.inputs(name, operands[1:], type_))
+            wide = f"{type_[0]}{2 * n_bits(type_)}" if "wide" in modifiers else type_
+            self.put(operands[0], to_bits(result, wide), active)
+
+    def inputs(self, name: str, operands: list[str], type_: str) -> list[Array]:
+        types = [type_, "u32"] if name in ("shl", "shr") else [type_] * len(operands)
+        return [self.number(operand, of) for operand, of in zip(operands, types, strict=True)]
+
+    def convert(self, modifiers: list[str], operand: str) -> Bits:
+        to, of = modifiers[-2:]
+        if of == "f16":
+            halves = self.bits(operand).astype(np.uint16).view(np.float16)
+            return to_bits(halves.astype(np.float32), to)
+        x = self.number(operand, of)
+        if of == "f32" and to != "f32":
+            return to_bits((np.rint(x) if "rni" in modifiers else np.trunc(x)).astype(np.int64), to)
+        return to_bits(x.astype(np.float32) if to == "f32" else x, to)
+
+    def permute(self, low: str, high: str, by: str) -> Bits:
+        both = (self.bits(low) & np.uint64(0xFFFFFFFF)) | self.bits(high) << np.uint64(32)
+        out = np.zeros(LANES, np.uint64)
+        for i in range(4):
+            nibble = self.bits(by) >> np.uint64(4 * i) & np.uint64(15)
+            byte = both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+            sign = np.where(byte >= 128, 255, 0).astype(np.uint64)
+            out |= np.where(nibble >= 8, sign, byte) << np.uint64(8 * i)
+        return out
+
+    def address(self, operand: str) -> Bits:
+        base, _, offset = operand.strip("[] ").partition("+")
+        return self.bits(base) + np.uint64(int(offset or "0") & (1 << 64) - 1)
+
+    def access(self, name: str, space: str, size: int, operands: list[str], type_: str, active: Lanes) -> None:
+        registers, at = operands if name == "ld" else operands[::-1]
+        address = self.address(at)
+        for i, register in enumerate(registers.strip("{} ").split(",")):
+            values = self.bits(register.strip()).copy()
+            for lane in np.flatnonzero(active):
+                where = int(address[lane]) + i * size
+                assert where % size == 0, f"{name}.{space}.{type_}: an address that is a multiple of {size} expected"
+                if name == "ld":
+                    values[lane] = int.from_bytes(self.read(space, where, size), "little")
+                else:
+                    self.write(space, where, (int(values[lane]) & ((1 << 8 * size) - 1)).to_bytes(size, "little"))
+            if name == "ld":
+                signed = from_bits(values, type_).view(np.uint64) if type_[0] == "s" else values
+                self.put(register.strip(), signed, active)
+
+    def read(self, space: str, at: int, size: int) -> bytes:
+        if space == "global":
+            return ct.string_at(at, size)
+        memory = self.kernel.memory[space]
+        assert at + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at + size} read"
+        return memory[at : at + size].tobytes()
+
+    def write(self, space: str, at: int, data: bytes) -> None:
+        if space == "global":
+            ct.memmove(at, data, len(data))
+            return
+        memory = self.kernel.memory[space]
+        assert at + len(data) <= len(memory), f"{space}: {len(memory)} bytes expected, {at + len(data)} written"
+        memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    def copy(self, to: Bits, at: Bits, active: Lanes) -> None:
+        for lane in np.flatnonzero(active):
+            assert to[lane] % 16 == 0 and at[lane] % 16 == 0, "cp.async: multiples of 16 expected"
+            self.write("shared", int(to[lane]), self.read("global", int(at[lane]), 16))
+
+    def multiply(self, modifiers: list[str], operands: list[str], active: Lanes) -> None:
+        assert active.all(), "mma: all lanes expected"
+        n_rows, depth = SIZES[modifiers[2]]
+        group, place = np.arange(LANES) // 4, np.arange(LANES) % 4
+        sums, left, right, added = ([part.strip() for part in o.strip("{} ").split(",")] for o in operands)
+        a, b = np.zeros((n_rows, depth), np.int64), np.zeros((depth, 8), np.int64)
+        c = np.zeros((n_rows, 8), np.int64)
+        of_rows = n_rows // 8  # registers of a one behind the other: rows first, then depths
+        for byte in range(4):
+            for i, register in enumerate(left):
+                x = from_bits(self.bits(register) >> np.uint64(8 * byte), "s8")
+                a[group + 8 * (i % of_rows), 4 * place + byte + 16 * (i // of_rows)] = x
+            for i, register in enumerate(right):
+                x = from_bits(self.bits(register) >> np.uint64(8 * byte), modifiers[-2])
+                b[4 * place + byte + 16 * i, group] = x.astype(np.int64)
+        for i, register in enumerate(added):
+            c[group + 8 * (i // 2), 2 * place + i % 2] = self.number(register, "s32")
+        c += a @ b
+        for i, register in enumerate(sums):
+            self.put(register, to_bits(c[group + 8 * (i // 2), 2 * place + i % 2], "s32"), active)

@@ -1,0 +1,99 @@
+"""The decode kernel as nvcc compiles it, an instruction at a time: other code for sm_75 than from sm_80 on."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import subprocess
+from pathlib import Path
+
+import cuda_ops as c
+import layers
+import ops as o
+import ptx
+import pytest
+from test_cuda import LARGE, Call, Shape, check_attend
+
+ARCHITECTURES = ["compute_75", "compute_80"]
+PLANNED: tuple[o.Layout, o.Layout] = (((16, 8), (16, 6), (32, 4), (64, 3)), ((16, 6), (80, 4), (32, 3)))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(c.nvcc() is None, reason="no nvcc on the PATH, in CUDACXX or /usr/local/cuda"),
+]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> c.Library:
+    return c.build_emulated(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("ptx") / "decode.ptx"
+    source = c.ROOT / "kernels/cuda/attend_decode.cu"
+    command = [
+        str(c.nvcc()),
+        "-std=c++17",
+        "-O3",
+        *c.INCLUDE,
+        "-ptx",
+        f"-arch={request.param}",
+        str(source),
+        "-o",
+        str(out),
+    ]
+    subprocess.run(command, check=True)
+    return Path(out).read_text("utf-8")
+
+
+class Interpreted(c.Library):
+    """Decodes by PTX, with the arguments that the host side gives to the emulated kernel."""
+
+    def __init__(self, emulated: c.Library, module: str) -> None:
+        self.emulated, self.module, self.memory = emulated, module, emulated.memory
+        self.kernel: ptx.Kernel | None = None
+
+    def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
+        assert name == "attend" and isinstance(args, c.Attend)
+        self.emulated.run("project_queries", args)
+        self.emulated.run("attend_decode", args)
+        n_rows = args.n_split * args.layer.n_head_kv * args.n_stream * args.layer.n_group
+        for at, width in ((args.m, 1), (args.z, 1), (args.acc, args.layer.width_v)):
+            ct.memset(at, 0xFF, 4 * n_rows * width)  # NaN
+        lib = self.emulated.lib
+        lib.emulated_last_args.restype = ct.c_void_p
+        lib.emulated_last_shared.restype = lib.emulated_last_args_size.restype = ct.c_size_t
+        job = ct.string_at(lib.emulated_last_args(), lib.emulated_last_args_size())
+        self.kernel = ptx.Kernel(self.module, f"decode_kernelILi{1 if args.layer.n_group <= 4 else 2}E")
+        for x in range(args.layer.n_head_kv):
+            for y in range(args.n_split):
+                for z in range(args.n_stream):
+                    self.kernel.run((x, y, z), job, lib.emulated_last_shared(), 128)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(group=4, n_kv=150), Shape(group=7, n_kv=70, softcap=30.0, means=True), Shape(n_stream=2, group=1, n_kv=65)],
+    ids=str,
+)
+def test_attend(emulated: c.Library, module: str, shape: Shape) -> None:
+    check_attend(Interpreted(emulated, module), "planned", shape)
+
+
+@pytest.mark.parametrize("bands", [LARGE, ((40, 3), (8, 8), (40, 6), (24, 2), (24, 5))], ids=str)
+def test_layouts(emulated: c.Library, module: str, bands: o.Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands[::-1]]))
+    check_attend(Interpreted(emulated, module), "sized", Shape(group=4, n_kv=70))
+
+
+def test_instructions_of_a_code(emulated: c.Library, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thread, of PTX, in steady state: kernels/NOTES.md has them of assembly. Three times as many before."""
+    monkeypatch.setitem(layers.LAYERS, "sized", ([PLANNED[0]], [PLANNED[1]]))
+    executed = []
+    for n_kv in (256, 512):
+        library = Interpreted(emulated, module)
+        call = Call(library, "sized", Shape(group=4, n_kv=n_kv, n_split=1))  # which holds the memory
+        library.run("attend", call.args)
+        assert library.kernel is not None
+        executed.append(sum(library.kernel.executed.values()))
+    assert ptx.LANES * (executed[1] - executed[0]) / (256 * 256) <= 8.7
