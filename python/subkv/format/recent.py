@@ -11,7 +11,7 @@ HALF_MAX = np.float32(65504.0)
 
 
 def rounded(x: F32, mean: F16) -> F32:
-    """What attention sees of recent rows x [n, d] of a head, all finite. mean: [d] that keys are coded less, or zeros."""
+    """What attention sees of recent rows x [n, d] of a head, all finite. mean: [d] that keys lose, or zeros."""
     centre = mean.astype(np.float32)
     y = np.clip(x, -HALF_MAX, HALF_MAX) - centre
     step = (np.abs(y).max(axis=-1, keepdims=True) / np.float32(MOST)).astype(np.float16).astype(np.float32)
