@@ -74,10 +74,8 @@ void * cpu_function(const char * function) {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    auto & context    = *(Context *) backend->context;
-    context.n_threads = n;
     if (auto set = (ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads")) {
-        set(context.cpu.get(), n);
+        set(((Context *) backend->context)->cpu.get(), n);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 
 namespace subkv::backend {
 
@@ -72,7 +73,7 @@ void get_tensor(ggml_backend_buffer_t, const ggml_tensor * t, void * data, size_
     ggml_fp32_to_fp16_row(x.data(), (ggml_fp16_t *) data, (int64_t) x.size());
 }
 
-// A stream to another one of the same cache tensor: tiles. All else takes the way through get and set.
+// A stream to another one: tiles and window. All else takes the way through get and set.
 bool cpy_tensor(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
     const Coded from = coded(src), to = coded(dst);
     if (!from.codec && !to.codec && ggml_backend_buffer_is_host(src->buffer)) {
@@ -82,11 +83,17 @@ bool cpy_tensor(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * ds
     if (!from.codec || from.codec != to.codec || from.value != to.value) {
         return false;
     }
-    const Rows a(src, from, 0, ggml_nbytes(src)), b(dst, to, 0, ggml_nbytes(dst));
-    GGML_ASSERT(a.first % TILE == 0 && b.first % TILE == 0 && a.n % TILE == 0);
+    const Rows    a(src, from, 0, ggml_nbytes(src)), b(dst, to, 0, ggml_nbytes(dst));
+    const int64_t n = from.root->ne[1];
+    if (a.n != n || b.n != n || to.root->ne[1] != n) {
+        return false;
+    }
     std::memcpy((char *) to.root->data + b.first / TILE * to.tile_bytes(),
                 (const char *) from.root->data + a.first / TILE * from.tile_bytes(),
-                (size_t) (a.n / TILE * from.tile_bytes()));
+                (size_t) (n / TILE * from.tile_bytes()));
+    const size_t size = Window::bytes(from) / (size_t) from.root->ne[2];
+    std::memcpy((char *) to.root->data + to.all_tile_bytes() + (size_t) (b.first / n) * size,
+                (const char *) from.root->data + from.all_tile_bytes() + (size_t) (a.first / n) * size, size);
     return true;
 }
 
@@ -122,7 +129,7 @@ size_t get_alignment(ggml_backend_buffer_type_t) {
 // Smaller than ggml_nbytes: allowed where ggml is built without assertions.
 size_t get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * t) {
     const Coded c = coded(t);
-    return c.codec && !t->view_src ? (size_t) (c.n_cells() / TILE * c.tile_bytes()) : ggml_nbytes(t);
+    return c.codec && !t->view_src ? (size_t) c.all_tile_bytes() + Window::bytes(c) : ggml_nbytes(t);
 }
 
 bool is_host(ggml_backend_buffer_type_t) { // else copies between streams would read tensors past their buffer methods
@@ -142,7 +149,8 @@ Coded coded(const ggml_tensor * t) {
     const ggml_tensor * root = t->view_src ? t->view_src : t;
     int                 il = -1, end = 0;
     char                side = 0;
-    if (!layout() || std::sscanf(root->name, "cache_%c_l%d%n", &side, &il, &end) != 2 || root->name[end] != 0) {
+    if (!layout() || std::strncmp(root->name, "cache_", 6) != 0 ||
+        std::sscanf(root->name, "cache_%c_l%d%n", &side, &il, &end) != 2 || root->name[end] != 0) {
         return {};
     }
     if ((side != 'k' && side != 'v') || root->type != GGML_TYPE_F16 || root->ne[1] % TILE != 0) {
@@ -157,18 +165,15 @@ Coded coded(const ggml_tensor * t) {
 }
 
 void read_rows(const Coded & c, int64_t first, int64_t n, float * x) {
-    const int64_t        d     = c.value ? c.codec->d_v : c.codec->d_k;
-    const int64_t        width = c.root->ne[0];
+    const int64_t        d     = c.d();
+    const int64_t        width = c.width();
     std::vector<int64_t> cells((size_t) n);
-    for (int64_t i = 0; i < n; ++i) {
-        cells[(size_t) i] = first + i;
-    }
+    std::iota(cells.begin(), cells.end(), first);
     std::fill(x, x + n * width, 0.0f);
     for (int64_t h = 0; h < c.codec->n_head_kv; ++h) {
         const HeadCodec &  head = c.codec->head(h, c.value);
         std::vector<float> coefficients((size_t) (n * head.rank));
-        ops().dequantize(head, (const uint8_t *) c.root->data + c.codec->tile_offset(h, c.value), c.tile_bytes(), n,
-                         cells.data(), coefficients.data());
+        ops().dequantize(head, c.tiles(h), c.tile_bytes(), n, cells.data(), coefficients.data());
         for (int64_t i = 0; i < n; ++i) {
             float * row = x + i * width + h * d;
             if (!c.value && head.offset) {
@@ -177,17 +182,25 @@ void read_rows(const Coded & c, int64_t first, int64_t n, float * x) {
             ops().reconstruct(head.decode, head.rank, d, coefficients.data() + i * head.rank, row);
         }
     }
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t cell = first + i;
+        if (const uint16_t * exact = Window(c, cell / c.root->ne[1]).row(cell % c.root->ne[1])) {
+            ggml_fp16_to_fp32_row(exact, x + i * width, width);
+        }
+    }
 }
 
 void write_rows(const Coded & c, int64_t first, int64_t n, const float * x) {
-    const int64_t        d = c.value ? c.codec->d_v : c.codec->d_k;
-    std::vector<int64_t> cells((size_t) n);
-    for (int64_t i = 0; i < n; ++i) {
-        cells[(size_t) i] = first + i;
-    }
+    std::vector<int64_t>  cells((size_t) n);
+    std::vector<uint16_t> halves((size_t) c.width());
+    std::iota(cells.begin(), cells.end(), first);
     for (int64_t h = 0; h < c.codec->n_head_kv; ++h) {
-        ops().encode(c.codec->head(h, c.value), x + h * d, c.root->ne[0], n, cells.data(),
-                     (uint8_t *) c.root->data + c.codec->tile_offset(h, c.value), c.tile_bytes());
+        ops().encode(c.codec->head(h, c.value), x + h * c.d(), c.width(), n, cells.data(), c.tiles(h), c.tile_bytes());
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t cell = first + i;
+        ggml_fp32_to_fp16_row(x + i * c.width(), halves.data(), c.width());
+        Window(c, cell / c.root->ne[1]).put(cell % c.root->ne[1], halves.data());
     }
 }
 
