@@ -37,7 +37,7 @@ struct Unit {
 };
 
 struct Scratch {
-    std::vector<float>            q, shift, bias, ones = std::vector<float>(MAX_GROUP, 1.0f);
+    std::vector<float>            q, shift, bias, slope;
     std::vector<size_t>           which;
     std::vector<const uint16_t *> rows;
 };
@@ -86,7 +86,7 @@ void attend_exact(const Unit & u, Scratch & s) {
     args.q           = s.q.data();
     args.bias        = s.bias.data();
     args.bias_stride = (int64_t) n_keys;
-    args.slope       = s.ones.data();
+    args.slope       = s.slope.data();
     args.softcap     = a.softcap;
     args.m           = a.m(u.row);
     args.z           = a.z(u.row);
@@ -150,7 +150,7 @@ void attend_coded(const Unit & u, Scratch & s) {
     args.shift         = key.offset ? s.shift.data() : nullptr;
     args.bias          = s.bias.data();
     args.bias_stride   = SPLIT;
-    args.slope         = s.ones.data();
+    args.slope         = s.slope.data();
     args.softcap       = a.softcap;
     args.m             = a.m(u.row);
     args.z             = a.z(u.row);
@@ -171,7 +171,15 @@ Attention::Attention(const ggml_tensor * t) : op(t), k(coded(t->src[1])), v(code
     width        = v.d();
     first_stream = (int64_t) (t->src[1]->view_offs / k.root->nb[2]);
     std::memcpy(&scale, t->op_params, sizeof(float));
+    std::memcpy(&max_bias, t->op_params + 1, sizeof(float));
     std::memcpy(&softcap, t->op_params + 2, sizeof(float));
+}
+
+float Attention::slope(int64_t h) const {
+    const float n = std::exp2(std::floor(std::log2((float) op->src[0]->ne[2])));
+    return max_bias == 0.0f ? 1.0f :
+           (float) h < n    ? std::exp2(-max_bias / n * (float) (h + 1)) :
+                              std::exp2(-max_bias / n * ((float) h - n + 0.5f));
 }
 
 const float * Attention::query(int64_t h, int64_t t, int64_t stream) const {
@@ -189,6 +197,10 @@ void attend_op(ggml_tensor *, int ith, int nth, void * userdata) {
     Scratch      scratch;
     for (int64_t i = ith; i < Unit::count(a); i += nth) {
         const Unit unit(a, i);
+        scratch.slope.resize((size_t) a.n_group);
+        for (int64_t g = 0; g < a.n_group; ++g) {
+            scratch.slope[(size_t) g] = a.slope(unit.h * a.n_group + g);
+        }
         if (unit.split == a.n_split) {
             attend_exact(unit, scratch);
         } else {
@@ -215,10 +227,8 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         for (int64_t s = 0; s <= a.n_split; ++s) {
             m = std::max(m, *a.m(row(s)));
         }
-        const auto weight = [&](int64_t s) {
-            return *a.m(row(s)) == -INFINITY ? 0.0f : std::exp(*a.m(row(s)) - m);
-        };
-        float z = sinks ? std::exp(((const float *) sinks->data)[hq] - m) : 0.0f;
+        const auto weight = [&](int64_t s) { return *a.m(row(s)) == -INFINITY ? 0.0f : std::exp(*a.m(row(s)) - m); };
+        float      z      = sinks ? std::exp(((const float *) sinks->data)[hq] - m) : 0.0f;
         std::fill(coef.begin(), coef.end(), 0.0f);
         std::fill(out.begin(), out.end(), 0.0f);
         for (int64_t s = 0; s < a.n_split; ++s) {

@@ -66,6 +66,8 @@ void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->type        = GGML_BACKEND_DEVICE_TYPE_GPU;
     props->device_id   = nullptr;
     props->caps        = {};
+
+    props->caps.mmap_support = true; // weights lie in the CPU's buffers
     get_memory(dev, &props->memory_free, &props->memory_total);
 }
 

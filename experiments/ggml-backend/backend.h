@@ -95,9 +95,9 @@ struct Attention {
     Coded               k, v;
     const Store *       stored[2] = { nullptr, nullptr }; // fresh rows of k and v
     Exact *             exact     = nullptr;
-    float *             partial   = nullptr; // per split, KV head, stream and token: m, z [n_group], acc [n_group][width]
+    float *             partial = nullptr; // per split, KV head, stream and token: m, z [n_group], acc [n_group][width]
     int64_t             n_split, n_head_kv, n_group, n_tokens, n_stream, n_kv, width, first_stream;
-    float               scale, softcap;
+    float               scale, max_bias, softcap;
 
     explicit Attention(const ggml_tensor * op);
 
@@ -109,6 +109,7 @@ struct Attention {
     float *             m(int64_t row) const { return partial + row; }
     float *             z(int64_t row) const { return partial + (n_split + 1) * rows() + row; }
     float *             acc(int64_t row) const { return partial + 2 * (n_split + 1) * rows() + row * width; }
+    float               slope(int64_t h) const; // ALiBi's
     const float *       query(int64_t h, int64_t t, int64_t stream) const;
     const ggml_fp16_t * mask(int64_t t, int64_t stream) const;
 };

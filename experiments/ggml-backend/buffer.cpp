@@ -161,7 +161,9 @@ Coded coded(const ggml_tensor * t) {
     if (!codec || codec->latent || root->ne[0] != (int64_t) codec->n_head_kv * (value ? codec->d_v : codec->d_k)) {
         return {};
     }
-    return { codec, value, root };
+    const Coded c = { codec, value, root };
+    // ggml takes no allocation that is larger than the tensor: a cache of few cells stays as it is
+    return (size_t) c.all_tile_bytes() + Window::bytes(c) <= ggml_nbytes(root) ? c : Coded();
 }
 
 void read_rows(const Coded & c, int64_t first, int64_t n, float * x) {

@@ -155,8 +155,7 @@ private:
     }
 
     bool attend(ggml_tensor * t) {
-        if (t->op != GGML_OP_FLASH_ATTN_EXT || !coded(t->src[1]).codec || !coded(t->src[2]).codec || !t->src[3] ||
-            ((const float *) t->op_params)[1] != 0.0f) {
+        if (t->op != GGML_OP_FLASH_ATTN_EXT || !coded(t->src[1]).codec || !coded(t->src[2]).codec || !t->src[3]) {
             return false;
         }
         Attention & a      = attentions_.emplace_back(t);

@@ -89,11 +89,11 @@ void commit_op(ggml_tensor *, int ith, int, void * userdata) {
 
 // Every thread makes its own list of a stream's keys, and fills the rows of some of its tokens.
 void select_op(ggml_tensor *, int ith, int nth, void * userdata) {
-    const auto &             a = *(const Attention *) userdata;
-    std::vector<Exact::Key>  keys;
-    std::vector<int64_t>     slots;
-    std::vector<char>        held;
-    const int64_t            n_recent = layout()->n_recent;
+    const auto &            a = *(const Attention *) userdata;
+    std::vector<Exact::Key> keys;
+    std::vector<int64_t>    slots;
+    std::vector<char>       held;
+    const int64_t           n_recent = layout()->n_recent;
     for (int64_t stream = 0; stream < a.n_stream; ++stream) {
         const int64_t s = a.first_stream + stream;
         const Window  k(a.k, s), v(a.v, s);
