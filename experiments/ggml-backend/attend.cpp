@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 namespace subkv::backend {
 
@@ -104,11 +103,8 @@ void attend_coded(const Unit & u, Scratch & s) {
     int64_t                         seen  = 0; // cells from c0 to the last that any token of the block sees
     s.bias.resize(std::max(s.bias.size(), (size_t) (BLOCK * SPLIT)));
     for (int64_t t = 0; t < u.n; ++t) {
-        const ggml_fp16_t * mask = a.mask(u.t0 + t, u.stream) + c0;
-        float *             bias = s.bias.data() + t * SPLIT;
-        for (int64_t i = 0; i < c1 - c0; ++i) {
-            bias[i] = mask[i] == 0 ? 0.0f : ggml_fp16_to_fp32(mask[i]);
-        }
+        float * bias = s.bias.data() + t * SPLIT;
+        a.bias(u.t0 + t, u.stream, c0, c1 - c0, bias);
         for (size_t i = 0; i < keys.size(); ++i) {
             const int64_t at = keys[i].cell - c0;
             if (at >= 0 && at < c1 - c0 && exact[(size_t) (u.t0 + t) * keys.size() + i] != -INFINITY) {
@@ -126,7 +122,7 @@ void attend_coded(const Unit & u, Scratch & s) {
     s.q.resize((size_t) (u.n * a.n_group * key.rank));
     s.shift.resize((size_t) (u.n * a.n_group));
     for (int64_t g = 0; g < a.n_group; ++g) {
-        const int64_t ldq = (int64_t) (a.op->src[0]->nb[1] / sizeof(float));
+        const int64_t ldq = (int64_t) (a.q->nb[1] / sizeof(float));
         const float * q   = a.query(u.h * a.n_group + g, u.t0, u.stream);
         ops().project(key.decode, key.rank, key.d, q, ldq, u.n, a.scale * a.k.codec->gamma[(size_t) u.h],
                       s.q.data() + g * key.rank, a.n_group * key.rank);
@@ -161,35 +157,38 @@ void attend_coded(const Unit & u, Scratch & s) {
 
 } // namespace
 
-Attention::Attention(const ggml_tensor * t) : op(t), k(coded(t->src[1])), v(coded(t->src[2])) {
+Attention::Attention(const ggml_tensor * of, const ggml_tensor * keys, const ggml_tensor * values,
+                     const ggml_tensor * with_mask, const ggml_tensor * with_sinks) :
+    q(of), mask(with_mask), sinks(with_sinks), k(coded(keys)), v(coded(values)) {
     n_head_kv    = k.codec->n_head_kv;
-    n_group      = t->src[0]->ne[2] / n_head_kv;
-    n_tokens     = t->src[0]->ne[1];
-    n_stream     = t->src[0]->ne[3];
-    n_kv         = t->src[1]->ne[1];
+    n_group      = q->ne[2] / n_head_kv;
+    n_tokens     = q->ne[1];
+    n_stream     = q->ne[3];
+    n_kv         = keys->ne[1];
     n_split      = (n_kv + SPLIT - 1) / SPLIT;
     width        = v.d();
-    first_stream = (int64_t) (t->src[1]->view_offs / k.root->nb[2]);
-    std::memcpy(&scale, t->op_params, sizeof(float));
-    std::memcpy(&max_bias, t->op_params + 1, sizeof(float));
-    std::memcpy(&softcap, t->op_params + 2, sizeof(float));
+    first_stream = (int64_t) (keys->view_offs / k.root->nb[2]);
 }
 
 float Attention::slope(int64_t h) const {
-    const float n = std::exp2(std::floor(std::log2((float) op->src[0]->ne[2])));
+    const float n = std::exp2(std::floor(std::log2((float) q->ne[2])));
     return max_bias == 0.0f ? 1.0f :
            (float) h < n    ? std::exp2(-max_bias / n * (float) (h + 1)) :
                               std::exp2(-max_bias / n * ((float) h - n + 0.5f));
 }
 
 const float * Attention::query(int64_t h, int64_t t, int64_t stream) const {
-    const ggml_tensor * q = op->src[0];
     return (const float *) ((const char *) q->data + h * q->nb[2] + t * q->nb[1] + stream * q->nb[3]);
 }
 
-const ggml_fp16_t * Attention::mask(int64_t t, int64_t stream) const {
-    const ggml_tensor * x = op->src[3];
-    return (const ggml_fp16_t *) ((const char *) x->data + t * x->nb[1] + stream % x->ne[3] * x->nb[3]);
+void Attention::bias(int64_t t, int64_t stream, int64_t first, int64_t n, float * out) const {
+    const char * row = (const char *) mask->data + t * mask->nb[1] + stream % mask->ne[3] * mask->nb[3];
+    if (mask->type == GGML_TYPE_F32) {
+        std::copy_n((const float *) row + first, n, out);
+        return;
+    }
+    const auto * halves = (const ggml_fp16_t *) row + first;
+    std::transform(halves, halves + n, out, [](ggml_fp16_t x) { return x == 0 ? 0.0f : ggml_fp16_to_fp32(x); });
 }
 
 void attend_op(ggml_tensor *, int ith, int nth, void * userdata) {
@@ -209,11 +208,12 @@ void attend_op(ggml_tensor *, int ith, int nth, void * userdata) {
     }
 }
 
-// dst F32 [d_v, n_head, n_tokens, n_stream]
 void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &        a     = *(const Attention *) userdata;
-    const ggml_tensor * sinks = a.op->src[4];
+    const ggml_tensor * sinks = a.sinks;
     const int64_t       d     = a.v.d();
+    const size_t        nb_h  = dst->nb[a.heads_first ? 1 : 2];
+    const size_t        nb_t  = dst->nb[a.heads_first ? 2 : 1];
     std::vector<float>  coef((size_t) d), out((size_t) d);
     for (int64_t unit = ith; unit < a.rows(); unit += nth) {
         const int64_t     g      = unit % a.n_group;
@@ -245,7 +245,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             out[(size_t) j] += w * a.acc(row(a.n_split))[j];
         }
         std::transform(out.begin(), out.end(),
-                       (float *) ((char *) dst->data + hq * dst->nb[1] + t * dst->nb[2] + stream * dst->nb[3]),
+                       (float *) ((char *) dst->data + hq * nb_h + t * nb_t + stream * dst->nb[3]),
                        [&](float x) { return z > 0.0f ? x / z : 0.0f; });
     }
 }

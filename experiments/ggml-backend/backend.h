@@ -41,6 +41,9 @@ Coded coded(const ggml_tensor * t);
 void read_rows(const Coded & c, int64_t first, int64_t n, float * x);
 void write_rows(const Coded & c, int64_t first, int64_t n, const float * x);
 
+// A cache tensor of values is written element by element (flash attention off), or not: so are its states.
+void by_elements(const ggml_tensor * root, bool yes);
+
 // The exact rows of one stream of a cache tensor: its first cells, and those written last. A cell that is written again
 // keeps its slot. Nothing but zeros is an empty window.
 struct Window {
@@ -65,12 +68,22 @@ struct Fresh {
     std::vector<int64_t>  cells;
 };
 
-// A node that stores n rows.
+// A node that stores n rows; with flash attention off those of V come element by element.
 struct Store {
     const ggml_tensor * op;
     Coded               c;
     Fresh *             fresh;
     int64_t             n;
+
+    const float * row(int64_t i) const {
+        return (const float *) ((const char *) op->src[0]->data +
+                                i * (op->src[0]->ne[1] / n) * (int64_t) op->src[0]->nb[1]);
+    }
+    int64_t cell(int64_t i) const {
+        const auto *  to = (const int64_t *) op->src[1]->data;
+        const int64_t at = to[i * (op->src[0]->ne[1] / n)], size = c.root->ne[1];
+        return op->ne[0] == 1 ? at / (size * c.width()) * size + at % size : at;
+    }
 };
 
 void encode_op(ggml_tensor * dst, int ith, int nth, void * store);
@@ -88,30 +101,33 @@ struct Exact {
     std::vector<std::vector<float>> bias; // [n_stream] [n_tokens][keys], -INFINITY: attended as coded, or not seen
 };
 
-// One FLASH_ATTN_EXT: src 0 q F32 [d, n_tokens, n_head, n_stream], 1 k, 2 v,
-// 3 mask F16 [n_kv, n_tokens, 1, n_stream], 4 sinks
+// One FLASH_ATTN_EXT, or the nodes that stand for it with flash attention off: q F32 [d, n_tokens, n_head, n_stream],
+// mask F16 or F32 [n_kv, n_tokens, 1, n_stream].
 struct Attention {
-    const ggml_tensor * op;
-    Coded               k, v;
-    const Store *       stored[2] = { nullptr, nullptr }; // fresh rows of k and v
-    Exact *             exact     = nullptr;
-    float *             partial = nullptr; // per split, KV head, stream and token: m, z [n_group], acc [n_group][width]
-    int64_t             n_split, n_head_kv, n_group, n_tokens, n_stream, n_kv, width, first_stream;
-    float               scale, max_bias, softcap;
+    const ggml_tensor *q, *mask, *sinks;
+    Coded              k, v;
+    bool               heads_first; // of the output: [d_v, n_head, n_tokens, n_stream], else tokens before heads
+    float              scale, max_bias, softcap;
+    int64_t            n_split, n_head_kv, n_group, n_tokens, n_stream, n_kv, width, first_stream;
+    const Store *      stored[2] = { nullptr, nullptr }; // fresh rows of k and v
+    Exact *            exact     = nullptr;
+    float *            partial = nullptr; // per split, KV head, stream and token: m, z [n_group], acc [n_group][width]
 
-    explicit Attention(const ggml_tensor * op);
+    // keys, values: views of the cache
+    Attention(const ggml_tensor * q, const ggml_tensor * keys, const ggml_tensor * values, const ggml_tensor * mask,
+              const ggml_tensor * sinks);
 
     int64_t rows() const { return n_head_kv * n_stream * n_tokens * n_group; }
     int64_t size() const { return (n_split + 1) * rows() * (2 + width); } // the last split is that of exact keys
     int64_t row(int64_t split, int64_t h, int64_t stream, int64_t t) const {
         return split * rows() + ((h * n_stream + stream) * n_tokens + t) * n_group;
     }
-    float *             m(int64_t row) const { return partial + row; }
-    float *             z(int64_t row) const { return partial + (n_split + 1) * rows() + row; }
-    float *             acc(int64_t row) const { return partial + 2 * (n_split + 1) * rows() + row * width; }
-    float               slope(int64_t h) const; // ALiBi's
-    const float *       query(int64_t h, int64_t t, int64_t stream) const;
-    const ggml_fp16_t * mask(int64_t t, int64_t stream) const;
+    float *       m(int64_t row) const { return partial + row; }
+    float *       z(int64_t row) const { return partial + (n_split + 1) * rows() + row; }
+    float *       acc(int64_t row) const { return partial + 2 * (n_split + 1) * rows() + row * width; }
+    float         slope(int64_t h) const; // ALiBi's
+    const float * query(int64_t h, int64_t t, int64_t stream) const;
+    void          bias(int64_t t, int64_t stream, int64_t first, int64_t n, float * out) const; // of cells, as masked
 };
 
 void select_op(ggml_tensor * dst, int ith, int nth, void * attention);

@@ -4,7 +4,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <numeric>
+#include <optional>
+#include <set>
 
 namespace subkv::backend {
 
@@ -36,41 +39,89 @@ void memset_tensor(ggml_backend_buffer_t, ggml_tensor * t, uint8_t value, size_t
     }
 }
 
-// The rows that a part of a view is about. Parts of rows are not asked for by a cache whose values are not transposed.
+// The rows that a part of a view is about.
 struct Rows {
     int64_t first, n;
 
     Rows(const ggml_tensor * t, const Coded & c, size_t offset, size_t size) {
         const size_t row = ggml_row_size(c.root->type, c.root->ne[0]);
         const size_t at  = (t->view_src ? t->view_offs : 0) + offset;
-        GGML_ASSERT(at % row == 0 && size % row == 0 && "states of a coded cache are whole rows: flash attention off?");
+        GGML_ASSERT(at % row == 0 && size % row == 0 && "states of a coded cache are whole rows");
         first = (int64_t) (at / row);
         n     = (int64_t) (size / row);
     }
 };
 
+// Values that are written element by element have states of columns: one element of a run of cells, elements in order.
+// A run is decoded at its first column, and coded at its last.
+struct Column {
+    int64_t element, first, n;
+};
+
+std::set<const ggml_tensor *> & roots_by_elements() {
+    static std::set<const ggml_tensor *> roots;
+    return roots;
+}
+
+std::optional<Column> column(const ggml_tensor * t, const Coded & c, size_t offset, size_t size) {
+    if (!c.value || roots_by_elements().count(c.root) == 0) {
+        return std::nullopt;
+    }
+    const int64_t at = (int64_t) (((t->view_src ? t->view_offs : 0) + offset) / sizeof(ggml_fp16_t));
+    const int64_t n  = c.root->ne[1];
+    return Column{ at / n % c.width(), at / (n * c.width()) * n + at % n, (int64_t) (size / sizeof(ggml_fp16_t)) };
+}
+
+// Rows [n][width] of a run between its first column and its last.
+std::vector<float> & run(const Coded & c, const Column & column) {
+    static std::map<std::pair<const ggml_tensor *, int64_t>, std::vector<float>> runs;
+    auto &                                                                       rows = runs[{ c.root, column.first }];
+    rows.resize((size_t) (column.n * c.width()));
+    return rows;
+}
+
 void set_tensor(ggml_backend_buffer_t, ggml_tensor * t, const void * data, size_t offset, size_t size) {
     const Coded c = coded(t);
     if (!c.codec) {
         std::memcpy((char *) t->data + offset, data, size);
-        return;
+    } else if (const auto part = column(t, c, offset, size)) {
+        std::vector<float> & x = run(c, *part);
+        for (int64_t i = 0; i < part->n; ++i) {
+            x[(size_t) (i * c.width() + part->element)] = ggml_fp16_to_fp32(((const ggml_fp16_t *) data)[i]);
+        }
+        if (part->element == c.width() - 1) {
+            write_rows(c, part->first, part->n, x.data());
+            x = {};
+        }
+    } else {
+        const Rows         rows(t, c, offset, size);
+        std::vector<float> x((size_t) (rows.n * c.width()));
+        ggml_fp16_to_fp32_row((const ggml_fp16_t *) data, x.data(), (int64_t) x.size());
+        write_rows(c, rows.first, rows.n, x.data());
     }
-    const Rows         rows(t, c, offset, size);
-    std::vector<float> x((size_t) (rows.n * c.root->ne[0]));
-    ggml_fp16_to_fp32_row((const ggml_fp16_t *) data, x.data(), (int64_t) x.size());
-    write_rows(c, rows.first, rows.n, x.data());
 }
 
 void get_tensor(ggml_backend_buffer_t, const ggml_tensor * t, void * data, size_t offset, size_t size) {
     const Coded c = coded(t);
     if (!c.codec) {
         std::memcpy(data, (const char *) t->data + offset, size);
-        return;
+    } else if (const auto part = column(t, c, offset, size)) {
+        std::vector<float> & x = run(c, *part);
+        if (part->element == 0) {
+            read_rows(c, part->first, part->n, x.data());
+        }
+        for (int64_t i = 0; i < part->n; ++i) {
+            ((ggml_fp16_t *) data)[i] = ggml_fp32_to_fp16(x[(size_t) (i * c.width() + part->element)]);
+        }
+        if (part->element == c.width() - 1) {
+            x = {};
+        }
+    } else {
+        const Rows         rows(t, c, offset, size);
+        std::vector<float> x((size_t) (rows.n * c.width()));
+        read_rows(c, rows.first, rows.n, x.data());
+        ggml_fp32_to_fp16_row(x.data(), (ggml_fp16_t *) data, (int64_t) x.size());
     }
-    const Rows         rows(t, c, offset, size);
-    std::vector<float> x((size_t) (rows.n * c.root->ne[0]));
-    read_rows(c, rows.first, rows.n, x.data());
-    ggml_fp32_to_fp16_row(x.data(), (ggml_fp16_t *) data, (int64_t) x.size());
 }
 
 // A stream to another one: tiles and window. All else takes the way through get and set.
@@ -143,6 +194,14 @@ ggml_backend_buffer_type_t buffer_type() {
         { type_name, alloc_buffer, get_alignment, nullptr, get_alloc_size, is_host }, device(), nullptr
     };
     return &type;
+}
+
+void by_elements(const ggml_tensor * root, bool yes) {
+    if (yes) {
+        roots_by_elements().insert(root);
+    } else {
+        roots_by_elements().erase(root);
+    }
 }
 
 Coded coded(const ggml_tensor * t) {

@@ -1,39 +1,42 @@
-// compute.cpp: the CPU backend computes a whole graph. Nodes that store to coded tensors, attend to them, or turn their keys
-// are replaced by custom nodes that write where the original nodes would have written.
+// compute.cpp: the CPU backend computes a whole graph. Nodes that store to coded tensors, attend to them, or turn their
+// keys are replaced by custom nodes that write where the original nodes would have written.
 #include "backend.h"
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 
 namespace subkv::backend {
 
-// SET_ROWS: src 0 rows F32 [n_embd, n_tokens], 1 cells, 2 the cache. A unit is a head and every n_parts-th tile, since no
-// two threads may be in one tile; a run of tokens within one is coded at once.
-void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        s       = *(const Store *) userdata;
-    const ggml_tensor * x       = dst->src[0];
-    const auto *        cells   = (const int64_t *) dst->src[1]->data;
-    const int64_t       ldx     = (int64_t) (x->nb[1] / sizeof(float));
-    const int64_t       n_parts = (s.n + TILE - 2) / TILE + 1;
+// SET_ROWS: src 0 rows F32 [n_embd, n_tokens], 1 cells, 2 the cache. A unit is a head and every n_parts-th tile, since
+// no two threads may be in one tile; a run of tokens within one is coded at once.
+void encode_op(ggml_tensor *, int ith, int nth, void * userdata) {
+    const auto &         s       = *(const Store *) userdata;
+    const int64_t        n_parts = (s.n + TILE - 2) / TILE + 1;
+    const int64_t        ldx     = s.n > 1 ? s.row(1) - s.row(0) : s.c.width();
+    std::vector<int64_t> cells((size_t) s.n);
+    for (int64_t t = 0; t < s.n; ++t) {
+        cells[(size_t) t] = s.cell(t);
+    }
     for (int64_t unit = ith; unit < n_parts * s.c.codec->n_head_kv; unit += nth) {
         const int64_t h    = unit / n_parts;
         const int64_t part = unit % n_parts;
         for (int64_t t = 0, end = 0; t < s.n; t = end) {
-            const int64_t tile = cells[t] / TILE;
-            for (end = t + 1; end < s.n && cells[end] / TILE == tile;) {
+            const int64_t tile = cells[(size_t) t] / TILE;
+            for (end = t + 1; end < s.n && cells[(size_t) end] / TILE == tile;) {
                 ++end;
             }
             if (tile % n_parts == part) {
-                ops().encode(s.c.codec->head(h, s.c.value), (const float *) x->data + t * ldx + h * s.c.d(), ldx,
-                             end - t, cells + t, s.c.tiles(h), s.c.tile_bytes());
+                ops().encode(s.c.codec->head(h, s.c.value), s.row(t) + h * s.c.d(), ldx, end - t, cells.data() + t,
+                             s.c.tiles(h), s.c.tile_bytes());
             }
         }
     }
     for (int64_t t = ith; t < s.n; t += nth) {
-        s.fresh->cells[(size_t) t] = cells[t];
-        ops().to_half((const float *) x->data + t * ldx, s.fresh->rows.data() + t * s.c.width(), s.c.width());
+        s.fresh->cells[(size_t) t] = cells[(size_t) t];
+        ops().to_half(s.row(t), s.fresh->rows.data() + t * s.c.width(), s.c.width());
     }
 }
 
@@ -99,9 +102,13 @@ public:
     ggml_cgraph * make() {
         for (int i = 0; i < ggml_graph_n_nodes(graph_); ++i) {
             ggml_tensor * t = ggml_graph_node(graph_, i);
-            if (is_view(t) || !touches_coded(t)) {
+            if (const auto done = instead_.find(t); done != instead_.end()) {
+                if (done->second) {
+                    node(t, combine_op, done->second);
+                }
+            } else if (is_view(t) || !touches_coded(t)) {
                 ggml_graph_add_node(nodes_, t);
-            } else if (!store(t) && !attend(t) && !turn(t)) {
+            } else if (!store(t) && !attend(t) && !attend_plain(i) && !turn(t)) {
                 std::fprintf(stderr, "subkv: %s (%s) on coded cells: not supported\n", ggml_op_desc(t), t->name);
                 return nullptr;
             }
@@ -142,23 +149,27 @@ private:
 
     bool store(ggml_tensor * t) {
         const Coded c = coded(t);
-        if (t->op != GGML_OP_SET_ROWS || !c.codec || t->ne[0] != c.width() || t->src[1]->type != GGML_TYPE_I64) {
+        if (t->op != GGML_OP_SET_ROWS || !c.codec || t->src[1]->type != GGML_TYPE_I64 ||
+            (t->ne[0] != c.width() && (t->ne[0] != 1 || !c.value))) {
             return false;
         }
         commit(c.value);
-        Fresh & fresh = context_.fresh[c.value];
-        stores_.push_back({ t, c, &fresh, t->src[0]->ne[1] });
-        fresh.cells.resize(std::max(fresh.cells.size(), (size_t) stores_.back().n));
-        fresh.rows.resize(std::max(fresh.rows.size(), (size_t) (stores_.back().n * c.width())));
+        Fresh &       fresh = context_.fresh[c.value];
+        const int64_t n     = ggml_nelements(t->src[0]) / c.width();
+        stores_.push_back({ t, c, &fresh, n });
+        fresh.cells.resize(std::max(fresh.cells.size(), (size_t) n));
+        fresh.rows.resize(std::max(fresh.rows.size(), (size_t) (n * c.width())));
         node(t, encode_op, pending_[c.value] = &stores_.back());
         return true;
     }
 
-    bool attend(ggml_tensor * t) {
-        if (t->op != GGML_OP_FLASH_ATTN_EXT || !coded(t->src[1]).codec || !coded(t->src[2]).codec || !t->src[3]) {
-            return false;
+    // The first nodes of an attention; nullptr: not one of ours.
+    Attention * attention(ggml_tensor * t, const ggml_tensor * q, const ggml_tensor * k, const ggml_tensor * v,
+                          const ggml_tensor * mask, const ggml_tensor * sinks) {
+        if (!coded(k).codec || coded(k).value || !coded(v).codec || !coded(v).value || !mask) {
+            return nullptr;
         }
-        Attention & a      = attentions_.emplace_back(t);
+        Attention & a      = attentions_.emplace_back(q, k, v, mask, sinks);
         int64_t     n_keys = layout()->n_recent + ROLLBACK + layout()->n_sink;
         a.exact            = &context_.exact;
         if (pending_[0] && pending_[1] && pending_[0]->c.root == a.k.root && pending_[1]->c.root == a.v.root) {
@@ -173,8 +184,74 @@ private:
         n_partial_ = std::max(n_partial_, (size_t) a.size());
         node(t, select_op, &a);
         node(t, attend_op, &a);
-        node(t, combine_op, &a);
-        return true;
+        return &a;
+    }
+
+    static float number(const ggml_tensor * t, int i) {
+        float x;
+        std::memcpy(&x, t->op_params + i, sizeof(x));
+        return x;
+    }
+
+    bool attend(ggml_tensor * t) {
+        Attention * a = t->op == GGML_OP_FLASH_ATTN_EXT ?
+                            attention(t, t->src[0], t->src[1], t->src[2], t->src[3], t->src[4]) :
+                            nullptr;
+        if (a) {
+            a->heads_first = true;
+            a->scale       = number(t, 0);
+            a->max_bias    = number(t, 1);
+            a->softcap     = number(t, 2);
+            node(t, combine_op, a);
+        }
+        return a != nullptr;
+    }
+
+    // Flash attention off: MUL_MAT k q, perhaps SCALE, TANH, SCALE, then SOFT_MAX, MUL_MAT v p. All is computed at the
+    // place of the first, where q is still there, and summed at that of the last.
+    bool attend_plain(int first) {
+        ggml_tensor *                    t    = ggml_graph_node(graph_, first);
+        const ggml_tensor *              last = t;
+        std::vector<const ggml_tensor *> between, scales;
+        const ggml_tensor *              soft = nullptr;
+        if (t->op != GGML_OP_MUL_MAT) {
+            return false;
+        }
+        for (int i = first + 1; i < ggml_graph_n_nodes(graph_); ++i) {
+            const ggml_tensor * next = ggml_graph_node(graph_, i);
+            if (is_view(next)) {
+                continue;
+            }
+            if (soft && next->op == GGML_OP_MUL_MAT && next->src[1] == soft && scales.size() % 2 == 0) {
+                const float scale = number(soft, 0);
+                if (!scales.empty() && scale != 1.0f) {
+                    return false;
+                }
+                Attention * a = attention(t, t->src[1], t->src[0], next->src[0], soft->src[1], soft->src[2]);
+                if (a) {
+                    a->heads_first = false;
+                    a->scale       = scales.empty() ? scale : number(scales[0], 0) * number(scales[1], 0);
+                    a->max_bias    = number(soft, 1);
+                    a->softcap     = scales.empty() ? 0.0f : number(scales[1], 0);
+                    instead_[next] = a;
+                    for (const ggml_tensor * other : between) {
+                        instead_[other] = nullptr;
+                    }
+                }
+                return a != nullptr;
+            }
+            if (next->src[0] != last ||
+                (next->op != GGML_OP_SCALE && next->op != GGML_OP_SOFT_MAX &&
+                 !(next->op == GGML_OP_UNARY && ggml_get_unary_op(next) == GGML_UNARY_OP_TANH))) {
+                return false;
+            }
+            if (next->op == GGML_OP_SCALE) {
+                scales.push_back(next);
+            }
+            soft = next->op == GGML_OP_SOFT_MAX ? next : soft;
+            between.push_back(last = next);
+        }
+        return false;
     }
 
     bool turn(ggml_tensor * t) {
@@ -202,17 +279,18 @@ private:
         return true;
     }
 
-    Context &                  context_;
-    ggml_cgraph *              graph_;
-    ggml_context_ptr           ctx_;
-    ggml_cgraph *              nodes_;
-    std::deque<Store>          stores_;
-    std::deque<Attention>      attentions_;
-    std::deque<Turn>           turns_;
-    std::vector<ggml_tensor *> turned_;
-    Store *                    pending_[2] = { nullptr, nullptr }; // stored, to be put into the window
-    size_t                     n_partial_  = 0;
-    size_t                     n_turned_   = 0;
+    Context &                                  context_;
+    ggml_cgraph *                              graph_;
+    ggml_context_ptr                           ctx_;
+    ggml_cgraph *                              nodes_;
+    std::deque<Store>                          stores_;
+    std::deque<Attention>                      attentions_;
+    std::deque<Turn>                           turns_;
+    std::vector<ggml_tensor *>                 turned_;
+    std::map<const ggml_tensor *, Attention *> instead_; // nodes whose attention is computed: sums, or nothing is left
+    Store *                                    pending_[2] = { nullptr, nullptr }; // stored, to be put into the window
+    size_t                                     n_partial_  = 0;
+    size_t                                     n_turned_   = 0;
 };
 
 } // namespace

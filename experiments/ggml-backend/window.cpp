@@ -1,5 +1,5 @@
-// window.cpp: the exact window by order of writes. A backend is told cells, not positions: in one sequence that only grows
-// the cells written last are those of its last tokens, and the first cells of a stream those of its first.
+// window.cpp: the exact window by order of writes. A backend is told cells, not positions: in one sequence that only
+// grows the cells written last are those of its last tokens, and the first cells of a stream those of its first.
 #include "backend.h"
 
 #include <algorithm>
@@ -128,13 +128,12 @@ void select_op(ggml_tensor *, int ith, int nth, void * userdata) {
         }
         auto & bias = a.exact->bias[(size_t) stream]; // as large as the largest list can be
         for (int64_t t = ith; t < a.n_tokens; t += nth) {
-            const ggml_fp16_t * mask = a.mask(t, stream);
-            int64_t             rank = 0;
+            int64_t rank = 0;
             for (size_t i = 0; i < keys.size(); ++i) {
-                const ggml_fp16_t in    = mask[keys[i].cell];
-                const float       value = in == 0 ? 0.0f : ggml_fp16_to_fp32(in);
-                const bool        seen  = value != -INFINITY;
-                const bool        last  = i < n_ordered && rank < n_recent;
+                float value;
+                a.bias(t, stream, keys[i].cell, 1, &value);
+                const bool seen = value != -INFINITY;
+                const bool last = i < n_ordered && rank < n_recent;
                 rank += seen;
                 bias[(size_t) t * keys.size() + i] = last || keys[i].cell < k.n_sink ? value : -INFINITY;
             }
