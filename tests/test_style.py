@@ -14,7 +14,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 NUMPY = tuple(int(part) for part in version("numpy").split(".")[:2])
-CPP_FOLDERS = ("examples", "runtime/native", "kernels", "tests")
+CPP_FOLDERS = ("examples", "experiments", "runtime/native", "kernels", "tests")
 CPP_ENDINGS = ("*.h", "*.c", "*.cpp", "*.cu", "*.cuh")
 CPP = sorted(p for d in CPP_FOLDERS for e in CPP_ENDINGS for p in (REPO / d).rglob(e))
 

@@ -49,6 +49,9 @@ bool asks_for_weights(const ggml_tensor * op) {
 }
 
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    if (op->op == GGML_OP_SET_ROWS && op->view_src && coded(op).value) { // asked when a context is made, before states
+        by_elements(op->view_src, op->ne[0] == 1);
+    }
     return !asks_for_weights(op) && ggml_backend_dev_supports_op(cpu_device(), op);
 }
 
@@ -66,6 +69,8 @@ void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->type        = GGML_BACKEND_DEVICE_TYPE_GPU;
     props->device_id   = nullptr;
     props->caps        = {};
+
+    props->caps.mmap_support = true; // weights lie in the CPU's buffers
     get_memory(dev, &props->memory_free, &props->memory_total);
 }
 
@@ -74,10 +79,8 @@ void * cpu_function(const char * function) {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    auto & context    = *(Context *) backend->context;
-    context.n_threads = n;
     if (auto set = (ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads")) {
-        set(context.cpu.get(), n);
+        set(((Context *) backend->context)->cpu.get(), n);
     }
 }
 
