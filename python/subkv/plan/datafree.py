@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_con
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
-KV_BITS = 6.75  # default budget: at it the demo model's divergence is q8_0's (converter/NOTES.md)
+KV_BITS = 6.5  # default budget: at it the demo model's divergence is q8_0's (converter/NOTES.md)
 LEAST = 3  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times what varies around it
 # What a value's coefficient weighs against the geometric mean of a head's keys.
@@ -94,12 +94,13 @@ def plan(base: Base, options: Options) -> Result:
         if field.name not in PLANNED and getattr(options, field.name) != field.default:
             raise SubkvError(field.name, "expected none with bases from the weights alone, found one; calibrate first")
     options.window.check()
-    window = options.window.filled(recent_bits=recent_bits(options, mla.is_latent(base)))
+    kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
+    budgeted = replace(options, kv_bits=kv_bits)
+    window = options.window.filled(recent_bits=recent_bits(budgeted, mla.is_latent(base)))
     layers = shapes(base)
     usual = largest_context(base) if options.kv_bits is None else default_context(base)
     context = options.bpe_context or usual
     overhead = budget.Overhead(context, window)
-    kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     if mla.is_latent(base):
         if options.adapt is not None:
             raise SubkvError("adapt", "expected none with latent attention (MLA), found some")

@@ -257,7 +257,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         n_recent: int | None = None,
         kernel: str | None = None,
     ) -> SubspaceCache:
-        """As from_file, for a model that was never calibrated: bases from its weights alone (6.75 bits by default)."""
+        """As from_file, for a model that was never calibrated: bases from its weights alone (6.5 bits by default)."""
         return cls._for(model, from_weights(model, kv_bits, n_sink, n_recent), kernel)
 
     @classmethod
