@@ -2,6 +2,7 @@
 // Python tests do not reach: test_elsewhere.py builds it for others and runs it in emulators. Prints what it did; exits
 // with 1 at the first failure.
 #include "subkv/ops.h"
+#include "subkv/recent.h"
 #include "subkv/trellis.h"
 
 #include <algorithm>
@@ -204,6 +205,22 @@ void check_linear(const Ops & ops, int d) {
         (i == 0 ? ops_ref() : ops).to_half(x.data(), h[i].data(), (int64_t) x.size());
     }
     require(h[0] == h[1], ops.name, "to_half", 0, 0, 0);
+
+    const float *        mean = pick(0, 1) ? x.data() + (n - 1) * d : nullptr;
+    std::vector<uint8_t> row[2];
+    std::vector<float>   wide(x.begin(), x.begin() + d);
+    for (float & value : wide) {
+        value *= std::ldexp(1.0f, pick(0, 9) ? pick(-4, 4) : pick(-40, 20));
+    }
+    for (int i = 0; i < 2; ++i) {
+        const Ops & by = i == 0 ? ops_ref() : ops;
+        row[i].resize((size_t) recent_bytes(d));
+        h[i].resize((size_t) d);
+        by.pack_recent(wide.data(), mean, d, row[i].data());
+        by.unpack_recent(row[0].data(), mean, d, h[i].data());
+    }
+    require(row[0] == row[1], ops.name, "pack_recent", 0, 0, 0);
+    require(h[0] == h[1], ops.name, "unpack_recent", 0, 0, 0);
 }
 
 struct State {

@@ -29,7 +29,8 @@ def test_bytes(
         assert (stats.n_cells, stats.n_stream) == (n_cells, n_stream)
         assert stats.bytes_per_token == n_layer * n_head_kv * (row_k + row_v)
         assert stats.bytes_codes == 768 * stats.bytes_per_token
-        recent = 2 * 32 if recent_bits == 16 else 2 + 32 + 32 // 4
+        halves = recent_bits == 16 or engine.C.llama_supports_gpu_offload()
+        recent = 2 * 32 if halves else 2 + 32 + 32 // 4
         assert stats.bytes_window == n_layer * n_seq_max * n_head_kv * 2 * (4 * 2 * 32 + (16 + 8) * recent)
         assert stats.bytes_f16 == 768 * n_layer * n_head_kv * 64 * 2
         assert stats.bytes_stock == 0

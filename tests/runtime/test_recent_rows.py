@@ -9,6 +9,8 @@ import engine
 import pytest
 from engine import agree, distance, last_error, session
 
+pytestmark = pytest.mark.skipif(engine.C.llama_supports_gpu_offload(), reason="a cache on a GPU holds halves")
+
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
 
