@@ -13,7 +13,8 @@
 //   DIRECT, DIRECT_ROWS  products take codes from tiles themselves, for as many query rows; registers are many
 //   KEY_ROWS              query rows whose logits are summed at once, 3 at most
 //   key_regs(rows)        registers of W cells whose logits are summed at once for as many rows
-//   octets(rows)          octets whose values are summed at once for as many of up to VALUE_ROWS = 4 rows
+//   VALUE_ROWS            query rows whose values are summed at once, 4 at most
+//   octets(rows)          octets whose values are summed at once for as many rows
 //   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
 //   and the functions used below.
 #pragma once

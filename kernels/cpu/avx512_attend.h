@@ -18,10 +18,11 @@ namespace subkv::avx512 {
 namespace {
 
 struct Registers {
-    static constexpr int     W        = 16;
-    static constexpr bool    DIRECT   = true;
-    static constexpr int     KEY_ROWS = 3;
-    static constexpr int32_t BEFORE   = 0;
+    static constexpr int     W          = 16;
+    static constexpr bool    DIRECT     = true;
+    static constexpr int     KEY_ROWS   = 3;
+    static constexpr int     VALUE_ROWS = 4;
+    static constexpr int32_t BEFORE     = 0;
 
     static constexpr int key_regs(int) { return 4; }
 

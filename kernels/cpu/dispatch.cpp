@@ -21,7 +21,7 @@ namespace {
 #if defined(SUBKV_X86)
 // Not by __builtin_cpu_supports: Clang 14 does not know f16c, and zig's library says no to everything.
 struct Processor {
-    bool avx2 = false, avx512_bw = false, avx512_bytes = false;
+    bool avx2 = false, avx2_vnni = false, avx512_bw = false, avx512_bytes = false;
 
     Processor() {
         unsigned a, b, c, d;
@@ -38,6 +38,12 @@ struct Processor {
         avx2                  = fma_f16c && (saved & 0x06) == 0x06 && (b & bit_AVX2) != 0;
         avx512_bw             = avx2 && (saved & 0xe6) == 0xe6 && (b & needed) == needed;
         avx512_bytes          = avx512_bw && (c & bit_AVX512VNNI) != 0 && (c & bit_AVX512VBMI) != 0;
+#    if defined(SUBKV_EVEX_VNNI) // avx2_vnni.cpp
+        avx2_vnni = avx512_bw && (c & bit_AVX512VNNI) != 0;
+#    else
+        const unsigned avx_vnni = 1u << 4;
+        avx2_vnni               = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & avx_vnni) != 0;
+#    endif
     }
 };
 #endif
@@ -53,7 +59,7 @@ bool has_dot_products() {
 #endif
 
 struct Choice {
-    const Ops * available[5] = {}; // slowest first, ends with nullptr
+    const Ops * available[6] = {}; // slowest first, ends with nullptr
     const Ops * chosen       = nullptr;
     std::string error;
 
@@ -64,6 +70,9 @@ struct Choice {
         const Processor processor;
         if (processor.avx2) {
             available[n++] = &ops_avx2;
+        }
+        if (processor.avx2_vnni) {
+            available[n++] = &ops_avx2_vnni;
         }
         if (processor.avx512_bw) {
             available[n++] = &ops_avx512_bw;

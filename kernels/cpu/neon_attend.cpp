@@ -17,6 +17,7 @@ struct Isa {
     static constexpr bool    DIRECT      = false;
     static constexpr int     DIRECT_ROWS = 0;
     static constexpr int     KEY_ROWS    = 2;
+    static constexpr int     VALUE_ROWS  = 4;
     static constexpr int     AT          = 0;
     static constexpr bool    EXACT       = true;
 

@@ -11,7 +11,6 @@ namespace subkv::cpu {
 
 constexpr int STEP_TILES = STEP / TILE;
 constexpr int BLOCK      = 12; // query rows whose logits are held at once: blocks of 1 to 4 divide it
-constexpr int VALUE_ROWS = 4;  // query rows whose values are summed at once
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
@@ -313,7 +312,7 @@ static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * 
 template <typename Isa, bool DIRECT>
 static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * paths, int64_t index, int64_t n) {
     const int64_t rank = call.a.v->rank;
-    for (int64_t n_blocks = (n + VALUE_ROWS - 1) / VALUE_ROWS; n_blocks > 0; --n_blocks) {
+    for (int64_t n_blocks = (n + Isa::VALUE_ROWS - 1) / Isa::VALUE_ROWS; n_blocks > 0; --n_blocks) {
         const int64_t rows = (n - v.i) / n_blocks;
         v.row              = call.row + index + v.i;
         v.sum              = call.sum + (index + v.i) * rank;
@@ -322,7 +321,7 @@ static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * path
             case 1: values<Isa, DIRECT, 1>(call, v, paths); break;
             case 2: values<Isa, DIRECT, 2>(call, v, paths); break;
             case 3: values<Isa, DIRECT, 3>(call, v, paths); break;
-            default: values<Isa, DIRECT, VALUE_ROWS>(call, v, paths); break;
+            default: values<Isa, DIRECT, Isa::VALUE_ROWS>(call, v, paths); break;
         }
         v.i += (int) rows;
         v.ahead = 0; // once is enough

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT}/kernels/include"]
+CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC 12 warns of its own header's undefined registers
 AVX512 = [
@@ -25,6 +26,7 @@ AVX512 = [
 ]
 OPTIONS = {
     "neon": ["-march=armv8.2-a+dotprod"],
+    "avx2_vnni": [*AVX2, "-mavxvnni"],
     "avx2": AVX2,
     "avx512_bw": AVX512,
     "avx512": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
@@ -47,7 +49,9 @@ def checked(compiler: str, emulator: str, versions: Sequence[str], n: int, folde
     objects = [path.name for path in folder.glob("*.o")]
     subprocess.run([compiler, "-static", *objects, "-o", "check.exe"], cwd=folder, check=True)
     environment = os.environ | {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
-    done = subprocess.run([emulator, "check.exe", str(n)], cwd=folder, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [*emulator.split(), "./check.exe", str(n)], cwd=folder, capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -61,8 +65,19 @@ def test_neon(tmp_path: Path) -> None:
 @needs("x86_64-w64-mingw32-g++-posix", "wine")
 def test_windows(tmp_path: Path) -> None:
     """The processor's own instructions, the system's calls and registers."""
-    versions = ["avx2", "avx512_bw", "avx512"]
+    versions = ["avx2", "avx2_vnni", "avx512_bw", "avx512"]
     assert "ref: 20 rounds" in checked("x86_64-w64-mingw32-g++-posix", "wine", versions, 20, tmp_path)
+
+
+@needs("c++")
+@pytest.mark.skipif("avx512_vnni" not in CPU, reason="needs a processor with AVX-512 VNNI")
+def test_avx_vnni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instruction in the form that AVX-512 has, which gives the same integers, where there is no other."""
+    define = ["-DSUBKV_EVEX_VNNI"]
+    monkeypatch.setitem(OPTIONS, "avx2_vnni", [*AVX2, "-mavx512vnni", "-mavx512vl", *define])
+    monkeypatch.setitem(OPTIONS, "dispatch", define)
+    versions = ["avx2", "avx2_vnni", "avx512_bw", "avx512", "dispatch"]
+    assert "avx2vnni: 40 rounds" in checked("c++", "env", versions, 40, tmp_path)
 
 
 @pytest.mark.slow

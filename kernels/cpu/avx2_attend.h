@@ -1,0 +1,192 @@
+// avx2_attend.h: what attend_tiles.h asks of an instruction set, with AVX2. The including file gives how codes are
+// multiplied, as for avx512_attend.h:
+//   Products  split, Opened, open, Sum, start, add, total
+//             key_regs(rows), VALUE_ROWS, octets(rows)  what sums leave registers for
+#pragma once
+
+#include "attend_tiles.h"
+#include "avx2_simd.h"
+#include "level_tables.h"
+
+// Without a name: every including file is compiled for other instructions and keeps its copy to itself.
+namespace subkv::avx2 {
+namespace {
+
+struct Registers {
+    static constexpr int     W           = 8;
+    static constexpr bool    DIRECT      = false;
+    static constexpr int     DIRECT_ROWS = 0;
+    static constexpr int     KEY_ROWS    = 3;
+    static constexpr int32_t BEFORE      = 0;
+    static constexpr int     AT          = 0;
+    static constexpr bool    EXACT       = true;
+
+    using F = __m256;
+    using I = __m256i;
+
+    static F set(float x) { return _mm256_set1_ps(x); }
+
+    static F load(const float * x) { return _mm256_loadu_ps(x); }
+
+    static void store(float * at, F x) { _mm256_storeu_ps(at, x); }
+
+    static F plus(F a, F b) { return _mm256_add_ps(a, b); }
+
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+
+    static float largest(F x) { return horizontal_max(x); }
+
+    static float sum(F x) { return horizontal_sum(x); }
+
+    static F hide(F x, F bias) { // -inf where the bias is
+        const F minus_inf = set(cpu::MINUS_INF);
+        return _mm256_blendv_ps(x, minus_inf, _mm256_cmp_ps(bias, minus_inf, _CMP_EQ_OQ));
+    }
+
+    static F keep(F x, uint32_t lanes) {
+        const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        const I on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int) lanes), bit), bit);
+        return _mm256_and_ps(x, _mm256_castsi256_ps(on));
+    }
+
+    static F exp_nonpositive(F x) { return avx2::exp_nonpositive(x); }
+
+    static float exp_nonpositive(float x) { return avx2::exp_nonpositive(x); }
+
+    static F soft_cap(F x, float cap) { return avx2::soft_cap(x, cap); }
+
+    static I zero() { return _mm256_setzero_si256(); }
+
+    static I to_int(F x) { return _mm256_cvtps_epi32(x); }
+
+    static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+
+    static I plus_int(I a, I b) { return _mm256_add_epi32(a, b); }
+
+    static int32_t sum_int(I x) {
+        __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        y         = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+        y         = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1));
+        return _mm_cvtsi128_si32(y);
+    }
+
+    static void store_int(int32_t * at, I x) { _mm256_storeu_si256((__m256i *) at, x); }
+
+    static I bytes(const uint8_t * at) { return _mm256_loadu_si256((const __m256i *) at); }
+
+    static void put_bytes(uint8_t * at, I x) { _mm256_storeu_si256((__m256i *) at, x); }
+
+    template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
+        if constexpr (RIGHT > 0) {
+            return _mm256_srli_epi16(x, RIGHT);
+        } else if constexpr (RIGHT < 0) {
+            return _mm256_slli_epi16(x, -RIGHT);
+        } else {
+            return x;
+        }
+    }
+
+    static I mask(I x, int byte) { return _mm256_and_si256(x, _mm256_set1_epi8((char) byte)); }
+
+    template <bool> static I join(I x, I y, int byte) { return _mm256_or_si256(x, mask(y, byte)); }
+
+    static I plus_bytes(I x, int byte) { return _mm256_add_epi8(x, _mm256_set1_epi8((char) byte)); }
+
+    static I turn_keys(I x, I other) { return _mm256_or_si256(_mm256_slli_epi32(x, 8), _mm256_srli_epi32(other, 24)); }
+
+    static I turn_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
+
+    struct Before {
+        I one, two; // low bits count
+    };
+
+    static I ends(I one, I two) { return _mm256_or_si256(mask(one, 1), mask(_mm256_add_epi8(two, two), 2)); }
+
+    static Before begin(I ends) { return { ends, _mm256_srli_epi16(ends, 1) }; }
+
+    template <int BITS> static I level(I code, Before & before) {
+        const I u   = _mm256_xor_si256(code, mask(before.two, 1));
+        const I one = before.one;
+        before      = { code, one };
+        if constexpr (BITS <= 3) { // index u + 2^BITS x_{t-1} of 16 entries
+            const auto & levels = cpu::BY_CODE_AND_BIT<BITS>.byte;
+            return _mm256_shuffle_epi8(of(levels), _mm256_or_si256(u, mask(_mm256_slli_epi16(one, BITS), 1 << BITS)));
+        } else if constexpr (BITS == 4) {
+            const auto & levels = cpu::BY_CODE<BITS>.byte;
+            return _mm256_blendv_epi8(_mm256_shuffle_epi8(of(levels[0]), u), _mm256_shuffle_epi8(of(levels[1]), u),
+                                      _mm256_slli_epi16(one, 7));
+        } else { // the magnitudes of trellis.h, in bytes about 128
+            constexpr int HALF  = 1 << BITS;
+            const I       index = _mm256_or_si256(_mm256_add_epi8(u, u), mask(one, 1));
+            const I       y     = plus_bytes(index, 128 - HALF);
+            const auto    above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
+            const auto    below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
+            const int     far = trellis_double(BITS), more = trellis_triple(BITS);
+            const I       higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
+            return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
+        }
+    }
+
+    static I of(const uint8_t * sixteen) {
+        return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *) sixteen));
+    }
+
+    static I spread_dword(const int8_t * at) {
+        int32_t x;
+        memcpy(&x, at, sizeof(x));
+        return _mm256_set1_epi32(x);
+    }
+
+    static I spread_qword(const int8_t * at) {
+        int64_t x;
+        memcpy(&x, at, sizeof(x));
+        return _mm256_set1_epi64x(x);
+    }
+
+    // SCALES of 8 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
+    static F scales_of(const uint8_t * codes) {
+        const I u    = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) codes));
+        const F root = _mm256_permutevar8x32_ps(_mm256_loadu_ps(SCALES + SCALE_ONE), u);
+        const I power =
+            _mm256_slli_epi32(_mm256_sub_epi32(_mm256_srli_epi32(u, 3), _mm256_set1_epi32(SCALE_ONE / 8)), 23);
+        const I scale = _mm256_add_epi32(_mm256_castps_si256(root), power);
+        return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(u, zero()), scale));
+    }
+
+    static uint64_t open_cells(const float * bias, int32_t n) {
+        uint64_t open = 0;
+        int32_t  c    = 0;
+        for (; c + 8 <= n; c += 8) {
+            const F on = _mm256_cmp_ps(load(bias + c), set(cpu::MINUS_INF), _CMP_NEQ_UQ);
+            open |= (uint64_t) _mm256_movemask_ps(on) << c;
+        }
+        for (; c < n; ++c) {
+            open |= (uint64_t) (bias[c] != cpu::MINUS_INF) << c;
+        }
+        return open;
+    }
+
+    static void widen8(const uint8_t * halves, float * x) {
+        store(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
+    }
+};
+
+template <typename Products> struct Isa : Registers, Products {
+    using Sum = typename Products::Sum;
+
+    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+        const I both  = _mm256_hadd_epi32(Products::total(sum[0]), Products::total(sum[1]));
+        const I pairs = _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));
+        add_eight(pairs, middle, shrink, unit, at);
+    }
+};
+
+} // namespace
+} // namespace subkv::avx2
