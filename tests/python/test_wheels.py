@@ -6,7 +6,9 @@ SUBKV_WHEELS=DIR pytest tests/python/test_wheels.py
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +21,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not FOLDER, reason="wheels: SUBKV_WHEELS names no folder of wheels to install"),
 ]
+FORKED = Path(__file__).with_name("forked.py")
+DEMO = "import runtime.demo; print(runtime.demo.model_path())"
 VARIANT = """
 import subkv.native.library as library
 library.load()
@@ -62,8 +66,38 @@ def test_best_variant(home: Path) -> None:
     assert scores[taken.name] == max(scores.values()) > 0
 
 
+def test_doctor(home: Path) -> None:
+    found = json.loads(_run(home / "venv" / "bin" / "subkv", "doctor", "-o", "json", home=home).stdout)
+    assert "CPU" in found["backends"]
+
+
 def test_llama_server(home: Path) -> None:
     assert "version" in _run(home / "venv" / "bin" / "subkv", "run", "llama-server", "--version", home=home).stderr
+
+
+def test_fork(home: Path) -> None:
+    """ggml's CPU backend is loaded with a model, and its OpenMP library has a name of its own."""
+    model = _run(home / "venv" / "bin" / "python", "-c", DEMO, home=home).stdout.strip()
+    forked = _run(home / "venv" / "bin" / "python", FORKED, model, home=home)
+    assert (forked.stdout, forked.stderr) == ("done\n", "")
+
+
+def test_glibc() -> None:
+    """The name says what the libraries need: no more than systems of 2021 have."""
+    (wheel,) = Path(str(FOLDER)).glob("subkv-*.whl")
+    found = re.fullmatch(r"subkv-.*-py3-none-manylinux_2_(\d+)_\w+\.whl", wheel.name)
+    assert found and int(found[1]) <= 34, wheel.name
+
+
+def test_licences() -> None:
+    """Every library that auditwheel took in has its licence in the wheel; drivers' loaders are not taken."""
+    (wheel,) = Path(str(FOLDER)).glob("subkv-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    taken = {name.split("/")[1].split("-")[0] for name in names if re.match(r"subkv\.libs/.", name)}
+    assert taken <= {"libgomp"}
+    licences = {name.rpartition("/")[2] for name in names if ".dist-info/licenses/" in name}
+    assert {"LICENSE", "THIRD_PARTY.md", *(f"{name}.txt" for name in taken)} <= licences
 
 
 def test_bindings_are_of_every_platform() -> None:
