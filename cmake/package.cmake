@@ -21,3 +21,8 @@ if(NOT SKBUILD) # a wheel has them in its metadata
     install(FILES ${CMAKE_SOURCE_DIR}/LICENSE ${CMAKE_SOURCE_DIR}/THIRD_PARTY.md
         DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/licenses/subkv COMPONENT subkv)
 endif()
+# auditwheel takes libgomp into a wheel for other machines
+if(SKBUILD AND CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT GGML_NATIVE)
+    install(FILES ${CMAKE_SOURCE_DIR}/cmake/licenses/libgomp.txt
+        DESTINATION ${SKBUILD_METADATA_DIR}/licenses COMPONENT subkv)
+endif()

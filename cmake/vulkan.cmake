@@ -20,6 +20,7 @@ endfunction()
 function(subkv_prepare_ggml_vulkan target)
     target_include_directories(${target} PRIVATE ${CMAKE_SOURCE_DIR}/kernels/include)
     target_include_directories(${target} BEFORE PRIVATE ${CMAKE_SOURCE_DIR}/cmake/vulkan)
+    target_compile_options(${target} PRIVATE ${SUBKV_PORTABLE_OPTIONS})
 endfunction()
 
 if(NOT GGML_VULKAN)

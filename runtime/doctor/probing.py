@@ -108,12 +108,14 @@ def _facts() -> dict[str, Any]:
     library.declare(lib, versions)
     for name in ("ggml_version", "ggml_commit"):
         getattr(base, name).restype = ctypes.c_char_p
+    from subkv.native.binding import C
+
+    C.llama_backend_init()  # loads backends that are libraries of their own
     devices, backends = _devices(ctypes.CDLL(str(library.lib_dir() / f"libggml{library.SUFFIX}")))
     kernel, error = lib.subkv_kernel_name(), None
     if kernel is None:
         error = library.last_error()
     from subkv.engine.memory import available_memory
-    from subkv.native.binding import C
 
     device_kernels = lib.subkv_device_kernel_name()
     return {

@@ -136,51 +136,7 @@ def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None
 # fork
 #
 
-FORK = """
-import multiprocessing, os, sys
-from subkv.engine.llama import Llama
-
-def make():
-    return Llama(sys.argv[1], n_ctx=256, n_threads=2, n_threads_batch=2, verbose=False)
-
-def read(llm):
-    llm.reset()
-    llm.eval(list(range(10, 90)))
-    return llm._ctx.get_logits_ith(-1)[0]
-
-def nothing():
-    pass
-
-def own():
-    with make() as llm:
-        assert read(llm) == expected
-
-def parents():
-    try:
-        read(llm)
-    except RuntimeError as error:
-        assert "expected the process" in str(error) and "create another Llama there" in str(error)
-    else:
-        raise AssertionError("not refused")
-    llm.close()
-
-llm = make()
-expected = read(llm)
-processes = multiprocessing.get_context("fork")
-for work in (nothing, own, parents):
-    child = processes.Process(target=work)
-    child.start()
-    child.join(60)
-    if child.exitcode != 0:
-        child.kill()
-        sys.exit(f"{work.__name__}: exit code {child.exitcode}")
-    assert read(llm) == expected
-if os.fork() == 0:
-    sys.exit(0)  # as a whole interpreter, with the parent's object alive
-assert os.wait()[1] == 0
-assert read(llm) == expected
-print("done")
-"""
+FORK = Path(__file__).with_name("forked.py")
 
 
 def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -196,7 +152,7 @@ def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("coded", [True, False])
 def test_fork(coded_model: Models, tiny_model: Models, coded: bool) -> None:
-    result = python(FORK, coded_model() if coded else tiny_model("llama"))
+    result = python(FORK.read_text(), coded_model() if coded else tiny_model("llama"))
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from subkv.native.forks import survive_forks
 from subkv.native.places import LIB_PATH, SUFFIX, lib_dir, tell_llama_cpp
 
 _str = ctypes.c_char_p
@@ -158,16 +159,6 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
     return handle
 
 
-def _survive_forks(lib: ctypes.CDLL) -> None:
-    """Let a forked child compute: OpenMP believes that its threads are still there, and waits for them forever.
-
-    So they are given back before every fork; the next computation, here or in the child, starts new ones.
-    """
-    pause = getattr(lib, "omp_pause_resource_all", None)  # found in what ggml was linked with
-    if pause is not None and hasattr(os, "register_at_fork"):  # built with OpenMP, and there are forks
-        os.register_at_fork(before=lambda: pause(1))  # omp_pause_soft
-
-
 def declare(lib: ctypes.CDLL, signatures: Signatures) -> ctypes.CDLL:
     """`lib` with these functions declared."""
     for name, (result, arguments) in signatures.items():
@@ -192,7 +183,7 @@ def load() -> ctypes.CDLL:
     for name in () if sys.platform == "win32" else ("llama_init_from_model", "ggml_init"):
         if _address(lib, name) != _address(llama, name):
             raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
-    _survive_forks(lib)
+    survive_forks(lib)
     return declare(lib, SIGNATURES)
 
 
