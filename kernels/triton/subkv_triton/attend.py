@@ -39,35 +39,49 @@ class Partial:
 
 
 @triton.jit
-def _bits(rows, seen, entry, R: tl.constexpr):
+def _bits(base, at, seen, entry, R: tl.constexpr):
     """Bits of codes, i32 [C, R]; entry: pointers [R] to LOW, HIGH, ONE or TWO, before their shifts and masks."""
     mask = tl.load(entry + 2 * R)
-    byte = tl.load(rows[:, None] + tl.load(entry)[None, :], mask=seen[:, None] & (mask > 0)[None, :], other=0)
+    byte = tl.load(base + (at[:, None] + tl.load(entry)[None, :]), mask=seen[:, None] & (mask > 0)[None, :], other=0)
     return (byte.to(tl.int32) >> tl.load(entry + R)[None, :]) & mask[None, :]
 
 
 @triton.jit
-def _codes(rows, seen, scales_ptr, table, values, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
-    """rows: pointers [C] to a head's rows -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
-    s = tl.load(scales_ptr + tl.load(rows, mask=seen, other=0).to(tl.int32))
-    kind = tl.load(table + _KIND * R + j)
-    high = _bits(rows, seen, table + _HIGH * R + j, R)
-    u = _bits(rows, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
+def _settle(x):
+    """x [C, R] in the layout it was computed in: Triton does not move a change of layout ahead of a reduction.
+
+    It would move that of tl.dot's operand up to the loads of bytes. All of _codes' arithmetic would then be done in the
+    operand's layout, in which lanes and warps hold copies of each element and a lane holds whole rows.
+    """
+    return tl.sum(x[:, :, None], axis=2)
+
+
+@triton.jit
+def _codes(
+    base, at, seen, scales_ptr, table, values, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr
+):
+    """A head's rows at bytes at [C] from base -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
+    s = tl.load(scales_ptr + tl.load(base + at, mask=seen, other=0).to(tl.int32))
+    high = _bits(base, at, seen, table + _HIGH * R + j, R)
+    u = _bits(base, at, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
     index = u
     if ANY_PATH:
-        before = _bits(rows, seen, table + _ONE * R + j, R) ^ (_bits(rows, seen, table + _TWO * R + j, R) << 1)
-        index = (u << tl.load(table + _ON * R + j)[None, :]) ^ before
+        one = _bits(base, at, seen, table + _ONE * R + j, R)
+        two = _bits(base, at, seen, table + _TWO * R + j, R)
+        index = (u << tl.load(table + _ON * R + j)[None, :]) ^ one ^ (two << 1)
     level = index.to(tl.float32) - tl.load(values + _CENTRE * R + j)[None, :]
     if ANY_PATH:
         size = tl.abs(level)
         far = tl.maximum(size - tl.load(values + _DOUBLE * R + j)[None, :], 0.0)
         far += tl.maximum(size - tl.load(values + _TRIPLE * R + j)[None, :], 0.0)
         level += tl.where(level < 0, -far, far)
-    centred = tl.where((kind == _CODED)[None, :], level, 0.0).to(tl.float16)
     if ANY_HALF:
+        kind = tl.load(table + _KIND * R + j)
+        level = tl.where((kind == _CODED)[None, :], level, 0.0)
         stored = u.to(tl.int16).to(tl.float16, bitcast=True)
-        stored = tl.where((kind == _HALF)[None, :], stored, 0.0)
-    else:
+        stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
+    centred = _settle(level.to(tl.float16))  # 0 of padding, whose index and centre are 0
+    if not ANY_HALF:
         stored = centred  # nobody looks
     return s, centred, stored
 
@@ -167,8 +181,9 @@ def _attend(
     k_head = k_rows_ptr + stream * k_stream + tl.load(k_offsets + head)
     v_head = v_rows_ptr + stream * v_stream + tl.load(v_offsets + head)
     end = tl.minimum(n_cells, (part + 1) * split)
+    of_block = tl.arange(0, C)
     for first in range(part * split, end, C):
-        cell = first + tl.arange(0, C)
+        cell = first + of_block
         bias = tl.load(
             bias_ptr + (stream * n_tok + token)[:, None] * n_cells + cell[None, :],
             mask=live[:, None] & (cell < end)[None, :],
@@ -177,8 +192,8 @@ def _attend(
         # what nobody sees can hold anything, and is not read
         seen = tl.max(bias, axis=0) > float("-inf")
         if tl.max(seen.to(tl.int32), axis=0) > 0:
-            k_row = k_head + cell.to(tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, seen, scales_ptr, k_table, k_values, jk, RK, K_HALF, K_PATH)
+            k_row = k_head + tl.cast(first, tl.int64) * k_stride
+            s, codes, halves = _codes(k_row, of_block * k_stride, seen, scales_ptr, k_table, k_values, jk, RK, K_HALF, K_PATH)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -187,8 +202,8 @@ def _attend(
                 logit += shift[:, None]
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
-            v_row = v_head + cell.to(tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, seen, scales_ptr, v_table, v_values, jv, RV, V_HALF, V_PATH)
+            v_row = v_head + tl.cast(first, tl.int64) * v_stride
+            s, codes, halves = _codes(v_row, of_block * v_stride, seen, scales_ptr, v_table, v_values, jv, RV, V_HALF, V_PATH)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
