@@ -16,14 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import CENTRE, DOUBLE, HIGH, KIND, LOW, N_ROWS, ON, ONE, STEP, TRIPLE, TWO, UP, Codecs
+from subkv_triton.codecs import BITS, FROM, HIGH, KIND, LEVELS, LOW, N_ROWS, ONE, TO, TWO, Codecs
 from subkv_triton.encode import scales
 from subkv_triton.fields import CODED, HALF
 
 BLOCK_CELLS = 32
-_LOW, _HIGH, _UP, _KIND, _CODED, _HALF = (tl.constexpr(i) for i in (LOW, HIGH, UP, KIND, CODED, HALF))
-_ONE, _TWO, _ON, _ROWS = (tl.constexpr(i) for i in (ONE, TWO, ON, N_ROWS))
-_STEP, _CENTRE, _DOUBLE, _TRIPLE = (tl.constexpr(i) for i in (STEP, CENTRE, DOUBLE, TRIPLE))
+_LOW, _HIGH, _ONE, _TWO, _LEVELS, _KIND, _ROWS = (
+    tl.constexpr(i) for i in (LOW, HIGH, ONE, TWO, LEVELS, KIND, N_ROWS)
+)
+_AT, _FROM, _TO, _BITS = (tl.constexpr(i) for i in ((1 << FROM) - 1, FROM, TO, BITS))
+_CODED, _HALF = (tl.constexpr(i) for i in (CODED, HALF))
 
 
 @dataclass
@@ -39,11 +41,13 @@ class Partial:
 
 
 @triton.jit
-def _bits(base, at, seen, entry, R: tl.constexpr):
-    """Bits of codes, i32 [C, R]; entry: pointers [R] to LOW, HIGH, ONE or TWO, before their shifts and masks."""
-    mask = tl.load(entry + 2 * R)
-    byte = tl.load(base + (at[:, None] + tl.load(entry)[None, :]), mask=seen[:, None] & (mask > 0)[None, :], other=0)
-    return (byte.to(tl.int32) >> tl.load(entry + R)[None, :]) & mask[None, :]
+def _part(base, at, seen, entry):
+    """A part of indices, i32 [C, R]; entry: pointers [R] to its words."""
+    word = tl.load(entry)
+    bits = word >> _BITS
+    here = at[:, None] + (word & _AT)[None, :]
+    byte = tl.load(base + here, mask=seen[:, None] & (bits > 0)[None, :], other=0).to(tl.int32)
+    return ((byte >> ((word >> _FROM) & 7)[None, :]) & bits[None, :]) << ((word >> _TO) & 15)[None, :]
 
 
 @triton.jit
@@ -57,28 +61,24 @@ def _settle(x):
 
 
 @triton.jit
-def _codes(
-    base, at, seen, scales_ptr, table, values, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr
-):
+def _codes(base, at, seen, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
     """A head's rows at bytes at [C] from base -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
     s = tl.load(scales_ptr + tl.load(base + at, mask=seen, other=0).to(tl.int32))
-    high = _bits(base, at, seen, table + _HIGH * R + j, R)
-    u = _bits(base, at, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
-    index = u
+    index = _part(base, at, seen, table + _LOW * R + j) | _part(base, at, seen, table + _HIGH * R + j)
+    levels = tl.load(table + _LEVELS * R + j)
     if ANY_PATH:
-        one = _bits(base, at, seen, table + _ONE * R + j, R)
-        two = _bits(base, at, seen, table + _TWO * R + j, R)
-        index = (u << tl.load(table + _ON * R + j)[None, :]) ^ one ^ (two << 1)
-    level = index.to(tl.float32) - tl.load(values + _CENTRE * R + j)[None, :]
+        index ^= _part(base, at, seen, table + _ONE * R + j) ^ _part(base, at, seen, table + _TWO * R + j)
+    level = 2 * index - (levels & 255)[None, :]  # in halves of a step
     if ANY_PATH:
         size = tl.abs(level)
-        far = tl.maximum(size - tl.load(values + _DOUBLE * R + j)[None, :], 0.0)
-        far += tl.maximum(size - tl.load(values + _TRIPLE * R + j)[None, :], 0.0)
+        far = tl.maximum(size - ((levels >> 8) & 255)[None, :], 0)
+        far += tl.maximum(size - (levels >> 16)[None, :], 0)
         level += tl.where(level < 0, -far, far)
+    level = level.to(tl.float32) * 0.5
     if ANY_HALF:
         kind = tl.load(table + _KIND * R + j)
         level = tl.where((kind == _CODED)[None, :], level, 0.0)
-        stored = u.to(tl.int16).to(tl.float16, bitcast=True)
+        stored = index.to(tl.int16).to(tl.float16, bitcast=True)
         stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
     centred = _settle(level.to(tl.float16))  # 0 of padding, whose index and centre are 0
     if not ANY_HALF:
@@ -120,10 +120,10 @@ def _attend(
     scales_ptr,
     k_offsets,
     k_table,
-    k_values,
+    k_steps,
     v_offsets,
     v_table,
-    v_values,
+    v_steps,
     m_ptr,
     z_ptr,
     acc_ptr,
@@ -162,11 +162,9 @@ def _attend(
 
     k_table += head * _ROWS * RK
     v_table += head * _ROWS * RV
-    k_values += head * 4 * RK
-    v_values += head * 4 * RV
     q = tl.load(qt_ptr + at[:, None] * RK + jk[None, :], mask=live[:, None], other=0.0)
     kinds = tl.load(k_table + _KIND * RK + jk)
-    scaled = q * tl.load(k_values + _STEP * RK + jk)[None, :]
+    scaled = q * tl.load(k_steps + head * RK + jk)[None, :]
     q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
     if K_HALF:
         q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
@@ -193,7 +191,7 @@ def _attend(
         seen = tl.max(bias, axis=0) > float("-inf")
         if tl.max(seen.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, of_block * k_stride, seen, scales_ptr, k_table, k_values, jk, RK, K_HALF, K_PATH)
+            s, codes, halves = _codes(k_row, of_block * k_stride, seen, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -203,7 +201,7 @@ def _attend(
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + tl.cast(first, tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, of_block * v_stride, seen, scales_ptr, v_table, v_values, jv, RV, V_HALF, V_PATH)
+            s, codes, halves = _codes(v_row, of_block * v_stride, seen, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
@@ -212,7 +210,7 @@ def _attend(
                 acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
 
     out = part.to(tl.int64) * n_stream * n_tok * n_head * G + at
-    acc = acc * tl.load(v_values + _STEP * RV + jv)[None, :] + acc_half
+    acc = acc * tl.load(v_steps + head * RV + jv)[None, :] + acc_half
     tl.store(m_ptr + out, m, mask=live)
     tl.store(z_ptr + out, z, mask=live)
     tl.store(acc_ptr + out[:, None] * RV + jv[None, :], acc, mask=live[:, None])
@@ -285,10 +283,10 @@ def attend(
         scales(qt.device),
         k.offsets,
         k.coefficients,
-        k.values,
+        k.steps,
         v.offsets,
         v.coefficients,
-        v.values,
+        v.steps,
         m,
         z,
         acc,

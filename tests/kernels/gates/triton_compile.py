@@ -23,7 +23,7 @@ from subkv_triton import attend, combine, encode, path
 
 TYPES = {
     **dict.fromkeys(("qt_ptr", "shift_ptr", "bias_ptr", "slope_ptr", "scales_ptr", "sinks_ptr", "q_ptr"), "*fp32"),
-    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_values", "v_values"), "*fp32"),
+    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_steps", "v_steps"), "*fp32"),
     **dict.fromkeys(("ratios_ptr", "zeros_ptr", "others_ptr", "numbers_ptr"), "*fp32"),
     **dict.fromkeys(("decode_ptr", "k_ptr", "v_ptr"), "*fp16"),
     **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr", "codes_ptr"), "*u8"),
