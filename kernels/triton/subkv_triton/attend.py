@@ -154,22 +154,26 @@ def _attend(
     block = tl.program_id(1) // n_split
     stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
 
-    row = block * M + tl.arange(0, M)
-    live = row < n_tok * G
+    # query rows in [n_stream, n_tok, H, G]: where those of the block's first token are, and how far from there; 64 bits
+    # for what all threads have in common, 32 for the rest
+    row = (block * M) % G + tl.arange(0, M)
+    first_token = stream * n_tok + (block * M) // G
     token, group = row // G, row % G
-    at = ((stream * n_tok + token) * n_head + head) * G + group  # query row in [n_stream, n_tok, H, G]
+    live = block * M + tl.arange(0, M) < n_tok * G
+    first_row = (first_token * n_head + head) * G
+    at = token * (n_head * G) + group
     jk, jv = tl.arange(0, RK), tl.arange(0, RV)
 
     k_table += head * _ROWS * RK
     v_table += head * _ROWS * RV
-    q = tl.load(qt_ptr + at[:, None] * RK + jk[None, :], mask=live[:, None], other=0.0)
+    q = tl.load(qt_ptr + first_row * RK + (at[:, None] * RK + jk[None, :]), mask=live[:, None], other=0.0)
     kinds = tl.load(k_table + _KIND * RK + jk)
     scaled = q * tl.load(k_steps + head * RK + jk)[None, :]
     q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
     if K_HALF:
         q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
     if HAS_SHIFT:
-        shift = tl.load(shift_ptr + at, mask=live, other=0.0)
+        shift = tl.load(shift_ptr + first_row + at, mask=live, other=0.0)
     slope = tl.load(slope_ptr + head * G + group)
 
     m = tl.full((M,), float("-inf"), tl.float32)
@@ -183,7 +187,7 @@ def _attend(
     for first in range(part * split, end, C):
         cell = first + of_block
         bias = tl.load(
-            bias_ptr + (stream * n_tok + token)[:, None] * n_cells + cell[None, :],
+            bias_ptr + (first_token * n_cells + first) + (token[:, None] * n_cells + of_block[None, :]),
             mask=live[:, None] & (cell < end)[None, :],
             other=float("-inf"),
         )
@@ -209,11 +213,11 @@ def _attend(
                 weight = tl.where((s > 0)[None, :], p, 0.0).to(tl.float16)
                 acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
 
-    out = part.to(tl.int64) * n_stream * n_tok * n_head * G + at
+    out = part.to(tl.int64) * n_stream * n_tok * n_head * G + first_row
     acc = acc * tl.load(v_steps + head * RV + jv)[None, :] + acc_half
-    tl.store(m_ptr + out, m, mask=live)
-    tl.store(z_ptr + out, z, mask=live)
-    tl.store(acc_ptr + out[:, None] * RV + jv[None, :], acc, mask=live[:, None])
+    tl.store(m_ptr + out + at, m, mask=live)
+    tl.store(z_ptr + out + at, z, mask=live)
+    tl.store(acc_ptr + out * RV + (at[:, None] * RV + jv[None, :]), acc, mask=live[:, None])
 
 
 def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
