@@ -19,11 +19,9 @@ import triton.language as tl
 from subkv_triton.codecs import BITS, FROM, HIGH, KIND, LEVELS, LOW, N_ROWS, ONE, TO, TWO, Codecs
 from subkv_triton.encode import scales
 from subkv_triton.fields import CODED, HALF
+from subkv_triton.launch import shapes_on
 
-BLOCK_CELLS = 32
-_LOW, _HIGH, _ONE, _TWO, _LEVELS, _KIND, _ROWS = (
-    tl.constexpr(i) for i in (LOW, HIGH, ONE, TWO, LEVELS, KIND, N_ROWS)
-)
+_LOW, _HIGH, _ONE, _TWO, _LEVELS, _KIND, _ROWS = (tl.constexpr(i) for i in (LOW, HIGH, ONE, TWO, LEVELS, KIND, N_ROWS))
 _AT, _FROM, _TO, _BITS = (tl.constexpr(i) for i in ((1 << FROM) - 1, FROM, TO, BITS))
 _CODED, _HALF = (tl.constexpr(i) for i in (CODED, HALF))
 
@@ -265,14 +263,15 @@ def attend(
             f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {min(k_rows.shape[1], v_rows.shape[1])} cells "
             f"expected, {tuple(bias.shape)} found"
         )
-    block = 16 if n_tok * group <= 16 else 64
-    n_blocks = triton.cdiv(n_tok * group, block)
+    shapes = shapes_on(qt.device, max(k.width, v.width))
+    shape = shapes.decode if n_tok * group <= shapes.decode.rows else shapes.prompt
+    n_blocks = triton.cdiv(n_tok * group, shape.rows)
     if n_split is None:
         n_split = default_splits(n_head * n_blocks * n_stream, n_cells, qt.device)
-    split = triton.cdiv(triton.cdiv(n_cells, n_split), BLOCK_CELLS) * BLOCK_CELLS
-    shape = (n_split, n_stream, n_tok, n_head, group)
-    m, z = (torch.empty(shape, dtype=torch.float32, device=qt.device) for _ in range(2))
-    acc = torch.empty((*shape, v.width), dtype=torch.float32, device=qt.device)
+    split = triton.cdiv(triton.cdiv(n_cells, n_split), shape.cells) * shape.cells
+    rows = (n_split, n_stream, n_tok, n_head, group)
+    m, z = (torch.empty(rows, dtype=torch.float32, device=qt.device) for _ in range(2))
+    acc = torch.empty((*rows, v.width), dtype=torch.float32, device=qt.device)
     if slope is None:
         slope = torch.ones((n_head, group), dtype=torch.float32, device=qt.device)
     if n_stream * n_tok == 0:
@@ -312,7 +311,8 @@ def attend(
         V_PATH=v.n_place > 0,
         HAS_SHIFT=shift is not None,
         HAS_CAP=softcap > 0,
-        M=block,
-        C=BLOCK_CELLS,
+        M=shape.rows,
+        C=shape.cells,
+        num_warps=shape.warps,
     )
     return Partial(m, z, acc)
