@@ -83,7 +83,7 @@ def test_attend_layouts(name: str) -> None:
 def test_attend_in_the_shapes_of_every_gpu(
     monkeypatch: pytest.MonkeyPatch, shapes: launch.Shapes, n_tok: int, group: int
 ) -> None:
-    monkeypatch.setattr(attend, "shapes_on", lambda device, width: shapes)
+    monkeypatch.setattr(attend, "shapes_on", lambda device, width, halves: shapes)
     check_attend("planned", n_tok, group, 70, 2, 0.0, True)
 
 

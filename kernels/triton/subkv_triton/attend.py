@@ -263,7 +263,7 @@ def attend(
             f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {min(k_rows.shape[1], v_rows.shape[1])} cells "
             f"expected, {tuple(bias.shape)} found"
         )
-    shapes = shapes_on(qt.device, max(k.width, v.width))
+    shapes = shapes_on(qt.device, max(k.width, v.width), k.any_half or v.any_half)
     shape = shapes.decode if n_tok * group <= shapes.decode.rows else shapes.prompt
     n_blocks = triton.cdiv(n_tok * group, shape.rows)
     if n_split is None:

@@ -40,7 +40,7 @@ def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(name, function, constants) as the package launches them, for heads of full rank without 16-bit bands."""
     plain = {"K_HALF": False, "V_HALF": False, "HAS_SHIFT": False, "HAS_CAP": False, "K_PATH": True, "V_PATH": True}
     for d, group, kind in ((64, 3, "G 3"), (128, 4, "G 4"), (128, 8, "G 8"), (64, 3, "prompt"), (128, 4, "prompt")):
-        shapes = launch.shapes_of(target.backend, target.arch, d)
+        shapes = launch.shapes_of(target.backend, target.arch, d, False)
         shape = shapes.prompt if kind == "prompt" else shapes.decode
         size = {"G": group, "RK": d, "RV": d, "M": shape.rows, "C": shape.cells, "num_warps": shape.warps}
         yield f"attend d {d} {kind}", attend._attend, {**plain, **size}
