@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests/conftest.py chooses the interpreter there
 
 import subkv_triton.ops as st  # noqa: E402
+from subkv_triton import attend, launch  # noqa: E402
 
 HALF_ERROR = 2.0**-10
 LAYERS = pytest.mark.parametrize("name", layers.LAYERS)
@@ -75,6 +76,15 @@ def test_attend_shapes(name: str, n_tok: int, group: int, n: int, n_split: int, 
 @LAYERS
 def test_attend_layouts(name: str) -> None:
     check_attend(name, 2, 3, 45, 2, 0.0, False)
+
+
+@pytest.mark.parametrize("shapes", launch.EVERY, ids=str)
+@pytest.mark.parametrize(("n_tok", "group"), [(1, 3), (9, 2)])
+def test_attend_in_the_shapes_of_every_gpu(
+    monkeypatch: pytest.MonkeyPatch, shapes: launch.Shapes, n_tok: int, group: int
+) -> None:
+    monkeypatch.setattr(attend, "shapes_on", lambda device, width, halves: shapes)
+    check_attend("planned", n_tok, group, 70, 2, 0.0, True)
 
 
 def hide(bias: o.F32, rng: np.random.Generator) -> None:

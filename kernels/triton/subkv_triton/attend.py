@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import CENTRE, DOUBLE, HIGH, KIND, LOW, N_ROWS, ON, ONE, STEP, TRIPLE, TWO, UP, Codecs
+from subkv_triton.codecs import BITS, FROM, HIGH, KIND, LEVELS, LOW, N_ROWS, ONE, TO, TWO, Codecs
 from subkv_triton.encode import scales
 from subkv_triton.fields import CODED, HALF
+from subkv_triton.launch import shapes_on
 
-BLOCK_CELLS = 32
-_LOW, _HIGH, _UP, _KIND, _CODED, _HALF = (tl.constexpr(i) for i in (LOW, HIGH, UP, KIND, CODED, HALF))
-_ONE, _TWO, _ON, _ROWS = (tl.constexpr(i) for i in (ONE, TWO, ON, N_ROWS))
-_STEP, _CENTRE, _DOUBLE, _TRIPLE = (tl.constexpr(i) for i in (STEP, CENTRE, DOUBLE, TRIPLE))
+_LOW, _HIGH, _ONE, _TWO, _LEVELS, _KIND, _ROWS = (tl.constexpr(i) for i in (LOW, HIGH, ONE, TWO, LEVELS, KIND, N_ROWS))
+_AT, _FROM, _TO, _BITS = (tl.constexpr(i) for i in ((1 << FROM) - 1, FROM, TO, BITS))
+_CODED, _HALF = (tl.constexpr(i) for i in (CODED, HALF))
 
 
 @dataclass
@@ -39,35 +39,47 @@ class Partial:
 
 
 @triton.jit
-def _bits(rows, seen, entry, R: tl.constexpr):
-    """Bits of codes, i32 [C, R]; entry: pointers [R] to LOW, HIGH, ONE or TWO, before their shifts and masks."""
-    mask = tl.load(entry + 2 * R)
-    byte = tl.load(rows[:, None] + tl.load(entry)[None, :], mask=seen[:, None] & (mask > 0)[None, :], other=0)
-    return (byte.to(tl.int32) >> tl.load(entry + R)[None, :]) & mask[None, :]
+def _part(base, at, seen, entry):
+    """A part of indices, i32 [C, R]; entry: pointers [R] to its words."""
+    word = tl.load(entry)
+    bits = word >> _BITS
+    here = at[:, None] + (word & _AT)[None, :]
+    byte = tl.load(base + here, mask=seen[:, None] & (bits > 0)[None, :], other=0).to(tl.int32)
+    return ((byte >> ((word >> _FROM) & 7)[None, :]) & bits[None, :]) << ((word >> _TO) & 15)[None, :]
 
 
 @triton.jit
-def _codes(rows, seen, scales_ptr, table, values, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
-    """rows: pointers [C] to a head's rows -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
-    s = tl.load(scales_ptr + tl.load(rows, mask=seen, other=0).to(tl.int32))
-    kind = tl.load(table + _KIND * R + j)
-    high = _bits(rows, seen, table + _HIGH * R + j, R)
-    u = _bits(rows, seen, table + _LOW * R + j, R) | (high << tl.load(table + _UP * R + j)[None, :])
-    index = u
+def _settle(x):
+    """x [C, R] in the layout it was computed in: Triton does not move a change of layout ahead of a reduction.
+
+    It would move that of tl.dot's operand up to the loads of bytes. All of _codes' arithmetic would then be done in the
+    operand's layout, in which lanes and warps hold copies of each element and a lane holds whole rows.
+    """
+    return tl.sum(x[:, :, None], axis=2)
+
+
+@triton.jit
+def _codes(base, at, seen, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
+    """A head's rows at bytes at [C] from base -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
+    s = tl.load(scales_ptr + tl.load(base + at, mask=seen, other=0).to(tl.int32))
+    index = _part(base, at, seen, table + _LOW * R + j) | _part(base, at, seen, table + _HIGH * R + j)
+    levels = tl.load(table + _LEVELS * R + j)
     if ANY_PATH:
-        before = _bits(rows, seen, table + _ONE * R + j, R) ^ (_bits(rows, seen, table + _TWO * R + j, R) << 1)
-        index = (u << tl.load(table + _ON * R + j)[None, :]) ^ before
-    level = index.to(tl.float32) - tl.load(values + _CENTRE * R + j)[None, :]
+        index ^= _part(base, at, seen, table + _ONE * R + j) ^ _part(base, at, seen, table + _TWO * R + j)
+    level = 2 * index - (levels & 255)[None, :]  # in halves of a step
     if ANY_PATH:
         size = tl.abs(level)
-        far = tl.maximum(size - tl.load(values + _DOUBLE * R + j)[None, :], 0.0)
-        far += tl.maximum(size - tl.load(values + _TRIPLE * R + j)[None, :], 0.0)
+        far = tl.maximum(size - ((levels >> 8) & 255)[None, :], 0)
+        far += tl.maximum(size - (levels >> 16)[None, :], 0)
         level += tl.where(level < 0, -far, far)
-    centred = tl.where((kind == _CODED)[None, :], level, 0.0).to(tl.float16)
+    level = level.to(tl.float32) * 0.5
     if ANY_HALF:
-        stored = u.to(tl.int16).to(tl.float16, bitcast=True)
-        stored = tl.where((kind == _HALF)[None, :], stored, 0.0)
-    else:
+        kind = tl.load(table + _KIND * R + j)
+        level = tl.where((kind == _CODED)[None, :], level, 0.0)
+        stored = index.to(tl.int16).to(tl.float16, bitcast=True)
+        stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
+    centred = _settle(level.to(tl.float16))  # 0 of padding, whose index and centre are 0
+    if not ANY_HALF:
         stored = centred  # nobody looks
     return s, centred, stored
 
@@ -106,10 +118,10 @@ def _attend(
     scales_ptr,
     k_offsets,
     k_table,
-    k_values,
+    k_steps,
     v_offsets,
     v_table,
-    v_values,
+    v_steps,
     m_ptr,
     z_ptr,
     acc_ptr,
@@ -140,24 +152,26 @@ def _attend(
     block = tl.program_id(1) // n_split
     stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
 
-    row = block * M + tl.arange(0, M)
-    live = row < n_tok * G
+    # query rows in [n_stream, n_tok, H, G]: where those of the block's first token are, and how far from there; 64 bits
+    # for what all threads have in common, 32 for the rest
+    row = (block * M) % G + tl.arange(0, M)
+    first_token = stream * n_tok + (block * M) // G
     token, group = row // G, row % G
-    at = ((stream * n_tok + token) * n_head + head) * G + group  # query row in [n_stream, n_tok, H, G]
+    live = block * M + tl.arange(0, M) < n_tok * G
+    first_row = (first_token * n_head + head) * G
+    at = token * (n_head * G) + group
     jk, jv = tl.arange(0, RK), tl.arange(0, RV)
 
     k_table += head * _ROWS * RK
     v_table += head * _ROWS * RV
-    k_values += head * 4 * RK
-    v_values += head * 4 * RV
-    q = tl.load(qt_ptr + at[:, None] * RK + jk[None, :], mask=live[:, None], other=0.0)
+    q = tl.load(qt_ptr + first_row * RK + (at[:, None] * RK + jk[None, :]), mask=live[:, None], other=0.0)
     kinds = tl.load(k_table + _KIND * RK + jk)
-    scaled = q * tl.load(k_values + _STEP * RK + jk)[None, :]
+    scaled = q * tl.load(k_steps + head * RK + jk)[None, :]
     q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
     if K_HALF:
         q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
     if HAS_SHIFT:
-        shift = tl.load(shift_ptr + at, mask=live, other=0.0)
+        shift = tl.load(shift_ptr + first_row + at, mask=live, other=0.0)
     slope = tl.load(slope_ptr + head * G + group)
 
     m = tl.full((M,), float("-inf"), tl.float32)
@@ -167,18 +181,19 @@ def _attend(
     k_head = k_rows_ptr + stream * k_stream + tl.load(k_offsets + head)
     v_head = v_rows_ptr + stream * v_stream + tl.load(v_offsets + head)
     end = tl.minimum(n_cells, (part + 1) * split)
+    of_block = tl.arange(0, C)
     for first in range(part * split, end, C):
-        cell = first + tl.arange(0, C)
+        cell = first + of_block
         bias = tl.load(
-            bias_ptr + (stream * n_tok + token)[:, None] * n_cells + cell[None, :],
+            bias_ptr + (first_token * n_cells + first) + (token[:, None] * n_cells + of_block[None, :]),
             mask=live[:, None] & (cell < end)[None, :],
             other=float("-inf"),
         )
         # what nobody sees can hold anything, and is not read
         seen = tl.max(bias, axis=0) > float("-inf")
         if tl.max(seen.to(tl.int32), axis=0) > 0:
-            k_row = k_head + cell.to(tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, seen, scales_ptr, k_table, k_values, jk, RK, K_HALF, K_PATH)
+            k_row = k_head + tl.cast(first, tl.int64) * k_stride
+            s, codes, halves = _codes(k_row, of_block * k_stride, seen, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -187,8 +202,8 @@ def _attend(
                 logit += shift[:, None]
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
-            v_row = v_head + cell.to(tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, seen, scales_ptr, v_table, v_values, jv, RV, V_HALF, V_PATH)
+            v_row = v_head + tl.cast(first, tl.int64) * v_stride
+            s, codes, halves = _codes(v_row, of_block * v_stride, seen, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
@@ -196,11 +211,11 @@ def _attend(
                 weight = tl.where((s > 0)[None, :], p, 0.0).to(tl.float16)
                 acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
 
-    out = part.to(tl.int64) * n_stream * n_tok * n_head * G + at
-    acc = acc * tl.load(v_values + _STEP * RV + jv)[None, :] + acc_half
-    tl.store(m_ptr + out, m, mask=live)
-    tl.store(z_ptr + out, z, mask=live)
-    tl.store(acc_ptr + out[:, None] * RV + jv[None, :], acc, mask=live[:, None])
+    out = part.to(tl.int64) * n_stream * n_tok * n_head * G + first_row
+    acc = acc * tl.load(v_steps + head * RV + jv)[None, :] + acc_half
+    tl.store(m_ptr + out + at, m, mask=live)
+    tl.store(z_ptr + out + at, z, mask=live)
+    tl.store(acc_ptr + out * RV + (at[:, None] * RV + jv[None, :]), acc, mask=live[:, None])
 
 
 def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -248,14 +263,15 @@ def attend(
             f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {min(k_rows.shape[1], v_rows.shape[1])} cells "
             f"expected, {tuple(bias.shape)} found"
         )
-    block = 16 if n_tok * group <= 16 else 64
-    n_blocks = triton.cdiv(n_tok * group, block)
+    shapes = shapes_on(qt.device, max(k.width, v.width), k.any_half or v.any_half)
+    shape = shapes.decode if n_tok * group <= shapes.decode.rows else shapes.prompt
+    n_blocks = triton.cdiv(n_tok * group, shape.rows)
     if n_split is None:
         n_split = default_splits(n_head * n_blocks * n_stream, n_cells, qt.device)
-    split = triton.cdiv(triton.cdiv(n_cells, n_split), BLOCK_CELLS) * BLOCK_CELLS
-    shape = (n_split, n_stream, n_tok, n_head, group)
-    m, z = (torch.empty(shape, dtype=torch.float32, device=qt.device) for _ in range(2))
-    acc = torch.empty((*shape, v.width), dtype=torch.float32, device=qt.device)
+    split = triton.cdiv(triton.cdiv(n_cells, n_split), shape.cells) * shape.cells
+    rows = (n_split, n_stream, n_tok, n_head, group)
+    m, z = (torch.empty(rows, dtype=torch.float32, device=qt.device) for _ in range(2))
+    acc = torch.empty((*rows, v.width), dtype=torch.float32, device=qt.device)
     if slope is None:
         slope = torch.ones((n_head, group), dtype=torch.float32, device=qt.device)
     if n_stream * n_tok == 0:
@@ -270,10 +286,10 @@ def attend(
         scales(qt.device),
         k.offsets,
         k.coefficients,
-        k.values,
+        k.steps,
         v.offsets,
         v.coefficients,
-        v.values,
+        v.steps,
         m,
         z,
         acc,
@@ -295,7 +311,8 @@ def attend(
         V_PATH=v.n_place > 0,
         HAS_SHIFT=shift is not None,
         HAS_CAP=softcap > 0,
-        M=block,
-        C=BLOCK_CELLS,
+        M=shape.rows,
+        C=shape.cells,
+        num_warps=shape.warps,
     )
     return Partial(m, z, acc)

@@ -16,17 +16,17 @@ import triton
 
 from subkv_triton.fields import HALF, LINE_FACTORS, PLANES, Band, Fields, row_bytes
 
-# Rows of Codecs.coefficients, of Codecs.values, and of Codecs.packing per slot. A coefficient's code is
-#   (byte[LOW] >> LOW_SHIFT & LOW_MASK) | (byte[HIGH] >> HIGH_SHIFT & HIGH_MASK) << UP
-# and its index (code << ON) ^ (byte[ONE] >> ONE_SHIFT & ONE_MASK) ^ (byte[TWO] >> TWO_SHIFT & TWO_MASK) << 1: ONE and
-# TWO have the lowest bits of the codes one and two places before on a path (fields.Fields), masks of 0 without one
-LOW, LOW_SHIFT, LOW_MASK, HIGH, HIGH_SHIFT, HIGH_MASK, UP, KIND = range(8)
-ONE, ONE_SHIFT, ONE_MASK, TWO, TWO_SHIFT, TWO_MASK, ON = range(8, 15)
-N_ROWS = 15
-# the value of index i, with y = i - CENTRE, is STEP sign(y) (|y| + max(|y| - DOUBLE, 0) + max(|y| - TRIPLE, 0)),
-STEP, CENTRE, DOUBLE, TRIPLE = range(4)
+# Rows of Codecs.coefficients, and of Codecs.packing per slot. A coefficient's index is the exclusive or of four parts,
+# LOW, HIGH, ONE and TWO: (byte AT >> FROM & BITS) << TO. LOW and HIGH are its code, ONE and TWO the lowest bits of the
+# codes one and two places before on a path (fields.Fields), of BITS 0 without one. A part is one word
+LOW, HIGH, ONE, TWO, LEVELS, KIND, ON = range(7)
+N_ROWS = 7
+FROM, TO, BITS = 16, 19, 23
+"""Lowest bits of the fields of a part's word; AT is below FROM."""
+# The value of index i, with y = i - centre, is step sign(y) (|y| + max(|y| - double, 0) + max(|y| - triple, 0)); LEVELS
+# has twice the centre, double and triple in its lowest three bytes
 # of a place of a path: the coefficient and 2^bits (I32), and its step, bends and the constants of its lines (F32)
-PLACE, LEVELS = range(2)
+PLACE, N_LEVELS = range(2)
 PLACE_STEP, PLACE_DOUBLE, PLACE_TRIPLE, LINES = range(4)
 N_PLACE_NUMBERS = LINES + len(LINE_FACTORS)
 # and of a byte's slot: (code of coefficient SOURCE >> DROP & MASK) << LIFT
@@ -53,12 +53,12 @@ class Codecs:
     """I32 [H]: bytes of a head's row."""
     coefficients: torch.Tensor
     """I32 [H, N_ROWS, R]: where codes are (LOW to ON); bytes count from the head's row."""
-    values: torch.Tensor
-    """F32 [H, 4, R]: what indices stand for (STEP to TRIPLE); 1, 0 and no bends where nothing is quantized."""
+    steps: torch.Tensor
+    """F32 [H, R]: distance of the levels of indices, relative to the row's scale; 1 where nothing is quantized."""
     path_lengths: torch.Tensor
     """I32 [H]: places of the head's path, 0 without one."""
     places: torch.Tensor
-    """I32 [H, 2, T]: PLACE and LEVELS of the places, T of the longest path."""
+    """I32 [H, 2, T]: PLACE and N_LEVELS of the places, T of the longest path."""
     place_numbers: torch.Tensor
     """F32 [H, N_PLACE_NUMBERS, T]: PLACE_STEP to LINES and those after it."""
     packing: torch.Tensor
@@ -132,7 +132,7 @@ class Codecs:
             offsets=torch.tensor([sum(lengths[:h]) for h in range(len(bands))], dtype=torch.int32, device=device),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
             coefficients=stacked([_coefficients(of) for of in fields]),
-            values=stacked([np.stack([of.step, of.centre, *of.bend]) for of in fields]),
+            steps=stacked([of.step for of in fields]),
             path_lengths=torch.tensor([len(of.path.bits) for of in fields], dtype=torch.int32, device=device),
             places=stacked([np.pad(_places(of), ((0, 0), (0, n_place - len(of.path.bits)))) for of in fields]),
             place_numbers=stacked([np.pad(_numbers(of), ((0, 0), (0, n_place - len(of.path.bits)))) for of in fields]),
@@ -147,9 +147,14 @@ class Codecs:
 
 def _coefficients(of: Fields) -> npt.NDArray[np.int32]:
     """The part of one head in Codecs.coefficients."""
-    (low, high), mask = zip(of.byte, of.shift, strict=True), of.mask
-    before = [(of.byte[0, j], of.shift[0, j], of.on) for j in of.before]
-    return np.stack([*low, mask[0], *high, mask[1], of.lift[1], of.kind, *before[0], *before[1], of.on])
+    j = np.arange(len(of.kind))
+    at = np.stack([of.byte[0], of.byte[1], *of.byte[0, of.before]])
+    shift = np.stack([of.shift[0], of.shift[1], *of.shift[0, of.before]])
+    bits = np.stack([*of.mask, of.on, of.on])
+    to = np.stack([of.on, of.lift[1] + of.on, 0 * j, 0 * j + 1])
+    parts = at | shift << FROM | to << TO | bits << BITS
+    centre, double, triple = (np.minimum(2 * x, 255).astype(np.int32) for x in (of.centre, *of.bend))
+    return np.stack([*parts, centre | double << 8 | triple << 16, of.kind, of.on]).astype(np.int32)
 
 
 def _places(of: Fields) -> npt.NDArray[np.int32]:

@@ -12,8 +12,8 @@ from subkv_triton.attend import Partial, soften
 from subkv_triton.codecs import MIN_WIDTH, Codecs
 
 BLOCK_ROWS = 16
-BLOCK_KEYS = 32
-BLOCK_RANK = 64
+BLOCK_KEYS = 16
+BLOCK_RANK = 32
 
 
 @dataclass
@@ -66,6 +66,7 @@ def _combine(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     R: tl.constexpr,
+    D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -76,7 +77,7 @@ def _combine(
     live = row < n_tok * G
     token, group = row // G, row % G
     at = ((stream * n_tok + token) * n_head + head) * G + group
-    jr, jk, jv = tl.arange(0, R), tl.arange(0, DK), tl.arange(0, DV)
+    jr, jk, jv = tl.arange(0, R), tl.arange(0, D), tl.arange(0, DV)
     n_rows = n_stream * n_tok * n_head * G
 
     m = tl.full((M,), float("-inf"), tl.float32)
@@ -92,14 +93,13 @@ def _combine(
         j = first + jr
         e = tl.zeros((M, R), tl.float32)
         for i in range(n_split):
-            part = i * n_rows + at
-            share = tl.exp(tl.load(m_ptr + part, mask=live, other=float("-inf")) - base)
-            e += share[:, None] * tl.load(acc_ptr + part[:, None] * RV + j[None, :], mask=live[:, None], other=0.0)
+            of_split = i * n_rows + at
+            share = tl.exp(tl.load(m_ptr + of_split, mask=live, other=float("-inf")) - base)
+            e += share[:, None] * tl.load(acc_ptr + of_split[:, None] * RV + j[None, :], mask=live[:, None], other=0.0)
         basis = decode_ptr + (head * RV + j)[:, None] * d_v + jv[None, :]
         o += _dot(e, tl.load(basis, mask=(jv < d_v)[None, :], other=0.0))
 
     slope = tl.load(slope_ptr + head * G + group)
-    q = tl.load(q_ptr + at[:, None] * d_k + jk[None, :], mask=live[:, None] & (jk < d_k)[None, :], other=0.0)
     for first in range(0, n_keys, C):
         key = first + tl.arange(0, C)
         bias = tl.load(
@@ -109,8 +109,12 @@ def _combine(
         )
         seen = tl.max(bias, axis=0) > float("-inf")
         at_key = (stream * n_keys + key) * n_head + head
-        k = tl.load(k_ptr + at_key[:, None] * d_k + jk[None, :], mask=seen[:, None] & (jk < d_k)[None, :], other=0.0)
-        logit = _dot(q, tl.trans(k))
+        logit = tl.zeros((M, C), tl.float32)
+        for part in range(0, DK, D):  # of whole queries, operands of tl.dot take most registers of some GPUs
+            j = part + jk
+            q = tl.load(q_ptr + at[:, None] * d_k + j[None, :], mask=live[:, None] & (j < d_k)[None, :], other=0.0)
+            k = tl.load(k_ptr + at_key[:, None] * d_k + j[None, :], mask=seen[:, None] & (j < d_k)[None, :], other=0.0)
+            logit += _dot(q, tl.trans(k))
         p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
         v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=seen[:, None] & (jv < d_v)[None, :], other=0.0)
         o = o * keep[:, None] + _dot(p, v)
@@ -151,6 +155,7 @@ def combine(
         n_keys, d_k = exact.k.shape[1], exact.k.shape[3]
     if slope is None:
         slope = torch.ones((n_head, group), dtype=torch.float32, device=device)
+    width = triton.next_power_of_2(max(MIN_WIDTH, d_k))
     _combine[(n_head, triton.cdiv(n_tok * group, BLOCK_ROWS), n_stream)](
         partial.m,
         partial.z,
@@ -171,11 +176,12 @@ def combine(
         v.d,
         G=group,
         RV=v.width,
-        DK=triton.next_power_of_2(max(MIN_WIDTH, d_k)),
+        DK=width,
         DV=triton.next_power_of_2(max(MIN_WIDTH, v.d)),
         HAS_CAP=softcap > 0,
         HAS_SINKS=sinks is not None,
         R=min(v.width, BLOCK_RANK),
+        D=min(width, BLOCK_RANK),
         M=BLOCK_ROWS,
         C=BLOCK_KEYS,
     )

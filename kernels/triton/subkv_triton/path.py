@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from subkv_triton.codecs import (
-    LEVELS,
     LINES,
+    N_LEVELS,
     N_PLACE_NUMBERS,
     PLACE,
     PLACE_DOUBLE,
@@ -27,7 +27,7 @@ _PLACE, _LEVELS, _STEP, _DOUBLE, _TRIPLE, _LINES, _NUMBERS, _TRIED, _BELOW = (
     tl.constexpr(i)
     for i in (
         PLACE,
-        LEVELS,
+        N_LEVELS,
         PLACE_STEP,
         PLACE_DOUBLE,
         PLACE_TRIPLE,

@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-from subkv_triton import attend, combine, encode, path
+from subkv_triton import attend, combine, encode, launch, path
 
 TYPES = {
     **dict.fromkeys(("qt_ptr", "shift_ptr", "bias_ptr", "slope_ptr", "scales_ptr", "sinks_ptr", "q_ptr"), "*fp32"),
-    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_values", "v_values"), "*fp32"),
+    **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_steps", "v_steps"), "*fp32"),
     **dict.fromkeys(("ratios_ptr", "zeros_ptr", "others_ptr", "numbers_ptr"), "*fp32"),
     **dict.fromkeys(("decode_ptr", "k_ptr", "v_ptr"), "*fp16"),
     **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr", "codes_ptr"), "*u8"),
@@ -36,16 +36,16 @@ TYPES = {
 """Of arguments; the others are i32, which hold no promise of a multiple of 16."""
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(name, function, constants) as the package launches them, for heads of full rank without 16-bit bands."""
-    plain = {"K_HALF": False, "V_HALF": False, "HAS_SHIFT": False, "HAS_CAP": False, "C": attend.BLOCK_CELLS}
-    plain |= {"K_PATH": True, "V_PATH": True}
-    for d, group in ((64, 3), (128, 4), (128, 8)):
-        yield f"attend d {d} G {group}", attend._attend, {**plain, "G": group, "RK": d, "RV": d, "M": 16}
+    plain = {"K_HALF": False, "V_HALF": False, "HAS_SHIFT": False, "HAS_CAP": False, "K_PATH": True, "V_PATH": True}
+    for d, group, kind in ((64, 3, "G 3"), (128, 4, "G 4"), (128, 8, "G 8"), (64, 3, "prompt"), (128, 4, "prompt")):
+        shapes = launch.shapes_of(target.backend, target.arch, d, False)
+        shape = shapes.prompt if kind == "prompt" else shapes.decode
+        size = {"G": group, "RK": d, "RV": d, "M": shape.rows, "C": shape.cells, "num_warps": shape.warps}
+        yield f"attend d {d} {kind}", attend._attend, {**plain, **size}
     for d, group in ((64, 3), (128, 4)):
-        yield f"attend d {d} prompt", attend._attend, {**plain, "G": group, "RK": d, "RV": d, "M": 64}
-    for d, group in ((64, 3), (128, 4)):
-        size = {"G": group, "RV": d, "DK": d, "DV": d, "R": min(d, combine.BLOCK_RANK)}
+        size = {"G": group, "RV": d, "DK": d, "DV": d, "R": min(d, combine.BLOCK_RANK), "D": min(d, combine.BLOCK_RANK)}
         blocks = {"M": combine.BLOCK_ROWS, "C": combine.BLOCK_KEYS}
         yield f"combine d {d}", combine._combine, {**size, **blocks, "HAS_CAP": False, "HAS_SINKS": False}
     for d, row_bytes in ((64, 36), (128, 71)):  # of 4.3 bits an element
@@ -61,10 +61,12 @@ def target_of(name: str) -> GPUTarget:
 
 
 def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, shared bytes of a program."""
+    """Registers and spilled bytes of a thread, shared bytes of a program. constants: num_warps among them, or not."""
+    options = {name: constants[name] for name in ("num_warps",) if name in constants}
+    constants = {name: x for name, x in constants.items() if name not in options}
     types = {p.name: "constexpr" if p.name in constants else TYPES.get(p.name, "i32") for p in function.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(function.params) if types[p.name].startswith("*")}
-    kernel = compile_kernel(ASTSource(function, types, constants, aligned), target=target)
+    kernel = compile_kernel(ASTSource(function, types, constants, aligned), target=target, options=options)
     shared = int(kernel.metadata.shared)
     if target.backend == "hip":
         text = kernel.asm["amdgcn"]
@@ -86,10 +88,11 @@ def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dic
 
 
 def main() -> None:
-    for target in sys.argv[1:]:
-        for name, function, constants in kernels():
-            numbers = compiled(function, constants, target_of(target))
-            print(json.dumps({"kernel": name, "target": target, **numbers}), flush=True)
+    for name in sys.argv[1:]:
+        target = target_of(name)
+        for kernel, function, constants in kernels(target):
+            numbers = compiled(function, constants, target)
+            print(json.dumps({"kernel": kernel, "target": name, **numbers}), flush=True)
 
 
 if __name__ == "__main__":
