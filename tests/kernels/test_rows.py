@@ -225,4 +225,4 @@ def test_struct_sizes() -> None:
     assert ct.sizeof(o.HeadCodec) == 20 + 8 * 20 + 4 + 72  # 4 of padding
     assert ct.sizeof(o.AttendArgs) == 19 * 8
     assert ct.sizeof(o.ExactArgs) == 16 * 8
-    assert ct.sizeof(o.Ops) == 10 * 8
+    assert ct.sizeof(o.Ops) == 12 * 8

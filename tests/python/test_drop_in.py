@@ -18,7 +18,7 @@ from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
-from subkv.format.window import N_ROLLBACK
+from subkv.format.window import N_ROLLBACK, Window
 from subkv.native.binding import llama_cpp
 
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # isort: skip  (subkv has to bind llama_cpp first)
@@ -245,8 +245,8 @@ def test_sizes_of_a_coded_cache(coded_model: Models) -> None:
         assert stats.n_cells == N_CTX
         assert stats.bytes_f16 == 2 * n_elements * N_CTX
         assert stats.bytes_codes == stats.bytes_per_token * N_CTX
-        # one ring slot more than the window and the rollback would let nobody ask for a row that was overwritten
-        assert stats.bytes_window >= 2 * n_elements * (stats.n_sink + stats.n_recent + stats.n_rollback - 1)
+        window = Window(stats.n_sink, stats.n_recent, stats.n_rollback).filled()
+        assert stats.bytes_window == window.bits(n_elements, n_elements // tiny.DIMS["head_size"]) // 8
         assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window
         assert stats.bpe == pytest.approx(8 * stats.bytes_kv / (n_elements * N_CTX))
         assert (stats.n_chunks, stats.bytes_adapt) == (0, 0)

@@ -319,7 +319,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
             n_layer_coded=len(coded),
             n_zero_rows=sum(layer.n_zero_rows for layer in coded),
             fingerprint=self.bases.fingerprint,
-            **vars(self.bases.window),
+            **{name: getattr(self.bases.window, name) for name in ("n_sink", "n_recent", "n_rollback")},
         )
 
 
