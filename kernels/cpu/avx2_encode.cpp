@@ -9,7 +9,6 @@
 #    include "avx2_path.h"
 #    include "avx2_simd.h"
 #    include "cells.h"
-#    include "recent_rows.h"
 #    include "subkv/trellis.h"
 
 #    include <string.h>
@@ -154,14 +153,6 @@ void to_half(const float * x, uint16_t * h, int64_t n) {
     for (; i < n; ++i) {
         h[i] = (uint16_t) _mm_extract_epi16(_mm_cvtps_ph(_mm_load_ss(x + i), _MM_FROUND_TO_NEAREST_INT), 0);
     }
-}
-
-bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) {
-    return cpu::pack_recent<to_half>(x, mean, d, row);
-}
-
-void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t * out) {
-    cpu::unpack_recent<to_half>(row, mean, d, out);
 }
 
 } // namespace subkv::avx2
