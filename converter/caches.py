@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,8 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
         caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
         if window.n_sink + window.n_recent:
             all_bits = bits + fit.overhead.window_bits(fit.heads)
-            own = Cache(f"{kind} + window", coder, all_bits, bits, window.n_sink, window.n_recent)
-            caches.append(replace(own, recent=recent_coder(fit)))
+            ours = (window.n_sink, window.n_recent)
+            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, *ours, recent=recent_coder(fit)))
     return caches
 
 
@@ -130,8 +130,8 @@ def rival_caches(specs: Sequence[registry.Spec], fit: Fit, base: Gguf, sides: st
         caches.append(Cache(spec.text, registry.coder(codec, own[0], sides), bits, rows, *own))
         if sum(ours):
             bits = rows + fit.overhead.window_bits(fit.heads)
-            held = Cache(f"{spec.text} + window", registry.coder(codec, ours[0], sides), bits, rows, *ours)
-            caches.append(replace(held, recent=recent_coder(fit)))
+            coder = registry.coder(codec, ours[0], sides)
+            caches.append(Cache(f"{spec.text} + window", coder, bits, rows, *ours, recent=recent_coder(fit)))
     return caches
 
 

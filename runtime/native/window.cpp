@@ -21,8 +21,10 @@ Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
     pos_((size_t) n_slot_ * n_seq_max, -1), turn_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
-int64_t recent_row_bytes(int64_t n_head_kv, int64_t d_k, int64_t d_v, bool latent) {
-    return n_head_kv * (recent_bytes(d_k) + (latent ? 0 : recent_bytes(d_v)));
+// Bytes of a layer's row in integers: K's heads, then V's.
+static size_t recent_row_bytes(const LayerDesc & layer) {
+    const int64_t head = recent_bytes(layer.d_k) + (layer.latent ? 0 : recent_bytes(layer.d_v));
+    return (size_t) (layer.n_head_kv * head);
 }
 
 void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc) {
@@ -41,8 +43,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
         rows.n_slot       = n_slot_;
         rows.integers     = integers[i];
         rows.sink         = (size_t) row_elements(layer) * sizeof(ggml_fp16_t);
-        rows.recent =
-            rows.integers ? (size_t) recent_row_bytes(layer.n_head_kv, layer.d_k, layer.d_v, layer.latent) : rows.sink;
+        rows.recent       = rows.integers ? recent_row_bytes(layer) : rows.sink;
     }
     for (const auto & [buft, group] : by_buft) {
         ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));

@@ -37,9 +37,6 @@ struct WindowRows {
     }
 };
 
-// Bytes of a layer's row in integers: K's heads, then V's.
-int64_t recent_row_bytes(int64_t n_head_kv, int64_t d_k, int64_t d_v, bool latent);
-
 class Window {
 public:
     Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max);

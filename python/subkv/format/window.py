@@ -59,11 +59,6 @@ class Window:
         if self.recent_bits not in (AS_FILE, RECENT_BITS, 16):
             raise SubkvError("recent_bits", f"expected {RECENT_BITS} or 16, found {self.recent_bits}")
 
-    @property
-    def n_exact(self) -> int:
-        """Rows of a sequence."""
-        return self.n_sink + self.n_recent + self.n_rollback
-
     def bits(self, elements: int, n_heads: int) -> int:
         """Of a sequence's rows. elements: of a token's rows, of all heads; n_heads: these, K and V apart."""
         recent = 16 * elements if self.recent_bits == 16 else self.recent_bits * elements + STEP_BITS * n_heads
