@@ -87,7 +87,8 @@ def _planned(
 ) -> tuple[tuple[CodedLayer, ...], float, float | None]:
     """A layout of the largest of BITS whose prediction is CLEAR, or of the smallest that heads can have; that; and what
     is predicted of the stock type."""
-    fit = Fit(sensing.base, calibration, Options(window=sensing.window, bpe_context=ROWS_ONLY))
+    exact = replace(sensing.window, recent_bits=16)  # as in the trial, which changes no other cells
+    fit = Fit(sensing.base, calibration, Options(window=exact, bpe_context=ROWS_ONLY))
     least, _ = budget_range(fit.heads, fit.overhead)
     for bits in [bits for bits in BITS if bits >= least.total]:
         told(0)

@@ -110,6 +110,29 @@ def test_measured_bases_beat_structural_ones(
     assert tried[1].predicted is None
 
 
+def test_predicts_the_rounding_of_recent_rows(
+    measured: Path, reference: Callable[[str], Any], tiny_model: Callable[..., Path], text: Path
+) -> None:
+    """Recent rows as integers, all others exact: the KLD that they cause, and no part of it where rows are halves."""
+    r, stats = reference("llama"), read_calibration(measured)
+    chunk = r.tokenize(text.read_bytes())[-256:]
+    r.match(stats, chunk)
+    with Gguf(tiny_model("llama")) as base:
+        ints, halves = (
+            Fit(base, stats, Options(window=Window(N_SINK, N_RECENT, recent_bits=bits), bpe_context=10_000_000))
+            for bits in (10, 16)
+        )
+    layers, _ = ints.code(ints.plan(4.0))
+    predicted, without = ints.error(layers), halves.error(layers)
+    assert predicted is not None and without is not None and predicted > without
+    rounded = caches.recent_coder(ints)
+    assert rounded is not None and caches.recent_coder(halves) is None
+    exact = log_softmax(r.logits(chunk, 128))
+    seen = log_softmax(r.coded_logits(chunk, 128, lambda il, k, v: (k, v), N_SINK, N_RECENT, rounded))
+    found = float(np.mean(np.sum(np.exp(exact) * (exact - seen), axis=1)))
+    assert 0.3 < found / (predicted - without) < 3.0
+
+
 def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """`convert` without a budget: the smallest whose predicted KLD is at most q8_0's, said in a sentence."""
     fit = fit_of(tiny_model("llama"), read_calibration(measured))

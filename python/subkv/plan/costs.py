@@ -157,6 +157,11 @@ def layer_cost(stats: LayerStats, output: F64, near: float) -> LayerCost:
     return LayerCost(weight[:, None, None] * stats.q2, output / total, stats.q2, output)
 
 
+def near_cost(whole: LayerCost, far: LayerCost) -> LayerCost:
+    """What an error costs in cells while they are recent. whole: layer_cost() without a window; far: with it."""
+    return replace(whole, k=whole.k - far.k, v=whole.v - far.v)
+
+
 def fit_heads(kind: str, moments: F64, costs: F64, structural: F64) -> list[FullBasis]:
     """The bases of a layer's heads, K or V, with importance in the units of `costs`. All matrices [n_head_kv, d, d]."""
 

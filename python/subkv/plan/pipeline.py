@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict, stock
 from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, store, stored_mean
 from subkv.plan.budget import Head, Overhead
-from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_share, resolve_bases, value_metrics
+from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_cost, near_share, resolve_bases, value_metrics
 from subkv.plan.gamma import gamma_of
 from subkv.plan.positions import spread
 
@@ -223,7 +224,7 @@ class Fit:
             )
             self.notes.append(SubkvError("n_recent", reason))
         self.layers: list[_Fitted | latent.Fitted] = []
-        self._stock_costs: list[LayerCost] = []  # llama.cpp's caches have no window
+        self._stock_costs: list[LayerCost] = []  # of all cells: llama.cpp's caches have no window
         self._lost = 0.0  # cost of reading the means for all keys and values, without a window
         self.heads: list[Head] = []  # K, V of every head of every layer
         for stats in tracked("bases", self.calibration.layers, "layer", progress):
@@ -297,9 +298,22 @@ class Fit:
         return tuple(layers), dict(sources)
 
     def error(self, layers: Sequence[CodedLayer]) -> float | None:
-        """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples."""
+        """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples.
+
+        The rounding of recent rows is included.
+        """
         error = predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
-        return None if error is None else error * self.correction(self.near)
+        return None if error is None else error * self.correction(self.near) + self._recent_error
+
+    @functools.cached_property
+    def _recent_error(self) -> float:
+        """The same of recent rows: 0 where they are halves, and without sensitivities, which alone tell near cells."""
+        if self.settings.window.recent_bits == 16 or self.calibration.sensitivity is None:
+            return 0.0
+        plain = [fit for fit in self.layers if isinstance(fit, _Fitted)]  # latent attention holds halves
+        costs = [near_cost(whole, fit.cost) for whole, fit in zip(self._stock_costs, plain, strict=True)]
+        error = predict.recent_error(self.calibration, costs, [fit.mean for fit in plain])
+        return (error or 0.0) * self.correction(1.0)
 
     def stock_error(self, kind: str) -> float | None:
         """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""

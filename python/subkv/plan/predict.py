@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from subkv.format import codec
-from subkv.format.arrays import F32
+from subkv.format.arrays import F16, F32
 from subkv.format.bases import CodedLayer, StoredBasis
 from subkv.format.calibration import Calibration
+from subkv.format.recent import rounded
 from subkv.plan import stock
 from subkv.plan.costs import LayerCost
 
@@ -50,6 +51,16 @@ def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: S
             row = calibration.layers[i].ks[:, h].astype(np.float32)
             return reconstructed(row, head.k, head.gamma if side == "k" else 1.0)[:, : x.shape[1]]
         return reconstructed(x, head.k, head.gamma) if side == "k" else reconstructed(x, head.v)
+
+    return _sum(calibration, costs, seen)
+
+
+def recent_error(calibration: Calibration, costs: Sequence[LayerCost], means: Sequence[F16]) -> float | None:
+    """The same for recent rows as integers (FORMAT.md §3.2). costs: near_cost(). means: [n_head_kv, d_k] of each layer,
+    what keys are coded less of."""
+
+    def seen(i: int, h: int, side: str, x: F32) -> F32:
+        return rounded(x, means[i][h] if side == "k" else np.zeros(x.shape[1], np.float16))
 
     return _sum(calibration, costs, seen)
 
