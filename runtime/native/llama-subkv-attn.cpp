@@ -3,6 +3,7 @@
 
 #include "llama-graph.h"
 #include "llama-impl.h"
+#include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
 
 // GGML_PREC_F32, by the name that this version of ggml has for it.
@@ -48,7 +49,7 @@ ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & 
     v = turned(v, inp.self_v_rot);
     expand(g, q, k, v);
     ggml_tensor * cur =
-        build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), inp.get_kq_mask(), sinks, scale, il);
+        build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), inp.get_kq_mask(), nullptr, sinks, scale, il);
     g.cb(cur, "kqv_out", il);
     return project(g, wo, wo_b, wo_s, turned(cur, inp.self_v_rot));
 }
@@ -82,6 +83,9 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
                                   ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                   ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                   float scale, int il) {
+    if (inp.mctx->kv->swa_type != LLAMA_SWA_TYPE_NONE) { // the sliding half beside chosen cells
+        return nullptr;
+    }
     intercept(g, inp.mctx, q, k, v, scale, il);
     if (!coded(inp.mctx, il)) {
         return nullptr;
@@ -89,7 +93,24 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
     GGML_ASSERT(!kq_b);
     expand(g, q, k, v);
     ggml_tensor * cur =
-        build_attn_latent(g, inp.mctx, q, k, inp.get_k_idxs(), inp.get_kq_mask(), sinks, v_mla, scale, il);
+        build_attn_latent(g, inp.mctx, q, k, inp.get_k_idxs(), inp.get_kq_mask(), nullptr, sinks, v_mla, scale, il);
+    g.cb(cur, "kqv_out", il);
+    return project(g, wo, wo_b, wo_s, cur);
+}
+
+ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                  ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  ggml_tensor * top_k, float scale, int il) {
+    const auto * mctx = inp.mctx->get_mla();
+    intercept(g, mctx, q, k, v, scale, il);
+    if (!coded(mctx, il)) {
+        return nullptr;
+    }
+    GGML_ASSERT(!kq_b);
+    expand(g, q, k, v);
+    ggml_tensor * cur = build_attn_latent(g, mctx, q, k, inp.get_k_idxs_mla(), inp.get_kq_mask_mla(), top_k, sinks,
+                                          v_mla, scale, il);
     g.cb(cur, "kqv_out", il);
     return project(g, wo, wo_b, wo_s, cur);
 }

@@ -4,6 +4,8 @@
 #include "llama-subkv-cells.h"
 
 #include "llama-context.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
@@ -192,27 +194,27 @@ void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_
 }
 
 //
-// both halves: the coded one, and sliding windows or recurrent state
+// coded cells and what lies beside them: sliding windows, recurrent state, an indexer's keys
 //
 
-template <typename Half>
-bool llama_subkv::halves_write(const llama_kv_cache & base, const Half & other, llama_io_write_i & io, llama_seq_id seq,
-                               llama_state_seq_flags flags) {
+bool llama_subkv::parts_write(const llama_kv_cache & base, const parts & beside, llama_io_write_i & io,
+                              llama_seq_id seq, llama_state_seq_flags flags) {
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
     base.state_write(io, seq, flags);
-    write_checked(io, [&](llama_io_write_i & to) {
-        row_writer rows(base, to);
-        other.state_write(rows, seq, flags);
-        return rows.sum;
-    });
+    for (const auto * other : beside) {
+        write_checked(io, [&](llama_io_write_i & to) {
+            row_writer rows(base, to);
+            other->state_write(rows, seq, flags);
+            return rows.sum;
+        });
+    }
     return true;
 }
 
-template <typename Half>
-bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
+bool llama_subkv::parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
@@ -222,58 +224,145 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
     if (!partial) {
         of_base.check(base, seq);
     }
-    row_reader of_other(base, io);
-    of_other.check(other, seq);
+    std::vector<row_reader> bodies;
+    bodies.reserve(beside.size()); // a reader refers to its own bytes
+    for (const auto * other : beside) {
+        bodies.emplace_back(base, io).check(*other, seq);
+    }
     base.subkv_hook->snapshots.clear();
     try {
         if (!partial) {
             state_read_cells(base, of_base, seq, flags, nullptr, nullptr);
         }
         state_read_rest(base, of_base, seq, moves);
-        if (seq >= 0) {
-            other.seq_rm(seq, -1, -1);
+        for (size_t i = 0; i < beside.size(); ++i) {
+            if (seq >= 0) {
+                beside[i]->seq_rm(seq, -1, -1);
+            }
+            beside[i]->state_read(bodies[i], seq, flags);
+            bodies[i].end();
         }
-        other.state_read(of_other, seq, flags);
-        of_other.end();
     } catch (...) {
-        halves_lose(base, other, seq);
+        parts_lose(base, beside, seq);
         throw;
     }
     return true;
 }
 
-template <typename Half> void llama_subkv::halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq) {
+void llama_subkv::parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq) {
     base.state_clear(seq);
-    if (seq >= 0) {
-        other.seq_rm(seq, -1, -1);
-    } else {
-        other.clear(true);
+    for (auto * other : beside) {
+        if (seq >= 0) {
+            other->seq_rm(seq, -1, -1);
+        } else {
+            other->clear(true);
+        }
     }
 }
 
 bool llama_subkv::state_write(const llama_kv_cache_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    return halves_write(*kv.get_base(), *kv.get_swa(), io, seq, flags);
+    return parts_write(*kv.get_base(), { kv.get_swa() }, io, seq, flags);
 }
 
 bool llama_subkv::state_read(llama_kv_cache_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    return halves_read(*kv.get_base(), *kv.get_swa(), io, seq, flags);
+    return parts_read(*kv.get_base(), { kv.get_swa() }, io, seq, flags);
 }
 
 bool llama_subkv::state_write(const llama_memory_hybrid & memory, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    return halves_write(*memory.get_mem_attn(), *memory.get_mem_recr(), io, seq, flags);
+    return parts_write(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
 }
 
 bool llama_subkv::state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    return halves_read(*memory.get_mem_attn(), *memory.get_mem_recr(), io, seq, flags);
+    return parts_read(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
+}
+
+// Beside cells that an indexer chooses from, its keys first: these stay where the coded cells stay, so a partial state has
+// neither.
+static llama_subkv::parts beside_index(const llama_kv_cache_dsa & kv, llama_kv_cache * swa,
+                                       llama_state_seq_flags flags) {
+    llama_subkv::parts res;
+    if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
+        res.push_back(kv.get_lid());
+    }
+    if (swa) {
+        res.push_back(swa);
+    }
+    return res;
+}
+
+bool llama_subkv::chosen_read(const llama_kv_cache_dsa & kv, llama_kv_cache * swa, llama_io_read_i & io,
+                              llama_seq_id seq, llama_state_seq_flags flags) {
+    if (!parts_read(*kv.get_mla(), beside_index(kv, swa, flags), io, seq, flags)) {
+        return false;
+    }
+    if (!same_cells(*kv.get_mla(), *kv.get_lid())) {
+        parts_lose(*kv.get_mla(), beside_index(kv, swa, 0), seq);
+        throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
+    }
+    return true;
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    return parts_write(*kv.get_mla(), beside_index(kv, nullptr, flags), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(kv, nullptr, io, seq, flags);
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    const auto & dsa = *kv.get_dsa();
+    return parts_write(*dsa.get_mla(), beside_index(dsa, kv.get_swa(), flags), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(*kv.get_dsa(), kv.get_swa(), io, seq, flags);
+}
+
+bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & index) {
+    for (uint32_t s = 0; s < kv.n_stream; ++s) {
+        const auto &a = kv.v_cells[s], &b = index.v_cells[s];
+        for (uint32_t i = 0; i < a.size(); ++i) {
+            if (a.is_empty(i) != b.is_empty(i) || (!a.is_empty(i) && a.pos_get(i) != b.pos_get(i))) {
+                return false;
+            }
+        }
+        for (llama_seq_id seq = 0; seq < (llama_seq_id) kv.n_seq_max; ++seq) {
+            if (a.seq_pos_get(seq) != b.seq_pos_get(seq)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool llama_subkv::same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
+                             const llama_kv_cache::slot_info_vec_t & of_index) {
+    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+        return true;
+    }
+    bool same = slots.size() == of_index.size();
+    for (size_t i = 0; same && i < slots.size(); ++i) {
+        same = slots[i].strm == of_index[i].strm && slots[i].idxs == of_index[i].idxs;
+    }
+    if (!same) {
+        kv.subkv_hook->report("decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
+                              "cache and decode again");
+    }
+    return same;
 }
 
 void llama_subkv::lose(llama_kv_cache_iswa & kv, llama_seq_id seq) {
     if (coded(&kv)) {
-        halves_lose(*kv.get_base(), *kv.get_swa(), seq);
+        parts_lose(*kv.get_base(), { kv.get_swa() }, seq);
     }
 }
 

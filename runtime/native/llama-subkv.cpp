@@ -7,6 +7,8 @@
 #include "llama-graph.h"
 #include "llama-impl.h"
 #include "llama-io.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
@@ -65,7 +67,8 @@ static subkv::cache_new_fn registered() {
 }
 
 //
-// memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state
+// memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state; one of latent
+// attention beside an indexer's keys
 //
 
 llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
@@ -75,9 +78,15 @@ llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
         memory = hybrid_iswa->get_mem_attn();
     }
     if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return { iswa->get_base(), iswa->get_swa() };
+        return { iswa->get_base(), iswa->get_swa(), nullptr };
     }
-    return { dynamic_cast<llama_kv_cache *>(memory), nullptr };
+    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
+        return { dsa->get_mla(), nullptr, dsa->get_lid() };
+    }
+    if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+        return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_swa(), dsa_iswa->get_dsa()->get_lid() };
+    }
+    return { dynamic_cast<llama_kv_cache *>(memory), nullptr, nullptr };
 }
 
 // That of the full-attention cache.
@@ -90,6 +99,12 @@ static const llama_kv_cache_context * base_of(const llama_memory_context_i * mct
     }
     if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
         return iswa->get_base();
+    }
+    if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
+        return dsa->get_mla();
+    }
+    if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
+        return dsa_iswa->get_dsa()->get_mla();
     }
     return static_cast<const llama_kv_cache_context *>(mctx);
 }
@@ -121,11 +136,7 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
         case LLM_ARCH_MINIMAX_M3:
         case LLM_ARCH_DFLASH:
         case LLM_ARCH_DEEPSEEK4:
-        case LLM_ARCH_DEEPSEEK32:
-        case LLM_ARCH_GLM_DSA:
-        case LLM_ARCH_HY_V4:
-        case LLM_ARCH_GLM5_NEXT:
-        case LLM_ARCH_DOTS3NOTE: return "its sparse attention reads the K/V cache directly";
+        case LLM_ARCH_GLM5_NEXT: return "its sparse attention reads the K/V cache directly";
         default: return "";
     }
 }
@@ -133,7 +144,7 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
     const subkv::cache_new_fn cache_new = registered();
-    if (!cache_new) {
+    if (!cache_new || &kv.hparams != &kv.model.hparams) { // an indexer's keys, which have sizes of their own
         return;
     }
     if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {
@@ -399,7 +410,7 @@ void llama_subkv::intercept(const llm_graph_context & g, const llama_kv_cache_co
 
 ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                       ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                      ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
+                                      ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il) {
     const auto & kv    = *mctx->kv;
     const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
     const auto & sinfo = mctx->sinfos[mctx->i_cur];
@@ -424,6 +435,7 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
     b.k_idxs         = k_idxs;
     b.v_idxs         = v_idxs;
     b.mask           = mask;
+    b.chosen         = chosen;
     b.sinks          = sinks;
     b.inputs         = &inputs(g, mctx)->tensors;
     b.scale          = logit_scale(g, scale);
@@ -434,8 +446,9 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
 
 ggml_tensor * llama_subkv::build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
                                              ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
-                                             ggml_tensor * sinks, ggml_tensor * v_mla, float scale, int il) {
-    ggml_tensor * cur = build_attn(g, mctx, q, k, nullptr, k_idxs, nullptr, mask, sinks, scale, il);
+                                             ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                             float scale, int il) {
+    ggml_tensor * cur = build_attn(g, mctx, q, k, nullptr, k_idxs, nullptr, mask, chosen, sinks, scale, il);
     if (!v_mla) {
         return cur;
     }
@@ -448,7 +461,7 @@ ggml_tensor * llama_subkv::build_attn_latent(const llm_graph_context & g, const 
 subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded) {
     const struct caches caches   = caches_of(memory);
     size_t              bytes[2] = {};
-    for (const auto * kv : { caches.base, caches.swa }) {
+    for (const auto * kv : caches.all()) {
         if (!kv) {
             continue;
         }

@@ -6,13 +6,19 @@
 
 #include "hook.h"
 
+#include <array>
+#include <vector>
+
 class llama_io_read_i;
 class llama_io_write_i;
 class llm_graph_input_attn_k;
+class llm_graph_input_attn_k_dsa;
 class llm_graph_input_attn_kv;
 class llm_graph_input_attn_kv_iswa;
 class llm_graph_input_i;
 class llm_graph_result;
+class llama_kv_cache_dsa;
+class llama_kv_cache_dsa_iswa;
 class llama_kv_cache_iswa;
 class llama_memory_hybrid;
 class llama_memory_recurrent;
@@ -116,6 +122,14 @@ struct llama_subkv {
                             llama_state_seq_flags flags);
     static bool state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
+    static bool state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    static bool state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
     static void lose(llama_kv_cache_iswa & kv, llama_seq_id seq);
     // Carries out copies between streams and shifts that llama.cpp has put off until the next decode: before cells are read
     // or set. Throws when it cannot.
@@ -139,9 +153,12 @@ struct llama_subkv {
 
     static llama_subkv_usage usage_of(llama_context & ctx); // what its cache takes
 
-    struct caches { // of full attention, of sliding windows; nullptr: none
+    struct caches { // of full attention, of sliding windows, of an indexer's keys; nullptr: none
         llama_kv_cache * base;
         llama_kv_cache * swa;
+        llama_kv_cache * index;
+
+        std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
     };
 
     static caches caches_of(llama_memory_i * memory);
@@ -163,6 +180,11 @@ struct llama_subkv {
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il);
+    // Of the latent layer's cells that an indexer has chosen for each token.
+    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                ggml_tensor * top_k, float scale, int il);
     template <typename Input>
     static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
                                    ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
@@ -172,11 +194,13 @@ struct llama_subkv {
                                    ggml_tensor *& k, ggml_tensor *& v, float scale, int il);
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                    ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
+                                    ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
+                                    int il);
     // The same where values are the first elements of keys; v_mla [d_v, size of a head's output, n_head] follows.
     static ggml_tensor * build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
                                            ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
-                                           ggml_tensor * sinks, ggml_tensor * v_mla, float scale, int il);
+                                           ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla, float scale,
+                                           int il);
 
     class reader;
     class tiles;
@@ -190,13 +214,19 @@ struct llama_subkv {
                                  const llama_kv_cache::slot_info_vec_t * sinfos_in);
     static void state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
                                 const std::vector<uint64_t> & moves); // the window, at its end
-    template <typename Half>
-    static bool halves_write(const llama_kv_cache & base, const Half & other, llama_io_write_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags);
-    template <typename Half>
-    static bool halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
+    // The same of a coded cache and of what lies beside it, in this order.
+    using parts = std::vector<llama_memory_i *>;
+    static bool parts_write(const llama_kv_cache & base, const parts & beside, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
-    template <typename Half> static void halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq);
+    static bool parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    // An indexer names cells by where its keys are: are these in the cells of their tokens, and will they be?
+    static bool same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
+    static bool same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
+                           const llama_kv_cache::slot_info_vec_t & of_index);
+    static bool chosen_read(const llama_kv_cache_dsa & kv, llama_kv_cache * swa, llama_io_read_i & io,
+                            llama_seq_id seq, llama_state_seq_flags flags);
+    static void parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq);
 
     struct piece { // positions [first, last) of a sequence
         llama_seq_id seq;

@@ -54,7 +54,54 @@ void mask_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
+//
+// chosen mask: dst F32 or F16 as the mask | src: mask, chosen
+//
+
+template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hidden) {
+    const ggml_tensor * mask   = dst->src[0];
+    const ggml_tensor * chosen = dst->src[1];
+    const int64_t       n_kv   = dst->ne[0];
+    const int64_t       first  = n_kv * ith / nth;
+    const int64_t       last   = n_kv * (ith + 1) / nth;
+    for (int64_t s = 0; s < dst->ne[3]; ++s) {
+        for (int64_t t = 0; t < dst->ne[1]; ++t) {
+            const auto * cells = (const int32_t *) ((const char *) chosen->data + t * chosen->nb[1] + s * chosen->nb[3]);
+            const auto * in    = (const T *) ((const char *) mask->data + t * mask->nb[1] + s * mask->nb[3]);
+            auto *       out   = (T *) ((char *) dst->data + t * dst->nb[1] + s * dst->nb[3]);
+            std::fill(out + first, out + last, hidden);
+            for (int64_t i = 0; i < chosen->ne[0]; ++i) {
+                if (cells[i] >= first && cells[i] < last) {
+                    out[cells[i]] = in[cells[i]];
+                }
+            }
+        }
+    }
+}
+
+void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
+    if (dst->type == GGML_TYPE_F32) {
+        hide_others<float>(dst, ith, nth, -INFINITY);
+    } else {
+        hide_others<ggml_fp16_t>(dst, ith, nth, 0xFC00);
+    }
+}
+
 } // namespace
+
+ggml_tensor * build_chosen_mask(const AttnBuild & b) {
+    if (!b.chosen) {
+        return b.mask;
+    }
+    if (b.inputs->chosen != b.chosen) {
+        ggml_tensor * args[]   = { b.mask, b.chosen };
+        b.inputs->chosen       = b.chosen;
+        b.inputs->chosen_mask  = ggml_custom_4d(b.ctx, b.mask->type, b.mask->ne[0], b.mask->ne[1], b.mask->ne[2],
+                                                b.mask->ne[3], args, 2, chosen_mask_op, GGML_N_TASKS_MAX, nullptr);
+        ggml_set_name(b.inputs->chosen_mask, "subkv_chosen_mask");
+    }
+    return b.inputs->chosen_mask;
+}
 
 void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
                    uint8_t * open) {
@@ -82,15 +129,15 @@ MaskRows mask_rows(const ggml_tensor * node, int64_t n_kv) {
     return rows;
 }
 
-ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b) {
+ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
     const int64_t n_tokens = b.inputs->tokens->ne[1];
     if (layer.device || n_tokens > FEW_TOKENS) {
         return nullptr;
     }
     ggml_tensor *& made = b.inputs->coded_mask;
-    if (!made || made->src[0] != b.mask) {
+    if (!made || made->src[0] != mask) {
         const int64_t n_kv   = b.inputs->cell_pos->ne[0];
-        ggml_tensor * args[] = { b.mask, b.inputs->cell_pos, b.inputs->tokens };
+        ggml_tensor * args[] = { mask, b.inputs->cell_pos, b.inputs->tokens };
         made = ggml_custom_4d(b.ctx, GGML_TYPE_F32, n_kv + (n_kv / TILE + 3) / 4, n_tokens, 1, 1, args, 3, mask_op,
                               GGML_N_TASKS_MAX, &layer);
         ggml_set_name(made, "subkv_mask");

@@ -195,7 +195,8 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     const AttendShape s       = attend_shape(layer, q, b.k_view);
     const int64_t     width   = fresh_width(layer);
     const int64_t     n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
-    ggml_tensor *     mask    = build_mask_node(layer, b);
+    ggml_tensor *     seen    = build_chosen_mask(b);
+    ggml_tensor *     mask    = build_mask_node(layer, b, seen);
     ggml_tensor *     window  = layer.window_rows().tensor;
     ggml_tensor *     queries = nullptr; // the node that projects them; on a GPU any
 
@@ -238,12 +239,12 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         b.inputs->shared[layer.owner] = rows;
     }
     ggml_tensor * v_view = codec.latent ? b.k_view : b.v_view;
-    args                 = { q, queries, b.k_view, v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens, rows.written };
+    args                 = { q, queries, b.k_view, v_view, seen, b.inputs->cell_pos, b.inputs->tokens, rows.written };
     add_mask();
     ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1, args, attend_op, NodeKind::ATTEND, "attend");
 
     ggml_tensor * fresh = rows.fresh;
-    args = { partial, q, fresh, window ? window : fresh, b.mask, b.inputs->tokens, b.inputs->slots, b.k_view };
+    args = { partial, q, fresh, window ? window : fresh, seen, b.inputs->tokens, b.inputs->slots, b.k_view };
     if (b.sinks) {
         args.push_back(b.sinks);
     }

@@ -127,8 +127,11 @@ struct MaskInputs {
 void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
                    uint8_t * open);
 
+// A mask as b.mask in which all but the chosen cells are hidden; b.mask itself where all are chosen.
+ggml_tensor * build_chosen_mask(const AttnBuild & b);
+
 // A node with the rows of few tokens, which all coded layers of a graph share; nullptr: every attend fills its own.
-ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b);
+ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 
 void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata);   // LayerNodes, adaptive only

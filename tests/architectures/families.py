@@ -186,6 +186,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention.key_length_mla_swa": HEAD + 16,
         "attention.value_length_mla_swa": HEAD,
         "rope.freq_base_swa": 10000.0,
+        "attention.indexer.types": [False, True],  # the sliding layer has none
+        "attention.indexer.top_k": 32,  # else its only full layer may pass over an early token
     },
     "hy_v4": EXPERTS | MLA | INDEXER | HYPER | {"swiglu_clamp_exp": 7.0},
     "deepseek4": EXPERTS
