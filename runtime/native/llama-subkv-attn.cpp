@@ -40,7 +40,7 @@ template <typename Input>
 ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & inp,
                                      const llama_kv_cache_context * mctx, ggml_tensor * wo, ggml_tensor * wo_b,
                                      ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-                                     ggml_tensor * sinks, float scale, int il) {
+                                     ggml_tensor * sinks, ggml_tensor * chosen, float scale, int il) {
     const auto turned = [&](ggml_tensor * t, ggml_tensor * rot) {
         return t && rot ? llama_mul_mat_hadamard(g.ctx0, t, rot) : t;
     };
@@ -49,7 +49,7 @@ ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & 
     v = turned(v, inp.self_v_rot);
     expand(g, q, k, v);
     ggml_tensor * cur =
-        build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), inp.get_kq_mask(), nullptr, sinks, scale, il);
+        build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), inp.get_kq_mask(), chosen, sinks, scale, il);
     g.cb(cur, "kqv_out", il);
     return project(g, wo, wo_b, wo_s, turned(cur, inp.self_v_rot));
 }
@@ -57,13 +57,13 @@ ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
                                   ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                   ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                  float scale, int il) {
+                                  float scale, int il, ggml_tensor * chosen) {
     intercept(g, inp.mctx, q, k, v, scale, il);
     if (!coded(inp.mctx, il)) {
         return nullptr;
     }
     GGML_ASSERT(!kq_b && !v_mla);
-    return attend_kv(g, inp, inp.mctx, wo, wo_b, wo_s, q, k, v, sinks, scale, il);
+    return attend_kv(g, inp, inp.mctx, wo, wo_b, wo_s, q, k, v, sinks, chosen, scale, il);
 }
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp,
@@ -76,13 +76,13 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
         return nullptr;
     }
     GGML_ASSERT(!kq_b);
-    return attend_kv(g, inp, mctx, wo, wo_b, wo_s, q, k, v, sinks, scale, il);
+    return attend_kv(g, inp, mctx, wo, wo_b, wo_s, q, k, v, sinks, nullptr, scale, il);
 }
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
                                   ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                   ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                  float scale, int il) {
+                                  float scale, int il, ggml_tensor * chosen) {
     if (inp.mctx->kv->swa_type != LLAMA_SWA_TYPE_NONE) { // the sliding half beside chosen cells
         return nullptr;
     }
@@ -92,8 +92,13 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
     }
     GGML_ASSERT(!kq_b);
     expand(g, q, k, v);
+    ggml_tensor * mask = inp.get_kq_mask();
+    if (chosen && chosen->type != GGML_TYPE_I32) {
+        mask   = ggml_reshape_4d(g.ctx0, chosen, mask->ne[0], mask->ne[1], mask->ne[2], mask->ne[3]);
+        chosen = nullptr;
+    }
     ggml_tensor * cur =
-        build_attn_latent(g, inp.mctx, q, k, inp.get_k_idxs(), inp.get_kq_mask(), nullptr, sinks, v_mla, scale, il);
+        build_attn_latent(g, inp.mctx, q, k, inp.get_k_idxs(), mask, chosen, sinks, v_mla, scale, il);
     g.cb(cur, "kqv_out", il);
     return project(g, wo, wo_b, wo_s, cur);
 }

@@ -7,6 +7,7 @@
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 
@@ -231,15 +232,21 @@ bool llama_subkv::parts_read(llama_kv_cache & base, const parts & beside, llama_
     }
     base.subkv_hook->snapshots.clear();
     try {
+        llama_kv_cache::slot_info_vec_t slots;
         if (!partial) {
-            state_read_cells(base, of_base, seq, flags, nullptr, nullptr);
+            state_read_cells(base, of_base, seq, flags, &slots, nullptr);
         }
         state_read_rest(base, of_base, seq, moves);
         for (size_t i = 0; i < beside.size(); ++i) {
+            auto * index = dynamic_cast<llama_kv_cache *>(beside[i]);
             if (seq >= 0) {
                 beside[i]->seq_rm(seq, -1, -1);
             }
-            beside[i]->state_read(bodies[i], seq, flags);
+            if (index && is_index(*index)) { // its keys go where the cells went
+                index->state_read_sinfo(bodies[i], seq, flags, nullptr, &slots);
+            } else {
+                beside[i]->state_read(bodies[i], seq, flags);
+            }
             bodies[i].end();
         }
     } catch (...) {
@@ -280,27 +287,25 @@ bool llama_subkv::state_read(llama_memory_hybrid & memory, llama_io_read_i & io,
     return parts_read(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
 }
 
-// Beside cells that an indexer chooses from, its keys first: these stay where the coded cells stay, so a partial state has
-// neither.
-static llama_subkv::parts beside_index(const llama_kv_cache_dsa & kv, llama_kv_cache * swa,
-                                       llama_state_seq_flags flags) {
-    llama_subkv::parts res;
-    if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
-        res.push_back(kv.get_lid());
+llama_subkv::parts llama_subkv::beside_index(llama_kv_cache * index, llama_memory_i * other,
+                                             llama_state_seq_flags flags) {
+    parts res;
+    if (index && (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
+        res.push_back(index);
     }
-    if (swa) {
-        res.push_back(swa);
+    if (other) {
+        res.push_back(other);
     }
     return res;
 }
 
-bool llama_subkv::chosen_read(const llama_kv_cache_dsa & kv, llama_kv_cache * swa, llama_io_read_i & io,
+bool llama_subkv::chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
                               llama_seq_id seq, llama_state_seq_flags flags) {
-    if (!parts_read(*kv.get_mla(), beside_index(kv, swa, flags), io, seq, flags)) {
+    if (!parts_read(kv, beside_index(index, other, flags), io, seq, flags)) {
         return false;
     }
-    if (!same_cells(*kv.get_mla(), *kv.get_lid())) {
-        parts_lose(*kv.get_mla(), beside_index(kv, swa, 0), seq);
+    if (index && !same_cells(kv, *index)) {
+        parts_lose(kv, beside_index(index, other, 0), seq);
         throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
     }
     return true;
@@ -308,56 +313,35 @@ bool llama_subkv::chosen_read(const llama_kv_cache_dsa & kv, llama_kv_cache * sw
 
 bool llama_subkv::state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    return parts_write(*kv.get_mla(), beside_index(kv, nullptr, flags), io, seq, flags);
+    return parts_write(*kv.get_mla(), beside_index(kv.get_lid(), nullptr, flags), io, seq, flags);
 }
 
 bool llama_subkv::state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    return chosen_read(kv, nullptr, io, seq, flags);
+    return chosen_read(*kv.get_mla(), kv.get_lid(), nullptr, io, seq, flags);
 }
 
 bool llama_subkv::state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
     const auto & dsa = *kv.get_dsa();
-    return parts_write(*dsa.get_mla(), beside_index(dsa, kv.get_swa(), flags), io, seq, flags);
+    return parts_write(*dsa.get_mla(), beside_index(dsa.get_lid(), kv.get_swa(), flags), io, seq, flags);
 }
 
 bool llama_subkv::state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    return chosen_read(*kv.get_dsa(), kv.get_swa(), io, seq, flags);
+    const auto & dsa = *kv.get_dsa();
+    return chosen_read(*dsa.get_mla(), dsa.get_lid(), kv.get_swa(), io, seq, flags);
 }
 
-bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & index) {
-    for (uint32_t s = 0; s < kv.n_stream; ++s) {
-        const auto &a = kv.v_cells[s], &b = index.v_cells[s];
-        for (uint32_t i = 0; i < a.size(); ++i) {
-            if (a.is_empty(i) != b.is_empty(i) || (!a.is_empty(i) && a.pos_get(i) != b.pos_get(i))) {
-                return false;
-            }
-        }
-        for (llama_seq_id seq = 0; seq < (llama_seq_id) kv.n_seq_max; ++seq) {
-            if (a.seq_pos_get(seq) != b.seq_pos_get(seq)) {
-                return false;
-            }
-        }
-    }
-    return true;
+bool llama_subkv::state_write(const llama_memory_hybrid_idx & memory, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    const auto beside = beside_index(memory.get_mem_idx(), memory.get_mem_recr(), flags);
+    return parts_write(*memory.get_mem_attn(), beside, io, seq, flags);
 }
 
-bool llama_subkv::same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
-                             const llama_kv_cache::slot_info_vec_t & of_index) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
-        return true;
-    }
-    bool same = slots.size() == of_index.size();
-    for (size_t i = 0; same && i < slots.size(); ++i) {
-        same = slots[i].strm == of_index[i].strm && slots[i].idxs == of_index[i].idxs;
-    }
-    if (!same) {
-        kv.subkv_hook->report("decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
-                              "cache and decode again");
-    }
-    return same;
+bool llama_subkv::state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(*memory.get_mem_attn(), memory.get_mem_idx(), memory.get_mem_recr(), io, seq, flags);
 }
 
 void llama_subkv::lose(llama_kv_cache_iswa & kv, llama_seq_id seq) {

@@ -7,8 +7,6 @@
 #include "llama-graph.h"
 #include "llama-impl.h"
 #include "llama-io.h"
-#include "llama-kv-cache-dsa-iswa.h"
-#include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
@@ -67,49 +65,6 @@ static subkv::cache_new_fn registered() {
 }
 
 //
-// memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state; one of latent
-// attention beside an indexer's keys
-//
-
-llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
-        memory = hybrid->get_mem_attn();
-    } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        memory = hybrid_iswa->get_mem_attn();
-    }
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return { iswa->get_base(), iswa->get_swa(), nullptr };
-    }
-    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
-        return { dsa->get_mla(), nullptr, dsa->get_lid() };
-    }
-    if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
-        return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_swa(), dsa_iswa->get_dsa()->get_lid() };
-    }
-    return { dynamic_cast<llama_kv_cache *>(memory), nullptr, nullptr };
-}
-
-// That of the full-attention cache.
-static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx) {
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
-        return hybrid->get_attn();
-    }
-    if (auto * hybrid_iswa = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
-        return hybrid_iswa->get_attn()->get_base();
-    }
-    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
-        return iswa->get_base();
-    }
-    if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
-        return dsa->get_mla();
-    }
-    if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
-        return dsa_iswa->get_dsa()->get_mla();
-    }
-    return static_cast<const llama_kv_cache_context *>(mctx);
-}
-
-//
 // llama_kv_cache
 //
 
@@ -132,11 +87,9 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
         case LLM_ARCH_T5:
         case LLM_ARCH_T5ENCODER: return "it adds a relative position bias to the logits (KQ bias)";
         case LLM_ARCH_LLAMA_EMBED: return "its attention does not use the K/V cache";
-        case LLM_ARCH_QWEN4EXP:
         case LLM_ARCH_MINIMAX_M3:
         case LLM_ARCH_DFLASH:
-        case LLM_ARCH_DEEPSEEK4:
-        case LLM_ARCH_GLM5_NEXT: return "its sparse attention reads the K/V cache directly";
+        case LLM_ARCH_DEEPSEEK4: return "its sparse attention reads the K/V cache directly";
         default: return "";
     }
 }
@@ -144,7 +97,7 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
     const subkv::cache_new_fn cache_new = registered();
-    if (!cache_new || &kv.hparams != &kv.model.hparams) { // an indexer's keys, which have sizes of their own
+    if (!cache_new || is_index(kv)) {
         return;
     }
     if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {
@@ -393,6 +346,10 @@ static float softcap(const llm_graph_context & g) {
 bool llama_subkv::coded(llama_memory_i * memory) {
     const auto * hook = hook_of(memory, nullptr, nullptr);
     return hook && hook->coded();
+}
+
+bool llama_subkv::coded(const llama_kv_cache_context * mctx) {
+    return mctx->kv->subkv_hook && mctx->kv->subkv_hook->coded();
 }
 
 bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {

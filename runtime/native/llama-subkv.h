@@ -21,6 +21,7 @@ class llama_kv_cache_dsa;
 class llama_kv_cache_dsa_iswa;
 class llama_kv_cache_iswa;
 class llama_memory_hybrid;
+class llama_memory_hybrid_idx;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llama_model_loader;
@@ -122,6 +123,10 @@ struct llama_subkv {
                             llama_state_seq_flags flags);
     static bool state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
+    static bool state_write(const llama_memory_hybrid_idx & memory, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
     static bool state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     static bool state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
@@ -162,16 +167,18 @@ struct llama_subkv {
     };
 
     static caches caches_of(llama_memory_i * memory);
+    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // of full attention
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);
 
     // llm_graph_context::build_attn. The observer or planter first sees q, k and v after RoPE, before the Hadamard rotation
     // of quantized caches. Then all of a coded layer's, up to the output projection; null: not coded, upstream goes on.
+    // chosen: the cells that a token attends to, as in AttnBuild, or a mask that hides the others; nullptr: all.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                float scale, int il);
+                                float scale, int il, ggml_tensor * chosen = nullptr);
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
@@ -179,7 +186,7 @@ struct llama_subkv {
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                float scale, int il);
+                                float scale, int il, ggml_tensor * chosen = nullptr);
     // Of the latent layer's cells that an indexer has chosen for each token.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
@@ -188,8 +195,10 @@ struct llama_subkv {
     template <typename Input>
     static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
                                    ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
-                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * sinks, float scale, int il);
+                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * sinks, ggml_tensor * chosen,
+                                   float scale, int il);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
+    static bool          coded(const llama_kv_cache_context * mctx); // any layer
     static void          intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                    ggml_tensor *& k, ggml_tensor *& v, float scale, int il);
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
@@ -220,12 +229,16 @@ struct llama_subkv {
                             llama_state_seq_flags flags);
     static bool parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
-    // An indexer names cells by where its keys are: are these in the cells of their tokens, and will they be?
+    // An indexer names cells by where its keys are: is this a cache of such keys, and are these in the cells of their tokens,
+    // and will they be?
+    static bool is_index(const llama_kv_cache & kv);
     static bool same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
     static bool same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
                            const llama_kv_cache::slot_info_vec_t & of_index);
-    static bool chosen_read(const llama_kv_cache_dsa & kv, llama_kv_cache * swa, llama_io_read_i & io,
-                            llama_seq_id seq, llama_state_seq_flags flags);
+    // Beside cells that an indexer chooses from. A partial state leaves its keys out, too: they stay where the cells stay.
+    static parts beside_index(llama_kv_cache * index, llama_memory_i * other, llama_state_seq_flags flags);
+    static bool  chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
+                             llama_seq_id seq, llama_state_seq_flags flags);
     static void parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq);
 
     struct piece { // positions [first, last) of a sequence

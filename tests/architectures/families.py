@@ -174,6 +174,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "attention.head_count_kv": [0, 1],
         "attention.indexer.kpool": 2,
+        "attention.indexer.top_k": 32,  # as of dots3note
         "rope.dimension_count": 0,
         "attention.key_length": 64,
     },
@@ -187,7 +188,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention.value_length_mla_swa": HEAD,
         "rope.freq_base_swa": 10000.0,
         "attention.indexer.types": [False, True],  # the sliding layer has none
-        "attention.indexer.top_k": 32,  # else its only full layer may pass over an early token
+        "attention.indexer.top_k": 36,  # no two cells that are as good for the last place as roundings are large
     },
     "hy_v4": EXPERTS | MLA | INDEXER | HYPER | {"swiglu_clamp_exp": 7.0},
     "deepseek4": EXPERTS

@@ -152,9 +152,10 @@ def bases(model: virtual.Model, folder: Path, bits: int) -> Any:
     Of latent attention, for which a model's layers are all alike, they have two blocks.
     """
     d_k, d_v = (int(model.keys.get(f"attention.{name}", 0)) for name in ("key_length", "kv_lora_rank"))
-    if "attention.key_length_mla" in model.keys and d_k > d_v:
+    if "attention.key_length_mla" in model.keys and d_k >= d_v:
         n = model.keys["block_count"]
-        layers = engine.latent_layers([(d_v, bits), (d_k - d_v, bits)], d_k, d_v, n)
+        blocks = [(d_v, bits), (d_k - d_v, bits)][: 1 + (d_k > d_v)]
+        layers = engine.latent_layers(blocks, d_k, d_v, n)
         handle = engine.load_latent(folder / f"{bits}.gguf", layers, arch=model.arch, block_count=n)
         assert handle, engine.last_error()
         return handle

@@ -8,7 +8,7 @@ from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base
 
 # Architectures. Of those of CHOSEN an indexer chooses the cells that a token attends to.
-CHOSEN = ("deepseek32", "glm-dsa", "hy_v4", "dots3note")
+CHOSEN = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
 KNOWN = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *CHOSEN)
 WHY = "bases of latent attention (MLA) need it"
 
