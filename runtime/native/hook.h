@@ -135,14 +135,15 @@ struct AttnBuild {
     ggml_tensor *  v_view;
     ggml_tensor *  k_idxs; // I64 [n_tokens]: stream * n_cells + cell
     ggml_tensor *  v_idxs;
-    ggml_tensor *  mask;   // F32 or F16 [n_kv, n_tokens / streams, 1, streams]
-    ggml_tensor *  chosen; // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to, of those that the mask
-                           // lets it see; nullptr: all
-    ggml_tensor *  sinks; // F32 [n_head] or nullptr
-    Inputs *       inputs;
-    float          scale;
-    float          softcap;        // 0: none
-    float          max_alibi_bias; // 0: none
+    ggml_tensor *  mask; // F32 or F16 [n_kv, n_tokens / streams, n, streams], n: 1 or n_head_kv
+    ggml_tensor *
+        chosen; // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to, of those that the mask
+                // lets it see; nullptr: all
+    ggml_tensor * sinks; // F32 [n_head] or nullptr
+    Inputs *      inputs;
+    float         scale;
+    float         softcap;        // 0: none
+    float         max_alibi_bias; // 0: none
 };
 
 struct ShiftBuild {

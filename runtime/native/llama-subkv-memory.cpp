@@ -4,6 +4,7 @@
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
@@ -32,6 +33,9 @@ llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
     if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
         return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_swa(), dsa_iswa->get_dsa()->get_lid() };
     }
+    if (auto * msa = dynamic_cast<llama_kv_cache_msa *>(memory)) {
+        return { msa->get_base(), nullptr, msa->get_idx() };
+    }
     return { dynamic_cast<llama_kv_cache *>(memory), nullptr, nullptr };
 }
 
@@ -50,6 +54,9 @@ const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i
     }
     if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
         return dsa_iswa->get_dsa()->get_mla();
+    }
+    if (auto * msa = dynamic_cast<const llama_kv_cache_msa_context *>(mctx)) {
+        return msa->get_base();
     }
     return static_cast<const llama_kv_cache_context *>(mctx);
 }
@@ -89,8 +96,9 @@ bool llama_subkv::same_slots(const llama_kv_cache & kv, const llama_kv_cache::sl
         same = slots[i].strm == of_index[i].strm && slots[i].idxs == of_index[i].idxs;
     }
     if (!same) {
-        kv.subkv_hook->report("decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
-                              "cache and decode again");
+        kv.subkv_hook->report(
+            "decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
+            "cache and decode again");
     }
     return same;
 }

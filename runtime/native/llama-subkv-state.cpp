@@ -7,6 +7,7 @@
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
@@ -319,6 +320,16 @@ bool llama_subkv::state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & 
 bool llama_subkv::state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
     return chosen_read(*kv.get_mla(), kv.get_lid(), nullptr, io, seq, flags);
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_msa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    return parts_write(*kv.get_base(), beside_index(kv.get_idx(), nullptr, flags), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_msa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(*kv.get_base(), kv.get_idx(), nullptr, io, seq, flags);
 }
 
 bool llama_subkv::state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,

@@ -85,9 +85,14 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
     switch (model.arch) {
         case LLM_ARCH_T5:
-        case LLM_ARCH_T5ENCODER: return "it adds a relative position bias to the logits (KQ bias)";
+            for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+                if (hparams.n_head(il) != hparams.n_head_kv(il)) {
+                    return "the query heads that share a KV head have different position biases (KQ bias)";
+                }
+            }
+            return "";
+        case LLM_ARCH_T5ENCODER:
         case LLM_ARCH_LLAMA_EMBED: return "its attention does not use the K/V cache";
-        case LLM_ARCH_MINIMAX_M3:
         case LLM_ARCH_DFLASH:
         case LLM_ARCH_DEEPSEEK4: return "its sparse attention reads the K/V cache directly";
         default: return "";
@@ -97,7 +102,8 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
     const subkv::cache_new_fn cache_new = registered();
-    if (!cache_new || is_index(kv)) {
+    const std::string unsupported = reason_unsupported(kv.model, kv.hparams, shares);
+    if (!cache_new || (is_index(kv) && unsupported.empty())) { // who holds its tokens' rows is asked
         return;
     }
     if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {
@@ -113,7 +119,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(kv.model.arch);
     desc.model_path  = kv.model.subkv_path;
-    desc.unsupported = reason_unsupported(kv.model, hparams, shares);
+    desc.unsupported = unsupported;
     desc.n_layer     = hparams.n_layer_all - has_router;
     desc.n_cells     = kv_size;
     desc.n_stream    = kv.n_stream;
@@ -367,7 +373,8 @@ void llama_subkv::intercept(const llm_graph_context & g, const llama_kv_cache_co
 
 ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                       ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                      ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il) {
+                                      ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
+                                      int il) {
     const auto & kv    = *mctx->kv;
     const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
     const auto & sinfo = mctx->sinfos[mctx->i_cur];

@@ -20,6 +20,7 @@ class llm_graph_result;
 class llama_kv_cache_dsa;
 class llama_kv_cache_dsa_iswa;
 class llama_kv_cache_iswa;
+class llama_kv_cache_msa;
 class llama_memory_hybrid;
 class llama_memory_hybrid_idx;
 class llama_memory_recurrent;
@@ -127,6 +128,10 @@ struct llama_subkv {
                             llama_state_seq_flags flags);
     static bool state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
+    static bool state_write(const llama_kv_cache_msa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_msa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
     static bool state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     static bool state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
@@ -166,7 +171,7 @@ struct llama_subkv {
         std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
     };
 
-    static caches caches_of(llama_memory_i * memory);
+    static caches                         caches_of(llama_memory_i * memory);
     static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // of full attention
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
@@ -192,19 +197,23 @@ struct llama_subkv {
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 ggml_tensor * top_k, float scale, int il);
+    // For a model whose graph makes the masks of its KV heads by itself: the observer or planter first, and whether the
+    // layer is coded; a tensor of the shape that its cache would have, for views that nobody computes.
+    static bool          sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                              ggml_tensor *& k, ggml_tensor *& v, int il);
+    static ggml_tensor * unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv, int64_t n_stream);
     template <typename Input>
     static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
                                    ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
-                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * sinks, ggml_tensor * chosen,
-                                   float scale, int il);
+                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * chosen,
+                                   ggml_tensor * sinks, float scale, int il);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
     static bool          coded(const llama_kv_cache_context * mctx); // any layer
     static void          intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                    ggml_tensor *& k, ggml_tensor *& v, float scale, int il);
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                    ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
-                                    int il);
+                                    ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il);
     // The same where values are the first elements of keys; v_mla [d_v, size of a head's output, n_head] follows.
     static ggml_tensor * build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
                                            ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
@@ -239,7 +248,7 @@ struct llama_subkv {
     static parts beside_index(llama_kv_cache * index, llama_memory_i * other, llama_state_seq_flags flags);
     static bool  chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
                              llama_seq_id seq, llama_state_seq_flags flags);
-    static void parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq);
+    static void  parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq);
 
     struct piece { // positions [first, last) of a sequence
         llama_seq_id seq;

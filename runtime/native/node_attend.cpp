@@ -141,23 +141,31 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         };
         const int64_t c_end = std::min(s.n_kv, (split + 1) * s.split);
         for (int64_t c0 = split * s.split; c0 < c_end; c0 += SEGMENT) {
-            const int64_t  n_tiles = (std::min(c0 + SEGMENT, c_end) - c0) / TILE;
-            const MaskRows mask    = shared ? mask_rows(dst->src[8], s.n_kv).of(t0, c0) : own;
-            std::fill(open, open + n_tiles, (uint8_t) 0);
-            for (int64_t t = 0; t < n_tok; ++t) {
-                uint8_t * seen = mask.open + t * mask.open_stride;
-                if (!shared) {
-                    fill_mask_row(layer, inputs, t0 + t, c0, n_tiles * TILE, mask.bias + t * mask.bias_stride, seen);
-                }
-                std::transform(seen, seen + n_tiles, open, open, std::bit_or<uint8_t>());
-            }
-            const OpenTiles tiles = open_tiles(open, n_tiles);
-            if (tiles.first >= tiles.last) {
-                continue;
-            }
-            const int64_t  c    = tiles.first * TILE;
-            const MaskRows rows = mask.of(0, c);
+            const int64_t n_tiles = (std::min(c0 + SEGMENT, c_end) - c0) / TILE;
+            MaskRows      mask    = own;
+            OpenTiles     tiles   = { 0, 0 };
             for (int64_t h = h0; h < h1; ++h) {
+                if (h == h0 || n_masks(inputs.mask) > 1) {
+                    if (shared) {
+                        const int64_t first = mask_of(inputs.mask, h) * s.n_tokens;
+                        mask                = mask_rows(dst->src[8], s.n_kv).of(first + t0, c0);
+                    }
+                    std::fill(open, open + n_tiles, (uint8_t) 0);
+                    for (int64_t t = 0; t < n_tok; ++t) {
+                        uint8_t * seen = mask.open + t * mask.open_stride;
+                        if (!shared) {
+                            fill_mask_row(layer, inputs, h, t0 + t, c0, n_tiles * TILE,
+                                          mask.bias + t * mask.bias_stride, seen);
+                        }
+                        std::transform(seen, seen + n_tiles, open, open, std::bit_or<uint8_t>());
+                    }
+                    tiles = open_tiles(open, n_tiles);
+                }
+                if (tiles.first >= tiles.last) {
+                    continue;
+                }
+                const int64_t   c    = tiles.first * TILE;
+                const MaskRows  rows = mask.of(0, c);
                 const RowStates all  = state_of(h);
                 const RowStates into = s.n_split > 1 ? all : later; // the only segment of the split
                 if (s.n_split == 1) {

@@ -160,8 +160,10 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             ops.reconstruct(head.decode, head.rank, d_v, coef, out + r * d_v);
         }
 
-        if (gathered != i_run) {
-            gather_exact(layer, dst, s, t0, n_tok, keys);
+        if (gathered != i_run || n_masks(mask) > 1) {
+            if (gathered != i_run) {
+                gather_exact(layer, dst, s, t0, n_tok, keys);
+            }
             gathered             = i_run;
             const int64_t n_keys = (int64_t) keys.keys.size();
             float *       bias   = scratch(bias_buf, std::max<int64_t>(1, n_tok * n_keys));
@@ -169,7 +171,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 for (int64_t i = 0; i < n_keys; ++i) {
                     const ExactKeys::Key & key   = keys.keys[(size_t) i];
                     const bool             exact = key.row && is_exact(key.pos, tokens[4 * (t0 + t)], n_sink, n_recent);
-                    bias[t * n_keys + i]         = exact ? mask_value(mask, (t0 + t) * s.n_kv + key.cell) : -INFINITY;
+                    bias[t * n_keys + i] = exact ? mask_value(mask, mask_row(mask, h, t0 + t) + key.cell) : -INFINITY;
                 }
             }
         }

@@ -196,9 +196,13 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     const int64_t     width   = fresh_width(layer);
     const int64_t     n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
     ggml_tensor *     seen    = build_chosen_mask(b);
-    ggml_tensor *     mask    = build_mask_node(layer, b, seen);
-    ggml_tensor *     window  = layer.window_rows().tensor;
-    ggml_tensor *     queries = nullptr; // the node that projects them; on a GPU any
+    if (layer.device && n_masks(seen) > 1) {
+        fail("this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
+             "expected (-ngl 0, or offload_kqv off), a GPU found");
+    }
+    ggml_tensor * mask    = build_mask_node(layer, b, seen);
+    ggml_tensor * window  = layer.window_rows().tensor;
+    ggml_tensor * queries = nullptr; // the node that projects them; on a GPU any
 
     std::vector<ggml_tensor *> args;
     const auto                 add_mask = [&] {

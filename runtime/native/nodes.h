@@ -123,14 +123,29 @@ struct MaskInputs {
     const ggml_tensor *mask, *cell_pos, *tokens;
 };
 
-// Cells [c0, c0 + n) of token t: bias [n], open [n / TILE].
-void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
-                   uint8_t * open);
+// Masks of a token: one, or one for each KV head; which of them is head h's, and where its values of a token begin.
+inline int64_t n_masks(const ggml_tensor * mask) {
+    return mask->ne[2];
+}
+
+inline int64_t mask_of(const ggml_tensor * mask, int64_t h) {
+    return mask->ne[2] > 1 ? h : 0;
+}
+
+inline int64_t mask_row(const ggml_tensor * mask, int64_t h, int64_t t) {
+    const int64_t n_tps = mask->ne[1];
+    return ((t / n_tps * mask->ne[2] + mask_of(mask, h)) * n_tps + t % n_tps) * mask->ne[0];
+}
+
+// Cells [c0, c0 + n) of token t and KV head h: bias [n], open [n / TILE].
+void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t h, int64_t t, int64_t c0, int64_t n,
+                   float * bias, uint8_t * open);
 
 // A mask as b.mask in which all but the chosen cells are hidden; b.mask itself where all are chosen.
 ggml_tensor * build_chosen_mask(const AttnBuild & b);
 
-// A node with the rows of few tokens, which all coded layers of a graph share; nullptr: every attend fills its own.
+// A node with the rows of few tokens, of every mask in turn, which all coded layers of a graph share; nullptr: every
+// attend fills its own.
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 

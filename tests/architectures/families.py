@@ -223,6 +223,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{arch: {"tokenizer.ggml.token_type_count": 1} | MHA for arch in _BERT.split()},
 }
 
+FLASH_ONLY = ("minimax-m3",)  # without flash attention llama.cpp lets all tokens see all cells
+
 NOT_BUILT = {
     "clip": "no text model: a name for quantizing",
     "gptj": "llama.cpp knows its name only",
