@@ -249,6 +249,93 @@ void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t 
     }
 }
 
+namespace {
+
+// Codes of one cell of keys, four of an octet at a time, or of values, all eight: the same bits elsewhere. `to` has zeros
+// there.
+template <typename Word> constexpr Word bits_of(int32_t width) {
+    return (Word) ((Word) -1 / 255 * ((1u << width) - 1));
+}
+
+template <typename Word, typename Get, typename Put>
+void move_cell(const Band & band, const uint8_t * from, int32_t rho, uint8_t * to, int32_t new_rho, Get get, Put put) {
+    const TileFields in = tile_fields(band.bits, rho), out = tile_fields(band.bits, new_rho);
+    for (int32_t j = 0; j < band.n; j += 8, from += band.bits * LINE, to += band.bits * LINE) {
+        Word codes = 0;
+        for (int32_t i = 0; i < in.n; ++i) {
+            const TileField f = in.field[i];
+            codes |= (Word) ((get(from + f.line * LINE) >> f.shift & bits_of<Word>(f.width)) << f.from);
+        }
+        for (int32_t i = 0; i < out.n; ++i) {
+            const TileField f = out.field[i];
+            put(to + f.line * LINE, (Word) ((codes >> f.from & bits_of<Word>(f.width)) << f.shift));
+        }
+    }
+}
+
+void move_keys(const Band & band, const uint8_t * from, int32_t c, uint8_t * to, int32_t place) {
+    const auto get = [c](const uint8_t * line) {
+        uint32_t four;
+        std::memcpy(&four, line + 4 * (c % 16), sizeof(four));
+        return four;
+    };
+    const auto put = [place](uint8_t * line, uint32_t four) {
+        uint32_t there;
+        std::memcpy(&there, line + 4 * (place % 16), sizeof(there));
+        there |= four;
+        std::memcpy(line + 4 * (place % 16), &there, sizeof(there));
+    };
+    for (int32_t half = 0; half < 8; half += 4) {
+        move_cell<uint32_t>(band, from, half + c / 16, to, half + place / 16, get, put);
+    }
+}
+
+void move_values(const Band & band, const uint8_t * from, int32_t c, uint8_t * to, int32_t place) {
+    const auto get = [c](const uint8_t * line) {
+        uint64_t column;
+        get_column(line, c, (uint8_t *) &column);
+        return column;
+    };
+    const auto put = [place](uint8_t * line, uint64_t column) {
+        for (int32_t j = 0; j < 8; ++j) {
+            line[8 * j + place % 8] |= ((const uint8_t *) &column)[j];
+        }
+    };
+    move_cell<uint64_t>(band, from, c / 8, to, place / 8, get, put);
+}
+
+} // namespace
+
+void gather_cells(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells, int64_t n,
+                  uint8_t * out) {
+    const int64_t size = TILE * codec.row_bytes;
+    std::fill(out, out + (n + TILE - 1) / TILE * size, (uint8_t) 0);
+    for (int64_t i = 0; i < n; ++i) {
+        if (cells[i] < 0) {
+            continue;
+        }
+        const uint8_t * from  = tiles + cells[i] / TILE * tile_stride;
+        uint8_t *       to    = out + i / TILE * size;
+        const int32_t   c     = cells[i] % TILE;
+        const auto      place = (int32_t) (i % TILE);
+        to[place]             = from[c];
+        for (int32_t b = 0; b < codec.n_bands; ++b) {
+            const Band &    band = codec.bands[b];
+            const uint8_t * line = from + TILE * band.offset;
+            uint8_t *       put  = to + TILE * band.offset;
+            if (band.bits == 16) {
+                for (int32_t j = 0; j < band.n; ++j, line += 2 * TILE, put += 2 * TILE) {
+                    std::memcpy(put + 2 * place, line + 2 * c, 2);
+                }
+            } else if (codec.value != 0) {
+                move_values(band, line, c, put, place);
+            } else {
+                move_keys(band, line, c, put, place);
+            }
+        }
+    }
+}
+
 // Calls use(first, count, cells, tile) for rows [first, first + count), count <= TILE, with memory of one tile.
 template <typename Use> static void by_tile(const HeadCodec & codec, int64_t n, Use use) {
     std::vector<uint8_t> tile((size_t) (TILE * codec.row_bytes));

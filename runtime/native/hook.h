@@ -115,9 +115,10 @@ struct Inputs {
     ggml_tensor * slots = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
     // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
     ggml_tensor * coded_mask = nullptr;
-    // Nor is this: the mask of chosen cells, and of which choice; layers that share one follow each other.
-    ggml_tensor * chosen_mask = nullptr;
-    ggml_tensor * chosen      = nullptr;
+    // Nor are these: the mask of chosen cells, their list, and of which choice; layers that share one follow each other.
+    ggml_tensor * chosen_mask  = nullptr;
+    ggml_tensor * chosen_cells = nullptr;
+    ggml_tensor * chosen       = nullptr;
     // No input either: by il, of coded layers that have readers.
     std::map<int32_t, SharedRows> shared;
 };

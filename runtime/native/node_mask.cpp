@@ -90,6 +90,48 @@ void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
     }
 }
 
+//
+// chosen cells: dst I32 as build_chosen_cells says | src: seen, chosen, cell_pos, tokens
+//
+
+void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &        layer    = *(const LayerNodes *) userdata;
+    const ggml_tensor * seen     = dst->src[0];
+    const ggml_tensor * chosen   = dst->src[1];
+    const ggml_tensor * cell_pos = dst->src[2];
+    const int32_t *     tokens   = (const int32_t *) dst->src[3]->data;
+    const int64_t       n_kv     = seen->ne[0];
+    const int64_t       n_tps    = dst->ne[1];
+    const int32_t       n_sink   = layer.window->n_sink();
+    const int32_t       n_recent = layer.window->n_recent();
+
+    static thread_local std::vector<uint64_t> marks_buf;
+    const int64_t                             n_words = (n_kv + 63) / 64;
+    for (int64_t t = ith; t < n_tps * dst->ne[3]; t += nth) {
+        const auto * from =
+            (const int32_t *) ((const char *) chosen->data + t % n_tps * chosen->nb[1] + t / n_tps * chosen->nb[3]);
+        const auto * pos  = (const int32_t *) cell_pos->data + t / n_tps * n_kv;
+        auto *       out  = (int32_t *) dst->data + t * dst->ne[0];
+        const auto   row  = mask_row(seen, 0, t);
+        uint64_t *   mark = scratch(marks_buf, n_words);
+        std::fill(mark, mark + n_words, (uint64_t) 0);
+        for (int64_t i = 0; i < chosen->ne[0]; ++i) {
+            const int32_t c = from[i];
+            if (c >= 0 && c < n_kv && !is_exact(pos[c], tokens[4 * t], n_sink, n_recent) &&
+                mask_value(seen, row + c) != -INFINITY) {
+                mark[c / 64] |= (uint64_t) 1 << c % 64;
+            }
+        }
+        int64_t n = 0;
+        for (int64_t w = 0; w < n_words; ++w) {
+            for (uint64_t rest = mark[w]; rest != 0; rest &= rest - 1) {
+                out[n++] = (int32_t) (64 * w + __builtin_ctzll(rest));
+            }
+        }
+        std::fill(out + n, out + dst->ne[0], -1);
+    }
+}
+
 } // namespace
 
 ggml_tensor * build_chosen_mask(const AttnBuild & b) {
@@ -97,13 +139,35 @@ ggml_tensor * build_chosen_mask(const AttnBuild & b) {
         return b.mask;
     }
     if (b.inputs->chosen != b.chosen) {
-        ggml_tensor * args[]  = { b.mask, b.chosen };
-        b.inputs->chosen      = b.chosen;
-        b.inputs->chosen_mask = ggml_custom_4d(b.ctx, b.mask->type, b.mask->ne[0], b.mask->ne[1], b.mask->ne[2],
-                                               b.mask->ne[3], args, 2, chosen_mask_op, GGML_N_TASKS_MAX, nullptr);
+        ggml_tensor * args[]   = { b.mask, b.chosen };
+        b.inputs->chosen       = b.chosen;
+        b.inputs->chosen_cells = nullptr;
+        b.inputs->chosen_mask  = ggml_custom_4d(b.ctx, b.mask->type, b.mask->ne[0], b.mask->ne[1], b.mask->ne[2],
+                                                b.mask->ne[3], args, 2, chosen_mask_op, GGML_N_TASKS_MAX, nullptr);
         ggml_set_name(b.inputs->chosen_mask, "subkv_chosen_mask");
     }
     return b.inputs->chosen_mask;
+}
+
+ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen) {
+    if (!b.chosen || layer.device || layer.adaptive || n_masks(seen) > 1) {
+        return nullptr;
+    }
+    // Tokens of a prompt share the unpacking of tiles, which is most of the work where few query heads share a row.
+    const int64_t n_tokens = b.inputs->tokens->ne[1];
+    const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
+    const int64_t dear     = n_tokens > FEW_TOKENS && n_group < 16 ? 8 : 2;
+    const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
+    if (dear * n > seen->ne[0]) {
+        return nullptr;
+    }
+    if (!b.inputs->chosen_cells) {
+        ggml_tensor * args[]   = { seen, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
+        b.inputs->chosen_cells = ggml_custom_4d(b.ctx, GGML_TYPE_I32, n, seen->ne[1], 1, seen->ne[3], args, 4,
+                                                chosen_cells_op, GGML_N_TASKS_MAX, &layer);
+        ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
+    }
+    return b.inputs->chosen_cells;
 }
 
 void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t h, int64_t t, int64_t c0, int64_t n,
