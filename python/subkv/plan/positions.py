@@ -61,13 +61,14 @@ ALSO_HALVES = (
         "mimo2",
         "minicpm3",
         "minimax-m2",
+        "minimax-m3",
         "nemotron",
         "olmo2",
         "olmoe",
         "openelm",
     ),
     *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
-    *("seed_oss", "smallthinker"),
+    *("qwen4exp", "seed_oss", "smallthinker"),
 )
 # Latent attention, whose rows turn from behind the latent on, in neighbours, or not at all.
 TURNED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
