@@ -1,9 +1,9 @@
 """Latent attention (MLA): bases of rows whose first elements are the values, too.
 
 The first d_v elements of a row, the latent, and the others, which positions turn, are coded apart, so that values can
-be read from the first bands. Where nothing turns there are no others. An error in the latent costs what it does as a key and what it does as a value, so that
-its metric is the sum of both. Without a calibration nothing is known of what matters in a latent, and its coefficients
-are mixed evenly.
+be read from the first bands. Where nothing turns there are no others. An error in the latent costs what it does as a
+key and what it does as a value, so that its metric is the sum of both. Without a calibration nothing is known of what
+matters in a latent, and its coefficients are mixed evenly.
 """
 
 from __future__ import annotations
