@@ -153,12 +153,14 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     if (!b.chosen || layer.device || layer.adaptive || n_masks(seen) > 1) {
         return nullptr;
     }
-    // Tokens of a prompt share the unpacking of tiles, which is most of the work where few query heads share a row.
+    // What a cell costs by way of a list, which is mostly fetching lines that hold other cells, too, over what attending to
+    // it in its tile does: measured (kernels/NOTES.md) and, where few query heads share a row, never less than it saves
+    // tokens of a prompt to unpack tiles together.
     const int64_t n_tokens = b.inputs->tokens->ne[1];
     const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
-    const int64_t dear     = n_tokens > FEW_TOKENS && n_group < 16 ? 8 : 2;
+    const int64_t dear     = 2 + (layer.codec->latent ? 140 : 250) / n_group;
     const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
-    if (dear * n > seen->ne[0]) {
+    if (dear * n > seen->ne[0] || (n_tokens > FEW_TOKENS && n_group < 64)) {
         return nullptr;
     }
     if (!b.inputs->chosen_cells) {
