@@ -23,7 +23,7 @@ from subkv.plan import datafree, mla
 from subkv.plan.pipeline import Options
 
 ARCHITECTURES = report.architectures()
-ROWS = [line for line in report.PAGE.read_text("utf-8").splitlines() if line.startswith("| ")][1:]
+ROWS = report.written()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
