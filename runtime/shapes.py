@@ -43,7 +43,7 @@ class Shape:
 
     latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
     attending: the layers that attend, where others are short convolutions (a hybrid); empty: all of them.
-    indexer: heads, elements of a key and cells that are chosen, where a token attends to some cells alone; empty: to all.
+    indexer: heads, elements of a key and cells that are chosen, where a token attends to some alone; empty: to all.
     query: elements that all queries are made from then.
     """
 
@@ -150,7 +150,6 @@ class Shape:
                 layer |= {"attn_q_a_norm": (self.query,), "indexer.k_norm": (self.indexer[1],)}
             found |= {f"blk.{il}.{name}": size for name, size in layer.items()}
         return found | {"token_embd_norm" if self.arch == "lfm2" else "output_norm": (self.embd,)}
-
 
     def offsets(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors of zeros, by name: biases."""
