@@ -67,12 +67,14 @@ llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cac
                                  const std::vector<piece> & pieces, llama_pos next) {
     std::vector<subkv::PosCell> held, there;
     for (const auto & [seq, first, last] : pieces) {
-        reader(base).find(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
+        reader(base).find_all(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
+        llama_pos seen = -1; // of a picture's cells one is enough
         for (const auto & cell : held) {
-            if (llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next)) {
+            if (cell.pos == seen || llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next)) {
                 continue;
             }
-            reader(swa).find(seq, cell.pos, cell.pos + 1, there);
+            seen = cell.pos;
+            reader(swa).find_all(seq, cell.pos, cell.pos + 1, there);
             if (there.empty()) {
                 return cell.pos;
             }
@@ -130,7 +132,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         return false;
     }
     std::vector<subkv::PosCell> copied;
-    reader(base).find(src, first, last, copied);
+    reader(base).find_all(src, first, last, copied);
     if (copied.empty() || reader(base).max_pos_outside(src, first, last) < 0) {
         return true; // nothing, or everything: dst is as good as src
     }
