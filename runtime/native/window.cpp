@@ -159,9 +159,11 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         if (last < 0 || n_recent_ == 0) {
             continue;
         }
-        // the next token attends exactly to what is left of its window; it sits at last + 1, or, behind a picture that
-        // takes more positions than that of its tokens, where the first one sat that is removed
-        const int32_t first = std::max(0, std::max(last + 1, p0) - n_recent_ + 1);
+        // the next token attends exactly to what is left of its window; it sits at last + 1, behind a picture, which takes
+        // more positions than the one that its tokens share, where the first one sat that is removed
+        cells.find_all(s, last, last + 1, kept);
+        const int32_t next  = kept.size() > 1 ? std::max(last + 1, p0) : last + 1;
+        const int32_t first = std::max(0, next - n_recent_ + 1);
         int32_t       lost  = 0;
         cells.find(s, first, last + 1, kept);
         for (const auto & cell : kept) {
