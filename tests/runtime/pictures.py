@@ -16,8 +16,9 @@ from test_variants import shape_of
 
 WINDOW = (4, 16, 8)  # sinks, recent, rollback
 
-# Kinds by how a picture's tokens are placed and seen: one position each, as text; the same, and all see each other; one
-# position in time for all, and others in height and width. Each with an architecture of tests/tiny.py.
+# By how a picture's tokens are placed and seen: one position each, as text; the same, and all see each other; one
+# position in time for all, and others in height and width; those of a sound with M-RoPE, as text. Each with an
+# architecture of tests/tiny.py.
 KINDS = {
     "causal": "llama",
     "whole": "llama",
@@ -25,6 +26,7 @@ KINDS = {
     "whole, rows shared": "gemma4",
     "mrope": "qwen2vl",
     "mrope, hybrid": "qwen35",
+    "sound, mrope": "qwen2vl",
 }
 
 
@@ -52,7 +54,8 @@ class Vision:
     """A tiny model that takes pictures, layouts of full rank for it, of 16 bits and of fewer, and a prompt."""
 
     def __init__(self, kind: str, path: Path, folder: Path) -> None:
-        self.mrope = kind.startswith("mrope")
+        self.mrope = "mrope" in kind
+        self.shared = kind.startswith("mrope")  # one position in time
         self.whole = kind.startswith("whole")
         self.hybrid = kind.endswith("hybrid")
         self.model = engine.Model(path)
@@ -76,13 +79,13 @@ class Vision:
         """By how many positions the next part begins later."""
         if not isinstance(part, Picture):
             return len(part)
-        return max(part.nx, part.ny) if self.mrope else part.nx * part.ny
+        return max(part.nx, part.ny) if self.shared else part.nx * part.ny
 
     def positions(self, part: Picture, at: int) -> npt.NDArray[np.int32]:
         """Of its tokens, one after the other: [1 or 4, n]."""
         i = np.arange(part.nx * part.ny, dtype=np.int32)
-        if not self.mrope:
-            return at + i[None]
+        if not self.shared:
+            return np.stack([at + i] * (4 if self.mrope else 1))
         return np.stack([0 * i + at, at + i // part.nx, at + i % part.nx, 0 * i])
 
     def end(self, parts: Sequence[Part], at: int = 0) -> int:

@@ -85,7 +85,7 @@ class Program:
         assert distance(expected, found) < self.bound
         self.compared += len(found)
         held.parts.append((held.end, part))
-        n_seen = 1 if isinstance(part, Picture) and self.vision.mrope else self.vision.advance(part)
+        n_seen = 1 if isinstance(part, Picture) and self.vision.shared else self.vision.advance(part)
         held.newest = max(held.newest, held.end + n_seen)
         held.end += self.vision.advance(part)
         return None

@@ -186,7 +186,7 @@ def test_bases_that_follow_the_text_refuse_what_they_cannot_code(vision: Vision)
     with vision.session(vision.coarse, window=(4, 32, 8), adapt="kv,block=16,warm=1000000") as s:
         expected = vision.decode(s, [first])
         before = s.state(0)
-        if vision.whole or vision.mrope:
+        if vision.whole or vision.shared:
             assert vision.try_picture(s, picture, len(first)) != 0
             assert last_error().startswith("decode: ") and "static bases" in last_error()
             assert s.state(0) == before

@@ -1,4 +1,4 @@
-"""llama-mtmd-cli and llama-server's image_url on coefficients: what they say with f16."""
+"""llama-mtmd-cli and llama-server's image_url and input_audio on coefficients: what they say with f16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from programs_found import program
 from servers import CODED, Server, serving, wait_until
 
 N = 24  # tokens of an answer
-KINDS = {"janus_pro": "llama", "gemma3": "llama", "qwen2vl_merger": "qwen2vl"}  # projector: text model
+# projector and text model
+PICTURES = {"janus_pro": "llama", "gemma3": "llama", "qwen2vl_merger": "qwen2vl"}
+SOUNDS = {"sound": "llama", "sound, M-RoPE": "qwen2vl"}
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,24 @@ class Files:
     model: Path
     projector: Path
     bases: Path  # of full rank and 16 bits, the last 8 tokens exact
+    hears: bool
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=list(PICTURES))
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("pictures")
-    arch = KINDS[request.param]
+    arch, hears = (PICTURES | SOUNDS)[request.param], request.param in SOUNDS
     path = stand_ins.with_words(folder / "model.gguf", tiny.build(folder / "tiny.gguf", arch))
     model = engine.Model(path)
     n_embd = int(engine.C.llama_model_n_embd(model.handle))
     engine.SUBKV.subkv_layout_free(pictures.exact_bases(model, folder / "bases.gguf"))
     model.free()
-    return Files(path, tiny_vision.build(folder / "mmproj.gguf", request.param, n_embd), folder / "bases.gguf")
+    projector = folder / "mmproj.gguf"
+    if hears:
+        tiny_vision.build_sound(projector, n_embd)
+    else:
+        tiny_vision.build(projector, request.param, n_embd)
+    return Files(path, projector, folder / "bases.gguf", hears)
 
 
 def environment(subkv: str) -> dict[str, str]:
@@ -54,10 +62,11 @@ def environment(subkv: str) -> dict[str, str]:
 #
 
 
+@pytest.mark.parametrize("files", [*PICTURES, *SOUNDS], indirect=True)
 def test_mtmd_cli(files: Files, tmp_path: Path) -> None:
-    picture = tmp_path / "picture.png"
-    picture.write_bytes(tiny_vision.picture(200, 96, 64))
-    command = [program("llama-mtmd-cli"), "-m", files.model, "--mmproj", files.projector, "--image", picture]
+    flag, seen = ("--audio", tiny_vision.sound()) if files.hears else ("--image", tiny_vision.picture(200, 96, 64))
+    (tmp_path / "seen").write_bytes(seen)
+    command = [program("llama-mtmd-cli"), "-m", files.model, "--mmproj", files.projector, flag, tmp_path / "seen"]
     command += ["-p", "What is this quick brown fox", "-n", N, "--temp", 0, "-c", 1024, "-t", 1, "--offline"]
 
     def said(subkv: str) -> str:
@@ -164,6 +173,24 @@ def test_image_url(serve: Callable[..., Any]) -> None:
     for turn in (1, 2):  # beyond what is new
         assert whole[turn - 1] + evaluated[turn] < whole[turn] + 20
     assert max(evaluated[3:]) < 40
+
+
+@pytest.mark.parametrize("files", list(SOUNDS), indirect=True)
+def test_input_audio(serve: Callable[..., Any]) -> None:
+    def heard(pitch: float) -> list[dict[str, Any]]:
+        data = base64.b64encode(tiny_vision.sound(pitch)).decode()
+        sound = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+        return [{"role": "user", "content": [sound, {"type": "text", "text": WORDS * 4}]}]
+
+    answers = {}
+    for coded in (False, True):
+        with serve(coded=coded) as server:
+            answers[coded] = [ask(server, *heard(pitch)) for pitch in (440.0, 1300.0, 440.0)]
+    for expected, found in zip(answers[False], answers[True], strict=True):
+        assert_same(expected, found)
+    first, other, again = answers[True]
+    assert max(abs(a["logprob"] - b["logprob"]) for a, b in zip(first.steps, other.steps, strict=True)) > 0.02
+    assert_same(first, again)
 
 
 def test_several_slots(serve: Callable[..., Any]) -> None:
