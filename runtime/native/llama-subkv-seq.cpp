@@ -1,6 +1,8 @@
 // llama-subkv-seq.cpp: operations on sequences, of coded cells and of what lies beside them: both or neither. Part of libllama.
 #include "llama-subkv-cells.h"
+#include "llama-subkv-programs.h"
 
+#include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
@@ -147,6 +149,17 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         "layers of sliding windows, which later tokens have taken there; copy the whole sequence",
         first, src, dst, gone));
     return false;
+}
+
+int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max, int32_t n_swa) {
+    auto *     memory = ctx->get_memory();
+    const bool slides = llama_subkv::caches_of(memory).swa && llama_subkv::coded(memory);
+    if (!slides) {
+        return pos_min;
+    }
+    // llama.cpp's server takes the last token of a checkpoint back, or goes on behind pos_min where that is later
+    const bool one_back = pos_min <= pos_max - n_swa + 1;
+    return one_back ? std::max(pos_min, pos_max - n_swa - 1) : pos_max;
 }
 
 llama_kv_cache::slot_info_vec_t llama_subkv::prepare(const llama_kv_cache & base, llama_kv_cache & swa,
