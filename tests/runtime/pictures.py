@@ -59,6 +59,7 @@ class Vision:
         self.whole = kind.startswith("whole")
         self.hybrid = kind.endswith("hybrid")
         self.model = engine.Model(path)
+        self.slides = C.llama_model_n_swa(self.model.handle) > 0
         self.n_embd = int(C.llama_model_n_embd(self.model.handle))
         self.exact = exact_bases(self.model, folder / f"{kind}-exact.gguf")
         self.coarse = exact_bases(self.model, folder / f"{kind}-coarse.gguf", [8, 6, 5, 4])
