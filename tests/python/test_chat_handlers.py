@@ -134,6 +134,22 @@ def test_a_lost_picture_is_not_made_up(case: Case) -> None:
         assert asked(llm) == expected
 
 
+def test_a_prompt_does_not_begin_with_a_picture_that_it_lacks(case: Case) -> None:
+    """In the places of a picture there are tokens all the same: here those that are asked for."""
+    with case.open(logits_all=True) as llm:
+        asked(llm, n=1)
+        first, n = llm._pictures.before(llm.n_tokens), llm.n_tokens
+        assert 0 < first < n - 1
+        tokens = [*llm.input_ids[: n - 1].tolist(), 70]
+        next(llm.generate(tokens, temp=0.0))
+        found = logits(llm)
+    with case.open(logits_all=True) as llm:
+        next(llm.generate(tokens, temp=0.0))
+        assert engine.distance(logits(llm), found) < 0.02
+        asked(llm, n=1)
+        assert llm.n_tokens == n
+
+
 def test_what_is_of_tokens_refuses_pictures(case: Case) -> None:
     with case.open() as llm:
         expected = asked(llm)

@@ -151,7 +151,7 @@ class Llama(llama_cpp.Llama):
                 self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
-        self._pictures = Pictures()
+        self._pictures = Pictures(self.input_ids)
         self.set_cache(prompt_cache)
         if arguments["vocab_only"]:  # there are no cells
             return
@@ -341,17 +341,16 @@ class Llama(llama_cpp.Llama):
             )
         self._pictures.seen(self.n_tokens)
         if self.cache is not None:
-            self._pictures.require_none("cache", "a cache of prompts, which are tokens")
+            self._pictures.require_none(self.n_tokens, "cache", "a cache of prompts, which are tokens")
         held, n_left = self._input_ids.tolist(), self._drop_tail()
         self._clean = self._clean or n_left == 0
         if n_left < len(held):
-            if self._pictures.after(n_left):
+            lost = self._pictures.after(n_left)
+            if lost or n_left == 0:
                 self.reset()
                 self._ctx.kv_cache_clear()
+            if lost:
                 raise CacheError("", LOST_PICTURE)
-            if n_left == 0:
-                self.reset()
-                self._ctx.kv_cache_clear()
             self.n_tokens = n_left
             tokens = held[n_left:] + tokens
         if isinstance(self.cache, PromptCache) and not n_draft:
@@ -362,6 +361,13 @@ class Llama(llama_cpp.Llama):
                     self.cache[everything[:end]] = self.save_state()
             tokens = everything[self.n_tokens :]
         self._evaluate(tokens, n_draft)
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; of a context with pictures another prompt reuses what is before the first."""
+        tokens = list(tokens)
+        if tokens != self._input_ids.tolist():
+            self.n_tokens = self._pictures.before(self.n_tokens)
+        return super().generate(tokens, *args, **kwargs)
 
     def require_shift(self, key: str) -> None:
         """Raises SubkvError about `key` where discard() cannot work with this model and cache."""
@@ -375,10 +381,8 @@ class Llama(llama_cpp.Llama):
         again then. Recurrent state forgets nothing: refused before anything changes.
         """
         with self._ctx.alone():
-            self._pictures.seen(self.n_tokens)
-            self._pictures.require_none("", "a shift of tokens")
+            self._pictures.require_none(self.n_tokens, "", "a shift of tokens")
             shift.discard(self, n_keep, n_discard, self._logits_all)
-            self._pictures.told(self.n_tokens)
             self._clean = False
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:
@@ -406,7 +410,6 @@ class Llama(llama_cpp.Llama):
         with self._ctx.alone():
             self._pictures.seen(self.n_tokens)
             self.n_tokens = n
-            self._pictures.seen(n)
             self.n_tokens = self._drop_tail()
             self._pictures.seen(self.n_tokens)
             return self.n_tokens
@@ -472,8 +475,7 @@ class Llama(llama_cpp.Llama):
     def save_state(self) -> llama_cpp.LlamaState:
         """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
         with self._ctx.alone():
-            self._pictures.seen(self.n_tokens)
-            self._pictures.require_none("", "a state, which is of tokens")
+            self._pictures.require_none(self.n_tokens, "", "a state, which is of tokens")
             return states.save(self, self.identity(), self._logits_all)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
