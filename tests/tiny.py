@@ -332,7 +332,7 @@ class Arch:
     square: bool = False
 
 
-# dtype: f32, f16 or q4_0, for matrices.
+# dtype: f32, f16 or q4_0, for matrices. template: of chats.
 DIMS: dict[str, Any] = {
     "n_layer": 2,
     "n_embd": 64,
@@ -343,6 +343,7 @@ DIMS: dict[str, Any] = {
     "n_ctx_train": 4096,
     "rope_freq_base": 10000.0,
     "dtype": "f32",
+    "template": TEMPLATE,
 }
 EXPERTS = {"n_expert": 4, "n_expert_used": 2, "n_ff": 64}
 MHA = {"n_head": 2, "n_head_kv": 2}
@@ -430,7 +431,7 @@ def write(path: Path, m: Model, split_tensors: int) -> Path:
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_pad_token_id(tokens.index("<|pad|>"))
     writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(m.template)
     for name, data in m.tensors.items():
         if data.dtype == np.uint8:
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.Q4_0)

@@ -17,6 +17,7 @@ from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, Window
 from subkv.native.library import LIB_PATH
+from subkv.native.places import mtmd_variable
 
 CACHE = "SUBKV"  # off, auto, or the file with the bases
 AUTO, OFF = "auto", "off"
@@ -140,7 +141,8 @@ def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[s
     """Variables that have programs, and llama-cpp-python in them, use our libraries."""
     before = environment.get(LIBRARY_PATH, "")
     others = [folder for folder in before.split(os.pathsep) if folder != str(libraries)] if before else []
-    return {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *others])}
+    own = {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *others])}
+    return own | mtmd_variable(libraries)
 
 
 def _cause(error: CacheError) -> str:

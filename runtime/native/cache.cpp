@@ -307,8 +307,20 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     if (!window_.ready(tokens, cells)) {
         return false;
     }
+    if (adaptive_ && !causal) {
+        set_error(
+            "decode: a causal mask expected, since bases that follow the text code a token when it leaves the exact "
+            "window, and one that lets tokens see later ones found (some models see pictures so); use static bases");
+        return false;
+    }
     std::map<int32_t, int32_t> begin; // smallest position by sequence
     for (const auto & token : tokens) {
+        if (adaptive_ && token.in_picture) {
+            set_error("decode: one token per position expected, since bases that follow the text code a token when it "
+                      "leaves the exact window, and a picture whose tokens share position %d found; use static bases",
+                      token.pos);
+            return false;
+        }
         for (int32_t i = 0; i < token.n_seq; ++i) {
             auto [it, fresh] = begin.try_emplace(token.seq[i], token.pos);
             it->second       = std::min(it->second, token.pos);

@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -64,15 +65,18 @@ struct PosCell {
     int32_t cell; // within the stream
 };
 
-// Cells as llama.cpp sees them.
+// Cells as llama.cpp sees them. With M-RoPE all tokens of a picture have one position in time, and others in height and
+// width: cells whose three positions differ are a picture's. They are in no exact window, everybody reads their codes.
 class CellReader {
 public:
     virtual ~CellReader()                         = default;
     virtual uint32_t stream_of(int32_t seq) const = 0;
-    // positions of cells 0 .. n-1 of a stream, -1 where empty
+    // positions of cells 0 .. n-1 of a stream, -1 where empty, MAX_POSITION, which no window reaches, of a picture's
     virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
-    // cells of a sequence with p0 <= pos < p1
+    // cells of a sequence with p0 <= pos < p1 but a picture's: at most one of a position
     virtual void find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
+    // all of them
+    virtual void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
     // does a cell of this sequence belong to another one, too?
     virtual bool shared(int32_t seq, int32_t cell) const = 0;
     // largest position of a sequence outside [p0, p1), -1 when there is none
@@ -81,11 +85,22 @@ public:
     // First position in [p0, p1) where a copy of src would give dst a second cell beside one of its own; -1: none.
     int32_t doubled(int32_t src, int32_t dst, int32_t p0, int32_t p1) const {
         std::vector<PosCell> copied, there;
-        find(src, p0, p1, copied);
+        find_all(src, p0, p1, copied);
+        std::set<int32_t> cells;
         for (const auto & cell : copied) {
-            find(dst, cell.pos, cell.pos + 1, there);
-            if (!there.empty() && there.front().cell != cell.cell) {
-                return cell.pos;
+            cells.insert(cell.cell);
+        }
+        int32_t last = -1;
+        for (const auto & cell : copied) {
+            if (cell.pos == last) {
+                continue;
+            }
+            last = cell.pos;
+            find_all(dst, last, last + 1, there);
+            for (const auto & own : there) {
+                if (cells.count(own.cell) == 0) {
+                    return last;
+                }
             }
         }
         return -1;
@@ -97,8 +112,9 @@ struct TokenDesc {
     int32_t         pos;
     int32_t         n_seq;
     const int32_t * seq;
-    int32_t         stream; // index among the streams of this ubatch
-    int32_t         cell;   // within its stream
+    int32_t         stream;             // index among the streams of this ubatch
+    int32_t         cell;               // within its stream
+    bool            in_picture = false; // as its cell, see CellReader
 };
 
 // What one coded layer's nodes leave to those of its readers, in one graph.
@@ -110,9 +126,11 @@ struct SharedRows {
 
 // Input tensors of a graph that has coded, observed or planted layers; filled before every run of the graph.
 struct Inputs {
-    ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: position or -1
-    ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: position, stream, cell, first window slot of its sequence
-    ggml_tensor * slots = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
+    ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
+    // I32 [4, n_tokens]: position (-1 of a picture's, which sees sinks exactly, and is seen so by no token), stream, cell,
+    // first window slot of its sequence
+    ggml_tensor * tokens = nullptr;
+    ggml_tensor * slots  = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
     // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
     ggml_tensor * coded_mask = nullptr;
     // Nor are these: the mask of chosen cells, their list, and of which choice; layers that share one follow each other.
@@ -188,6 +206,8 @@ public:
     };
 
     std::map<int32_t, Snapshots> snapshots; // by sequence
+
+    bool causal = true; // tokens see no later ones
 
     bool carried_out = true; // the last copy_seq, add or refuse()d call, to which llama.cpp's callers get no answer
 

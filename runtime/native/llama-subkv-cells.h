@@ -3,6 +3,7 @@
 
 #include "llama-subkv.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -11,20 +12,32 @@ inline std::pair<llama_pos, llama_pos> positions(llama_pos p0, llama_pos p1) {
     return { p0 < 0 ? 0 : p0, p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1 };
 }
 
+// Of a token with M-RoPE: text has one number for its positions in time, width and height.
+inline bool is_in_picture(llama_pos pos, llama_pos x, llama_pos y) {
+    return x != pos || y != pos;
+}
+
 class llama_subkv::reader : public subkv::CellReader {
 public:
-    explicit reader(const llama_kv_cache & kv) : kv(kv) {}
+    explicit reader(const llama_kv_cache & kv) : kv(kv), pictures(kv.hparams.n_pos_per_embd() > 1) {}
 
     uint32_t stream_of(int32_t seq) const override { return kv.seq_to_stream[seq]; }
 
     void positions(uint32_t stream, uint32_t n, int32_t * out) const override {
         const auto & cells = kv.v_cells[stream];
         for (uint32_t i = 0; i < n; ++i) {
-            out[i] = cells.is_empty(i) ? -1 : cells.pos_get(i);
+            out[i] = cells.is_empty(i) ? -1 : in_picture(cells, i) ? subkv::MAX_POSITION : cells.pos_get(i);
         }
     }
 
     void find(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
+        find_all(seq, p0, p1, out);
+        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]];
+        const auto   is    = [&](const subkv::PosCell & cell) { return in_picture(cells, (uint32_t) cell.cell); };
+        out.erase(std::remove_if(out.begin(), out.end(), is), out.end());
+    }
+
+    void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
         out.clear();
         const auto & cells = kv.v_cells[kv.seq_to_stream[seq]].seq_pos_get(seq);
         for (auto it = cells.lower_bound({ p0, 0 }); it != cells.end() && it->first < p1; ++it) {
@@ -47,5 +60,10 @@ public:
     }
 
 private:
+    bool in_picture(const llama_kv_cells & cells, uint32_t cell) const {
+        return pictures && is_in_picture(cells.pos_get(cell), cells.ext_get(cell).x, cells.ext_get(cell).y);
+    }
+
     const llama_kv_cache & kv;
+    const bool             pictures;
 };

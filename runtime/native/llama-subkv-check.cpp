@@ -1,5 +1,6 @@
 // llama-subkv-check.cpp: what llama.cpp takes on trust in states, checked before anything changes. Part of libllama.
 #include "llama-subkv-body.h"
+#include "llama-subkv-cells.h"
 
 #include "llama-memory-recurrent.h"
 
@@ -33,12 +34,13 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
             const auto n_seq = in.value<uint32_t>();
             demand_position(pos);
             demand(n_seq >= 1 && n_seq <= (seq < 0 ? of.n_seq_max : 1), "a cell of its sequences", n_seq);
-            in.take(of.has_cell_ext() ? sizeof(llama_kv_cell_ext) : 0);
+            const auto ext        = of.has_cell_ext() ? in.value<llama_kv_cell_ext>() : llama_kv_cell_ext{};
+            const bool in_picture = of.hparams.n_pos_per_embd() > 1 && is_in_picture(pos, ext.x, ext.y);
             for (uint32_t j = 0; j < n_seq; ++j) {
                 const auto id = in.value<llama_seq_id>();
                 demand(seq >= 0 || (id >= 0 && (uint32_t) id < of.n_seq_max && of.seq_to_stream[id] == s),
                        "a sequence of stream " + std::to_string(s), id);
-                demand(seen.insert({ seq < 0 ? id : seq, pos }).second, "one cell at a position", pos);
+                demand(in_picture || seen.insert({ seq < 0 ? id : seq, pos }).second, "one cell at a position", pos);
             }
         }
         const bool by_element = in.value<uint32_t>() != 0;

@@ -26,6 +26,12 @@ SUBKV_PROGRAMS_API void llama_subkv_require(void);
 // n tokens costs log2(n / n_ubatch) + 3 checkpoints. Always false for ordinary caches.
 SUBKV_PROGRAMS_API bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch);
 
+// The position up to which tokens stay where a sequence goes on from a checkpoint whose last one is pos_max. pos_min: that
+// of the sequence now, whose layers of sliding windows may still have what a checkpoint leaves out. n_swa: 0 where these
+// keep everything. Ordinary caches: pos_min.
+SUBKV_PROGRAMS_API int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max,
+                                                      int32_t n_swa);
+
 // Tokens at the beginning of a sequence that a context shift keeps where `n_keep` were asked for: a coded cache also keeps
 // its sinks, which cannot be replaced by later tokens.
 SUBKV_PROGRAMS_API int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep);

@@ -1,6 +1,8 @@
 // llama-subkv-seq.cpp: operations on sequences, of coded cells and of what lies beside them: both or neither. Part of libllama.
 #include "llama-subkv-cells.h"
+#include "llama-subkv-programs.h"
 
+#include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
@@ -67,12 +69,14 @@ llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cac
                                  const std::vector<piece> & pieces, llama_pos next) {
     std::vector<subkv::PosCell> held, there;
     for (const auto & [seq, first, last] : pieces) {
-        reader(base).find(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
+        reader(base).find_all(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
+        llama_pos seen = -1; // of a picture's cells one is enough
         for (const auto & cell : held) {
-            if (llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next)) {
+            if (cell.pos == seen || llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next)) {
                 continue;
             }
-            reader(swa).find(seq, cell.pos, cell.pos + 1, there);
+            seen = cell.pos;
+            reader(swa).find_all(seq, cell.pos, cell.pos + 1, there);
             if (there.empty()) {
                 return cell.pos;
             }
@@ -130,7 +134,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         return false;
     }
     std::vector<subkv::PosCell> copied;
-    reader(base).find(src, first, last, copied);
+    reader(base).find_all(src, first, last, copied);
     if (copied.empty() || reader(base).max_pos_outside(src, first, last) < 0) {
         return true; // nothing, or everything: dst is as good as src
     }
@@ -145,6 +149,17 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         "layers of sliding windows, which later tokens have taken there; copy the whole sequence",
         first, src, dst, gone));
     return false;
+}
+
+int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max, int32_t n_swa) {
+    auto *     memory = ctx->get_memory();
+    const bool slides = llama_subkv::caches_of(memory).swa && llama_subkv::coded(memory);
+    if (!slides) {
+        return pos_min;
+    }
+    // llama.cpp's server takes the last token of a checkpoint back, or goes on behind pos_min where that is later
+    const bool one_back = pos_min <= pos_max - n_swa + 1;
+    return one_back ? std::max(pos_min, pos_max - n_swa - 1) : pos_max;
 }
 
 llama_kv_cache::slot_info_vec_t llama_subkv::prepare(const llama_kv_cache & base, llama_kv_cache & swa,

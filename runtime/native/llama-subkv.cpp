@@ -153,9 +153,10 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
 }
 
 void llama_subkv::made(const llama_context & ctx) {
-    const auto * memory    = ctx.get_memory();
-    const bool   recurrent = dynamic_cast<const llama_memory_recurrent *>(memory) != nullptr;
+    auto *     memory    = ctx.get_memory();
+    const bool recurrent = dynamic_cast<const llama_memory_recurrent *>(memory) != nullptr;
     if (memory && !recurrent) {
+        set_causal(memory, ctx.get_cparams().causal_attn);
         return;
     }
     if (const subkv::cache_new_fn cache_new = registered()) {
@@ -167,6 +168,12 @@ void llama_subkv::made(const llama_context & ctx) {
         desc.required          = g_required;
         desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
         cache_new(desc);
+    }
+}
+
+void llama_subkv::set_causal(llama_memory_i * memory, bool causal) {
+    if (auto * hook = hook_of(memory, nullptr, nullptr)) {
+        hook->causal = causal;
     }
 }
 
@@ -261,7 +268,10 @@ void llama_subkv::keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, 
 
 static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc> & out) {
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        out.push_back({ ubatch.pos[i], ubatch.n_seq_id[i], ubatch.seq_id[i], 0, -1 });
+        const llama_pos * pos = ubatch.pos + i; // in time, height and width one after the other
+        const bool        in_picture =
+            ubatch.is_pos_2d() && is_in_picture(*pos, pos[2 * ubatch.n_tokens], pos[ubatch.n_tokens]);
+        out.push_back({ *pos, ubatch.n_seq_id[i], ubatch.seq_id[i], 0, -1, in_picture });
     }
 }
 
@@ -300,6 +310,11 @@ public:
                 auto & of_sequence = snapshots[token.seq[i]];
                 of_sequence.n++;
                 of_sequence.last = std::max(of_sequence.last, token.pos);
+            }
+        }
+        for (const auto & token : tokens) { // llama.cpp counts snapshots back by positions
+            for (int32_t i = 0; token.in_picture && i < token.n_seq; ++i) {
+                snapshots[token.seq[i]].n = 0;
             }
         }
         for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {

@@ -37,7 +37,9 @@ struct llama_subkv {
     static void init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                      const layer_filter & filter, const layer_reuse & reuse, bool shares);
     // llama_context: called when its memory is there, which may be no K/V cache
-    static void         made(const llama_context & ctx);
+    static void made(const llama_context & ctx);
+    // llama_context: do tokens of the next batches see no later ones?
+    static void         set_causal(llama_memory_i * memory, bool causal);
     static size_t       row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
     static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
     // Adds the bytes beside the cells.

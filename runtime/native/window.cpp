@@ -159,8 +159,11 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         if (last < 0 || n_recent_ == 0) {
             continue;
         }
-        // the next token of the sequence sits at last + 1 and attends exactly to what is left of its window
-        const int32_t first = std::max(0, last + 2 - n_recent_);
+        // the next token attends exactly to what is left of its window; it sits at last + 1, behind a picture, which takes
+        // more positions than the one that its tokens share, where the first one sat that is removed
+        cells.find_all(s, last, last + 1, kept);
+        const int32_t next  = kept.size() > 1 ? std::max(last + 1, p0) : last + 1;
+        const int32_t first = std::max(0, next - n_recent_ + 1);
         int32_t       lost  = 0;
         cells.find(s, first, last + 1, kept);
         for (const auto & cell : kept) {
@@ -255,14 +258,12 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
     std::map<int32_t, Range>              ranges;
     std::set<std::pair<int32_t, int32_t>> seen; // (sequence, position)
     const auto                            twice = [](int32_t seq, int32_t pos) {
-        set_error("decode: one token per position expected, two of sequence %d at position %d found (the tokens of a "
-                  "picture share one: use an ordinary cache type for pictures, -ctk f16)",
-                  seq, pos);
+        set_error("decode: one token per position expected, two of sequence %d at position %d found", seq, pos);
         return false;
     };
     for (const auto & token : tokens) {
         for (int32_t i = 0; i < token.n_seq; ++i) {
-            if (!seen.insert({ token.seq[i], token.pos }).second) {
+            if (!token.in_picture && !seen.insert({ token.seq[i], token.pos }).second) {
                 return twice(token.seq[i], token.pos);
             }
         }
@@ -309,7 +310,7 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
     std::set<std::pair<int32_t, int32_t>>          fresh;  // (stream, cell) of the ubatch's own tokens
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
-        tok[4 * i + 0]     = token.pos;
+        tok[4 * i + 0]     = token.in_picture ? -1 : token.pos;
         tok[4 * i + 1]     = token.stream;
         tok[4 * i + 2]     = token.cell;
         tok[4 * i + 3]     = first_slot(token.seq[0]);
@@ -337,7 +338,7 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
     // what is stored after the ubatch has been attended: per slot the token with the largest position
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
-        for (int32_t j = 0; j < token.n_seq; ++j) {
+        for (int32_t j = 0; !token.in_picture && j < token.n_seq; ++j) {
             const int32_t held = slot_of(token.seq[j], token.pos);
             const int32_t slot = first_slot(token.seq[j]) + held;
             if (held >= 0 && (s_token[slot] < 0 || tokens[(size_t) s_token[slot]].pos <= token.pos)) {

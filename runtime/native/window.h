@@ -1,7 +1,7 @@
 // window.h: the exact window. For every sequence, the K and V rows of its first n_sink and its last n_recent positions
 // (plus n_rollback older ones, so that a short tail can be removed). Sinks come first, then a ring, in which the slot of a
 // position depends on the position and on how far the sequence has been shifted: rows stay where they are when their
-// positions move. Rows are in half precision, those of a ring in integers where the layer says so (subkv/recent.h).
+// positions move. Tokens that share a position, which are those of a picture with M-RoPE, are in no window. Rows are in half precision, those of a ring in integers where the layer says so (subkv/recent.h).
 #pragma once
 
 #include "ggml-cpp.h"

@@ -160,6 +160,10 @@ public:
         }
     }
 
+    void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const override {
+        find(seq, p0, p1, out);
+    }
+
     bool    shared(int32_t, int32_t) const override { return false; }
     int32_t max_pos_outside(int32_t, int32_t, int32_t) const override { return n - 1; }
 

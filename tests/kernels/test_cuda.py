@@ -114,6 +114,7 @@ class Shape:
     softcap: float = 0.0
     means: bool = False
     mask_half: bool = False
+    picture: bool = False  # the last half of the tokens is one's: they share a position, no window has them
 
 
 SHAPES = [
@@ -127,7 +128,10 @@ SHAPES = [
     Shape(n_tps=7, n_kv=65),
     Shape(n_stream=2, n_tps=11, group=2, n_kv=129, n_split=3, softcap=5.0, means=True),
     Shape(n_tps=40, group=2, n_kv=100, n_split=1, mask_half=True),
+    Shape(n_tps=9, group=2, n_kv=100, picture=True),
+    Shape(n_stream=2, group=8, n_kv=90, picture=True),
 ]
+NO_POSITION = 1 << 30  # of a picture's cell (hook.h)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -179,6 +183,8 @@ class Call:
             self.q[:] = 1
         self.cell_pos = np.stack([rng.permutation(s.n_kv) for _ in range(s.n_stream)]).astype(np.int32)
         self.pos = np.tile(np.arange(s.n_kv - s.n_tps, s.n_kv), s.n_stream)
+        self.places = self.cell_pos.copy()
+        in_picture = s.picture & (self.pos >= s.n_kv - (s.n_tps + 1) // 2)
         mask = rng.uniform(-2, 0, (self.n_tok, s.n_kv)).astype(np.float16)
         mask[rng.random(mask.shape) < 0.2] = -np.inf
         mask[self.cell_pos.repeat(s.n_tps, axis=0) > self.pos[:, None]] = -np.inf
@@ -187,7 +193,9 @@ class Call:
             rows[:, s.n_kv // 2] = 255  # never seen, whatever the bytes
         self.mask = mask
         self.tokens = np.zeros((self.n_tok, 4), np.int32)
-        self.tokens[:, 0] = self.pos
+        self.tokens[:, 0] = np.where(in_picture, -1, self.pos)
+        if s.picture:
+            self.cell_pos[self.places >= s.n_kv - (s.n_tps + 1) // 2] = NO_POSITION
         self.heads.layer.scale = np.float32(1 / 127 / d if alike else 4 / np.sqrt(d) / 3)
         self.heads.layer.softcap = s.softcap
         split = -(-s.n_kv // s.n_split // o.TILE) * o.TILE
@@ -232,7 +240,7 @@ class Call:
         s = self.shape
         bias = self.mask[stream * s.n_tps : (stream + 1) * s.n_tps].astype(np.float32)
         for t in range(s.n_tps):
-            pos = int(self.pos[stream * s.n_tps + t])
+            pos = int(self.tokens[stream * s.n_tps + t, 0])
             bias[t, c.exact_positions(self.cell_pos[stream], pos, N_SINK, N_RECENT)] = -np.inf
         return bias
 
@@ -311,7 +319,9 @@ def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None 
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[7], Shape(n_tps=3, group=2, n_kv=200, means=True)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], SHAPES[7], Shape(n_tps=3, group=2, n_kv=200, means=True), *SHAPES[-2:]], ids=str
+)
 def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
     """Coded cells, window rows and the ubatch's own keys are one softmax, in double over the same numbers."""
     call = Call(library, "planned", shape)
@@ -323,7 +333,7 @@ def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
     slots = np.full((3, len(window)), -1, np.int32)
     exact: list[dict[int, npt.NDArray[np.float16]]] = []  # of every stream: row by position
     for stream in range(s.n_stream):
-        cells = np.argsort(call.cell_pos[stream])
+        cells = np.argsort(call.places[stream])
         own = call.pos[stream * s.n_tps : (stream + 1) * s.n_tps]
         rows = {}
         stored = [*range(N_SINK), *range(max(N_SINK, own[0] - N_RECENT - 2), own[0])]
@@ -334,7 +344,8 @@ def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
         for t, pos in enumerate(own):
             token = stream * s.n_tps + t
             call.tokens[token, 1:] = stream, cells[pos], stream * n_slots
-            rows[int(pos)] = fresh[token]
+            if call.tokens[token, 0] >= 0:
+                rows[int(pos)] = fresh[token]
         exact.append(rows)
     call.args.tokens = memory.put(call.tokens)[0]
     sink = rng.standard_normal(n_head * s.group).astype(np.float32)
@@ -362,13 +373,13 @@ def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
             coded = acc @ call.sides[1].heads[h].encode.astype(np.float64)
             for t in range(s.n_tps):
                 token = stream * s.n_tps + t
-                pos = int(call.pos[token])
+                pos = int(call.tokens[token, 0])
                 keys = [p for p in exact[stream] if c.exact_positions(np.array([p]), pos, N_SINK, N_RECENT)[0]]
                 for g in range(s.group):
                     hq, row = h * s.group + g, t * s.group + g
                     total, vector = z[row], coded[row].copy()
                     for p in keys:
-                        cell = int(np.flatnonzero(call.cell_pos[stream] == p)[0])
+                        cell = int(np.flatnonzero(call.places[stream] == p)[0])
                         k = exact[stream][p][h * d : (h + 1) * d].astype(np.float64)
                         dot = float(call.heads.layer.scale) * float(call.q[token, hq].astype(np.float64) @ k)
                         if s.softcap:

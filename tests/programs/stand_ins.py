@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import tiny
+import tiny_vision
+from tiny_vision import seeded
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIM = {"fim_pre_token_id": ord("{"), "fim_suf_token_id": ord("}"), "fim_mid_token_id": ord("|")}
@@ -19,10 +19,9 @@ FIM = {"fim_pre_token_id": ord("{"), "fim_suf_token_id": ord("}"), "fim_mid_toke
 # Words of upstream's prompts, so that these have about as many tokens as in the vocabulary they were written for.
 WORDS = "Hello ĠHello Ġhello Ġquick Ġbrown Ġfox Ġjumps Ġover Ġlazy Ġdog What Ġthis Ġis Ġb Ġc Ġd"
 WORDS += " Ġdolor Ġut Ġconsectetur Ġexercitation Ġullamco Ġmagna"
-MARKS = ("<start_of_image>", "<end_of_image>")  # taken as they are, not as letters
 
 
-def vocabulary(marks: Sequence[str] = MARKS) -> tuple[list[str], list[str], list[int]]:
+def vocabulary(marks: Sequence[str] = tiny_vision.MARKS) -> tuple[list[str], list[str], list[int]]:
     """Tokens, merges and types: those of tests/tiny.py, WORDS and the beginnings of them, marks."""
     tokens, merges = (list(names) for names in tiny.vocabulary())
     types = [3 if token in tiny.SPECIAL else 1 for token in tokens]
@@ -40,7 +39,7 @@ def vocabulary(marks: Sequence[str] = MARKS) -> tuple[list[str], list[str], list
     return [*tokens, *marks], merges, types + [4] * len(marks)
 
 
-def with_words(path: Path, source: Path, marks: Sequence[str] = MARKS, **more: Any) -> Path:
+def with_words(path: Path, source: Path, marks: Sequence[str] = tiny_vision.MARKS, **more: Any) -> Path:
     """A tiny model of tests/tiny.py with `vocabulary`, which never ends a text or leaves ASCII by itself.
 
     One dimension of the embeddings is the same in every token and passes by every layer: its column of the output
@@ -98,11 +97,6 @@ def copied(path: Path, source: Path, keys: Mapping[str, Any], tensors: Mapping[s
     return path
 
 
-def seeded(*shape: int, seed: int = 0, std: float = 1.0) -> np.ndarray:
-    """Normal values."""
-    return (std * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
-
-
 def adapter(path: Path, model: Path, rank: int = 4, std: float = 0.3) -> Path:
     """A LoRA adapter of random numbers for every matrix of attention of a model."""
     reader = gguf.GGUFReader(model)
@@ -127,63 +121,6 @@ def reranker(path: Path, source: Path) -> Path:
     return copied(path, source, keys, {"cls.output.weight": seeded(1, tiny.DIMS["n_embd"])})
 
 
-def projector(path: Path, kind: str, n_embd: int) -> Path:
-    """A vision tower of two layers, whose output is a token of `n_embd` numbers for every four patches."""
-    n, n_ff, size, patch = 32, 64, 96, 8
-    writer = gguf.GGUFWriter(path, "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool("clip.use_gelu", True)
-    writer.add_string("clip.projector_type", kind)
-    dims = {"image_size": size, "patch_size": patch, "embedding_length": n, "feed_forward_length": n_ff}
-    dims |= {"block_count": 2, "projection_dim": n_embd, "attention.head_count": 2, "projector.scale_factor": 2}
-    for name, value in dims.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
-    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
-    tensors = {
-        "v.patch_embd.weight": seeded(n, 3, patch, patch, std=(3 * patch * patch) ** -0.5),
-        "v.patch_embd.bias": np.zeros(n, np.float32),
-        "v.position_embd.weight": seeded((size // patch) ** 2, n),
-        "v.post_ln.weight": np.ones(n, np.float32),
-        "v.post_ln.bias": np.zeros(n, np.float32),
-    }
-    for il in range(2):
-        for name in ("ln1", "ln2"):
-            tensors[f"v.blk.{il}.{name}.weight"] = np.ones(n, np.float32)
-            tensors[f"v.blk.{il}.{name}.bias"] = np.zeros(n, np.float32)
-        for i, name in enumerate(("attn_q", "attn_k", "attn_v", "attn_out")):
-            tensors[f"v.blk.{il}.{name}.weight"] = seeded(n, n, seed=10 * il + i, std=n**-0.5)
-            tensors[f"v.blk.{il}.{name}.bias"] = np.zeros(n, np.float32)
-        tensors[f"v.blk.{il}.ffn_up.weight"] = seeded(n_ff, n, seed=il, std=n**-0.5)
-        tensors[f"v.blk.{il}.ffn_up.bias"] = np.zeros(n_ff, np.float32)
-        tensors[f"v.blk.{il}.ffn_down.weight"] = seeded(n, n_ff, seed=il, std=n_ff**-0.5)
-        tensors[f"v.blk.{il}.ffn_down.bias"] = np.zeros(n, np.float32)
-    if kind == "gemma3":
-        tensors["mm.input_projection.weight"] = seeded(n, n_embd, std=n**-0.5)
-        tensors["mm.soft_emb_norm.weight"] = np.ones(n, np.float32)
-    else:
-        tensors["mm.model.fc.weight"] = seeded(n_embd, 4 * n, std=(4 * n) ** -0.5)
-    for name, data in tensors.items():
-        writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def picture(red: int) -> bytes:
-    """A PNG of 64 x 64 pixels, a ramp."""
-    rows = b"".join(b"\0" + b"".join(bytes((red, 4 * x, 4 * y)) for x in range(64)) for y in range(64))
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
 def hub_cache(root: Path, model: Path) -> None:
     """The cache folder of a hub with what upstream's presets name. model: the one in the place of their text models."""
     made = root / "made"
@@ -205,7 +142,7 @@ def hub_cache(root: Path, model: Path) -> None:
         "ggml-org/stories15M_MOE": {"stories15M_MOE-F16.gguf": model},
         "ggml-org/tinygemma3-GGUF": {
             "tinygemma3-Q8_0.gguf": model,
-            "mmproj-tinygemma3-f16.gguf": projector(made / "mmproj.gguf", "gemma3", n_embd),
+            "mmproj-tinygemma3-f16.gguf": tiny_vision.build(made / "mmproj.gguf", "gemma3", n_embd),
         },
     }
     preset = made / "preset.ini"

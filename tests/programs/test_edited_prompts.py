@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import engine
+import pictures
 import pytest
+import stand_ins
+import tiny
+from servers import serving
 
 Serve = Callable[..., Any]
 
@@ -102,3 +109,21 @@ def test_a_long_prompt_edited_early(serve: Serve, text: str, cut: int) -> None:
     again = evaluated[True] - evaluated[False]
     print(f"edited at {cut} of 3900: evaluated beyond f16: {again}")
     assert again <= max(BOUND, len(tokens) - cut)  # far from the end checkpoints are as far apart as it is away
+
+
+def test_edited_prompts_of_sliding_windows(tmp_path: Path) -> None:
+    """A checkpoint has what a window of then needs and no more: prompts end at one, or a token before or after."""
+    model = stand_ins.with_words(tmp_path / "model.gguf", tiny.build(tmp_path / "tiny.gguf", "gemma2"))
+    opened = engine.Model(model)
+    engine.SUBKV.subkv_layout_free(pictures.exact_bases(opened, tmp_path / "bases.gguf"))
+    opened.free()
+    rng = random.Random(1)
+    tokens = [rng.randrange(20, 250) for _ in range(400)]
+    ends = [150, 146, 151, 300, 147, 146, 145, 280, 150, 149, 277, 276]
+    prompts = [tokens[:end] + tokens[: (end * 7) % 5] for end in ends]
+    arguments = ["-np", 1, "-c", 2048, "--no-warmup"]
+    with serving(model, *arguments, subkv=str(tmp_path / "bases.gguf"), folder=tmp_path) as server:
+        found = [server.complete(prompt, 4) for prompt in prompts]
+        fresh = [server.complete(prompt, 4, cache_prompt=False) for prompt in prompts]
+    assert [answer["tokens"] for answer in found] == [answer["tokens"] for answer in fresh]
+    assert sum(answer["timings"]["prompt_n"] for answer in found) < sum(map(len, prompts)) / 2

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2] / name) for name in ("", "cmake", "tests")]
 
 import stand_ins
+import tiny_vision
 import upstream_source
 from programs_found import program
 
@@ -42,7 +43,7 @@ def free_port() -> int:
 
 class _Pictures(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        data = stand_ins.picture(200 if "truck" in self.path else 40)
+        data = tiny_vision.picture(200 if "truck" in self.path else 40)
         known = self.path.endswith(".png")
         self.send_response(200 if known else 404)
         self.send_header("Content-Type", "image/png")

@@ -23,6 +23,7 @@ from runtime.launch.environment import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 from subkv.format import store
 from subkv.native.library import lib_dir
+from subkv.native.places import mtmd_variable
 
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
@@ -390,6 +391,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout.splitlines() == [
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",
         f"export {LIBRARY_PATH}='{lib_dir()}:/before'",
+        *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
         "export SUBKV='auto'",
     ]
     # what runs elsewhere has another cache folder, and its own library path
@@ -397,6 +399,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout.splitlines() == [
         f"LLAMA_CPP_LIB_PATH={lib_dir()}",
         f"{LIBRARY_PATH}={lib_dir()}",
+        *(f"{name}={value}" for name, value in mtmd_variable(lib_dir()).items()),
         f"SUBKV={made}",
     ]
 

@@ -1,15 +1,13 @@
-"""M-RoPE, whose text has one position per token and whose pictures do not: text is coded, pictures are refused."""
+"""M-RoPE, whose text has one position per token: text. Pictures: test_pictures.py."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import engine
 import pytest
-from engine import C, agree, last_error, session
-from test_hybrids import WINDOW, Coded
+from engine import agree
+from test_hybrids import Coded
 
 
 @pytest.fixture(scope="module")
@@ -17,43 +15,6 @@ def vision(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     coded = Coded(tiny_model("qwen2vl"), tmp_path_factory.mktemp("vision"))
     yield coded
     coded.model.free()
-
-
-def picture(s: engine.Session, n: int, pos: int) -> int:
-    """llama_decode's status for embeddings at 4 positions each (time, height, width, none), as a picture has them."""
-    n_embd = C.llama_model_n_embd(s.model.handle)
-    batch = C.llama_batch_init(n, n_embd, 1)
-    positions = (ctypes.c_int32 * (4 * n))()
-    for i in range(n):
-        positions[i], positions[n + i], positions[2 * n + i] = pos, pos + i // 2, pos + i % 2
-        batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, False
-    for i in range(n * n_embd):
-        batch.embd[i] = 0.1
-    own = ctypes.cast(batch.pos, ctypes.c_void_p).value  # of n positions, which is freed with the batch
-    batch.pos = positions
-    batch.n_tokens = n
-    status = int(C.llama_decode(s.ctx, batch))
-    batch.pos = ctypes.cast(own, ctypes.POINTER(ctypes.c_int32))
-    C.llama_batch_free(batch)
-    return status
-
-
-@pytest.mark.parametrize("window", [WINDOW, (0, 0, 0)])
-def test_a_picture_is_refused_and_text_goes_on(vision: Coded, window: tuple[int, int, int]) -> None:
-    tokens = vision.tokens
-    with session(vision.model) as s:
-        assert picture(s, 4, 0) == 0  # an ordinary cache takes it
-    with session(vision.model, vision.layout, window=window) as s:
-        expected = s.decode(tokens[:61])
-        s.clear()
-        s.decode(tokens[:60])
-        before = s.state(0)
-        assert picture(s, 4, 60) != 0
-        assert "picture" in last_error() and "-ctk f16" in last_error()
-        assert picture(s, 1, 59) != 0  # a second token where one is
-        assert "position 59" in last_error()
-        assert s.state(0) == before
-        assert agree(expected[60:], s.decode(tokens[60:61], 60))
 
 
 def test_text_may_leave_positions_out(vision: Coded) -> None:

@@ -47,6 +47,7 @@ from subkv.engine.guarded import GuardedContext
 from subkv.engine.keywords import checked
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
+from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
 from subkv.format.window import Window
@@ -150,6 +151,7 @@ class Llama(llama_cpp.Llama):
                 self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
+        self._pictures = Pictures(self.input_ids)
         self.set_cache(prompt_cache)
         if arguments["vocab_only"]:  # there are no cells
             return
@@ -337,12 +339,18 @@ class Llama(llama_cpp.Llama):
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
             )
+        self._pictures.seen(self.n_tokens)
+        if self.cache is not None:
+            self._pictures.require_none(self.n_tokens, "cache", "a cache of prompts, which are tokens")
         held, n_left = self._input_ids.tolist(), self._drop_tail()
         self._clean = self._clean or n_left == 0
         if n_left < len(held):
-            if n_left == 0:
+            lost = self._pictures.after(n_left)
+            if lost or n_left == 0:
                 self.reset()
                 self._ctx.kv_cache_clear()
+            if lost:
+                raise CacheError("", LOST_PICTURE)
             self.n_tokens = n_left
             tokens = held[n_left:] + tokens
         if isinstance(self.cache, PromptCache) and not n_draft:
@@ -353,6 +361,13 @@ class Llama(llama_cpp.Llama):
                     self.cache[everything[:end]] = self.save_state()
             tokens = everything[self.n_tokens :]
         self._evaluate(tokens, n_draft)
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; of a context with pictures another prompt reuses what is before the first."""
+        tokens = list(tokens)
+        if tokens != self._input_ids.tolist():
+            self.n_tokens = self._pictures.before(self.n_tokens)
+        return super().generate(tokens, *args, **kwargs)
 
     def require_shift(self, key: str) -> None:
         """Raises SubkvError about `key` where discard() cannot work with this model and cache."""
@@ -366,6 +381,7 @@ class Llama(llama_cpp.Llama):
         again then. Recurrent state forgets nothing: refused before anything changes.
         """
         with self._ctx.alone():
+            self._pictures.require_none(self.n_tokens, "", "a shift of tokens")
             shift.discard(self, n_keep, n_discard, self._logits_all)
             self._clean = False
 
@@ -392,8 +408,10 @@ class Llama(llama_cpp.Llama):
         """Drop the cells from position n on; n_tokens, which is returned, is how many are left: less than n where the
         cache cannot give up just those."""
         with self._ctx.alone():
+            self._pictures.seen(self.n_tokens)
             self.n_tokens = n
             self.n_tokens = self._drop_tail()
+            self._pictures.seen(self.n_tokens)
             return self.n_tokens
 
     def _drop_tail(self) -> int:
@@ -404,10 +422,12 @@ class Llama(llama_cpp.Llama):
         """
         if self._ctx.memory is None:
             return self.n_tokens
+        first = self._pictures.last_cell(self.n_tokens)
         if self._ctx.checkpoints is not None:
-            return self._ctx.checkpoints.cut(self.n_tokens)
+            n_left = self._ctx.checkpoints.cut(self.n_tokens)
+            return self.n_tokens if n_left > first else n_left
         last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
-        done = last + 1 >= self.n_tokens and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        done = last >= first and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         return self.n_tokens if done else 0
 
     def _evaluate(self, tokens: Sequence[int], n_draft: int = 0) -> None:
@@ -441,18 +461,21 @@ class Llama(llama_cpp.Llama):
             if self._logits_all:
                 self.scores[begin:end] = np.ctypeslib.as_array(self._ctx.get_logits(), (len(batch), self._n_vocab))
             self.n_tokens = end
+            self._pictures.told(end)
             self._requires_eval = False
 
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
         self._clean = True
+        self._pictures.told(0)
         if self._ctx.checkpoints is not None:
             self._ctx.checkpoints.forget()
 
     def save_state(self) -> llama_cpp.LlamaState:
         """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
         with self._ctx.alone():
+            self._pictures.require_none(self.n_tokens, "", "a state, which is of tokens")
             return states.save(self, self.identity(), self._logits_all)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
@@ -463,6 +486,7 @@ class Llama(llama_cpp.Llama):
         """
         with self._ctx.alone():
             states.load(self, self.identity(), state, self._logits_all)
+            self._pictures.told(self.n_tokens)
             self._clean = True
 
     def close(self) -> None:

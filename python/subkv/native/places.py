@@ -9,7 +9,8 @@ from pathlib import Path
 
 from subkv.base.folders import package_folders
 
-LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable: the folder of libllama
+LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variables: the folder of libllama,
+MTMD_LIB_PATH = "MTMD_CPP_LIB"  # and that of libmtmd, which reads pictures
 SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -43,6 +44,13 @@ def tell_llama_cpp(folder: Path) -> None:
     if found is not None and found != _told and Path(found).resolve() != folder:
         raise ImportError(f"{LIB_PATH}: expected {folder} or no value, found {found}; unset it to use subkv")
     os.environ[LIB_PATH] = _told = str(folder)
+    os.environ.update({name: value for name, value in mtmd_variable(folder).items() if name not in os.environ})
+
+
+def mtmd_variable(folder: Path) -> dict[str, str]:
+    """The variable that has `import llama_cpp.mtmd_cpp` take the libmtmd of this folder, if there is one."""
+    prefix = "" if sys.platform == "win32" else "lib"
+    return {MTMD_LIB_PATH: str(folder)} if (folder / f"{prefix}mtmd{SUFFIX}").is_file() else {}
 
 
 def told() -> str | None:
