@@ -43,6 +43,8 @@ class Shape:
 
     latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
     attending: the layers that attend, where others are short convolutions (a hybrid); empty: all of them.
+    indexer: heads, elements of a key and cells that are chosen, where a token attends to some alone; empty: to all.
+    query: elements that all queries are made from then.
     """
 
     arch: str
@@ -59,6 +61,8 @@ class Shape:
     latent: int = 0
     turned: int = 0
     attending: tuple[int, ...] = ()
+    indexer: tuple[int, ...] = ()
+    query: int = 0
 
     @property
     def coded(self) -> list[int]:
@@ -104,8 +108,18 @@ class Shape:
         if not attends:
             return {"shortconv.in_proj": (3 * self.embd, self.embd), "shortconv.out_proj": (self.embd, self.embd)}
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        queries = {"attn_q": (q + self.heads * self.turned, self.embd)}
+        if self.indexer:
+            n_head, n_key, _ = self.indexer
+            queries = {
+                "attn_q_a": (self.query, self.embd),
+                "attn_q_b": (q + self.heads * self.turned, self.query),
+                "indexer.attn_q_b": (n_head * n_key, self.query),
+                "indexer.attn_k": (n_key, self.embd),
+                "indexer.proj": (n_head, self.embd),
+            }
         return {
-            "attn_q": (q + self.heads * self.turned, self.embd),
+            **queries,
             **self._rows(kv),
             "attn_output": (self.embd, q),
         }
@@ -132,8 +146,14 @@ class Shape:
                 layer |= {"attn_q_norm": (self.head_size,), "attn_k_norm": (self.head_size,)}
             if self.latent:
                 layer["attn_kv_a_norm"] = (self.latent,)
+            if self.indexer:
+                layer |= {"attn_q_a_norm": (self.query,), "indexer.k_norm": (self.indexer[1],)}
             found |= {f"blk.{il}.{name}": size for name, size in layer.items()}
         return found | {"token_embd_norm" if self.arch == "lfm2" else "output_norm": (self.embd,)}
+
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors of zeros, by name: biases."""
+        return {f"blk.{il}.indexer.k_norm": (self.indexer[1],) for il in self.coded if self.indexer}
 
 
 SHAPES = {
@@ -142,6 +162,11 @@ SHAPES = {
     "llama-3.1-8b": Shape("llama", 4, 32, 8, 128, 4096, 14336, 32000, False, 5e5, 131072),  # --help tells what it lacks
     "lfm2-350m": Shape("lfm2", 16, 16, 8, 64, 1024, 4608, 65536, True, 1e6, 128000, attending=(2, 5, 8, 10, 12, 14)),
     "deepseek-v2-lite": Shape("deepseek2", 4, 16, 1, 128, 2048, 10944, 32000, False, 1e4, 163840, 512, 64),
+    "deepseek-v3.2": Shape(
+        *("deepseek32", 2, 128, 1, 128, 7168, 18432, 32000, False, 1e4, 163840, 512, 64),
+        indexer=(64, 128, 2048),
+        query=1536,
+    ),
 }
 SMALLEST_VOCABULARY = 258  # of vocabulary()
 
@@ -172,6 +197,8 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
             _write_keys(writer, shape)
             for name, ones in vectors.items():
                 writer.add_tensor_info(f"{name}.weight", ones, np.dtype(np.float32), 4 * math.prod(ones))
+            for name, zeros in shape.offsets().items():
+                writer.add_tensor_info(f"{name}.bias", zeros, np.dtype(np.float32), 4 * math.prod(zeros))
             for name, (*rows, columns) in matrices.items():
                 size = *rows, block_bytes(columns, kind)
                 writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), math.prod(size), raw)
@@ -180,6 +207,8 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
             writer.write_ti_data_to_file()
             for ones in vectors.values():
                 writer.write_tensor_data(np.ones(ones, np.float32))
+            for zeros in shape.offsets().values():
+                writer.write_tensor_data(np.zeros(zeros, np.float32))
             random = np.random.default_rng(SEED)
             for *rows, columns in tracked(f"writing {path.name}", list(matrices.values()), "matrix"):
                 writer.write_tensor_data(random_blocks(random, math.prod(rows), columns, kind))
@@ -188,7 +217,7 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
 
 
 def _write_keys(writer: GGUFWriter, shape: Shape) -> None:
-    from gguf import TokenType
+    from gguf import ExpertGatingFuncType, TokenType
 
     writer.add_name("random weights")
     writer.add_context_length(shape.context)
@@ -205,13 +234,17 @@ def _write_keys(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_value_length(shape.latent or shape.head_size)
     writer.add_rope_dimension_count(shape.turned or shape.head_size)
     if shape.latent:
-        writer.add_q_lora_rank(0)
+        writer.add_q_lora_rank(shape.query)
         writer.add_kv_lora_rank(shape.latent)
         writer.add_key_length_mla(shape.head_size + shape.turned)
         writer.add_value_length_mla(shape.head_size)
         writer.add_leading_dense_block_count(shape.layers)  # as many weights as a token's experts have
         writer.add_expert_feed_forward_length(shape.ff)
         writer.add_expert_shared_count(1)
+    if shape.indexer:
+        for key, n in zip(("head_count", "key_length", "top_k"), shape.indexer, strict=True):
+            writer.add_uint32(f"{shape.arch}.attention.indexer.{key}", n)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(1e-5)
     tokens, merges = vocabulary(shape.vocab)
@@ -366,7 +399,8 @@ def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int |
     """Write a model of SHAPE with random weights, and bases for it, to measure time and memory.
 
     llama-3.1-8b has 4 of its 32 layers and 32000 of its 128256 tokens; --layers 32 --vocab 128256 is all of it.
-    deepseek-v2-lite has 4 of its 27 layers and 32000 of its 102400 tokens, and no experts.
+    deepseek-v2-lite has 4 of its 27 layers and 32000 of its 102400 tokens, and no experts. deepseek-v3.2 has 2 of
+    its 61 layers and 32000 of its 129280 tokens, and no experts.
     """
     from converter.cli import default_output  # numpy: not for a --help
     from subkv.base.files import check_writable

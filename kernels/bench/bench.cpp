@@ -206,6 +206,75 @@ struct Cache {
     }
 };
 
+// One token over N_CHOSEN cells of all layers as if they were one, cells that follow each other or every n-th: these are
+// gathered first. Of latent attention values are made of keys, as node_attend.cpp does. The next call takes others.
+constexpr int64_t N_CHOSEN = 2048;
+
+int64_t attend_chosen(const Cache & cache, const Ops & ops, bool spread, bool latent, int64_t n_group) {
+    static std::vector<float>   q, m, z, acc, bias, slope;
+    static std::vector<Line>    keys, values;
+    static int64_t              call = 0;
+    static std::vector<int32_t> cells;
+    const HeadCodec &           k       = cache.k.head.codec;
+    const HeadCodec &           v       = cache.v.head.codec;
+    constexpr int64_t           n_all   = N_LAYER * (N_CELLS / TILE * TILE);
+    constexpr int64_t           n_apart = 131072 / N_CHOSEN;
+    constexpr int64_t           AT_ONCE = 1024; // a segment of node_attend.cpp
+    q.assign((size_t) (n_group * k.rank), 0.05f);
+    bias.assign((size_t) AT_ONCE, 0.0f);
+    slope.assign((size_t) n_group, 1.0f);
+    keys.resize((size_t) (AT_ONCE * k.row_bytes / LINE));
+    values.resize((size_t) (AT_ONCE * v.row_bytes / LINE));
+    const int64_t begin = call++ * 9973 * TILE % (n_all - n_apart * N_CHOSEN - TILE) / TILE * TILE;
+    for (int64_t h = 0; h < N_HEAD; ++h) {
+        m.assign((size_t) n_group, -INFINITY);
+        z.assign((size_t) n_group, 0.0f);
+        acc.assign((size_t) (n_group * v.rank), 0.0f);
+        for (int64_t first = 0; first < N_CHOSEN; first += AT_ONCE) {
+            AttendArgs a = { &k,
+                             &v,
+                             cache.k.at(0, h, begin + first),
+                             cache.v.at(0, h, begin + first),
+                             cache.k.stride(),
+                             cache.v.stride(),
+                             AT_ONCE,
+                             1,
+                             n_group,
+                             q.data(),
+                             nullptr,
+                             bias.data(),
+                             AT_ONCE,
+                             slope.data(),
+                             0.0f,
+                             m.data(),
+                             z.data(),
+                             acc.data(),
+                             v.rank };
+            if (spread) {
+                cells.clear();
+                for (int64_t i = first; i < first + AT_ONCE; ++i) {
+                    cells.push_back((int32_t) (begin + i * n_apart + random_bits() % n_apart));
+                }
+                gather_cells(k, cache.k.at(0, h, 0), cache.k.stride(), cells.data(), AT_ONCE, keys[0].bytes());
+                a.k_tiles  = keys[0].bytes();
+                a.k_stride = TILE * k.row_bytes;
+                if (!latent) {
+                    gather_cells(v, cache.v.at(0, h, 0), cache.v.stride(), cells.data(), AT_ONCE, values[0].bytes());
+                }
+            }
+            for (int64_t t = 0; latent && t < AT_ONCE / TILE; ++t) {
+                keys_to_values(v, a.k_tiles + t * a.k_stride, values[0].bytes() + t * TILE * v.row_bytes);
+            }
+            if (latent || spread) {
+                a.v_tiles  = values[0].bytes();
+                a.v_stride = TILE * v.row_bytes;
+            }
+            ops.attend(a);
+        }
+    }
+    return N_CHOSEN * N_HEAD;
+}
+
 double read_bandwidth() { // GB/s of summing 256 MiB
     const std::vector<Line> data(1 << 22);
     std::vector<double>     t;
@@ -285,6 +354,26 @@ int main(int argc, char ** argv) {
         fine.figure("attend 64 dims 7.3 bits, 16-bit band", 1, 42, 3),
         large.figure("attend 128 dims 4.1 bits", 1, 32, 4),
     };
+
+    const Bands latent_bands = { { 64, 8 }, { 64, 6 }, { 128, 4 }, { 256, 3 } };
+    Bands       row_bands    = latent_bands;
+    row_bands.insert(row_bands.end(), { { 8, 6 }, { 40, 4 }, { 16, 3 } });
+    const Cache latent(row_bands, latent_bands, span);
+    for (const bool spread : { false, true }) {
+        const std::string what = spread ? ", 2048 of 131072 chosen" : ", 2048 in a row";
+        for (const int64_t n_group : { 4, 8 }) {
+            const std::string name = "chosen 128 dims 4.1 bits" + what + ", " + std::to_string(n_group) + " query rows";
+            figures.push_back({ name, 0.0,
+                                [&large, spread, n_group](const Ops & ops) {
+                                    return (double) attend_chosen(large, ops, spread, false, n_group);
+                                },
+                                nullptr });
+        }
+        figures.push_back(
+            { "chosen latent 576 dims 4.2 bits" + what + ", 128 query rows", 0.0,
+              [&latent, spread](const Ops & ops) { return (double) attend_chosen(latent, ops, spread, true, 128); },
+              nullptr });
+    }
 
     std::vector<float>   x(64 * 64), y(64 * 64);
     std::vector<int64_t> cells(64);

@@ -19,6 +19,11 @@ void subkv_keys_to_values(const void * values, const uint8_t * key_tile, uint8_t
     keys_to_values(*(const HeadCodec *) values, key_tile, value_tile);
 }
 
+void subkv_gather_cells(const void * codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells,
+                        int64_t n, uint8_t * out) {
+    gather_cells(*(const HeadCodec *) codec, tiles, tile_stride, cells, n, out);
+}
+
 int64_t subkv_ops_encode_rows(const void * ops, const void * codec, const float * x, int64_t ldx, int64_t n,
                               uint8_t * rows) {
     return encode_rows(*(const Ops *) ops, *(const HeadCodec *) codec, x, ldx, n, rows);

@@ -133,6 +133,10 @@ struct Inputs {
     ggml_tensor * slots  = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
     // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
     ggml_tensor * coded_mask = nullptr;
+    // Nor are these: the mask of chosen cells, their list, and of which choice; layers that share one follow each other.
+    ggml_tensor * chosen_mask  = nullptr;
+    ggml_tensor * chosen_cells = nullptr;
+    ggml_tensor * chosen       = nullptr;
     // No input either: by il, of coded layers that have readers.
     std::map<int32_t, SharedRows> shared;
 };
@@ -150,12 +154,15 @@ struct AttnBuild {
     ggml_tensor *  v_view;
     ggml_tensor *  k_idxs; // I64 [n_tokens]: stream * n_cells + cell
     ggml_tensor *  v_idxs;
-    ggml_tensor *  mask;  // F32 or F16 [n_kv, n_tokens / streams, 1, streams]
-    ggml_tensor *  sinks; // F32 [n_head] or nullptr
-    Inputs *       inputs;
-    float          scale;
-    float          softcap;        // 0: none
-    float          max_alibi_bias; // 0: none
+    ggml_tensor *  mask; // F32 or F16 [n_kv, n_tokens / streams, n, streams], n: 1 or n_head_kv
+    ggml_tensor *
+        chosen; // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to, of those that the mask
+                // lets it see; nullptr: all
+    ggml_tensor * sinks; // F32 [n_head] or nullptr
+    Inputs *      inputs;
+    float         scale;
+    float         softcap;        // 0: none
+    float         max_alibi_bias; // 0: none
 };
 
 struct ShiftBuild {

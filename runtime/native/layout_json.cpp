@@ -98,7 +98,7 @@ private:
     }
 
     // May its values be the first elements of its keys?
-    static bool latent(const LayerSpec & spec) { return spec.n_head_kv == 1 && spec.d_v < spec.d_k; }
+    static bool latent(const LayerSpec & spec) { return spec.n_head_kv == 1 && spec.d_v <= spec.d_k; }
 
     // Checks that need members which may come later in the text.
     bool complete(const char * name, const std::vector<HeadSpec> & heads, int n_head_kv, int d) {

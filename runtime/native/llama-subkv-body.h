@@ -108,9 +108,10 @@ public:
         }
     }
 
-    // of: the cache whose cells these are to be, kv or its other half.
+    // of: the cache whose cells these are to be, kv or what lies beside it.
     void check(const llama_kv_cache & of, llama_seq_id seq) const;
     void check(const llama_memory_recurrent & of, llama_seq_id seq) const;
+    void check(const llama_memory_i & of, llama_seq_id seq) const;
 
     // memcpy may not be asked for no bytes of nowhere
     void read(void * data, size_t size) override { std::copy_n(at.take(size), size, (uint8_t *) data); }

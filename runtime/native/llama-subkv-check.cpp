@@ -89,3 +89,11 @@ void llama_subkv::row_reader::check(const llama_memory_recurrent &, llama_seq_id
         }
     }
 }
+
+void llama_subkv::row_reader::check(const llama_memory_i & of, llama_seq_id seq) const {
+    if (const auto * cells = dynamic_cast<const llama_kv_cache *>(&of)) {
+        check(*cells, seq);
+    } else {
+        check(dynamic_cast<const llama_memory_recurrent &>(of), seq);
+    }
+}

@@ -4,7 +4,11 @@
 #include "llama-subkv-cells.h"
 
 #include "llama-context.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 
@@ -192,27 +196,27 @@ void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_
 }
 
 //
-// both halves: the coded one, and sliding windows or recurrent state
+// coded cells and what lies beside them: sliding windows, recurrent state, an indexer's keys
 //
 
-template <typename Half>
-bool llama_subkv::halves_write(const llama_kv_cache & base, const Half & other, llama_io_write_i & io, llama_seq_id seq,
-                               llama_state_seq_flags flags) {
+bool llama_subkv::parts_write(const llama_kv_cache & base, const parts & beside, llama_io_write_i & io,
+                              llama_seq_id seq, llama_state_seq_flags flags) {
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
     base.state_write(io, seq, flags);
-    write_checked(io, [&](llama_io_write_i & to) {
-        row_writer rows(base, to);
-        other.state_write(rows, seq, flags);
-        return rows.sum;
-    });
+    for (const auto * other : beside) {
+        write_checked(io, [&](llama_io_write_i & to) {
+            row_writer rows(base, to);
+            other->state_write(rows, seq, flags);
+            return rows.sum;
+        });
+    }
     return true;
 }
 
-template <typename Half>
-bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
+bool llama_subkv::parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
@@ -222,58 +226,138 @@ bool llama_subkv::halves_read(llama_kv_cache & base, Half & other, llama_io_read
     if (!partial) {
         of_base.check(base, seq);
     }
-    row_reader of_other(base, io);
-    of_other.check(other, seq);
+    std::vector<row_reader> bodies;
+    bodies.reserve(beside.size()); // a reader refers to its own bytes
+    for (const auto * other : beside) {
+        bodies.emplace_back(base, io).check(*other, seq);
+    }
     base.subkv_hook->snapshots.clear();
     try {
+        llama_kv_cache::slot_info_vec_t slots;
         if (!partial) {
-            state_read_cells(base, of_base, seq, flags, nullptr, nullptr);
+            state_read_cells(base, of_base, seq, flags, &slots, nullptr);
         }
         state_read_rest(base, of_base, seq, moves);
-        if (seq >= 0) {
-            other.seq_rm(seq, -1, -1);
+        for (size_t i = 0; i < beside.size(); ++i) {
+            auto * index = dynamic_cast<llama_kv_cache *>(beside[i]);
+            if (seq >= 0) {
+                beside[i]->seq_rm(seq, -1, -1);
+            }
+            if (index && is_index(*index)) { // its keys go where the cells went
+                index->state_read_sinfo(bodies[i], seq, flags, nullptr, &slots);
+            } else {
+                beside[i]->state_read(bodies[i], seq, flags);
+            }
+            bodies[i].end();
         }
-        other.state_read(of_other, seq, flags);
-        of_other.end();
     } catch (...) {
-        halves_lose(base, other, seq);
+        parts_lose(base, beside, seq);
         throw;
     }
     return true;
 }
 
-template <typename Half> void llama_subkv::halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq) {
+void llama_subkv::parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq) {
     base.state_clear(seq);
-    if (seq >= 0) {
-        other.seq_rm(seq, -1, -1);
-    } else {
-        other.clear(true);
+    for (auto * other : beside) {
+        if (seq >= 0) {
+            other->seq_rm(seq, -1, -1);
+        } else {
+            other->clear(true);
+        }
     }
 }
 
 bool llama_subkv::state_write(const llama_kv_cache_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    return halves_write(*kv.get_base(), *kv.get_swa(), io, seq, flags);
+    return parts_write(*kv.get_base(), { kv.get_swa() }, io, seq, flags);
 }
 
 bool llama_subkv::state_read(llama_kv_cache_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    return halves_read(*kv.get_base(), *kv.get_swa(), io, seq, flags);
+    return parts_read(*kv.get_base(), { kv.get_swa() }, io, seq, flags);
 }
 
 bool llama_subkv::state_write(const llama_memory_hybrid & memory, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    return halves_write(*memory.get_mem_attn(), *memory.get_mem_recr(), io, seq, flags);
+    return parts_write(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
 }
 
 bool llama_subkv::state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    return halves_read(*memory.get_mem_attn(), *memory.get_mem_recr(), io, seq, flags);
+    return parts_read(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
+}
+
+llama_subkv::parts llama_subkv::beside_index(llama_kv_cache * index, llama_memory_i * other,
+                                             llama_state_seq_flags flags) {
+    parts res;
+    if (index && (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
+        res.push_back(index);
+    }
+    if (other) {
+        res.push_back(other);
+    }
+    return res;
+}
+
+bool llama_subkv::chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
+                              llama_seq_id seq, llama_state_seq_flags flags) {
+    if (!parts_read(kv, beside_index(index, other, flags), io, seq, flags)) {
+        return false;
+    }
+    if (index && !same_cells(kv, *index)) {
+        parts_lose(kv, beside_index(index, other, 0), seq);
+        throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
+    }
+    return true;
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    return parts_write(*kv.get_mla(), beside_index(kv.get_lid(), nullptr, flags), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(*kv.get_mla(), kv.get_lid(), nullptr, io, seq, flags);
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_msa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    return parts_write(*kv.get_base(), beside_index(kv.get_idx(), nullptr, flags), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_msa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(*kv.get_base(), kv.get_idx(), nullptr, io, seq, flags);
+}
+
+bool llama_subkv::state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    const auto & dsa = *kv.get_dsa();
+    return parts_write(*dsa.get_mla(), beside_index(dsa.get_lid(), kv.get_swa(), flags), io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    const auto & dsa = *kv.get_dsa();
+    return chosen_read(*dsa.get_mla(), dsa.get_lid(), kv.get_swa(), io, seq, flags);
+}
+
+bool llama_subkv::state_write(const llama_memory_hybrid_idx & memory, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    const auto beside = beside_index(memory.get_mem_idx(), memory.get_mem_recr(), flags);
+    return parts_write(*memory.get_mem_attn(), beside, io, seq, flags);
+}
+
+bool llama_subkv::state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
+                             llama_state_seq_flags flags) {
+    return chosen_read(*memory.get_mem_attn(), memory.get_mem_idx(), memory.get_mem_recr(), io, seq, flags);
 }
 
 void llama_subkv::lose(llama_kv_cache_iswa & kv, llama_seq_id seq) {
     if (coded(&kv)) {
-        halves_lose(*kv.get_base(), *kv.get_swa(), seq);
+        parts_lose(*kv.get_base(), { kv.get_swa() }, seq);
     }
 }
 

@@ -56,7 +56,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
         << cparams.n_rs_seq << " " << (int) cparams.ctx_type << "\n";
     const bool long_rope = std::any_of(model.layers.begin(), model.layers.end(), [](auto & l) { return l.rope_long; });
     out << (long_rope && cparams.n_ctx_seq > hparams.n_ctx_orig_yarn) << "\n";
-    for (const auto * kv : { caches.base, caches.swa }) {
+    for (const auto * kv : caches.all()) {
         if (!kv) {
             continue;
         }
@@ -81,7 +81,7 @@ bool llama_subkv::storable(const llama_context & ctx) {
     if (model.subkv_path.empty() || !model.loras.empty() || !ctx.get_memory()) {
         return false;
     }
-    for (const auto * kv : { caches.base, caches.swa }) { // rows that are planted are no model's
+    for (const auto * kv : caches.all()) { // rows that are planted are no model's
         if (kv && kv->subkv_hook && !kv->subkv_hook->coded()) {
             return false;
         }

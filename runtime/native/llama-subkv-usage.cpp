@@ -82,7 +82,7 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
         return usage;
     }
     uint64_t n_elements = 0;
-    for (const auto * kv : { caches.base, caches.swa }) {
+    for (const auto * kv : caches.all()) {
         if (!kv) {
             continue;
         }

@@ -65,36 +65,6 @@ static subkv::cache_new_fn registered() {
 }
 
 //
-// memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state
-//
-
-llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
-        memory = hybrid->get_mem_attn();
-    } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        memory = hybrid_iswa->get_mem_attn();
-    }
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return { iswa->get_base(), iswa->get_swa() };
-    }
-    return { dynamic_cast<llama_kv_cache *>(memory), nullptr };
-}
-
-// That of the full-attention cache.
-static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx) {
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
-        return hybrid->get_attn();
-    }
-    if (auto * hybrid_iswa = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
-        return hybrid_iswa->get_attn()->get_base();
-    }
-    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
-        return iswa->get_base();
-    }
-    return static_cast<const llama_kv_cache_context *>(mctx);
-}
-
-//
 // llama_kv_cache
 //
 
@@ -115,25 +85,25 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
     switch (model.arch) {
         case LLM_ARCH_T5:
-        case LLM_ARCH_T5ENCODER: return "it adds a relative position bias to the logits (KQ bias)";
+            for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+                if (hparams.n_head(il) != hparams.n_head_kv(il)) {
+                    return "the query heads that share a KV head have different position biases (KQ bias)";
+                }
+            }
+            return "";
+        case LLM_ARCH_T5ENCODER:
         case LLM_ARCH_LLAMA_EMBED: return "its attention does not use the K/V cache";
-        case LLM_ARCH_QWEN4EXP:
-        case LLM_ARCH_MINIMAX_M3:
         case LLM_ARCH_DFLASH:
-        case LLM_ARCH_DEEPSEEK4:
-        case LLM_ARCH_DEEPSEEK32:
-        case LLM_ARCH_GLM_DSA:
-        case LLM_ARCH_HY_V4:
-        case LLM_ARCH_GLM5_NEXT:
-        case LLM_ARCH_DOTS3NOTE: return "its sparse attention reads the K/V cache directly";
+        case LLM_ARCH_DEEPSEEK4: return "its sparse attention reads the K/V cache directly";
         default: return "";
     }
 }
 
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
-    const subkv::cache_new_fn cache_new = registered();
-    if (!cache_new) {
+    const subkv::cache_new_fn cache_new   = registered();
+    const std::string         unsupported = reason_unsupported(kv.model, kv.hparams, shares);
+    if (!cache_new || (is_index(kv) && unsupported.empty())) { // who holds its tokens' rows is asked
         return;
     }
     if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {
@@ -149,7 +119,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(kv.model.arch);
     desc.model_path  = kv.model.subkv_path;
-    desc.unsupported = reason_unsupported(kv.model, hparams, shares);
+    desc.unsupported = unsupported;
     desc.n_layer     = hparams.n_layer_all - has_router;
     desc.n_cells     = kv_size;
     desc.n_stream    = kv.n_stream;
@@ -399,6 +369,10 @@ bool llama_subkv::coded(llama_memory_i * memory) {
     return hook && hook->coded();
 }
 
+bool llama_subkv::coded(const llama_kv_cache_context * mctx) {
+    return mctx->kv->subkv_hook && mctx->kv->subkv_hook->coded();
+}
+
 bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {
     return mctx->kv->subkv_hook && mctx->kv->subkv_hook->row_bytes(il, false) > 0;
 }
@@ -414,7 +388,8 @@ void llama_subkv::intercept(const llm_graph_context & g, const llama_kv_cache_co
 
 ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                       ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                      ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
+                                      ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
+                                      int il) {
     const auto & kv    = *mctx->kv;
     const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
     const auto & sinfo = mctx->sinfos[mctx->i_cur];
@@ -439,6 +414,7 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
     b.k_idxs         = k_idxs;
     b.v_idxs         = v_idxs;
     b.mask           = mask;
+    b.chosen         = chosen;
     b.sinks          = sinks;
     b.inputs         = &inputs(g, mctx)->tensors;
     b.scale          = logit_scale(g, scale);
@@ -449,8 +425,9 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
 
 ggml_tensor * llama_subkv::build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
                                              ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
-                                             ggml_tensor * sinks, ggml_tensor * v_mla, float scale, int il) {
-    ggml_tensor * cur = build_attn(g, mctx, q, k, nullptr, k_idxs, nullptr, mask, sinks, scale, il);
+                                             ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                             float scale, int il) {
+    ggml_tensor * cur = build_attn(g, mctx, q, k, nullptr, k_idxs, nullptr, mask, chosen, sinks, scale, il);
     if (!v_mla) {
         return cur;
     }
@@ -463,7 +440,7 @@ ggml_tensor * llama_subkv::build_attn_latent(const llm_graph_context & g, const 
 subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded) {
     const struct caches caches   = caches_of(memory);
     size_t              bytes[2] = {};
-    for (const auto * kv : { caches.base, caches.swa }) {
+    for (const auto * kv : caches.all()) {
         if (!kv) {
             continue;
         }

@@ -6,15 +6,23 @@
 
 #include "hook.h"
 
+#include <array>
+#include <vector>
+
 class llama_io_read_i;
 class llama_io_write_i;
 class llm_graph_input_attn_k;
+class llm_graph_input_attn_k_dsa;
 class llm_graph_input_attn_kv;
 class llm_graph_input_attn_kv_iswa;
 class llm_graph_input_i;
 class llm_graph_result;
+class llama_kv_cache_dsa;
+class llama_kv_cache_dsa_iswa;
 class llama_kv_cache_iswa;
+class llama_kv_cache_msa;
 class llama_memory_hybrid;
+class llama_memory_hybrid_idx;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llama_model_loader;
@@ -118,6 +126,22 @@ struct llama_subkv {
                             llama_state_seq_flags flags);
     static bool state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
+    static bool state_write(const llama_memory_hybrid_idx & memory, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    static bool state_write(const llama_kv_cache_msa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_msa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    static bool state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    static bool state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static bool state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
     static void lose(llama_kv_cache_iswa & kv, llama_seq_id seq);
     // Carries out copies between streams and shifts that llama.cpp has put off until the next decode: before cells are read
     // or set. Throws when it cannot.
@@ -141,22 +165,27 @@ struct llama_subkv {
 
     static llama_subkv_usage usage_of(llama_context & ctx); // what its cache takes
 
-    struct caches { // of full attention, of sliding windows; nullptr: none
+    struct caches { // of full attention, of sliding windows, of an indexer's keys; nullptr: none
         llama_kv_cache * base;
         llama_kv_cache * swa;
+        llama_kv_cache * index;
+
+        std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
     };
 
-    static caches caches_of(llama_memory_i * memory);
+    static caches                         caches_of(llama_memory_i * memory);
+    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // of full attention
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);
 
     // llm_graph_context::build_attn. The observer or planter first sees q, k and v after RoPE, before the Hadamard rotation
     // of quantized caches. Then all of a coded layer's, up to the output projection; null: not coded, upstream goes on.
+    // chosen: the cells that a token attends to, as in AttnBuild, or a mask that hides the others; nullptr: all.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                float scale, int il);
+                                float scale, int il, ggml_tensor * chosen = nullptr);
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
@@ -164,21 +193,34 @@ struct llama_subkv {
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
                                 ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                float scale, int il);
+                                float scale, int il, ggml_tensor * chosen = nullptr);
+    // Of the latent layer's cells that an indexer has chosen for each token.
+    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
+                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                ggml_tensor * top_k, float scale, int il);
+    // For a model whose graph makes the masks of its KV heads by itself: the observer or planter first, and whether the
+    // layer is coded; a tensor of the shape that its cache would have, for views that nobody computes.
+    static bool          sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                              ggml_tensor *& k, ggml_tensor *& v, int il);
+    static ggml_tensor * unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv, int64_t n_stream);
     template <typename Input>
     static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
                                    ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
-                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * sinks, float scale, int il);
+                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * chosen,
+                                   ggml_tensor * sinks, float scale, int il);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
+    static bool          coded(const llama_kv_cache_context * mctx); // any layer
     static void          intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                    ggml_tensor *& k, ggml_tensor *& v, float scale, int il);
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                    ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
+                                    ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il);
     // The same where values are the first elements of keys; v_mla [d_v, size of a head's output, n_head] follows.
     static ggml_tensor * build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
                                            ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
-                                           ggml_tensor * sinks, ggml_tensor * v_mla, float scale, int il);
+                                           ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla, float scale,
+                                           int il);
 
     class reader;
     class tiles;
@@ -192,13 +234,23 @@ struct llama_subkv {
                                  const llama_kv_cache::slot_info_vec_t * sinfos_in);
     static void state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
                                 const std::vector<uint64_t> & moves); // the window, at its end
-    template <typename Half>
-    static bool halves_write(const llama_kv_cache & base, const Half & other, llama_io_write_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags);
-    template <typename Half>
-    static bool halves_read(llama_kv_cache & base, Half & other, llama_io_read_i & io, llama_seq_id seq,
+    // The same of a coded cache and of what lies beside it, in this order.
+    using parts = std::vector<llama_memory_i *>;
+    static bool parts_write(const llama_kv_cache & base, const parts & beside, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
-    template <typename Half> static void halves_lose(llama_kv_cache & base, Half & other, llama_seq_id seq);
+    static bool parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
+                           llama_state_seq_flags flags);
+    // An indexer names cells by where its keys are: is this a cache of such keys, and are these in the cells of their tokens,
+    // and will they be?
+    static bool is_index(const llama_kv_cache & kv);
+    static bool same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
+    static bool same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
+                           const llama_kv_cache::slot_info_vec_t & of_index);
+    // Beside cells that an indexer chooses from. A partial state leaves its keys out, too: they stay where the cells stay.
+    static parts beside_index(llama_kv_cache * index, llama_memory_i * other, llama_state_seq_flags flags);
+    static bool  chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
+                             llama_seq_id seq, llama_state_seq_flags flags);
+    static void  parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq);
 
     struct piece { // positions [first, last) of a sequence
         llama_seq_id seq;

@@ -9,7 +9,8 @@ namespace subkv {
 
 //
 // attend: dst F32 [n_rows * (2 + width)] = m [n_rows], z [n_rows], acc [n_rows][width]
-//         src: q, fresh, k_view, v_view, mask, cell_pos, tokens, written (edge), mask node (of few tokens)
+//         src: q, fresh, k_view, v_view, mask, cell_pos, tokens, written (edge), mask node (of few tokens) or the list of
+//         chosen cells
 //         v_view of a latent layer is k_view: tiles of values are made of those of keys, segment by segment
 //
 
@@ -44,14 +45,46 @@ struct RowStates {
     }
 };
 
+uint8_t * aligned(std::vector<uint8_t> & buf, int64_t n) {
+    uint8_t * out = scratch(buf, n + LINE);
+    return out + (LINE - (uintptr_t) out % LINE) % LINE;
+}
+
 // Tiles of values of a latent layer, n_tiles from those of keys on that `a` begins with.
 void make_values(AttendArgs & a, int64_t n_tiles, std::vector<uint8_t> & buf) {
     a.v_stride    = TILE * a.v->row_bytes;
-    uint8_t * out = scratch(buf, n_tiles * a.v_stride + LINE);
-    out += (LINE - (uintptr_t) out % LINE) % LINE;
-    a.v_tiles = out;
+    uint8_t * out = aligned(buf, n_tiles * a.v_stride);
+    a.v_tiles     = out;
     for (int64_t t = 0; t < n_tiles; ++t) {
         keys_to_values(*a.v, a.k_tiles + t * a.k_stride, out + t * a.v_stride);
+    }
+}
+
+// What fill_mask_row does, of the cells of a list.
+void fill_listed_row(const MaskInputs & in, const int32_t * cells, int64_t h, int64_t t, int64_t n, float * bias,
+                     uint8_t * open) {
+    const int64_t row = mask_row(in.mask, h, t);
+    for (int64_t i = 0; i < n; ++i) {
+        bias[i] = cells[i] < 0 ? -INFINITY : mask_value(in.mask, row + cells[i]);
+    }
+    for (int64_t i = 0; i < n; i += TILE) {
+        open[i / TILE] = cells[i] >= 0; // they come first
+    }
+}
+
+// Copies the cells of a list into tiles that follow each other, from which `a` then reads.
+void gather(AttendArgs & a, const int32_t * cells, bool latent, std::vector<uint8_t> & keys,
+            std::vector<uint8_t> & values) {
+    const auto side = [&](const HeadCodec & codec, const uint8_t *& tiles, int64_t & stride,
+                          std::vector<uint8_t> & buf) {
+        uint8_t * out = aligned(buf, a.n_cells * codec.row_bytes);
+        gather_cells(codec, tiles, stride, cells, a.n_cells, out);
+        tiles  = out;
+        stride = TILE * codec.row_bytes;
+    };
+    side(*a.k, a.k_tiles, a.k_stride, keys);
+    if (!latent) {
+        side(*a.v, a.v_tiles, a.v_stride, values);
     }
 }
 
@@ -64,20 +97,22 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const ggml_tensor * q      = dst->src[0];
     const ggml_tensor * k_view = dst->src[2];
     const ggml_tensor * v_view = dst->src[3];
-    const AttendShape   s      = attend_shape(layer, q, k_view);
+    const ggml_tensor * extra  = dst->src[8];
+    const bool          listed = extra && extra->type == GGML_TYPE_I32;
+    const AttendShape   s      = attend_shape(layer, q, listed ? extra : k_view);
 
     float * m   = (float *) dst->data;
     float * z   = m + s.n_rows;
     float * acc = z + s.n_rows;
 
-    const bool             shared  = dst->src[8] != nullptr; // the mask node
+    const bool             shared  = extra && !listed; // the mask node
     const MaskInputs       inputs  = { dst->src[4], dst->src[5], dst->src[6] };
     const ProjectedQueries queries = projected_queries(layer, dst->src[1], s.n_tokens);
     const int64_t          n_units = s.n_blocks * s.n_parts * s.n_split;
     constexpr int64_t      TILES   = SEGMENT / TILE;
 
     static thread_local std::vector<float>   bias_buf, state_buf;
-    static thread_local std::vector<uint8_t> open_buf, values_buf;
+    static thread_local std::vector<uint8_t> open_buf, values_buf, keys_buf;
     static thread_local ChunkedAttention     chunked;
     uint8_t *                                open = scratch(open_buf, (shared ? 1 : s.block + 1) * TILES);
     MaskRows                                 own; // filled for one segment at a time
@@ -141,30 +176,44 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         };
         const int64_t c_end = std::min(s.n_kv, (split + 1) * s.split);
         for (int64_t c0 = split * s.split; c0 < c_end; c0 += SEGMENT) {
-            const int64_t  n_tiles = (std::min(c0 + SEGMENT, c_end) - c0) / TILE;
-            const MaskRows mask    = shared ? mask_rows(dst->src[8], s.n_kv).of(t0, c0) : own;
-            std::fill(open, open + n_tiles, (uint8_t) 0);
-            for (int64_t t = 0; t < n_tok; ++t) {
-                uint8_t * seen = mask.open + t * mask.open_stride;
-                if (!shared) {
-                    fill_mask_row(layer, inputs, t0 + t, c0, n_tiles * TILE, mask.bias + t * mask.bias_stride, seen);
-                }
-                std::transform(seen, seen + n_tiles, open, open, std::bit_or<uint8_t>());
-            }
-            const OpenTiles tiles = open_tiles(open, n_tiles);
-            if (tiles.first >= tiles.last) {
-                continue;
-            }
-            const int64_t  c    = tiles.first * TILE;
-            const MaskRows rows = mask.of(0, c);
+            const int64_t n_tiles = (std::min(c0 + SEGMENT, c_end) - c0) / TILE;
+            MaskRows      mask    = own;
+            OpenTiles     tiles   = { 0, 0 };
             for (int64_t h = h0; h < h1; ++h) {
+                if (h == h0 || n_masks(inputs.mask) > 1) {
+                    if (shared) {
+                        const int64_t first = mask_of(inputs.mask, h) * s.n_tokens;
+                        mask                = mask_rows(extra, s.n_kv).of(first + t0, c0);
+                    }
+                    std::fill(open, open + n_tiles, (uint8_t) 0);
+                    for (int64_t t = 0; t < n_tok; ++t) {
+                        uint8_t * seen = mask.open + t * mask.open_stride;
+                        if (listed) {
+                            const int32_t * cells = (const int32_t *) extra->data + t0 * s.n_kv + c0;
+                            fill_listed_row(inputs, cells, h, t0, n_tiles * TILE, mask.bias, seen);
+                        } else if (!shared) {
+                            fill_mask_row(layer, inputs, h, t0 + t, c0, n_tiles * TILE,
+                                          mask.bias + t * mask.bias_stride, seen);
+                        }
+                        std::transform(seen, seen + n_tiles, open, open, std::bit_or<uint8_t>());
+                    }
+                    tiles = open_tiles(open, n_tiles);
+                }
+                if (tiles.first >= tiles.last) {
+                    continue;
+                }
+                const int64_t   c    = tiles.first * TILE;
+                const MaskRows  rows = mask.of(0, c);
                 const RowStates all  = state_of(h);
                 const RowStates into = s.n_split > 1 ? all : later; // the only segment of the split
                 if (s.n_split == 1) {
                     later.clear();
                 }
                 alibi_slopes(layer, h * s.n_group, s.n_group, slope);
-                AttendArgs a = args_of(h, c0 + c, tiles.last * TILE - c, rows, into);
+                AttendArgs a = args_of(h, listed ? 0 : c0 + c, tiles.last * TILE - c, rows, into);
+                if (listed) {
+                    gather(a, (const int32_t *) extra->data + t0 * s.n_kv + c0 + c, codec.latent, keys_buf, values_buf);
+                }
                 if (codec.latent) {
                     make_values(a, tiles.last - tiles.first, values_buf);
                 }

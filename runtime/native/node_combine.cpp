@@ -7,7 +7,7 @@ namespace subkv {
 
 //
 // combine: dst F32 [d_v * n_head, n_tokens]
-//          src: partial, q, fresh, window rows, mask, tokens, slots, k_view (shape), sinks (optional)
+//          src: partial, q, fresh, window rows, mask, tokens, slots, k_view or list of chosen cells (shape), sinks or none
 //
 
 namespace {
@@ -47,6 +47,7 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
                   ExactKeys & keys) {
     const ggml_tensor * fresh    = dst->src[2];
     const ggml_tensor * window   = dst->src[3];
+    const ggml_tensor * mask     = dst->src[4];
     const int32_t *     tokens   = (const int32_t *) dst->src[5]->data;
     const int32_t *     slots    = (const int32_t *) dst->src[6]->data;
     const int64_t       n_slots  = dst->src[6]->ne[0];
@@ -76,8 +77,11 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
     }
     // a fresh row may be another sequence's, of the same position
     const auto sees = [&](int64_t t, int64_t j) {
-        return is_exact(tokens[4 * j], tokens[4 * t], n_sink, n_recent) &&
-               mask_value(dst->src[4], t * s.n_kv + tokens[4 * j + 2]) != -INFINITY;
+        bool open = false; // to any KV head
+        for (int64_t h = 0; h < n_masks(mask) && !open; ++h) {
+            open = mask_value(mask, mask_row(mask, h, t) + tokens[4 * j + 2]) != -INFINITY;
+        }
+        return open && is_exact(tokens[4 * j], tokens[4 * t], n_sink, n_recent);
     };
     const int64_t stream = t0 / s.n_tps;
     for (int64_t j = stream * s.n_tps; layer.window->n_slots() > 0 && j < (stream + 1) * s.n_tps; ++j) {
@@ -160,8 +164,10 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             ops.reconstruct(head.decode, head.rank, d_v, coef, out + r * d_v);
         }
 
-        if (gathered != i_run) {
-            gather_exact(layer, dst, s, t0, n_tok, keys);
+        if (gathered != i_run || n_masks(mask) > 1) {
+            if (gathered != i_run) {
+                gather_exact(layer, dst, s, t0, n_tok, keys);
+            }
             gathered             = i_run;
             const int64_t n_keys = (int64_t) keys.keys.size();
             float *       bias   = scratch(bias_buf, std::max<int64_t>(1, n_tok * n_keys));
@@ -169,7 +175,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 for (int64_t i = 0; i < n_keys; ++i) {
                     const ExactKeys::Key & key   = keys.keys[(size_t) i];
                     const bool             exact = key.row && is_exact(key.pos, tokens[4 * (t0 + t)], n_sink, n_recent);
-                    bias[t * n_keys + i]         = exact ? mask_value(mask, (t0 + t) * s.n_kv + key.cell) : -INFINITY;
+                    bias[t * n_keys + i] = exact ? mask_value(mask, mask_row(mask, h, t0 + t) + key.cell) : -INFINITY;
                 }
             }
         }

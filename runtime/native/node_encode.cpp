@@ -91,11 +91,12 @@ int64_t query_runs(int64_t n_tokens) {
     return (n_tokens + TILE - 1) / TILE;
 }
 
-// Does any of these tokens see a coded cell? In short texts all are exact.
-bool any_sees(const ggml_tensor * mask, int64_t t0, int64_t t1) {
-    const int64_t  n_kv = mask->src[1]->ne[0];
-    const MaskRows rows = mask_rows(mask, n_kv);
-    for (int64_t t = t0; t < t1; ++t) {
+// Does any of these tokens see a coded cell of KV head h? In short texts all are exact.
+bool any_sees(const ggml_tensor * mask, int64_t h, int64_t t0, int64_t t1) {
+    const int64_t  n_kv  = mask->src[1]->ne[0];
+    const MaskRows rows  = mask_rows(mask, n_kv);
+    const int64_t  first = mask_of(mask->src[0], h) * mask->src[2]->ne[1];
+    for (int64_t t = first + t0; t < first + t1; ++t) {
         const uint8_t * open = rows.open + t * rows.open_stride;
         if (std::find(open, open + n_kv / TILE, (uint8_t) 1) != open + n_kv / TILE) {
             return true;
@@ -111,17 +112,18 @@ void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const gg
     const int64_t head   = unit / n_runs;
     const int64_t t0     = unit % n_runs * TILE;
     const int64_t n      = std::min<int64_t>(TILE, q->ne[2] - t0);
-    if (mask && !any_sees(mask, t0, t0 + n)) {
+
+    const auto &  codec   = *layer.codec;
+    const int64_t n_group = layer.n_head / codec.n_head_kv;
+    const int64_t h       = head / n_group;
+    if (mask && !any_sees(mask, h, t0, t0 + n)) {
         return;
     }
-    const auto &           codec   = *layer.codec;
-    const Ops &            ops     = subkv::ops();
-    const int64_t          n_group = layer.n_head / codec.n_head_kv;
-    const int64_t          h       = head / n_group;
-    const HeadCodec &      key     = codec.k[(size_t) h];
-    const ProjectedQueries out     = projected_queries(layer, dst, q->ne[2]);
-    const int64_t          first   = t0 * n_group + head % n_group; // row of KV head h
-    const int64_t          row     = h * q->ne[2] * n_group;        // its first of all heads
+    const Ops &            ops   = subkv::ops();
+    const HeadCodec &      key   = codec.k[(size_t) h];
+    const ProjectedQueries out   = projected_queries(layer, dst, q->ne[2]);
+    const int64_t          first = t0 * n_group + head % n_group; // row of KV head h
+    const int64_t          row   = h * q->ne[2] * n_group;        // its first of all heads
     ops.project(key.decode, key.rank, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
                 layer.scale * codec.gamma[(size_t) h], out.qt + row * out.width + first * key.rank, n_group * key.rank);
     if (key.offset) { // not times gamma: the mean is added back as it is

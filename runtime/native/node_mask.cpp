@@ -38,26 +38,142 @@ bool row_of_floats(const float * mask, const int32_t * cell_pos, int32_t pos, in
 }
 
 //
-// mask: dst F32 [n_kv and n_kv / TILE bytes, n_tokens] | src: mask, cell_pos, tokens
+// mask: dst F32 [n_kv and n_kv / TILE bytes, n_tokens * masks] | src: mask, cell_pos, tokens
 //
 
 void mask_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &   layer   = *(const LayerNodes *) userdata;
-    const int64_t  n_kv    = dst->src[1]->ne[0];
-    const int64_t  n_tiles = n_kv / TILE;
-    const MaskRows out     = mask_rows(dst, n_kv);
-    for (int64_t t = 0; t < dst->ne[1]; ++t) {
+    const auto &   layer    = *(const LayerNodes *) userdata;
+    const int64_t  n_kv     = dst->src[1]->ne[0];
+    const int64_t  n_tiles  = n_kv / TILE;
+    const MaskRows out      = mask_rows(dst, n_kv);
+    const int64_t  n_tokens = dst->src[2]->ne[1];
+    for (int64_t row = 0; row < dst->ne[1]; ++row) {
         const int64_t first = n_tiles * ith / nth;
         const int64_t last  = n_tiles * (ith + 1) / nth;
-        fill_mask_row(layer, { dst->src[0], dst->src[1], dst->src[2] }, t, first * TILE, (last - first) * TILE,
-                      out.bias + t * out.bias_stride + first * TILE, out.open + t * out.open_stride + first);
+        fill_mask_row(layer, { dst->src[0], dst->src[1], dst->src[2] }, row / n_tokens, row % n_tokens, first * TILE,
+                      (last - first) * TILE, out.bias + row * out.bias_stride + first * TILE,
+                      out.open + row * out.open_stride + first);
+    }
+}
+
+//
+// chosen mask: dst F32 or F16 as the mask | src: mask, chosen
+//
+
+template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hidden) {
+    const ggml_tensor * mask   = dst->src[0];
+    const ggml_tensor * chosen = dst->src[1];
+    const int64_t       n_kv   = dst->ne[0];
+    const int64_t       first  = n_kv * ith / nth;
+    const int64_t       last   = n_kv * (ith + 1) / nth;
+    for (int64_t s = 0; s < dst->ne[3]; ++s) {
+        for (int64_t t = 0; t < dst->ne[1]; ++t) {
+            const auto * cells =
+                (const int32_t *) ((const char *) chosen->data + t * chosen->nb[1] + s * chosen->nb[3]);
+            const auto * in  = (const T *) ((const char *) mask->data + t * mask->nb[1] + s * mask->nb[3]);
+            auto *       out = (T *) ((char *) dst->data + t * dst->nb[1] + s * dst->nb[3]);
+            std::fill(out + first, out + last, hidden);
+            for (int64_t i = 0; i < chosen->ne[0]; ++i) {
+                if (cells[i] >= first && cells[i] < last) {
+                    out[cells[i]] = in[cells[i]];
+                }
+            }
+        }
+    }
+}
+
+void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
+    if (dst->type == GGML_TYPE_F32) {
+        hide_others<float>(dst, ith, nth, -INFINITY);
+    } else {
+        hide_others<ggml_fp16_t>(dst, ith, nth, 0xFC00);
+    }
+}
+
+//
+// chosen cells: dst I32 as build_chosen_cells says | src: seen, chosen, cell_pos, tokens
+//
+
+void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &        layer    = *(const LayerNodes *) userdata;
+    const ggml_tensor * seen     = dst->src[0];
+    const ggml_tensor * chosen   = dst->src[1];
+    const ggml_tensor * cell_pos = dst->src[2];
+    const int32_t *     tokens   = (const int32_t *) dst->src[3]->data;
+    const int64_t       n_kv     = seen->ne[0];
+    const int64_t       n_tps    = dst->ne[1];
+    const int32_t       n_sink   = layer.window->n_sink();
+    const int32_t       n_recent = layer.window->n_recent();
+
+    static thread_local std::vector<uint64_t> marks_buf;
+    const int64_t                             n_words = (n_kv + 63) / 64;
+    for (int64_t t = ith; t < n_tps * dst->ne[3]; t += nth) {
+        const auto * from =
+            (const int32_t *) ((const char *) chosen->data + t % n_tps * chosen->nb[1] + t / n_tps * chosen->nb[3]);
+        const auto * pos  = (const int32_t *) cell_pos->data + t / n_tps * n_kv;
+        auto *       out  = (int32_t *) dst->data + t * dst->ne[0];
+        const auto   row  = mask_row(seen, 0, t);
+        uint64_t *   mark = scratch(marks_buf, n_words);
+        std::fill(mark, mark + n_words, (uint64_t) 0);
+        for (int64_t i = 0; i < chosen->ne[0]; ++i) {
+            const int32_t c = from[i];
+            if (c >= 0 && c < n_kv && !is_exact(pos[c], tokens[4 * t], n_sink, n_recent) &&
+                mask_value(seen, row + c) != -INFINITY) {
+                mark[c / 64] |= (uint64_t) 1 << c % 64;
+            }
+        }
+        int64_t n = 0;
+        for (int64_t w = 0; w < n_words; ++w) {
+            for (uint64_t rest = mark[w]; rest != 0; rest &= rest - 1) {
+                out[n++] = (int32_t) (64 * w + __builtin_ctzll(rest));
+            }
+        }
+        std::fill(out + n, out + dst->ne[0], -1);
     }
 }
 
 } // namespace
 
-void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
-                   uint8_t * open) {
+ggml_tensor * build_chosen_mask(const AttnBuild & b) {
+    if (!b.chosen) {
+        return b.mask;
+    }
+    if (b.inputs->chosen != b.chosen) {
+        ggml_tensor * args[]   = { b.mask, b.chosen };
+        b.inputs->chosen       = b.chosen;
+        b.inputs->chosen_cells = nullptr;
+        b.inputs->chosen_mask  = ggml_custom_4d(b.ctx, b.mask->type, b.mask->ne[0], b.mask->ne[1], b.mask->ne[2],
+                                                b.mask->ne[3], args, 2, chosen_mask_op, GGML_N_TASKS_MAX, nullptr);
+        ggml_set_name(b.inputs->chosen_mask, "subkv_chosen_mask");
+    }
+    return b.inputs->chosen_mask;
+}
+
+ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen) {
+    if (!b.chosen || layer.device || layer.adaptive || n_masks(seen) > 1) {
+        return nullptr;
+    }
+    // What a cell costs by way of a list, which is mostly fetching lines that hold other cells, too, over what attending to
+    // it in its tile does: measured (kernels/NOTES.md) and, where few query heads share a row, never less than it saves
+    // tokens of a prompt to unpack tiles together.
+    const int64_t n_tokens = b.inputs->tokens->ne[1];
+    const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
+    const int64_t dear     = 2 + (layer.codec->latent ? 140 : 250) / n_group;
+    const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
+    if (dear * n > seen->ne[0] || (n_tokens > FEW_TOKENS && n_group < 64)) {
+        return nullptr;
+    }
+    if (!b.inputs->chosen_cells) {
+        ggml_tensor * args[]   = { seen, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
+        b.inputs->chosen_cells = ggml_custom_4d(b.ctx, GGML_TYPE_I32, n, seen->ne[1], 1, seen->ne[3], args, 4,
+                                                chosen_cells_op, GGML_N_TASKS_MAX, &layer);
+        ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
+    }
+    return b.inputs->chosen_cells;
+}
+
+void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t h, int64_t t, int64_t c0, int64_t n,
+                   float * bias, uint8_t * open) {
     const int64_t   n_kv     = in.cell_pos->ne[0];
     const int64_t   n_tps    = in.tokens->ne[1] / in.cell_pos->ne[1];
     const int32_t * cell_pos = (const int32_t *) in.cell_pos->data + t / n_tps * n_kv + c0;
@@ -65,7 +181,7 @@ void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, i
     const int32_t   n_sink   = layer.window->n_sink();
     const int32_t   n_recent = layer.window->n_recent();
     for (int64_t c = 0; c < n; c += TILE) {
-        const int64_t at = t * n_kv + c0 + c;
+        const int64_t at = mask_row(in.mask, h, t) + c0 + c;
         open[c / TILE] =
             in.mask->type == GGML_TYPE_F32 ?
                 row_of_floats((const float *) in.mask->data + at, cell_pos + c, pos, n_sink, n_recent, bias + c) :
@@ -82,17 +198,17 @@ MaskRows mask_rows(const ggml_tensor * node, int64_t n_kv) {
     return rows;
 }
 
-ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b) {
+ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
     const int64_t n_tokens = b.inputs->tokens->ne[1];
-    if (layer.device || n_tokens > FEW_TOKENS) {
+    if (layer.device || n_tokens * n_masks(mask) > FEW_TOKENS) {
         return nullptr;
     }
     ggml_tensor *& made = b.inputs->coded_mask;
-    if (!made || made->src[0] != b.mask) {
+    if (!made || made->src[0] != mask) {
         const int64_t n_kv   = b.inputs->cell_pos->ne[0];
-        ggml_tensor * args[] = { b.mask, b.inputs->cell_pos, b.inputs->tokens };
-        made = ggml_custom_4d(b.ctx, GGML_TYPE_F32, n_kv + (n_kv / TILE + 3) / 4, n_tokens, 1, 1, args, 3, mask_op,
-                              GGML_N_TASKS_MAX, &layer);
+        ggml_tensor * args[] = { mask, b.inputs->cell_pos, b.inputs->tokens };
+        made = ggml_custom_4d(b.ctx, GGML_TYPE_F32, n_kv + (n_kv / TILE + 3) / 4, n_tokens * n_masks(mask), 1, 1, args,
+                              3, mask_op, GGML_N_TASKS_MAX, &layer);
         ggml_set_name(made, "subkv_mask");
     }
     return made;

@@ -23,10 +23,11 @@
 
 namespace subkv {
 
-AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * k_view) {
+AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * cells) {
+    const bool  listed = cells->type == GGML_TYPE_I32;
     AttendShape s;
-    s.n_kv      = k_view->ne[1];
-    s.n_stream  = k_view->ne[2];
+    s.n_kv      = cells->ne[listed ? 0 : 1];
+    s.n_stream  = cells->ne[listed ? 3 : 2];
     s.n_tokens  = q->ne[2];
     s.n_tps     = s.n_tokens / s.n_stream;
     s.n_head_kv = layer.codec->n_head_kv;
@@ -36,7 +37,7 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         s.width = std::max<int64_t>(s.width, head.rank);
     }
     // about 128 query rows per block share the unpacking of codes
-    s.block               = std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
+    s.block               = listed ? 1 : std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
@@ -190,12 +191,18 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (layer.device) {
         layer.device->prepare();
     }
-    ggml_tensor *     q       = as_f32(ctx, b.q);
-    const auto &      codec   = *layer.codec;
-    const AttendShape s       = attend_shape(layer, q, b.k_view);
+    ggml_tensor * q     = as_f32(ctx, b.q);
+    const auto &  codec = *layer.codec;
+    ggml_tensor * seen  = build_chosen_mask(b);
+    if (layer.device && n_masks(seen) > 1) {
+        fail("this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
+             "expected (-ngl 0, or offload_kqv off), a GPU found");
+    }
+    ggml_tensor *     list    = build_chosen_cells(layer, b, seen);
+    ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, seen);
+    const AttendShape s       = attend_shape(layer, q, list ? list : b.k_view);
     const int64_t     width   = fresh_width(layer);
     const int64_t     n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
-    ggml_tensor *     mask    = build_mask_node(layer, b);
     ggml_tensor *     window  = layer.window_rows().tensor;
     ggml_tensor *     queries = nullptr; // the node that projects them; on a GPU any
 
@@ -238,12 +245,17 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         b.inputs->shared[layer.owner] = rows;
     }
     ggml_tensor * v_view = codec.latent ? b.k_view : b.v_view;
-    args                 = { q, queries, b.k_view, v_view, b.mask, b.inputs->cell_pos, b.inputs->tokens, rows.written };
+    args                 = { q, queries, b.k_view, v_view, seen, b.inputs->cell_pos, b.inputs->tokens, rows.written };
+    if (list) {
+        args.push_back(list);
+    }
     add_mask();
     ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1, args, attend_op, NodeKind::ATTEND, "attend");
 
     ggml_tensor * fresh = rows.fresh;
-    args = { partial, q, fresh, window ? window : fresh, b.mask, b.inputs->tokens, b.inputs->slots, b.k_view };
+    args                = {
+        partial, q, fresh, window ? window : fresh, seen, b.inputs->tokens, b.inputs->slots, list ? list : b.k_view
+    };
     if (b.sinks) {
         args.push_back(b.sinks);
     }

@@ -38,7 +38,8 @@ struct AttendShape {
 // A query row's state takes in that of later cells: max m, sum z, values acc [n].
 void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later, int64_t n);
 
-AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * k_view);
+// cells: what is attended to, a view of the keys' tiles or a list of chosen cells for every token (build_chosen_cells).
+AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * cells);
 
 inline const float * row_f32(const ggml_tensor * t, int64_t head, int64_t token) {
     return (const float *) ((const char *) t->data + head * t->nb[1] + token * t->nb[2]);
@@ -123,12 +124,34 @@ struct MaskInputs {
     const ggml_tensor *mask, *cell_pos, *tokens;
 };
 
-// Cells [c0, c0 + n) of token t: bias [n], open [n / TILE].
-void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t t, int64_t c0, int64_t n, float * bias,
-                   uint8_t * open);
+// Masks of a token: one, or one for each KV head; which of them is head h's, and where its values of a token begin.
+inline int64_t n_masks(const ggml_tensor * mask) {
+    return mask->ne[2];
+}
 
-// A node with the rows of few tokens, which all coded layers of a graph share; nullptr: every attend fills its own.
-ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b);
+inline int64_t mask_of(const ggml_tensor * mask, int64_t h) {
+    return mask->ne[2] > 1 ? h : 0;
+}
+
+inline int64_t mask_row(const ggml_tensor * mask, int64_t h, int64_t t) {
+    const int64_t n_tps = mask->ne[1];
+    return ((t / n_tps * mask->ne[2] + mask_of(mask, h)) * n_tps + t % n_tps) * mask->ne[0];
+}
+
+// Cells [c0, c0 + n) of token t and KV head h: bias [n], open [n / TILE].
+void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t h, int64_t t, int64_t c0, int64_t n,
+                   float * bias, uint8_t * open);
+
+// I32 [n, n_tokens / streams, 1, streams]: chosen cells that a token sees through their codes, ascending, then -1; n a
+// multiple of TILE. nullptr: reading all tiles under the mask `seen` is cheaper.
+ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen);
+
+// A mask as b.mask in which all but the chosen cells are hidden; b.mask itself where all are chosen.
+ggml_tensor * build_chosen_mask(const AttnBuild & b);
+
+// A node with the rows of few tokens, of every mask in turn, which all coded layers of a graph share; nullptr: every
+// attend fills its own.
+ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 
 void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata);   // LayerNodes, adaptive only

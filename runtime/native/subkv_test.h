@@ -15,9 +15,11 @@ SUBKV_API int32_t      subkv_ops_count(void); // versions that run on this proce
 SUBKV_API const char * subkv_ops_name(int32_t i);
 SUBKV_API const void * subkv_ops_table(int32_t i); // const subkv::Ops *
 // The functions of ops.h of these names; codec: const subkv::HeadCodec *, ops: of subkv_ops_table.
-SUBKV_API void    subkv_row_to_tile(const void * codec, const uint8_t * row, uint8_t * tile, int64_t cell);
-SUBKV_API void    subkv_tile_to_row(const void * codec, const uint8_t * tile, int64_t cell, uint8_t * row);
-SUBKV_API void    subkv_keys_to_values(const void * values, const uint8_t * key_tile, uint8_t * value_tile);
+SUBKV_API void subkv_row_to_tile(const void * codec, const uint8_t * row, uint8_t * tile, int64_t cell);
+SUBKV_API void subkv_tile_to_row(const void * codec, const uint8_t * tile, int64_t cell, uint8_t * row);
+SUBKV_API void subkv_keys_to_values(const void * values, const uint8_t * key_tile, uint8_t * value_tile);
+SUBKV_API void subkv_gather_cells(const void * codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells,
+                                  int64_t n, uint8_t * out);
 SUBKV_API int64_t subkv_ops_encode_rows(const void * ops, const void * codec, const float * x, int64_t ldx, int64_t n,
                                         uint8_t * rows);
 SUBKV_API void    subkv_ops_dequantize_rows(const void * ops, const void * codec, const uint8_t * rows, int64_t n,

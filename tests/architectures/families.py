@@ -174,6 +174,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "attention.head_count_kv": [0, 1],
         "attention.indexer.kpool": 2,
+        "attention.indexer.top_k": 32,  # as of dots3note
         "rope.dimension_count": 0,
         "attention.key_length": 64,
     },
@@ -186,6 +187,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention.key_length_mla_swa": HEAD + 16,
         "attention.value_length_mla_swa": HEAD,
         "rope.freq_base_swa": 10000.0,
+        "attention.indexer.types": [False, True],  # the sliding layer has none
+        "attention.indexer.top_k": 36,  # no two cells that are as good for the last place as roundings are large
     },
     "hy_v4": EXPERTS | MLA | INDEXER | HYPER | {"swiglu_clamp_exp": 7.0},
     "deepseek4": EXPERTS
@@ -219,6 +222,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arwkv7": RWKV | {"token_shift_count": 1},
     **{arch: {"tokenizer.ggml.token_type_count": 1} | MHA for arch in _BERT.split()},
 }
+
+FLASH_ONLY = ("minimax-m3",)  # without flash attention llama.cpp lets all tokens see all cells
 
 NOT_BUILT = {
     "clip": "no text model: a name for quantizing",

@@ -12,7 +12,7 @@ import engine
 import numpy as np
 import virtual
 from engine import SUBKV, C, Logits, Refused, Session, session
-from families import NOT_BUILT
+from families import FLASH_ONLY, NOT_BUILT
 from test_variants import shape_of
 
 WINDOW = (4, 16, 8)  # sinks, recent, rollback
@@ -48,6 +48,7 @@ class Trial:
 
     def __init__(self, model: virtual.Model) -> None:
         self.model = model
+        self.options: dict[str, Any] = {"flash_attn": 1} if model.arch in FLASH_ONLY else {}
         rng = np.random.default_rng(11)
         self.tokens, self.others = (rng.integers(2, model.n_vocab, N_TOKENS).tolist() for _ in range(2))
         with self.plain() as s:
@@ -55,10 +56,10 @@ class Trial:
         self.used = np.abs(self.expected[0]) < 1e9  # some suppress logits of pictures or sounds
 
     def plain(self, **options: Any) -> Any:
-        return session(self.model, threads=1, **options)
+        return session(self.model, threads=1, **self.options | options)
 
     def coded(self, layout: Any, **options: Any) -> Any:
-        return session(self.model, layout, window=WINDOW, threads=1, **options)
+        return session(self.model, layout, window=WINDOW, threads=1, **self.options | options)
 
     def distance(self, a: Logits, b: Logits) -> float:
         """As engine.distance, of the logits that mean something."""
@@ -127,7 +128,8 @@ class Trial:
 
     def sequences(self, opened: Callable[..., Any], whole: Logits, other: Logits) -> float:
         """Distance that company makes; `opened` gives sessions that alone find `whole` and `other`."""
-        return max(self._sequences(opened, whole, other, unified) for unified in (False, True))
+        ways = (True,) if C.llama_model_has_encoder(self.model.handle) else (False, True)  # llama.cpp ends the process
+        return max(self._sequences(opened, whole, other, unified) for unified in ways)
 
     def _sequences(self, opened: Callable[..., Any], whole: Logits, other: Logits, unified: bool) -> float:
         """Two sequences in the same batches, then one that goes on beside its copy."""
@@ -152,9 +154,10 @@ def bases(model: virtual.Model, folder: Path, bits: int) -> Any:
     Of latent attention, for which a model's layers are all alike, they have two blocks.
     """
     d_k, d_v = (int(model.keys.get(f"attention.{name}", 0)) for name in ("key_length", "kv_lora_rank"))
-    if "attention.key_length_mla" in model.keys and d_k > d_v:
+    if "attention.key_length_mla" in model.keys and d_k >= d_v:
         n = model.keys["block_count"]
-        layers = engine.latent_layers([(d_v, bits), (d_k - d_v, bits)], d_k, d_v, n)
+        blocks = [(d_v, bits), (d_k - d_v, bits)][: 1 + (d_k > d_v)]
+        layers = engine.latent_layers(blocks, d_k, d_v, n)
         handle = engine.load_latent(folder / f"{bits}.gguf", layers, arch=model.arch, block_count=n)
         assert handle, engine.last_error()
         return handle

@@ -39,6 +39,39 @@ Some models go by another name: DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and GLM
 `deepseek2`, Ling 3.0 is `bailingmoe3`. These, `mistral4`, `kimi-linear` and `kimi-k3` have latent
 attention (MLA): bases are made of their weights, and `convert` calibrates them.
 
+## Sparse attention
+
+In these architectures an indexer chooses the cells that a token attends to. Its keys lie in a cache
+of their own, of the type that `-ctk` names, f16 beside a coded cache; a coded cache holds the K/V
+rows. Sizes are elements per token and layer: with a latent of r and t turned elements, KV heads g
+of d, an indexer's key of i.
+
+| architecture | K/V row | indexer's keys | who chooses | what a token reads |
+|---|---|---|---|---|
+| deepseek32 | r + t | i in every layer | one choice for all heads | the k best cells |
+| glm-dsa | r + t | i, in layers with an indexer | ditto | ditto |
+| hy_v4 | r + t | ditto | the layer, or one before it | ditto |
+| dots3note | r + t in full layers | ditto | ditto | ditto; sliding layers: their window |
+| glm5-next | r, beside recurrent layers | 3 i: key, gate, mean of a pool | ditto | pools of cells, and the rest |
+| qwen4exp | 2 g d, beside recurrent layers | i | one choice for all heads | blocks of cells, and the rest |
+| minimax-m3 | 2 g d | i | every KV head | blocks of positions, the last ones always |
+| deepseek4 | a window, and compressed rows | i of compressed rows | one choice | refused: its own cache |
+
+DeepSeek-V3.2 has r 512, t 64, i 128 and k 2048: 1152 + 256 bytes per token and layer in f16, and
+306 + 256 at 4.25 bits.
+
+- Few tokens, or many query heads on one row: a token's cells are copied out of their tiles, and
+  attended to alone. Otherwise all tiles are read under a mask; those that hold no chosen cell are
+  skipped ([NOTES](../kernels/NOTES.md#chosen-cells)).
+- A choice is llama.cpp's own. Where two cells are as good as roundings are large, another way of
+  splitting a prompt may choose the other one, with every cache type. Splits are not equal to the
+  bit here.
+- Two sequences in one batch of shared cells (`-kvu`) get other logits than alone in the pinned
+  llama.cpp, with f16, too (*as f16* below).
+- minimax-m3 attends to all cells unless flash attention is on; so does llama.cpp with f16.
+- On GPU backends minimax-m3 and t5 are refused, whose KV heads have masks of their own, and latent
+  attention stays on the CPU; qwen4exp was not tried there.
+
 """
 
 
@@ -77,6 +110,12 @@ def page(rows: list[str]) -> str:
     head = ["architecture", "", "coded", *PROMISES, "reason"]
     table = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|" + "---|" * len(head), *rows]
     return TEXT + summary(rows) + "\n" + "\n".join(table) + "\n"
+
+
+def written() -> list[str]:
+    """The lines of the page's last table, below its head."""
+    table = PAGE.read_text("utf-8").rpartition("\n\n")[2]
+    return table.splitlines()[2:]
 
 
 def main() -> None:

@@ -133,14 +133,15 @@ class Model(engine.Model):
         self.n_vocab = C.llama_vocab_n_tokens(self.vocab)
 
 
-def write(path: Path, arch: str, seed: int = 0, **keys: Any) -> Path:
+def write(path: Path, arch: str, seed: int = 0, drafting: bool = False, **keys: Any) -> Path:
     """The same model as a file, with the vocabulary of tests/tiny.py; returns its path.
 
-    Layers that only predict further tokens are left out, as files may do: of their tensors llama.cpp takes some.
+    Layers that only predict further tokens are left out unless drafting, as files may do: of their tensors llama.cpp
+    takes some.
     """
     with model(arch, seed, **keys, vocab_size=tiny.N_VOCAB) as m:
         n_layer = m.keys["block_count"] - m.keys.get("nextn_predict_layers", 0)
-        left_out = tuple(f"blk.{il}." for il in range(n_layer, m.keys["block_count"]))
+        left_out = () if drafting else tuple(f"blk.{il}." for il in range(n_layer, m.keys["block_count"]))
         tensors = {name: values(seed, name, ne) for name, ne in m.shapes.items() if not name.startswith(left_out)}
         return tiny.write(path, tiny.Model(arch, seed, {"dtype": "f32"}, m.keys, tensors), 0)
 

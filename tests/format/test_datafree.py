@@ -389,7 +389,7 @@ def test_latent_rows_as_large_as_real_ones(tiny_model: Models) -> None:
 
 def test_latent_attention_that_is_not_hooked(tiny_model: Models) -> None:
     with Gguf(tiny_model("deepseek2")) as base:
-        other = Changed(base, architecture="deepseek32", block_count=2)
+        other = Changed(base, architecture="deepseek4", block_count=2)
         other.values |= {"head_count": 4, "head_count_kv": 1, "key_length_mla": 32}
         with pytest.raises(CacheError, match=r"multi-head latent \(MLA\) of another form than that of deepseek2, "):
             datafree.plan(other, options())

@@ -77,6 +77,27 @@ def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -
 
 @EXAMPLES
 @ANY
+@pytest.mark.parametrize("narrow", [*NARROW, None], ids=lambda layout: layouts.name(layout) if layout else "any")
+def test_gathered_cells_are_their_rows(
+    lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
+) -> None:
+    """In the order of the list, from tiles that are further apart than their size; -1 is a zero row, as is the rest."""
+    rng = np.random.default_rng(seed)
+    head = any_head(narrow or layout, value, rng)
+    size, n = TILE * head.row_bytes, int(rng.integers(1, 2 * TILE))
+    tiles = any_bytes(rng, 3, size + 64)
+    cells = rng.integers(-1, 3 * TILE, n).astype(np.int32)
+    out = any_bytes(rng, -(-n // TILE) * size + 1)
+    guard = out[-1]
+    lib.subkv_gather_cells(head.ref(), o.ptr(tiles), size + 64, o.ptr(cells), n, o.ptr(out))
+    rows = o.to_rows(head, np.ascontiguousarray(tiles[:, :size]))
+    found = o.to_rows(head, out[:-1].reshape(-1, size))
+    assert np.array_equal(found[:n][cells >= 0], rows[cells[cells >= 0]]) and out[-1] == guard
+    assert not found[:n][cells < 0].any() and not found[n:].any()
+
+
+@EXAMPLES
+@ANY
 def test_a_tile_is_its_rows_and_nothing_else(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
     """All rows of one tile into another give the same bytes."""
     rng = np.random.default_rng(seed)

@@ -93,6 +93,21 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert refused.stderr.startswith("--kv-heads: expected 1 with latent attention")
 
 
+def test_chosen_cells(tmp_path: Path) -> None:
+    """The shape has all of an indexer's tensors, and its rows are coded."""
+    model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"
+    small = [*SMALL, "--kv-heads", 1, "--head-size", 64]
+    assert run("deepseek-v3.2", *small, "-o", model).exit_code == 0
+    scores = []
+    for kind in ("f16", "subkv"):
+        with evaluated(model, bases, kind) as (llm, found):
+            scores.append(found)
+            stats = llm.kv_stats()
+            assert stats.bytes_per_token == 2 * (2 * (512 + 64 + 128) if kind == "f16" else 1 + 272 + 32), stats
+            assert stats.bytes_kv >= 2 * 512 * (2 * 128 + 305), stats  # the indexer's keys among them
+    assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
+
+
 def test_hybrid(tmp_path: Path) -> None:
     """Of four layers the third attends and has rows; a shape without any is refused."""
     model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"

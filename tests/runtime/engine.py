@@ -94,6 +94,9 @@ class Refused(Exception):
     """llama_init_from_model gave no context; the text is subkv_last_error()."""
 
 
+SOURCE = (5, 9, 2, 31, 7, 16)  # of models with an encoder
+
+
 class Session:
     """One context. Positions and sequences are the caller's business."""
 
@@ -146,6 +149,8 @@ class Session:
         if not self.ctx:
             raise Refused(last_error())
         self.memory = C.llama_get_memory(self.ctx)
+        if C.llama_model_has_encoder(model.handle):
+            self._fill(C.llama_encode, SOURCE, 0, range(n_seq_max))  # what the decoder's tokens attend to besides
 
     def close(self) -> None:
         if self.ctx:
@@ -154,7 +159,11 @@ class Session:
 
     def try_decode(self, tokens: Sequence[int], pos: int, seq: int | Sequence[int] = 0, logits: bool = True) -> int:
         """llama_decode's status; `seq` may name several sequences that share the tokens."""
-        seqs = [seq] if isinstance(seq, int) else list(seq)
+        return self._fill(C.llama_decode, tokens, pos, [seq] if isinstance(seq, int) else list(seq), logits)
+
+    def _fill(
+        self, run: Callable[..., int], tokens: Sequence[int], pos: int, seqs: Sequence[int], logits: bool = True
+    ) -> int:
         batch = C.llama_batch_init(len(tokens), 0, len(seqs))
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -164,7 +173,7 @@ class Session:
             for j, s in enumerate(seqs):
                 batch.seq_id[i][j] = s
             batch.logits[i] = logits
-        status = C.llama_decode(self.ctx, batch)
+        status = run(self.ctx, batch)
         C.llama_batch_free(batch)
         return int(status)
 

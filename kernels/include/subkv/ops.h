@@ -183,6 +183,11 @@ void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, ui
 // that a row of values is the beginning of one of keys. A tile of values from one of keys.
 void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t * value_tile);
 
+// Cells [n] of tiles, in this order, into tiles of their own that follow each other, TILE * row_bytes apart, all of them
+// written whole. A cell below 0 becomes a zero row. Rows keep their codes: what is attended to is the same.
+void gather_cells(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells, int64_t n,
+                  uint8_t * out);
+
 // A matrix as halves [r][d], for devices that hold no others. Of one in bytes every product must be a half.
 void to_halves(const Matrix & m, int64_t r, int64_t d, uint16_t * out);
 

@@ -56,6 +56,8 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
         return base.matrix(name, "its shape is a head's").shape[0] if base.has_tensor(name) else 0
 
     found, joint = [], mla.is_latent(base)
+    pattern = base.get(f"{arch}.attention.sliding_window_pattern")
+    slides = pattern if isinstance(pattern, list) else []
     further = int(base.get(f"{arch}.nextn_predict_layers") or 0) if joint else 0  # layers that draft tokens, unused
     for il in range(int(base.get(f"{arch}.block_count") or 0) - further):
         n_head = of_layer("head_count", il)
@@ -64,6 +66,8 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             continue
         if base.has_tensor(f"blk.{il}.ssm_out.weight") and not base.has_tensor(f"blk.{il}.attn_k.weight"):
             continue  # linear attention, which keeps a state instead
+        if joint and il < len(slides) and slides[il]:
+            continue  # rows of sizes of their own, in an ordinary cache
         width = int(base.get(f"{arch}.embedding_length") or 0) // n_head
         # layers of a sliding window may have sizes of their own, which their matrices tell
         d_k, d_v = (

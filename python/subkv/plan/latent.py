@@ -1,13 +1,14 @@
 """Latent attention (MLA): bases of rows whose first elements are the values, too.
 
 The first d_v elements of a row, the latent, and the others, which positions turn, are coded apart, so that values can
-be read from the first bands. An error in the latent costs what it does as a key and what it does as a value, so that
-its metric is the sum of both. Without a calibration nothing is known of what matters in a latent, and its coefficients
-are mixed evenly.
+be read from the first bands. Where nothing turns there are no others. An error in the latent costs what it does as a
+key and what it does as a value, so that its metric is the sum of both. Without a calibration nothing is known of what
+matters in a latent, and its coefficients are mixed evenly.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,10 +42,10 @@ def heads(
     Bases hold rows of d_k elements, and once more what values need of D. in_bytes: E is; narrow: all of D is.
     """
     both = budget.held_bits(shape.d_k, in_bytes, narrow)
-    return [
-        budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow)),
-        budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True),
-    ]
+    found = [budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow))]
+    if shape.d_k > shape.d_v:
+        found.append(budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True))
+    return found
 
 
 def joined(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
@@ -53,9 +54,10 @@ def joined(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands
     heads, planned: the latent and the others of all layers in turn.
     """
     out = list(planned)
-    for first in range(0, len(out), 2):
-        while len(out[first]) + len(out[first + 1]) > MAX_BANDS:
-            out[first : first + 2] = _narrowed(heads[first : first + 2], out[first : first + 2])
+    firsts = [i for i, head in enumerate(heads) if not head.joined]
+    for first, end in zip(firsts, [*firsts[1:], len(out)], strict=True):
+        while sum(map(len, out[first:end])) > MAX_BANDS:
+            out[first:end] = _narrowed(heads[first:end], out[first:end])
     return out
 
 
@@ -87,13 +89,14 @@ def coded(
     for shape in layers:
         every += heads(shape, even(shape.d_v), even(shape.d_k - shape.d_v), narrow=True)
     planned = joined(every, budget.plan_banded(every, kv_bits, overhead, LEAST))
-    out = []
-    for i, shape in enumerate(layers):
+    out, bands = [], iter(planned)
+    for shape in layers:
         parts = [
             FullBasis(spreading(d), spreading(d), np.full(d, variance), np.ones(d))
             for d, variance in zip((shape.d_v, shape.d_k - shape.d_v), variances(base, shape), strict=True)
+            if d
         ]
-        keys = stored(parts, [np.eye(len(part.encode)) for part in parts], planned[2 * i : 2 * i + 2])
+        keys = stored(parts, [np.eye(len(part.encode)) for part in parts], [next(bands) for _ in parts])
         out.append(CodedLayer(shape, (CodedHead(keys, first_values(keys, shape.d_v), 1.0),), latent=True))
     return tuple(out), budget.account(every, planned, overhead)
 
@@ -111,7 +114,7 @@ def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
     if len(latent) != shape.d_v or matrix.shape != (shape.d_k, len(norm)):
         return 1.0, 1.0
     turned = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
-    found = float(np.mean(latent**2)), float(np.mean(np.sum(turned**2, axis=1)))
+    found = float(np.mean(latent**2)), float(np.mean(np.sum(turned**2, axis=1))) if len(turned) else 1.0
     return found if all(0.0 < x < np.inf for x in found) else (1.0, 1.0)
 
 
@@ -133,14 +136,16 @@ class Fitted:
         d = stats.shape.d_v
         both = [cost.k[0, :d, :d] + cost.v[0], cost.k[0, d:, d:]]
         moments = [stats.k2[0, :d, :d], stats.k2[0, d:, d:]]
+        if stats.shape.d_k == d:
+            both, moments = both[:1], moments[:1]
         fit = fit_pca if kind == "pca" else fit_metric
         parts = _in_one_unit([fit(*pair) for pair in zip(moments, both, strict=True)])
         return cls([_priced(*pair) for pair in zip(parts, both, strict=True)], moments, both, cost)
 
     def heads(self, shape: LayerShape) -> list[budget.Head]:
         """What the planner sees of it."""
-        latent, turned = self.bases
-        return heads(shape, latent.importance, turned.importance, latent.fits_bytes and turned.fits_bytes)
+        importance = [basis.importance for basis in self.bases]
+        return heads(shape, importance[0], importance[-1], all(basis.fits_bytes for basis in self.bases))
 
     def code(self, stats: LayerStats, planned: Sequence[Bands], method: str) -> tuple[CodedHead, str]:
         """The rounded basis and gamma for the bands of both parts, and where gamma came from."""
@@ -150,12 +155,12 @@ class Fitted:
 
 
 def _in_one_unit(parts: list[FullBasis]) -> list[FullBasis]:
-    """Scaled so that an error of 1 costs the same in coefficients of both: a row has one scale, and of its candidates
+    """Scaled so that an error of 1 costs the same in coefficients of all: a row has one scale, and of its candidates
     the one of least squared error is taken, all coefficients counting alike."""
     if not all(part.importance.any() for part in parts):
         return parts
     units = [float(part.variance.sum() / part.importance.sum()) for part in parts]
-    factors = [(np.prod(units) ** 0.5 / unit) ** 0.5 for unit in units]
+    factors = [(np.prod(units) ** (1 / len(units)) / unit) ** 0.5 for unit in units]
     return [
         replace(part, encode=f * part.encode, decode=part.decode / f, variance=f**2 * part.variance)
         for part, f in zip(parts, factors, strict=True)
@@ -171,9 +176,9 @@ def _priced(part: FullBasis, cost: F64) -> FullBasis:
 
 
 def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence[Bands]) -> StoredBasis:
-    """A row's basis of two blocks. planned: bands of the latent and of the others."""
+    """A row's basis in blocks. planned: bands of the latent and of the others."""
     blocks = [store(*part) for part in zip(parts, moments, planned, strict=True)]
-    bands = planned[0] + planned[1]
+    bands = tuple(itertools.chain.from_iterable(planned))
     kept = np.concatenate([part.variance[: rank(of)] for part, of in zip(parts, planned, strict=True)])
     ratio = band_steps(bands, kept)[0].astype(np.float32)
     encode, decode = (_diagonal([getattr(block, name) for block in blocks]) for name in ("encode", "decode"))
@@ -181,8 +186,9 @@ def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence
 
 
 def _diagonal(parts: list[npt.NDArray[np.float16]]) -> npt.NDArray[np.float16]:
-    first, last = parts
-    out = np.zeros((len(first) + len(last), first.shape[1] + last.shape[1]), dtype=np.float16)
-    out[: len(first), : first.shape[1]] = first
-    out[len(first) :, first.shape[1] :] = last
+    out = np.zeros(np.sum([part.shape for part in parts], axis=0), dtype=np.float16)
+    row, column = 0, 0
+    for part in parts:
+        out[row : row + len(part), column : column + part.shape[1]] = part
+        row, column = row + len(part), column + part.shape[1]
     return out

@@ -7,7 +7,9 @@ from subkv.format.arrays import F32
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base
 
-KNOWN = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3")  # architectures
+# Architectures. Of those of CHOSEN an indexer chooses the cells that a token attends to.
+CHOSEN = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
+KNOWN = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *CHOSEN)
 WHY = "bases of latent attention (MLA) need it"
 
 

@@ -285,7 +285,7 @@ class Fit:
             coded = []
             if isinstance(fit, latent.Fitted):
                 with _of_head(stats.shape.il, 0):
-                    head, source = fit.code(stats, (next(bands), next(bands)), self.settings.gamma)
+                    head, source = fit.code(stats, [next(bands) for _ in fit.bases], self.settings.gamma)
                 sources[source] += 1
                 layers.append(CodedLayer(stats.shape, (head,), latent=True))
                 continue

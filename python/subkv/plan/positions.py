@@ -61,16 +61,18 @@ ALSO_HALVES = (
         "mimo2",
         "minicpm3",
         "minimax-m2",
+        "minimax-m3",
         "nemotron",
         "olmo2",
         "olmoe",
         "openelm",
     ),
     *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
-    *("seed_oss", "smallthinker"),
+    *("qwen4exp", "seed_oss", "smallthinker"),
 )
 # Latent attention, whose rows turn from behind the latent on, in neighbours, or not at all.
-TURNED_LATENT, STILL_LATENT = ("deepseek2",), ("kimi-linear", "kimi-k3")
+TURNED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
+STILL_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
 UNTURNED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
 # More of HALVES, and some without rotation, whose keys transformers orders as llama.cpp does.
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
