@@ -53,16 +53,20 @@ def exact_bases(model: engine.Model, path: Path, bits: Sequence[int] = (16,)) ->
 class Vision:
     """A tiny model that takes pictures, layouts of full rank for it, of 16 bits and of fewer, and a prompt."""
 
-    def __init__(self, kind: str, path: Path, folder: Path) -> None:
+    @classmethod
+    def of_file(cls, kind: str, path: Path, folder: Path) -> Vision:
+        model = engine.Model(path)
+        exact = exact_bases(model, folder / f"{kind}-exact.gguf")
+        return cls(kind, model, exact, exact_bases(model, folder / f"{kind}-coarse.gguf", [8, 6, 5, 4]))
+
+    def __init__(self, kind: str, model: engine.Model, exact: Any, coarse: Any = None) -> None:
         self.mrope = "mrope" in kind
         self.shared = kind.startswith("mrope")  # one position in time
         self.whole = kind.startswith("whole")
         self.hybrid = kind.endswith("hybrid")
-        self.model = engine.Model(path)
+        self.model, self.exact, self.coarse = model, exact, coarse
         self.slides = C.llama_model_n_swa(self.model.handle) > 0
-        self.n_embd = int(C.llama_model_n_embd(self.model.handle))
-        self.exact = exact_bases(self.model, folder / f"{kind}-exact.gguf")
-        self.coarse = exact_bases(self.model, folder / f"{kind}-coarse.gguf", [8, 6, 5, 4])
+        self.n_embd = int(C.llama_model_n_embd_inp(self.model.handle))
         rng = np.random.default_rng(5)
         words = [rng.integers(10, self.model.n_vocab - 4, n).tolist() for n in (70, 40, 30)]
         self.parts: list[Part] = [words[0], self.picture(8, 6), words[1], self.picture(2, 5, seed=1), words[2]]

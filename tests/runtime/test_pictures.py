@@ -17,7 +17,7 @@ from pictures import KINDS, Picture, Vision
 def vision(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Vision]:
-    made = Vision(request.param, tiny_model(KINDS[request.param]), tmp_path_factory.mktemp("vision"))
+    made = Vision.of_file(request.param, tiny_model(KINDS[request.param]), tmp_path_factory.mktemp("vision"))
     yield made
     made.model.free()
 
