@@ -76,7 +76,7 @@ MLA: dict[str, Any] = {
 }
 NO_VALUE_LENGTH: dict[str, Any] = {"attention.value_length": 24}  # files of these have none, or another's
 INDEXER: dict[str, Any] = {
-    "attention.indexer.head_count": 2,
+    "attention.indexer.head_count": 16,  # of few all may be below zero, and ties for a place are broken by cell
     "attention.indexer.key_length": 64,
     "attention.indexer.top_k": 8,
     "attention.indexer.block_size": 4,
@@ -154,7 +154,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"ssm.inner_size": 256},
     "mamba2": {"ssm.inner_size": 256},
     "deepseek2": EXPERTS | MLA,
-    "deepseek32": EXPERTS | MLA | INDEXER,
+    # such that no two cells are as good for the last place as roundings are large, here and below
+    "deepseek32": EXPERTS | MLA | INDEXER | {"attention.indexer.top_k": 16},
     "glm-dsa": EXPERTS | MLA | INDEXER,
     "mistral4": EXPERTS | MLA,
     "bailingmoe3": EXPERTS | MLA | NO_VALUE_LENGTH | {"attention.head_count_kv": [0, 1]},
@@ -174,7 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "attention.head_count_kv": [0, 1],
         "attention.indexer.kpool": 2,
-        "attention.indexer.top_k": 32,  # as of dots3note
+        "attention.indexer.top_k": 32,
         "rope.dimension_count": 0,
         "attention.key_length": 64,
     },
@@ -188,7 +189,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention.value_length_mla_swa": HEAD,
         "rope.freq_base_swa": 10000.0,
         "attention.indexer.types": [False, True],  # the sliding layer has none
-        "attention.indexer.top_k": 36,  # no two cells that are as good for the last place as roundings are large
+        "attention.indexer.top_k": 36,
     },
     "hy_v4": EXPERTS | MLA | INDEXER | HYPER | {"swiglu_clamp_exp": 7.0},
     "deepseek4": EXPERTS
@@ -206,7 +207,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention.key_length": 64,
         "hash_layer_count": 1,
     },
-    "minimax-m3": EXPERTS | INDEXER,
+    "minimax-m3": EXPERTS | INDEXER | {"attention.indexer.head_count": 2},  # one of each KV head
     "qwen4exp": EXPERTS | INDEXER | HYPER,
     "hrm_text": {"block_count": 4, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 1},
     "graniteswitch": {

@@ -66,9 +66,8 @@ DeepSeek-V3.2 has r 512, t 64, i 128 and k 2048: 1152 + 256 bytes per token and 
 - A choice is llama.cpp's own. Where two cells are as good as roundings are large, another way of
   splitting a prompt may choose the other one, with every cache type. Splits are not equal to the
   bit here.
-- Two sequences in one batch of shared cells (`-kvu`) get other logits than alone in the pinned
-  llama.cpp, with f16, too (*as f16* below).
-- minimax-m3 attends to all cells unless flash attention is on; so does llama.cpp with f16.
+- minimax-m3 attends to all cells unless flash attention is on, and where sequences share cells
+  (`-kvu`, *as f16* below); so does llama.cpp with f16.
 - On GPU backends minimax-m3 and t5 are refused, whose KV heads have masks of their own, and latent
   attention stays on the CPU; qwen4exp was not tried there.
 
