@@ -431,7 +431,7 @@ def write(path: Path, m: Model, split_tensors: int) -> Path:
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_pad_token_id(tokens.index("<|pad|>"))
     writer.add_add_bos_token(False)
-    writer.add_chat_template(m.template)
+    writer.add_chat_template(m.dims.get("template", TEMPLATE))
     for name, data in m.tensors.items():
         if data.dtype == np.uint8:
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.Q4_0)
