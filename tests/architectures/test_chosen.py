@@ -32,10 +32,11 @@ def listed(trial: Trial, layout: Any) -> bool:
     return b"subkv_chosen_cells" in found
 
 
-@pytest.mark.parametrize(("heads", "of_a_list"), [(4, False), (64, True)])
-def test_by_a_list_and_under_a_mask(heads: int, of_a_list: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("heads", "n_chosen", "of_a_list"), [(4, 16, False), (64, 8, True)])
+def test_by_a_list_and_under_a_mask(heads: int, n_chosen: int, of_a_list: bool, tmp_path: Path) -> None:
     """Where many query heads share a row, a token's cells are gathered; where few do, that costs more than it saves."""
-    with virtual.model("deepseek32", **{"attention.head_count": heads}) as model:
+    keys = {"attention.head_count": heads, "attention.indexer.top_k": n_chosen}
+    with virtual.model("deepseek32", **keys) as model:
         layout = bases(model, tmp_path, 16)
         try:
             trial = Trial(model)
