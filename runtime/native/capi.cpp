@@ -45,9 +45,10 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         planting = nullptr;
     }
     try {
-        if (!request.cache.layout && !desc.unsupported.empty()) {
+        const std::string & why = desc.unsupported.empty() ? desc.unobserved : desc.unsupported;
+        if (!request.cache.layout && !why.empty()) {
             const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
-            throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + desc.unsupported);
+            throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + why);
         }
         if (planter && std::any_of(desc.layers.begin(), desc.layers.end(), [](auto & l) { return l.latent; })) {
             throw std::runtime_error("model " + desc.arch +

@@ -45,6 +45,7 @@ struct CacheDesc {
     std::string             arch;
     std::string             model_path;  // of its first file; empty: unknown, the model was read from a stream
     std::string             unsupported; // why this cache cannot hold coefficients; empty: it can
+    std::string             unobserved;  // why its rows can be neither observed nor planted; empty: they can
     std::string             none;        // why there is no K/V cache, of which the rest would tell; empty: there is one
     int32_t                 n_layer;
     uint32_t                n_cells; // per stream

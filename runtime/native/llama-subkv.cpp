@@ -84,13 +84,6 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
         }
     }
     switch (model.arch) {
-        case LLM_ARCH_T5:
-            for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
-                if (hparams.n_head(il) != hparams.n_head_kv(il)) {
-                    return "the query heads that share a KV head have different position biases (KQ bias)";
-                }
-            }
-            return "";
         case LLM_ARCH_T5ENCODER:
         case LLM_ARCH_LLAMA_EMBED: return "its attention does not use the K/V cache";
         case LLM_ARCH_DFLASH:
@@ -120,6 +113,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
     desc.arch        = llm_arch_name(kv.model.arch);
     desc.model_path  = kv.model.subkv_path;
     desc.unsupported = unsupported;
+    desc.unobserved  = kv.model.arch == LLM_ARCH_T5 ? "its decoder reads what an encoder has made of another text" : "";
     desc.n_layer     = hparams.n_layer_all - has_router;
     desc.n_cells     = kv_size;
     desc.n_stream    = kv.n_stream;

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 from opening import last_logits, opened, prompt
 
-from subkv.base.errors import CacheError
 from subkv.format.window import Window
 from subkv.plan import datafree
 from subkv.plan.pipeline import Options
@@ -50,10 +49,3 @@ def test_answers_as_an_exact_cache_does(tiny_model: Models, tmp_path: Path, arch
     assert errors[1] < 0.02
     assert errors[0] < 0.4
     assert errors[1] < 0.2 * errors[0]
-
-
-@pytest.mark.parametrize(("arch", "why"), [("t5", "KQ bias")])
-def test_refused_by_the_engine(tiny_model: Models, tmp_path: Path, arch: str, why: str) -> None:
-    datafree.sidecar(tiny_model(arch), tmp_path / "bases.gguf")
-    with pytest.raises(CacheError, match=f"cannot hold its K/V cache because .*{why}"):
-        opened(tiny_model(arch), bases=tmp_path / "bases.gguf").__enter__()

@@ -307,7 +307,7 @@ def test_a_dry_run_does_not_take_the_planter(
 #
 
 
-@pytest.mark.parametrize(("arch", "reason"), [("deepseek2", "MLA"), ("t5", "relative position")])
+@pytest.mark.parametrize(("arch", "reason"), [("deepseek2", "MLA"), ("t5", "an encoder")])
 def test_models_that_cannot_be_planted(tiny_model: Callable[..., Path], arch: str, reason: str) -> None:
     model = engine.Model(tiny_model(arch))
     with (
