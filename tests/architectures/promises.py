@@ -165,6 +165,8 @@ def bases(model: virtual.Model, folder: Path, bits: int) -> Any:
         shapes = shape_of(model)
     except Refused:
         shapes = []
+    if not shapes and C.llama_model_has_encoder(model.handle):  # whose decoder is not observed
+        shapes = [(il, model.keys["attention.head_count_kv"], 32, 32) for il in range(model.keys["block_count"])]
     shapes = shapes or [(0, 2, 32, 32)]
     d_k, d_v = shapes[0][2:]
     return engine.signed_permutations(
