@@ -156,9 +156,9 @@ struct AttnBuild {
     ggml_tensor *  k_idxs; // I64 [n_tokens]: stream * n_cells + cell
     ggml_tensor *  v_idxs;
     ggml_tensor *  mask; // F32 or F16 [n_kv, n_tokens / streams, n, streams], n: 1 or n_head_kv
-    ggml_tensor *
-        chosen; // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to, of those that the mask
-                // lets it see; nullptr: all
+    // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to, of those that the mask lets it see;
+    // nullptr: all
+    ggml_tensor * chosen;
     ggml_tensor * sinks; // F32 [n_head] or nullptr
     Inputs *      inputs;
     float         scale;

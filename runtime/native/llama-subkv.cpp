@@ -94,9 +94,12 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 
 void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
-    const subkv::cache_new_fn cache_new   = registered();
-    const std::string         unsupported = reason_unsupported(kv.model, kv.hparams, shares);
-    if (!cache_new || (is_index(kv) && unsupported.empty())) { // who holds its tokens' rows is asked
+    const subkv::cache_new_fn cache_new = registered();
+    if (!cache_new) {
+        return;
+    }
+    const std::string unsupported = reason_unsupported(kv.model, kv.hparams, shares);
+    if (is_index(kv) && unsupported.empty()) { // the cache of its tokens' rows decides
         return;
     }
     if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {

@@ -153,9 +153,9 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     if (!b.chosen || layer.device || layer.adaptive || n_masks(seen) > 1) {
         return nullptr;
     }
-    // What a cell costs by way of a list, which is mostly fetching lines that hold other cells, too, over what attending to
-    // it in its tile does: measured (kernels/NOTES.md) and, where few query heads share a row, never less than it saves
-    // tokens of a prompt to unpack tiles together.
+    // dear: the cost of a cell from a list, which is mostly memory, over that of a cell in its tile
+    // (kernels/NOTES.md). In a prompt the tokens of a block unpack a tile once, so a list pays only where many query
+    // heads share a row.
     const int64_t n_tokens = b.inputs->tokens->ne[1];
     const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
     const int64_t dear     = 2 + (layer.codec->latent ? 140 : 250) / n_group;
