@@ -55,7 +55,11 @@ def frontier_markdown(rows: Rows) -> str:
 
 
 def klds(rows: Rows) -> dict[str, float]:
-    return {row["name"].removeprefix("subkv ").replace(" + ", "_"): row["mean_kld"] for row in rows}
+    """Mean KLD of all texts by cache."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["name"].removeprefix("subkv ").replace(" + ", "_"), []).append(row["mean_kld"])
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def frontier_numbers(rows: Rows) -> Numbers:
@@ -80,27 +84,39 @@ def other_texts(lab: Any) -> Rows:
 
 def by_text(rows: Rows) -> str:
     """A line per cache, a column per text, then their mean and the worst."""
+    bits: Column = ("bits", lambda row: f"{row['bpe']:.2f}")
+    return grid(_caches(rows), [("cache", lambda row: label(row["name"])), bits, *_per_text(rows)])
+
+
+def _caches(rows: Rows) -> Rows:
+    """One row of every cache, that of the first text."""
+    return [row for row in rows if row["text"] == rows[0]["text"]]
+
+
+def _per_text(rows: Rows) -> list[Column]:
+    """KLD on every text, their mean and the worst."""
     texts = list(dict.fromkeys(row["text"] for row in rows))
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    found = {name: {row["text"]: row["mean_kld"] for row in rows if row["name"] == name} for name in names}
-    columns: list[Column] = [
-        ("cache", lambda row: label(row["name"])),
-        ("bits", lambda row: f"{row['bpe']:.2f}"),
-        *((text, lambda row, text=text: plain(found[row["name"]][text])) for text in texts),
-        ("mean", lambda row: plain(sum(found[row["name"]].values()) / len(texts))),
-        ("worst", lambda row: plain(max(found[row["name"]].values()))),
+    found = {(row["name"], row["text"]): row["mean_kld"] for row in rows}
+
+    def klds(row: Row) -> list[float]:
+        return [found[row["name"], text] for text in texts]
+
+    return [
+        *((text, lambda row, text=text: plain(found[row["name"], text])) for text in texts),
+        ("mean", lambda row: plain(sum(klds(row)) / len(texts))),
+        ("worst", lambda row: plain(max(klds(row)))),
     ]
-    return grid([next(row for row in rows if row["name"] == name) for name in names], columns)
 
 
 def rivals(lab: Any) -> Rows:
     """Other projects' codecs, with their own exact window and with ours."""
     codecs = "kvarn:2,kvarn:4/2,kvarn:4,oscar:2,kivi:2,kivi:4,kvquant:2,kvquant:3,kvquant:4"
     codecs += ",turboquant:2,turboquant:3,turboquant:4,exl3:2,exl3:3,exl3:4"
-    size = lab.pick(("-c", "8192", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
+    size = lab.pick(("-c", "2048", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
     bits, codecs = lab.pick(("2.5,3,3.5,4.25,5", codecs), ("4.25", "kvarn:4/2,exl3:3"))
-    chosen = ("-f", lab.text(WIKI), "--kv-bits", bits, "--stock", "q4_0", "--codecs", codecs, *size)
-    rows: Rows = lab.json(*EVALUATE, *chosen, "--plot", "rivals.png")
+    texts = [f"-f{text}" for text in lab.texts(WIKI, NOVEL, CODE)]
+    chosen = ("--kv-bits", bits, "--stock", "q4_0", "--codecs", codecs, "--bpe-context", "8192", *size)
+    rows: Rows = lab.json(*EVALUATE, *texts, *chosen, "--plot", "rivals.png")
     lab.keep("rivals.png")
     return rows
 
@@ -115,10 +131,10 @@ def rivals_markdown(rows: Rows) -> str:
         ("cache", lambda row: label(row["name"])),
         ("bits per element", lambda row: f"{row['bpe']:.2f}"),
         ("rows alone", lambda row: f"{row['bpe_rows']:.2f}"),
-        *QUALITY,
+        *_per_text(rows),
         ("above the bound", lambda row: "" if row["bound_bpe"] is None else f"{row['bpe'] - row['bound_bpe']:.2f}"),
     ]
-    return grid(sorted(rows, key=bits), columns)
+    return grid(sorted(_caches(rows), key=bits), columns)
 
 
 def uncalibrated(lab: Any) -> Rows:
