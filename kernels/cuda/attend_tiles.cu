@@ -3,8 +3,8 @@
 //
 // Coefficients are divided by a bound of the tile's largest, so that none overflows a half; query rows by their largest.
 // Eight codes that lie together become eight halves that do: of a key, or of one coefficient of values.
+#include "coefficients.cuh"
 #include "mask.cuh"
-#include "tiles.cuh"
 
 #include <mma.h>
 
@@ -14,16 +14,9 @@ namespace {
 
 namespace wmma = nvcuda::wmma;
 
-constexpr int SIDE = 16; // of the matrices that tensor cores multiply
-constexpr int PAD  = 8;  // halves between rows, against bank conflicts
-
 using MatrixA  = wmma::fragment<wmma::matrix_a, SIDE, SIDE, SIDE, __half, wmma::row_major>;
 using MatrixBt = wmma::fragment<wmma::matrix_b, SIDE, SIDE, SIDE, __half, wmma::col_major>;
 using Sum      = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
-
-__host__ __device__ inline int up_to_side(int n) {
-    return (n + SIDE - 1) / SIDE * SIDE;
-}
 
 struct Tiles {
     Attend a;
@@ -76,100 +69,20 @@ struct Shared {
 // Fills the scales of cells c0 to c0 + n of a tile. Returns a bound of the coefficients of those that are seen: scale times
 // the largest band's reach, and halves as they are.
 __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int n, int cells) {
-    float reach = 0.0f;
-    for (int i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        if (band.bits != 16) {
-            const float last = on_path(codec, band) ? (float) trellis_level(band.bits, (2 << band.bits) - 1) + 0.5f :
-                                                      half_range(band.bits);
-            reach            = fmaxf(reach, level_step(codec, band) * last);
-        }
-    }
-    float bound = 1e-30f;
+    const float reach = reach_of(codec);
+    float       bound = 1e-30f;
     for (int c = (int) threadIdx.x; c < cells; c += THREADS) {
         const float scale = c < n && s.seen[c] != 0 ? row_scale(tile[c0 + c]) : 0.0f;
         s.scale[c]        = scale;
         bound             = fmaxf(bound, scale * reach);
-        for (int i = 0; scale > 0.0f && i < codec.n_bands; ++i) {
-            const Band & band = codec.bands[i];
-            for (int j = 0; band.bits == 16 && j < band.n; ++j) {
-                bound = fmaxf(bound, fabsf(from_half(*half_of(tile + TILE * band.offset, j, c0 + c))));
-            }
-        }
+        bound             = fmaxf(bound, scale > 0.0f ? largest_half(codec, tile, c0 + c) : 0.0f);
     }
     return block_max(bound, s.room);
 }
 
-struct alignas(16) Halves {
-    __half x[8];
-};
-
-// x [cells][k_pitch] = keys times inverse; zeros beyond the rank and in cells without a scale.
-__device__ void fill_keys(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int cells,
-                          float inverse) {
-    for (int i = (int) threadIdx.x; i < cells * s.k_width / 8; i += THREADS) {
-        const int   c = i % cells, o = i / cells;
-        const float scale = s.scale[c] * inverse;
-        Halves      out   = {};
-        if (o < codec.rank / 8 && scale > 0.0f) {
-            const Octet     octet    = s.octets_k.octet[o];
-            const uint8_t * lines    = tile + octet.at;
-            const float     zero     = 0.5f * (float) zero_of(octet);
-            uint32_t        codes[2] = {};
-            uint32_t        one[2] = {}, two[2] = {};
-            if (octet.place != NO_PLACE) {
-                choices_at(s.octets_k, tile, octet.place - 1, c0 + c, one);
-                choices_at(s.octets_k, tile, octet.place - 2, c0 + c, two);
-            }
-            if (octet.bits != 16) {
-                read_bytes(octet, tile, (c0 + c) / 16, 4 * ((c0 + c) % 16), one, two, codes);
-            }
-            for (int j = 0; j < 8; ++j) {
-                const float u = (float) (octet.bits == 16 ? 0 : codes[j / 4] >> 8 * (j % 4) & 255);
-                out.x[j]      = __float2half_rn(octet.bits == 16 ? from_half(*half_of(lines, j, c0 + c)) * inverse :
-                                                                   scale * octet.step * (u - zero));
-            }
-        }
-        *reinterpret_cast<Halves *>(s.x + c * s.k_pitch + 8 * o) = out;
-    }
-}
-
-// x [v_width][p_pitch] = values times inverse, a coefficient of all cells after the other; zeros as in fill_keys.
-__device__ void fill_values(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int cells,
-                            float inverse) {
-    for (int i = (int) threadIdx.x; i < 4 * s.v_width; i += THREADS) {
-        const int       j = i % s.v_width, quarter = i / s.v_width;
-        const bool      there    = j < codec.rank;
-        const Octet     octet    = there ? s.octets_v.octet[j / 8] : Octet{ 0, 16, NO_PLACE, 0.0f };
-        const uint8_t * lines    = tile + octet.at;
-        const float     zero     = 0.5f * (float) zero_of(octet);
-        uint64_t        codes[2] = {};
-        uint64_t        one[2] = {}, two[2] = {};
-        if (octet.place != NO_PLACE) {
-            choices_at(s.octets_v, tile, octet.place - 1, j % 8, quarter, one);
-            choices_at(s.octets_v, tile, octet.place - 2, j % 8, quarter, two);
-        }
-        if (octet.bits != 16) {
-            read_bytes(octet, tile, quarter, 8 * (j % 8), one, two, codes);
-        }
-        for (int half = 0; half < 2; ++half) {
-            const int first = 8 * (4 * half + quarter) - c0; // of eight cells
-            if (first < 0 || first >= cells) {
-                continue;
-            }
-            Halves out = {};
-            for (int c = 0; there && c < 8; ++c) {
-                const float scale = s.scale[first + c];
-                if (scale > 0.0f) {
-                    const float u = (float) (octet.bits == 16 ? 0 : codes[half] >> 8 * c & 255);
-                    const float x = octet.bits == 16 ? from_half(*half_of(lines, j % 8, c0 + first + c)) :
-                                                       scale * octet.step * (u - zero);
-                    out.x[c]      = __float2half_rn(x * inverse);
-                }
-            }
-            *reinterpret_cast<Halves *>(s.x + j * s.p_pitch + first) = out;
-        }
-    }
+// The same factor of every cell.
+__device__ auto alike(float inverse) {
+    return [=](int) { return inverse; };
 }
 
 __global__ void tiles_kernel(Tiles t) {
@@ -235,7 +148,7 @@ __global__ void tiles_kernel(Tiles t) {
         const int       in_tile = (int) (c0 % TILE); // 0 unless shared memory is short
         const uint8_t * k_tile  = a.k_tiles + stream * a.k_stream + c0 / TILE * a.k_stride + l.k_offset[h];
         const float     k_bound = tile_bound(k, s, k_tile, in_tile, n, t.cells);
-        fill_keys(k, s, k_tile, in_tile, t.cells, 1.0f / k_bound);
+        fill_keys(k, s.octets_k, k_tile, in_tile, t.cells, s.k_width, s.scale, alike(1.0f / k_bound), s.x, s.k_pitch);
         __syncthreads();
         for (int i = warp; i < t.rows / SIDE * (t.cells / SIDE); i += WARPS) {
             const int r = i / (t.cells / SIDE) * SIDE, c = i % (t.cells / SIDE) * SIDE;
@@ -285,7 +198,7 @@ __global__ void tiles_kernel(Tiles t) {
         }
         const uint8_t * v_tile  = a.v_tiles + stream * a.v_stream + c0 / TILE * a.v_stride + l.v_offset[h];
         const float     v_bound = tile_bound(v, s, v_tile, in_tile, n, t.cells);
-        fill_values(v, s, v_tile, in_tile, t.cells, 1.0f / v_bound);
+        fill_values(v, s.octets_v, v_tile, in_tile, t.cells, s.v_width, s.scale, alike(1.0f / v_bound), s.x, s.p_pitch);
         __syncthreads();
         for (int i = warp; i < t.rows / SIDE * (s.v_width / SIDE); i += WARPS) {
             const int r = i / (s.v_width / SIDE) * SIDE, j = i % (s.v_width / SIDE) * SIDE;

@@ -1,6 +1,6 @@
 // combine.cu: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
 // ubatch) and attention sinks, normalise. One block per query head and token.
-#include "mask.cuh"
+#include "exact.cuh"
 
 namespace subkv::cuda {
 
@@ -8,31 +8,19 @@ namespace {
 
 constexpr int KEYS = 128; // exact keys whose weights are in shared memory at a time
 
-// Exact key number i of a stream's token: first the window slots of its sequence, then the ubatch's own tokens.
 struct Key {
     const uint16_t * row; // nullptr: not seen
     int32_t          cell;
 };
 
+// Exact key number i of a stream's token: first the window slots of its sequence, then the ubatch's own tokens.
 __device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
-    const Attend &   a     = b.a;
-    const Layer &    l     = a.layer;
-    const int64_t    width = (int64_t) l.n_head_kv * (l.d_k + l.d_v);
-    const int32_t    query = a.tokens[4 * token];
-    int32_t          pos, cell;
-    const uint16_t * row;
-    if (i < b.slots_of_seq) {
-        const int64_t slot = a.tokens[4 * token + 3] + i;
-        pos                = b.slots[slot];
-        cell               = b.slots[b.slot_stride + slot];
-        row                = b.window + slot * width;
-    } else {
-        const int64_t other = token / a.n_tps * a.n_tps + i - b.slots_of_seq;
-        pos                 = a.tokens[4 * other];
-        cell                = a.tokens[4 * other + 2];
-        row                 = b.fresh + other * width;
-    }
-    return { pos >= 0 && cell >= 0 && is_exact(a, pos, query) ? row : nullptr, cell };
+    const int64_t slot  = b.a.tokens[4 * token + 3] + i;
+    const int64_t other = token / b.a.n_tps * b.a.n_tps + i - b.slots_of_seq;
+    const bool    held  = i < b.slots_of_seq;
+    const int32_t cell  = held ? slot_cell(b, token, slot) : fresh_cell(b, token, other);
+    const int64_t width = exact_width(b.a.layer);
+    return { cell < 0 ? nullptr : held ? b.window + slot * width : b.fresh + other * width, cell };
 }
 
 // The state becomes that with keys whose largest logit is `top`: what the old sums are to be multiplied with.

@@ -23,10 +23,13 @@ constexpr float QUERY_STEP   = 1.0f / 32639.0f; // two signed bytes: 127 * 256 +
 constexpr float WEIGHT_STEP  = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP = 8;               // query rows up to which the decode kernel is used
 constexpr int   MAX_HEAD     = 256;             // d: shared memory holds no more
+constexpr int   MATRIX_ROWS  = 16;              // that tensor cores multiply at once
 
 // One coded layer.
 struct Layer {
-    const HeadCodec *        k;        // [n_head_kv], their matrices on the device, in halves
+    // [n_head_kv], their matrices on the device, in halves, from multiples of 32 bytes on; behind the last row of decode
+    // are zeros up to a multiple of MATRIX_ROWS rows
+    const HeadCodec *        k;
     const HeadCodec *        v;        // [n_head_kv]
     const int64_t *          k_offset; // [n_head_kv] byte where the head's tile starts in that of all heads
     const int64_t *          v_offset;
@@ -94,6 +97,20 @@ struct Combine {
     int64_t          out_stride;
 };
 
+// What flash attention over halves reads instead of attend and combine, in a prompt: keys and values of a stream's cells,
+// from their codes (D_k c times gamma plus the mean, D_v c), then the exact rows of n_slots window slots, then those of the
+// ubatch's own tokens, then zeros. A token's mask opens a cell's row or its exact one, as combine's softmax takes it.
+struct Prompt {
+    Combine    c;       // its sources; of c.a neither queries nor results
+    int64_t    n_slots; // of a stream: all, or where there are several streams those of its only sequence
+    int64_t    n_rows;  // n_kv + n_slots + n_tps or more
+    int32_t    first;   // KV head
+    int32_t    n_heads; // from it on
+    uint16_t * k;       // [n_stream][n_heads][n_rows][d_k] half, at most +-65504
+    uint16_t * v;       // [n_stream][n_heads][n_rows][d_v]
+    uint16_t * mask;    // [n_stream][n_tps][n_rows] half
+};
+
 // fresh rows -> the window's slots that name a token of this ubatch
 struct Store {
     uint16_t *       window;
@@ -107,12 +124,17 @@ const char * encode(const Encode & args, void * stream);
 const char * attend(const Attend & args, void * stream);
 const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
+const char * prompt_rows(const Prompt & args, void * stream); // k and v; suits_prompt
+const char * prompt_mask(const Prompt & args, void * stream); // mask
 
 // Until all streams of a device have done what they were given.
 const char * wait(int device);
 
 // One token per stream, at most DECODE_GROUP query heads of a KV head, and tiles that fit into the device's shared memory.
 bool suits_decode(const Attend & args);
+
+// Heads of whole matrices.
+bool suits_prompt(const Layer & layer);
 
 // attend with a kernel of choice, for tests and measurements: projected queries as project_queries leaves them.
 const char * project_queries(const Attend & args, void * stream);

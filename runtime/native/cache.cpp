@@ -85,6 +85,7 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
                  layer.il, ggml_backend_buft_name(layer.buft));
         }
         nodes->device = make_device_layer(*nodes, layer.buft);
+        nodes->buft   = layer.buft;
 
         ggml_backend_dev_t device = ggml_backend_buft_get_device(layer.buft);
         const std::string  name =

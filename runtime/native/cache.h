@@ -36,6 +36,7 @@ struct LayerNodes {
     bool                    shifted        = false; // keys have been rotated, perhaps not yet those of other layers
 
     std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
+    ggml_backend_buffer_type_t   buft   = nullptr; // of that cache
 
     const WindowRows & window_rows() const { return window->rows(owner); }
     const float *      mean(int64_t h, bool value) const { return value ? nullptr : means.data() + h * codec->d_k; }

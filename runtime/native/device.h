@@ -12,7 +12,7 @@ namespace subkv {
 
 struct LayerNodes;
 
-enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW };
+enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW, PROMPT_ROWS, PROMPT_MASK };
 
 // What the nodes of one layer read besides tensors, in device memory. Addresses are stable.
 class DeviceLayer {
@@ -26,6 +26,7 @@ public:
     virtual uint64_t n_zero_rows() const           = 0;
     virtual void     wait() const                  = 0; // until the device has done all that it was given
     virtual size_t   max_range() const             = 0; // bytes that kernels can reach of one tensor
+    virtual bool     makes_rows() const            = 0; // has kernels for PROMPT_ROWS and PROMPT_MASK
 
     // Of a node whose sources are set: nullptr, or what its kernels expect that it does not have.
     virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;
@@ -56,6 +57,15 @@ inline void * device_userdata(const ggml_tensor * t) {
     static_assert(sizeof(params) <= sizeof(t->op_params));
     std::memcpy(&params, t->op_params, sizeof(params));
     return t->op == GGML_OP_CUSTOM && params.fun == device_op ? params.userdata : nullptr;
+}
+
+// The first KV head of a PROMPT_ROWS node, kept behind what device_userdata reads.
+inline void set_first_head(ggml_tensor * t, int32_t head) {
+    t->op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1] = head;
+}
+
+inline int32_t first_head(const ggml_tensor * t) {
+    return t->op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1];
 }
 
 } // namespace subkv

@@ -134,6 +134,9 @@ struct Inputs {
     ggml_tensor * slots  = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
     // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
     ggml_tensor * coded_mask = nullptr;
+    // Nor is this, of a prompt on a GPU: the mask of its rows, and which GPU's.
+    ggml_tensor *              prompt_mask = nullptr;
+    ggml_backend_buffer_type_t prompt_buft = nullptr;
     // Nor are these: the mask of chosen cells, their list, and of which choice; layers that share one follow each other.
     ggml_tensor * chosen_mask  = nullptr;
     ggml_tensor * chosen_cells = nullptr;

@@ -7,6 +7,11 @@
 //   combine       merge the splits, D_v, add the exact window (fresh rows and stored ones), attention sinks, normalise
 //   store_window  fresh rows -> window slots; after combine, because it overwrites rows that combine reads
 //
+// On a GPU a prompt has instead of attend and combine (node_prompt.cpp)
+//
+//   prompt_mask   once for all layers: which of the following rows a token sees
+//   prompt_rows   cells and exact rows of some heads as halves; then ggml's flash attention
+//
 // A layer that reads another one's rows only has attend and combine, after
 //
 //   project       its queries
@@ -244,23 +249,26 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (layer.n_readers > 0 || !b.k) {
         b.inputs->shared[layer.owner] = rows;
     }
-    ggml_tensor * v_view = codec.latent ? b.k_view : b.v_view;
-    args                 = { q, queries, b.k_view, v_view, seen, b.inputs->cell_pos, b.inputs->tokens, rows.written };
-    if (list) {
-        args.push_back(list);
-    }
-    add_mask();
-    ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1, args, attend_op, NodeKind::ATTEND, "attend");
-
     ggml_tensor * fresh = rows.fresh;
-    args                = {
-        partial, q, fresh, window ? window : fresh, seen, b.inputs->tokens, b.inputs->slots, list ? list : b.k_view
-    };
-    if (b.sinks) {
-        args.push_back(b.sinks);
+    ggml_tensor * out   = layer.device ? build_prompt(layer, b, q, rows) : nullptr;
+    if (!out) {
+        ggml_tensor * v_view = codec.latent ? b.k_view : b.v_view;
+        args = { q, queries, b.k_view, v_view, seen, b.inputs->cell_pos, b.inputs->tokens, rows.written };
+        if (list) {
+            args.push_back(list);
+        }
+        add_mask();
+        ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1, args, attend_op, NodeKind::ATTEND, "attend");
+
+        args = {
+            partial, q, fresh, window ? window : fresh, seen, b.inputs->tokens, b.inputs->slots, list ? list : b.k_view
+        };
+        if (b.sinks) {
+            args.push_back(b.sinks);
+        }
+        out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, args, combine_op, NodeKind::COMBINE,
+                     "combine");
     }
-    ggml_tensor * out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, args, combine_op,
-                               NodeKind::COMBINE, "combine");
     ggml_build_forward_expand(b.gf, out);
 
     if (window && rows.n_readers == 0) {

@@ -149,6 +149,10 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
 // A mask as b.mask in which all but the chosen cells are hidden; b.mask itself where all are chosen.
 ggml_tensor * build_chosen_mask(const AttnBuild & b);
 
+// F32 [d_v * n_head, n_tokens] of a prompt on a GPU: its cells and exact rows as halves, for llama.cpp's own flash attention.
+// rows: of the layer, whose codes are written. nullptr: attend and combine compute it.
+ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows);
+
 // A node with the rows of few tokens, of every mask in turn, which all coded layers of a graph share; nullptr: every
 // attend fills its own.
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);

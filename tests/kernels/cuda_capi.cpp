@@ -29,6 +29,18 @@ const char * test_combine(const cuda::Combine * args, void * stream) {
     return cuda::combine(*args, stream);
 }
 
+const char * test_prompt_rows(const cuda::Prompt * args, void * stream) {
+    return cuda::prompt_rows(*args, stream);
+}
+
+const char * test_prompt_mask(const cuda::Prompt * args, void * stream) {
+    return cuda::prompt_mask(*args, stream);
+}
+
+bool test_suits_prompt(const cuda::Layer * layer) {
+    return cuda::suits_prompt(*layer);
+}
+
 const char * test_store_window(const cuda::Store * args, void * stream) {
     return cuda::store_window(*args, stream);
 }

@@ -17,6 +17,8 @@ import ops as o
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE_GROUP = 8
+MATRIX_ROWS = 16
+ALIGNED = 64  # bytes, as a device's memory is at least
 _P, _I32, _I64, _F32 = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_float
 
 
@@ -57,6 +59,10 @@ class Combine(ct.Structure):
     ]
 
 
+class Prompt(ct.Structure):
+    _fields_ = [("c", Combine), *_fields(n_slots__n_rows=_I64, first__n_heads=_I32, k__v__mask=_P)]
+
+
 class Store(ct.Structure):
     _fields_ = _fields(window__fresh__token=_P, n_slots__width=_I64)
 
@@ -73,8 +79,11 @@ class HostMemory:
         self.kept: list[npt.NDArray[Any]] = []
 
     def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
-        copy = np.array(array, order="C")
-        self.kept.append(copy)
+        room = np.zeros(array.nbytes + ALIGNED, np.uint8)
+        first = -o.ptr(room) % ALIGNED
+        copy = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        self.kept.append(room)
         return o.ptr(copy), lambda: copy
 
 
@@ -213,7 +222,8 @@ class Heads:
         copies = []
         for head in side.heads:
             codec = o.HeadCodec.from_buffer_copy(head.codec)
-            codec.encode = codec.decode = o.Matrix(self.memory.put(head.encode)[0])
+            matrix = np.pad(head.encode, ((0, -len(head.encode) % MATRIX_ROWS), (0, 0)))
+            codec.encode = codec.decode = o.Matrix(self.memory.put(matrix)[0])
             codec.offset = None if head.subtracted is None else self.memory.put(head.subtracted)[0]
             copies.append(np.frombuffer(bytes(codec), np.uint8))
         return self.memory.put(np.concatenate(copies))[0]

@@ -6,6 +6,7 @@ decode kernel; queries, coefficients and weights rounded to halves in the tile k
 
 from __future__ import annotations
 
+import ctypes as ct
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,53 +319,63 @@ def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None 
             assert np.all(np.abs(got_acc[live] - acc[live]) <= bound)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(
-    "shape", [SHAPES[0], SHAPES[7], Shape(n_tps=3, group=2, n_kv=200, means=True), *SHAPES[-2:]], ids=str
-)
-def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
-    """Coded cells, window rows and the ubatch's own keys are one softmax, in double over the same numbers."""
-    call = Call(library, "planned", shape)
-    s, rng, memory = shape, call.rng, call.memory
-    d, n_head, n_slots = call.sides[0].d, call.n_head, 20
-    width = n_head * 2 * d
-    window = rng.standard_normal((s.n_stream * n_slots, width)).astype(np.float16)
-    fresh = rng.standard_normal((call.n_tok, width)).astype(np.float16)
-    slots = np.full((3, len(window)), -1, np.int32)
-    exact: list[dict[int, npt.NDArray[np.float16]]] = []  # of every stream: row by position
-    for stream in range(s.n_stream):
-        cells = np.argsort(call.places[stream])
-        own = call.pos[stream * s.n_tps : (stream + 1) * s.n_tps]
-        rows = {}
-        stored = [*range(N_SINK), *range(max(N_SINK, own[0] - N_RECENT - 2), own[0])]
-        for slot, pos in enumerate(p for p in stored if p < own[0]):
-            at = stream * n_slots + slot
-            slots[0, at], slots[1, at] = pos, cells[pos]
-            rows[pos] = window[at]
-        for t, pos in enumerate(own):
-            token = stream * s.n_tps + t
-            call.tokens[token, 1:] = stream, cells[pos], stream * n_slots
-            if call.tokens[token, 0] >= 0:
-                rows[int(pos)] = fresh[token]
-        exact.append(rows)
-    call.args.tokens = memory.put(call.tokens)[0]
-    sink = rng.standard_normal(n_head * s.group).astype(np.float32)
-    out_at, out = memory.put(np.zeros((call.n_tok, n_head * s.group * d + 5), np.float32))
-    library.run("attend", call.args)
-    library.run(
-        "combine",
-        c.Combine(
+N_SLOTS = 20
+
+
+class Exact:
+    """Window rows and the ubatch's own, some of which a call's tokens see exactly; completes the call's tokens."""
+
+    def __init__(self, call: Call) -> None:
+        s, rng, memory = call.shape, call.rng, call.memory
+        width = call.n_head * 2 * call.sides[0].d
+        window = rng.standard_normal((s.n_stream * N_SLOTS, width)).astype(np.float16)
+        fresh = rng.standard_normal((call.n_tok, width)).astype(np.float16)
+        slots = np.full((3, len(window)), -1, np.int32)
+        self.rows: list[dict[int, npt.NDArray[np.float16]]] = []  # of every stream: row by position
+        for stream in range(s.n_stream):
+            cells = np.argsort(call.places[stream])
+            own = call.pos[stream * s.n_tps : (stream + 1) * s.n_tps]
+            rows = {}
+            stored = [*range(N_SINK), *range(max(N_SINK, own[0] - N_RECENT - 2), own[0])]
+            for slot, pos in enumerate(p for p in stored if p < own[0]):
+                at = stream * N_SLOTS + slot
+                slots[0, at], slots[1, at] = pos, cells[pos]
+                rows[pos] = window[at]
+            for t, pos in enumerate(own):
+                token = stream * s.n_tps + t
+                call.tokens[token, 1:] = stream, cells[pos], stream * N_SLOTS
+                if call.tokens[token, 0] >= 0:
+                    rows[int(pos)] = fresh[token]
+            self.rows.append(rows)
+        call.args.tokens = memory.put(call.tokens)[0]
+        self.window, self.fresh, self.slots = window, fresh, slots
+        self.args: Any = c.Combine(
             a=call.args,
             fresh=memory.put(fresh)[0],
             window=memory.put(window)[0],
             slots=memory.put(slots)[0],
             slot_stride=len(window),
-            slots_of_seq=n_slots,
-            sinks=memory.put(sink)[0] if sinks else None,
-            out=out_at,
-            out_stride=n_head * s.group * d + 5,
-        ),
-    )
+            slots_of_seq=N_SLOTS,
+        )
+
+
+WITH_EXACT_ROWS = [SHAPES[0], SHAPES[7], Shape(n_tps=3, group=2, n_kv=200, means=True), *SHAPES[-2:]]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("shape", WITH_EXACT_ROWS, ids=str)
+def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
+    """Coded cells, window rows and the ubatch's own keys are one softmax, in double over the same numbers."""
+    call = Call(library, "planned", shape)
+    held = Exact(call)
+    s, rng, memory, exact = shape, call.rng, call.memory, held.rows
+    d, n_head = call.sides[0].d, call.n_head
+    sink = rng.standard_normal(n_head * s.group).astype(np.float32)
+    out_at, out = memory.put(np.zeros((call.n_tok, n_head * s.group * d + 5), np.float32))
+    held.args.sinks = memory.put(sink)[0] if sinks else None
+    held.args.out, held.args.out_stride = out_at, n_head * s.group * d + 5
+    library.run("attend", call.args)
+    library.run("combine", held.args)
     got = out()
     assert not got[:, -5:].any()
     for stream in range(s.n_stream):
@@ -391,6 +402,71 @@ def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
                     want = vector / total if total > 0 else 0 * vector
                     scale = max(1.0, float(np.abs(want).max()))
                     assert np.abs(got[token, hq * d : (hq + 1) * d] - want).max() <= 2e-4 * scale
+
+
+@pytest.mark.parametrize("shape", [*WITH_EXACT_ROWS, *SHAPES[8:10]], ids=str)
+def test_prompt(library: c.Library, shape: Shape) -> None:
+    check_prompt(library, "planned", shape)
+
+
+@pytest.mark.parametrize("name", ["one_head", "large", "widest"])
+def test_prompt_layouts(library: c.Library, name: str) -> None:
+    check_prompt(library, name, Shape(n_tps=3, group=2, n_kv=70, means=True))
+
+
+def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
+    """Rows are what codes stand for, in double, and the exact ones; masks open each key of a token once."""
+    call = Call(library, name, shape)
+    held = Exact(call)
+    s, memory = shape, call.memory
+    d, n_head = call.sides[0].d, call.n_head
+    n_rows = s.n_kv + N_SLOTS + s.n_tps + 5
+    library.lib.test_suits_prompt.restype = ct.c_bool
+    assert library.lib.test_suits_prompt(ct.byref(call.heads.layer)) == (d % 16 == 0)
+    mask_at, mask = memory.put(np.full((s.n_stream, s.n_tps, n_rows), np.nan, np.float16))
+    args: Any = c.Prompt(c=held.args, n_slots=N_SLOTS, n_rows=n_rows, mask=mask_at)
+    library.run("prompt_mask", args)
+    sides: tuple[list[npt.NDArray[Any]], ...] = ([], [])
+    for args.first, args.n_heads in [(0, 1), (1, n_head - 1)][: min(2, n_head)]:  # rows of some heads at a time
+        shape_of = (s.n_stream, args.n_heads, n_rows, d)
+        args.k, k = memory.put(np.full(shape_of, np.nan, np.float16))
+        args.v, v = memory.put(np.full(shape_of, np.nan, np.float16))
+        library.run("prompt_rows", args)
+        sides[0].append(k())
+        sides[1].append(v())
+    first_fresh = s.n_kv + N_SLOTS
+    for stream in range(s.n_stream):
+        own = slice(stream * s.n_tps, (stream + 1) * s.n_tps)
+        slots = slice(stream * N_SLOTS, (stream + 1) * N_SLOTS)
+        for value, parts in enumerate(sides):
+            got = np.concatenate(parts, axis=1)
+            for h in range(n_head):
+                head = call.sides[value].heads[h]
+                basis = head.encode.astype(np.float64)
+                coefficients = call.vectors(value, stream, h)
+                gamma, mean = (1.0, None) if value else (float(call.heads.gamma[h]), call.heads.mean[h])
+                want = gamma * (coefficients @ basis) + (0 if mean is None else mean.astype(np.float64))
+                bound = np.abs(coefficients).max(axis=1) * np.abs(basis).sum(axis=0).max() * gamma
+                seen = np.arange(s.n_kv) != s.n_kv // 2
+                error = np.abs(got[stream, h, : s.n_kv].astype(np.float64) - want)
+                assert np.all(error[seen] <= HALF_ERROR * (bound[seen, None] + np.abs(want[seen])) + 1e-6)
+                assert np.isfinite(got[stream, h]).all()
+                first = (n_head * value + h) * d
+                assert np.array_equal(got[stream, h, s.n_kv : first_fresh], held.window[slots, first : first + d])
+                last = first_fresh + s.n_tps
+                assert np.array_equal(got[stream, h, first_fresh:last], held.fresh[own, first : first + d])
+                assert not got[stream, h, last:].any()
+        coded, bias = call.coded_bias(stream), mask()[stream].astype(np.float32)
+        assert np.array_equal(bias[:, : s.n_kv], coded)
+        exact = np.full((s.n_tps, n_rows - s.n_kv), -np.inf, np.float32)
+        for t in range(s.n_tps):
+            token = stream * s.n_tps + t
+            pos = np.concatenate([held.slots[0, slots], call.tokens[own, 0]])
+            cell = np.concatenate([held.slots[1, slots], call.tokens[own, 2]])
+            sees = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
+            exact[t, : len(pos)][sees] = call.mask[token, cell[sees]]
+        assert np.array_equal(bias[:, s.n_kv :], exact)
+        assert np.isfinite(exact).any()
 
 
 def test_a_window_stores_what_its_slots_name(library: c.Library) -> None:

@@ -21,7 +21,7 @@ class Blob {
 public:
     // The array's offset in the blob.
     template <typename T> size_t add(const T * data, size_t n) {
-        const size_t at = (bytes_.size() + 15) / 16 * 16;
+        const size_t at = (bytes_.size() + 31) / 32 * 32; // as matrices want it
         bytes_.resize(at + n * sizeof(T));
         std::memcpy(bytes_.data() + at, data, n * sizeof(T));
         return at;
@@ -54,6 +54,7 @@ public:
     uint64_t n_zero_rows() const override;
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
+    bool     makes_rows() const override { return cuda::suits_prompt(tables_); }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -66,13 +67,18 @@ private:
     const char * attend(ggml_tensor * dst, void * stream) const;
     const char * combine(ggml_tensor * dst, void * stream) const;
     const char * store_window(ggml_tensor * dst, void * stream) const;
+    const char * prompt_rows(ggml_tensor * dst, void * stream) const;
+    const char * prompt_mask(ggml_tensor * dst, void * stream) const;
+    // what both read
+    cuda::Prompt prompt(const ggml_tensor * dst, const ggml_tensor * tokens, const ggml_tensor * slots) const;
     // m, z, acc and scratch of attend's result
     void partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t) const;
 
     const LayerNodes &      layer_;
     int                     device_;
-    cuda::Layer             tables_ = {};
-    Node                    nodes_[4];
+    cuda::Layer             tables_  = {};
+    int32_t                 width_v_ = 0; // largest rank of values
+    Node                    nodes_[6];
     float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
     size_t                  slopes_at_      = 0;
     size_t                  n_bad_at_       = 0;
@@ -82,10 +88,9 @@ private:
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
-    layer_(layer), device_(cuda_device(buft)), nodes_{ { NodeKind::ENCODE, this },
-                                                       { NodeKind::ATTEND, this },
-                                                       { NodeKind::COMBINE, this },
-                                                       { NodeKind::STORE_WINDOW, this } } {
+    layer_(layer), device_(cuda_device(buft)),
+    nodes_{ { NodeKind::ENCODE, this },       { NodeKind::ATTEND, this },      { NodeKind::COMBINE, this },
+            { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
     const LayerCodec & codec = *layer.codec;
     Blob               blob;
     if (std::max(codec.d_k, codec.d_v) > cuda::MAX_HEAD) {
@@ -107,7 +112,8 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     for (Side & side : sides) {
         for (HeadCodec & head : side.heads) {
             for (Matrix * m : { &head.encode, &head.decode }) {
-                std::vector<uint16_t> halves((size_t) head.rank * (size_t) head.d);
+                const int32_t rows = (head.rank + cuda::MATRIX_ROWS - 1) / cuda::MATRIX_ROWS * cuda::MATRIX_ROWS;
+                std::vector<uint16_t> halves((size_t) rows * (size_t) head.d);
                 to_halves(*m, head.rank, head.d, halves.data());
                 *m = { (const uint16_t *) (uintptr_t) blob.add(halves) };
             }
@@ -175,6 +181,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     for (int32_t h = 0; h < codec.n_head_kv; ++h) {
         const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
         tables_.width_k     = std::max(tables_.width_k, k.rank);
+        width_v_            = std::max(width_v_, v.rank);
         tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
         tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
     }
@@ -300,12 +307,64 @@ const char * CudaLayer::store_window(ggml_tensor * dst, void * stream) const {
     return cuda::store_window(s, stream);
 }
 
+cuda::Prompt CudaLayer::prompt(const ggml_tensor * dst, const ggml_tensor * tokens, const ggml_tensor * slots) const {
+    const Window & window = *layer_.window;
+    cuda::Prompt   p      = {};
+    cuda::Attend & a      = p.c.a;
+    a.layer               = layer(width_v_);
+    a.tokens              = (const int32_t *) tokens->data;
+    a.n_sink              = window.n_sink();
+    a.n_recent            = window.n_recent();
+    a.n_stream            = dst->ne[3];
+    a.n_tps               = tokens->ne[1] / a.n_stream;
+    p.c.slots             = (const int32_t *) slots->data;
+    p.c.slot_stride       = slots->ne[0];
+    p.c.slots_of_seq      = (int32_t) (window.n_slots() / std::max(1, window.n_seq()));
+    p.n_slots             = a.n_stream > 1 ? p.c.slots_of_seq : window.n_slots();
+    return p;
+}
+
+const char * CudaLayer::prompt_rows(ggml_tensor * dst, void * stream) const {
+    const ggml_tensor * k_view = dst->src[0];
+    const ggml_tensor * v_view = dst->src[1];
+    cuda::Prompt        p      = prompt(dst, dst->src[4], dst->src[5]);
+    cuda::Attend &      a      = p.c.a;
+    a.k_tiles                  = (const uint8_t *) k_view->data;
+    a.v_tiles                  = (const uint8_t *) v_view->data;
+    a.k_stride                 = TILE * (int64_t) k_view->nb[1];
+    a.v_stride                 = TILE * (int64_t) v_view->nb[1];
+    a.k_stream                 = (int64_t) k_view->nb[2];
+    a.v_stream                 = (int64_t) v_view->nb[2];
+    a.n_kv                     = k_view->ne[1];
+    p.c.fresh                  = (const uint16_t *) dst->src[2]->data;
+    p.c.window                 = (const uint16_t *) dst->src[3]->data;
+    p.n_rows                   = dst->ne[1];
+    p.first                    = first_head(dst);
+    p.n_heads                  = (int32_t) dst->ne[2];
+    p.k                        = (uint16_t *) dst->data;
+    p.v                        = p.k + p.n_rows * p.n_heads * a.n_stream * a.layer.d_k;
+    return cuda::prompt_rows(p, stream);
+}
+
+const char * CudaLayer::prompt_mask(ggml_tensor * dst, void * stream) const {
+    cuda::Prompt p  = prompt(dst, dst->src[2], dst->src[3]);
+    p.c.a.mask      = dst->src[0]->data;
+    p.c.a.mask_half = dst->src[0]->type == GGML_TYPE_F16;
+    p.c.a.cell_pos  = (const int32_t *) dst->src[1]->data;
+    p.c.a.n_kv      = dst->src[1]->ne[0];
+    p.n_rows        = dst->ne[0];
+    p.mask          = (uint16_t *) dst->data;
+    return cuda::prompt_mask(p, stream);
+}
+
 const char * CudaLayer::compute(NodeKind kind, ggml_tensor * dst, void * stream) const {
     switch (kind) {
         case NodeKind::ENCODE: return encode(dst, stream);
         case NodeKind::ATTEND: return attend(dst, stream);
         case NodeKind::COMBINE: return combine(dst, stream);
         case NodeKind::STORE_WINDOW: return store_window(dst, stream);
+        case NodeKind::PROMPT_ROWS: return prompt_rows(dst, stream);
+        case NodeKind::PROMPT_MASK: return prompt_mask(dst, stream);
     }
     return "unknown node";
 }

@@ -33,6 +33,7 @@ public:
     uint64_t n_zero_rows() const override;
     void     wait() const override { vulkan_wait(device_); }
     size_t   max_range() const override { return max_range_; }
+    bool     makes_rows() const override { return false; }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -212,6 +213,8 @@ const char * VulkanLayer::compute(NodeKind kind, ggml_tensor * dst, vulkan::Run 
         case NodeKind::ATTEND: return vulkan::attend(attend(dst), run, recorder);
         case NodeKind::COMBINE: return vulkan::combine(combine(dst), run, recorder);
         case NodeKind::STORE_WINDOW: return vulkan::store_window(store_window(dst), run, recorder);
+        case NodeKind::PROMPT_ROWS:
+        case NodeKind::PROMPT_MASK: break;
     }
     return "unknown node";
 }

@@ -1,0 +1,117 @@
+// coefficients.cuh: a tile's coefficients as halves, the factors of tensor cores that multiply halves.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace subkv::cuda {
+
+constexpr int SIDE = 16; // of the matrices that tensor cores multiply
+constexpr int PAD  = 8;  // halves between rows, against bank conflicts
+
+__host__ __device__ inline int up_to_side(int n) {
+    return (n + SIDE - 1) / SIDE * SIDE;
+}
+
+// The largest coefficient of a row with scale 1, 16-bit bands aside.
+__device__ inline float reach_of(const HeadCodec & codec) {
+    float reach = 0.0f;
+    for (int i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        if (band.bits != 16) {
+            const float last = on_path(codec, band) ? (float) trellis_level(band.bits, (2 << band.bits) - 1) + 0.5f :
+                                                      half_range(band.bits);
+            reach            = fmaxf(reach, level_step(codec, band) * last);
+        }
+    }
+    return reach;
+}
+
+// Of a cell's 16-bit bands, whose coefficients are halves as they are; 0 without such bands.
+__device__ inline float largest_half(const HeadCodec & codec, const uint8_t * tile, int c) {
+    float largest = 0.0f;
+    for (int i = 0; i < codec.n_bands; ++i) {
+        const Band & band = codec.bands[i];
+        for (int j = 0; band.bits == 16 && j < band.n; ++j) {
+            largest = fmaxf(largest, fabsf(from_half(*half_of(tile + TILE * band.offset, j, c))));
+        }
+    }
+    return largest;
+}
+
+struct alignas(16) Halves {
+    __half x[8];
+};
+
+// x [cells][pitch] = keys of cells c0 to c0 + cells of a tile, times inverse(cell); zeros from the rank to width, and in
+// cells with scale[cell] 0. Cells count from c0 on.
+template <typename Inverse>
+__device__ inline void fill_keys(const HeadCodec & codec, const Octets & octets, const uint8_t * tile, int c0,
+                                 int cells, int width, const float * scale, Inverse inverse, __half * x, int pitch) {
+    for (int i = (int) threadIdx.x; i < cells * width / 8; i += THREADS) {
+        const int   c = i % cells, o = i / cells;
+        const float factor = scale[c] * inverse(c);
+        Halves      out    = {};
+        if (o < codec.rank / 8 && factor > 0.0f) {
+            const Octet     octet    = octets.octet[o];
+            const uint8_t * lines    = tile + octet.at;
+            const float     zero     = 0.5f * (float) zero_of(octet);
+            uint32_t        codes[2] = {};
+            uint32_t        one[2] = {}, two[2] = {};
+            if (octet.place != NO_PLACE) {
+                choices_at(octets, tile, octet.place - 1, c0 + c, one);
+                choices_at(octets, tile, octet.place - 2, c0 + c, two);
+            }
+            if (octet.bits != 16) {
+                read_bytes(octet, tile, (c0 + c) / 16, 4 * ((c0 + c) % 16), one, two, codes);
+            }
+            for (int j = 0; j < 8; ++j) {
+                const float u = (float) (octet.bits == 16 ? 0 : codes[j / 4] >> 8 * (j % 4) & 255);
+                out.x[j]      = __float2half_rn(octet.bits == 16 ? from_half(*half_of(lines, j, c0 + c)) * inverse(c) :
+                                                                   factor * octet.step * (u - zero));
+            }
+        }
+        *reinterpret_cast<Halves *>(x + c * pitch + 8 * o) = out;
+    }
+}
+
+// x [width][pitch] = values times inverse(cell), a coefficient of all cells after the other, since eight codes that lie
+// together are eight cells; zeros as in fill_keys.
+template <typename Inverse>
+__device__ inline void fill_values(const HeadCodec & codec, const Octets & octets, const uint8_t * tile, int c0,
+                                   int cells, int width, const float * scale, Inverse inverse, __half * x, int pitch) {
+    for (int i = (int) threadIdx.x; i < 4 * width; i += THREADS) {
+        const int       j = i % width, quarter = i / width;
+        const bool      there    = j < codec.rank;
+        const Octet     octet    = there ? octets.octet[j / 8] : Octet{ 0, 16, NO_PLACE, 0.0f };
+        const uint8_t * lines    = tile + octet.at;
+        const float     zero     = 0.5f * (float) zero_of(octet);
+        uint64_t        codes[2] = {};
+        uint64_t        one[2] = {}, two[2] = {};
+        if (octet.place != NO_PLACE) {
+            choices_at(octets, tile, octet.place - 1, j % 8, quarter, one);
+            choices_at(octets, tile, octet.place - 2, j % 8, quarter, two);
+        }
+        if (octet.bits != 16) {
+            read_bytes(octet, tile, quarter, 8 * (j % 8), one, two, codes);
+        }
+        for (int half = 0; half < 2; ++half) {
+            const int first = 8 * (4 * half + quarter) - c0; // of eight cells
+            if (first < 0 || first >= cells) {
+                continue;
+            }
+            Halves out = {};
+            for (int c = 0; there && c < 8; ++c) {
+                const float of_cell = scale[first + c];
+                if (of_cell > 0.0f) {
+                    const float u     = (float) (octet.bits == 16 ? 0 : codes[half] >> 8 * c & 255);
+                    const float value = octet.bits == 16 ? from_half(*half_of(lines, j % 8, c0 + first + c)) :
+                                                           of_cell * octet.step * (u - zero);
+                    out.x[c]          = __float2half_rn(value * inverse(first + c));
+                }
+            }
+            *reinterpret_cast<Halves *>(x + j * pitch + first) = out;
+        }
+    }
+}
+
+} // namespace subkv::cuda

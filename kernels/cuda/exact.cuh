@@ -1,0 +1,25 @@
+// exact.cuh: the keys that a token sees exactly.
+#pragma once
+
+#include "mask.cuh"
+
+namespace subkv::cuda {
+
+// Halves of a row of the window, and of fresh rows: K of all heads, then V.
+__device__ inline int64_t exact_width(const Layer & l) {
+    return (int64_t) l.n_head_kv * (l.d_k + l.d_v);
+}
+
+// The cell of the key in a window slot of the token's sequence; -1: the token does not see it exactly.
+__device__ inline int32_t slot_cell(const Combine & b, int64_t token, int64_t slot) {
+    const int32_t pos = b.slots[slot];
+    return pos >= 0 && is_exact(b.a, pos, b.a.tokens[4 * token]) ? b.slots[b.slot_stride + slot] : -1;
+}
+
+// That of token `other` of this ubatch, of the same stream.
+__device__ inline int32_t fresh_cell(const Combine & b, int64_t token, int64_t other) {
+    const int32_t pos = b.a.tokens[4 * other];
+    return pos >= 0 && is_exact(b.a, pos, b.a.tokens[4 * token]) ? b.a.tokens[4 * other + 2] : -1;
+}
+
+} // namespace subkv::cuda
