@@ -16,6 +16,7 @@ import queue_tables as queues
 import research_tables as research
 import score_tables as scores
 import shape_tables as shapes
+import size_tables as size
 import speed_tables as speed
 from render import Numbers, Rows
 
@@ -92,6 +93,17 @@ ORDER = (  # what matters most comes first
         speed.memory,
         speed.memory_markdown,
         speed.memory_numbers,
+    ),
+    Table(
+        "sizes",
+        "Memory by the shape of a model",
+        "Computed from shapes (layers whose cache grows, KV heads and head size, as in each model's config.json), not "
+        "measured. subkv: 4.25 bits per element, with the exact window of one sequence and the bases.",
+        0,
+        size.sizes,
+        size.sizes_markdown,
+        size.sizes_numbers,
+        group="sizes",
     ),
     Table(
         "sensitivity",

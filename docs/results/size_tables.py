@@ -1,0 +1,73 @@
+"""Bytes of the KV cache of models by their shapes: computed, not measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from render import Column, Numbers, Rows, grid
+
+from subkv.format.window import DEFAULT
+from subkv.plan.budget import held_bits
+
+GIB = 8 << 30  # bits
+CONTEXTS = {"8k": 8192, "32k": 32768, "128k": 131072}
+STATED = 8192  # tokens at which bits per element are stated
+KV_BITS, Q8_0 = 4.25, 8.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's layers with a growing cache, their KV heads, and the size of a head (its config.json)."""
+
+    name: str
+    n_layer: int
+    n_head_kv: int
+    d: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token: of each layer, KV head and side."""
+        return 2 * self.n_layer * self.n_head_kv
+
+    def bits(self, n: int) -> float:
+        """Of n tokens of one sequence: rows, and what does not grow, the exact window and the bases."""
+        elements = self.rows * self.d
+        fixed = DEFAULT.bits(elements, self.rows) + elements * held_bits(self.d)
+        return fixed + (KV_BITS * elements - fixed / STATED) * n
+
+
+SHAPES = (
+    Shape("Llama-3.2-3B", 28, 8, 128),
+    Shape("Llama-3.1-8B", 32, 8, 128),
+    Shape("Qwen3-14B", 40, 8, 128),
+    Shape("Qwen3-32B", 64, 8, 128),
+    Shape("Qwen3.6-27B, hybrid", 16, 4, 256),
+    Shape("Qwen3.6-35B-A3B, hybrid", 10, 2, 256),
+)
+
+
+def sizes(_: Any) -> Rows:
+    """GiB by model and context."""
+    rows = []
+    for shape in SHAPES:
+        for label, n in CONTEXTS.items():
+            elements = shape.rows * shape.d * n
+            found = {"f16": 16 * elements, "q8_0": Q8_0 * elements, "subkv": shape.bits(n)}
+            rows.append({"name": shape.name, "context": label, **{key: bits / GIB for key, bits in found.items()}})
+    return rows
+
+
+def sizes_markdown(rows: Rows) -> str:
+    found = {(row["name"], row["context"]): row for row in rows}
+
+    def cell(context: str) -> Column:
+        caches = ("f16", "q8_0", "subkv")
+        return context, lambda row: " · ".join(f"{found[row['name'], context][key]:.2f}" for key in caches)
+
+    models = [row for row in rows if row["context"] == "8k"]
+    return grid(models, [("GiB: f16 · q8_0 · subkv", lambda row: row["name"]), *(cell(c) for c in CONTEXTS)])
+
+
+def sizes_numbers(rows: Rows) -> Numbers:
+    return {f"{row['name']}.{row['context']}": f"{row['subkv']:.2f}" for row in rows}
