@@ -123,7 +123,8 @@ def main(
     MODEL is a GGUF, its name on the Hugging Face hub (-hf) or, with the extra torch, a Hugging Face folder, which
     becomes one first.
     """
-    from converter.prepare import Wish  # this and the following: numpy and the native libraries, not for a --help
+    # here, so that --help loads neither numpy nor the native libraries
+    from converter.prepare import CalibrationRequest
     from converter.sources import Sources, prepared
     from subkv.engine.memory import available_memory
     from subkv.native.gguf import Gguf
@@ -148,9 +149,8 @@ def main(
     if target is not None:
         check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
         check_new(target, yes or dry_run)
-    sources = Sources(
-        model, bases, Wish(corpus, options.window.n_sink, options.window.n_recent, minutes), outtype, quantize
-    )
+    request = CalibrationRequest(corpus, options.window.n_sink, options.window.n_recent, minutes)
+    sources = Sources(model, bases, request, outtype, quantize)
     with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
         place = target or stored_sidecar(base)
         sidecar = sidecar or target is None

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from converter.away import Away
 from converter.lockstep import mean_kld
 from converter.observe import spread
 from converter.residual import Rows
 from converter.session import Session
+from converter.spill import Spill
 from subkv.base.errors import SubkvError
 from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.arrays import F16, F32
@@ -57,7 +57,7 @@ class Decoded:
             session.decode(tokens[first:last], first)
             told(last - first)
         self._saved: bytearray | None = session.cells()
-        self._away: Away | None = None
+        self._spill: Spill | None = None
         self._exact: F32 | None = session.logits(self.scored, self.start).copy()
         told(n_scored)
         session.mode(PAUSE)
@@ -69,22 +69,22 @@ class Decoded:
     def saved(self) -> bytearray:
         """The state before the scored tokens."""
         if self._saved is None:
-            assert self._away is not None, "spent() was the last that could be asked"
-            self._saved = self._away.raw()
+            assert self._spill is not None, "spent() was the last that could be asked"
+            self._saved = self._spill.raw()
         return self._saved
 
     @property
     def exact(self) -> F32:
         """Logits [n, n_vocab] of the scored tokens."""
         if self._exact is None:
-            assert self._away is not None
-            self._exact = self._away.array()
+            assert self._spill is not None
+            self._exact = self._spill.array()
         return self._exact
 
     def put_away(self, folder: Path | None) -> None:
-        """Keep what is large as Away does, until it is asked for. Raises SubkvError about `output`."""
-        if self._away is None:
-            self._away = Away(folder, self.saved, self.exact)
+        """Keep what is large as Spill does, until it is asked for. Raises SubkvError about `output`."""
+        if self._spill is None:
+            self._spill = Spill(folder, self.saved, self.exact)
         self._saved = self._exact = None
 
     def _find(self) -> dict[tuple[int, str], tuple[int, F32]]:
@@ -140,18 +140,18 @@ class Decoded:
         try:
             return self._kld(cells, None)
         finally:
-            self._saved = self._exact = self._away = None
+            self._saved = self._exact = self._spill = None
 
     def _kld(self, cells: Iterable[tuple[tuple[int, str], F32]], n: int | None) -> float:
         for at, other in cells:
             self.view(*at)[:] = other.astype(np.float16)
         self.session.restore(self.saved)
-        if self._away is not None:  # there is a context beside it now
+        if self._spill is not None:  # there is a context beside it now
             self._saved = None
         scored = self.scored[:n]
         logits = self.session.logits(scored, self.start)
         found = mean_kld(self.exact[: len(scored)], logits)
-        if self._away is not None:
+        if self._spill is not None:
             self._exact = None
         return found
 

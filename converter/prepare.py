@@ -36,7 +36,7 @@ HASHED = 1e9  # bytes per second: a first guess, which the bar corrects as it go
 
 
 @dataclass(frozen=True)
-class Wish:
+class CalibrationRequest:
     """What to prepare. corpus without files: the built-in text. n_sink: first positions left out.
 
     n_recent: of the exact window. minutes: time that sensitivities may take; 0: there are none; None: all they need.
@@ -84,7 +84,7 @@ class Wish:
 
 
 @contextlib.contextmanager
-def prepared(model: Path, wish: Wish) -> Iterator[Path]:
+def prepared(model: Path, request: CalibrationRequest) -> Iterator[Path]:
     """The calibration of a GGUF, made here as far as it is not there yet. Until the block ends nobody else prepares it.
 
     One bar for all that is done in the block, too. Raises SubkvError.
@@ -94,23 +94,25 @@ def prepared(model: Path, wish: Wish) -> Iterator[Path]:
         arch = base.get("general.architecture")
         layers, trained = (base.get(f"{arch}.{key}") for key in ("block_count", "context_length"))
         own = effort(size)
-        wish = replace(wish, short=can_spread(base), head_size=(head_size(base) or 0) if own.statistics else 0)
-    if trained and wish.corpus.n_ctx > trained:
-        note(f"chunks of {trained} tokens, which the model was trained with, instead of {wish.corpus.n_ctx}")
-        wish = replace(wish, corpus=replace(wish.corpus, n_ctx=trained))
-    texts = wish.texts()
+        request = replace(request, short=can_spread(base), head_size=(head_size(base) or 0) if own.statistics else 0)
+    if trained and request.corpus.n_ctx > trained:
+        note(f"chunks of {trained} tokens, which the model was trained with, instead of {request.corpus.n_ctx}")
+        request = replace(request, corpus=replace(request.corpus, n_ctx=trained))
+    texts = request.texts()
     entry.prepare()
-    path = entry.work(f".{wish.key(texts)}.calib.safetensors")
+    path = entry.work(f".{request.key(texts)}.calib.safetensors")
     with concerning(output="XDG_CACHE_HOME"):
         check_writable(path)
     with concerning(lock="model"), exclusive(entry.lock, f"prepare {model.name}"):
         expected = {"loading": size / HASHED, "hashing": size / HASHED, "bases": (layers or 1) / PLANNED}
         with overall(expected):
             remove_stale(store.folder())
-            corpus, kept = wish.corpus, _kept(path, wish.n_recent)
-            how = Measuring(texts, corpus.n_ctx, corpus.n_threads, wish.n_recent, wish.minutes, kept, wish.short, own)
+            corpus, kept = request.corpus, _kept(path, request.n_recent)
+            how = Measuring(
+                texts, corpus.n_ctx, corpus.n_threads, request.n_recent, request.minutes, kept, request.short, own
+            )
             then = functools.partial(seconds, how, layers or 1)
-            calibration = _earlier(path, files) or _measured(model, wish, texts, path, then)
+            calibration = _earlier(path, files) or _measured(model, request, texts, path, then)
             kept = _sense(model, how, calibration, path)
             _remove_others(entry, {path, kept})
             yield path
@@ -142,14 +144,14 @@ def _earlier(path: Path, files: Sequence[Path]) -> Calibration | None:
 
 
 def _measured(
-    model: Path, wish: Wish, texts: list[Text] | None, path: Path, then: Callable[[float], float]
+    model: Path, request: CalibrationRequest, texts: list[Text] | None, path: Path, then: Callable[[float], float]
 ) -> Calibration:
     """Statistics of the model, written to `path`. then: as calibrate_file."""
     for other in path.parent.glob(f"{path.name}.*.sensing.npz"):  # of other statistics
         remove(other)
     with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
         found, notes = calibrate_file(
-            model, wish.observed, texts, wish.n_sink, keeper=checkpoints, then=then, spared=wish.spared
+            model, request.observed, texts, request.n_sink, keeper=checkpoints, then=then, spared=request.spared
         )
     for line in notes:
         note(line)

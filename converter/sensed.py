@@ -35,8 +35,8 @@ CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them 
 
 @dataclass(frozen=True)
 class Measuring:
-    """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: all
-    that there is to measure. kept: file of what is done until all is. short: as of Wish. effort: of the model."""
+    """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: no
+    limit. kept: file of interrupted work. short: as of CalibrationRequest. effort: of the model."""
 
     texts: Sequence[Text] | None
     n_ctx: int

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from numpy.random import Generator
 
-from converter.away import Away
 from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
 from converter.effort import WHOLE, Effort
 from converter.observe import spread
 from converter.residual import SIDES, Rows, alike, energy, gram_of, metrics
 from converter.session import Session
+from converter.spill import Spill
 from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, evened, smoothed
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, LayerStats, Sensitivity, TextSource
@@ -143,7 +143,7 @@ class Sensing:
         self.found.enter(calibration, texts)
         self.told = told
         self.near = min(map(len, chunks)) - SCORED  # cells that every chunk has
-        self._grams: dict[int, Away] = {}
+        self._grams: dict[int, Spill] = {}
         self.held: dict[int, Decoded] = {}  # longer chunks, and the latest
 
     def plan(self) -> list[tuple[int, int, str]]:
@@ -243,7 +243,7 @@ class Sensing:
             return self._grams[shape.il].array()
         found = output_grams(self.base, shape)
         if (len(self._grams) + 1) * found.nbytes <= GRAMS:
-            self._grams[shape.il] = Away(self.folder, bytearray(), found)
+            self._grams[shape.il] = Spill(self.folder, bytearray(), found)
         return found
 
     def _add_moments(self, chunk: Decoded) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from converter import hf, prepare
-from converter.prepare import Wish
+from converter.prepare import CalibrationRequest
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_not_input, check_writable
 from subkv.native.gguf import Gguf
@@ -28,7 +28,7 @@ class Sources:
 
     model: Path
     bases: Path | None
-    wish: Wish
+    request: CalibrationRequest
     outtype: str | None = None
     quantize: str | None = None
 
@@ -41,7 +41,7 @@ def prepared(sources: Sources, output: Path | None, copy: bool) -> Iterator[tupl
     SubkvError.
     """
     if output is not None and sources.bases is None:
-        check_not_input(output, (("-f", path) for path in sources.wish.corpus.files))
+        check_not_input(output, (("-f", path) for path in sources.request.corpus.files))
         check_writable(output)
     with contextlib.ExitStack() as stack:
         model = sources.model
@@ -52,7 +52,7 @@ def prepared(sources: Sources, output: Path | None, copy: bool) -> Iterator[tupl
                     raise SubkvError(name, f"expected a Hugging Face folder as MODEL, found {model}")
         else:
             assert output is not None  # there is no other GGUF that bases could go with
-            texts = sources.wish.texts()
+            texts = sources.request.texts()
             check_writable(output)
             _check_folder(sources, output, copy)
             made = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent)
@@ -71,7 +71,7 @@ def prepared(sources: Sources, output: Path | None, copy: bool) -> Iterator[tupl
                 )
         bases = sources.bases
         if bases is None:
-            bases = stack.enter_context(prepare.prepared(model, sources.wish))
+            bases = stack.enter_context(prepare.prepared(model, sources.request))
         say("bases and layout")
         yield model, bases
 
@@ -107,6 +107,6 @@ def _gguf(sources: Sources, work: Path, say: Callable[[str], None]) -> Path:
         return made
     say(f"llama.cpp's quantizer: {sources.quantize}")
     quantized = work / f"model-{sources.quantize}.gguf"
-    hf.to_quantized(made, sources.quantize, sources.wish.corpus.n_threads, quantized)
+    hf.to_quantized(made, sources.quantize, sources.request.corpus.n_threads, quantized)
     made.unlink()
     return quantized

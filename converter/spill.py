@@ -1,4 +1,4 @@
-"""What is needed again after long, put away meanwhile: in a file without a name, or without a folder in memory."""
+"""Large data that is needed again much later: in a file without a name, or without a folder in memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 
 
-class Away:
-    """Bytes and an array of float32. The file is seen by nobody else, and gone with this object."""
+class Spill:
+    """Bytes and an array of float32. Nobody else sees the file; it is removed with this object."""
 
     def __init__(self, folder: Path | None, raw: bytearray, array: F32) -> None:
         """Raises SubkvError about `output` where `folder` takes no more."""

@@ -21,7 +21,7 @@ import subkv
 from converter import builtin, resume
 from converter.corpus import Corpus, Text
 from converter.effort import LESS, WHOLE, Effort
-from converter.prepare import Wish
+from converter.prepare import CalibrationRequest
 from converter.resume import KEPT
 from converter.sensed import Measuring
 from converter.session import Session
@@ -306,10 +306,10 @@ def test_leftovers_are_removed(model: Path, cache_home: Path) -> None:
 
 def test_every_kind_of_text_is_taken() -> None:
     for n_ctx, n, of in ((128, 16, 128), (2048, 8, 256), (8192, 8, 256)):
-        observed = Wish(Corpus((), n_ctx, None, 1), 4, 16).observed
+        observed = CalibrationRequest(Corpus((), n_ctx, None, 1), 4, 16).observed
         assert (observed.chunks, observed.n_ctx) == (n, of)
-    assert 7 * (Wish(Corpus((), 2048, None, 1), 4, 16, head_size=256).observed.n_ctx - 4) >= 16 * 256
-    observed = Wish(Corpus((), 2048, None, 1), 4, 16, short=False).observed
+    assert 7 * (CalibrationRequest(Corpus((), 2048, None, 1), 4, 16, head_size=256).observed.n_ctx - 4) >= 16 * 256
+    observed = CalibrationRequest(Corpus((), 2048, None, 1), 4, 16, short=False).observed
     assert (observed.chunks, observed.n_ctx) == (8, 2048)
     assert len(builtin.read()) > 8
 
@@ -328,7 +328,7 @@ def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
 
 
 def test_settings_have_keys_of_their_own() -> None:
-    wish = Wish(Corpus((Path("a.txt"),), 128, None, 1), 4, 16)
+    request = CalibrationRequest(Corpus((Path("a.txt"),), 128, None, 1), 4, 16)
 
     def text(name: str, data: bytes, special: bool = False) -> Text:
         return Text(TextSource(name, "0" * 64, len(data)), data, special)
@@ -340,4 +340,4 @@ def test_settings_have_keys_of_their_own() -> None:
         [text("a", b"x"), text("a", b"y")],
         [text("a", b""), text("a", b"xy")],
     ]
-    assert len({wish.key(texts) for texts in given}) == len(given)
+    assert len({request.key(texts) for texts in given}) == len(given)
