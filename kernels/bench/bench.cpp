@@ -207,10 +207,14 @@ struct Cache {
 };
 
 // One token over N_CHOSEN cells of all layers as if they were one, cells that follow each other or every n-th: these are
-// gathered first. Of latent attention values are made of keys, as node_attend.cpp does. The next call takes others.
+// gathered first, from tiles or from rows (runtime/native/cells.h; for the time any bytes are rows). Of latent attention
+// values are made of keys, as node_attend.cpp does. The next call takes others.
 constexpr int64_t N_CHOSEN = 2048;
 
-int64_t attend_chosen(const Cache & cache, const Ops & ops, bool spread, bool latent, int64_t n_group) {
+enum class Cells { IN_A_ROW, OF_TILES, OF_ROWS };
+
+int64_t attend_chosen(const Cache & cache, const Ops & ops, Cells which, bool latent, int64_t n_group) {
+    const bool                  spread = which != Cells::IN_A_ROW;
     static std::vector<float>   q, m, z, acc, bias, slope;
     static std::vector<Line>    keys, values;
     static int64_t              call = 0;
@@ -255,7 +259,12 @@ int64_t attend_chosen(const Cache & cache, const Ops & ops, bool spread, bool la
                 for (int64_t i = first; i < first + AT_ONCE; ++i) {
                     cells.push_back((int32_t) (begin + i * n_apart + random_bits() % n_apart));
                 }
-                gather_cells(k, cache.k.at(0, h, 0), cache.k.stride(), cells.data(), AT_ONCE, keys[0].bytes());
+                if (which == Cells::OF_ROWS) {
+                    const uint8_t * rows = cache.k.at(0, 0, 0) + h * n_all * k.row_bytes;
+                    rows_to_tiles(k, rows, k.row_bytes, cells.data(), AT_ONCE, keys[0].bytes());
+                } else {
+                    gather_cells(k, cache.k.at(0, h, 0), cache.k.stride(), cells.data(), AT_ONCE, keys[0].bytes());
+                }
                 a.k_tiles  = keys[0].bytes();
                 a.k_stride = TILE * k.row_bytes;
                 if (!latent) {
@@ -359,19 +368,24 @@ int main(int argc, char ** argv) {
     Bands       row_bands    = latent_bands;
     row_bands.insert(row_bands.end(), { { 8, 6 }, { 40, 4 }, { 16, 3 } });
     const Cache latent(row_bands, latent_bands, span);
-    for (const bool spread : { false, true }) {
-        const std::string what = spread ? ", 2048 of 131072 chosen" : ", 2048 in a row";
+    for (const Cells which : { Cells::IN_A_ROW, Cells::OF_TILES, Cells::OF_ROWS }) {
+        const std::string what = which == Cells::IN_A_ROW ? ", 2048 in a row" :
+                                 which == Cells::OF_TILES ? ", 2048 of 131072 chosen" :
+                                                            ", 2048 of 131072 chosen, as rows";
         for (const int64_t n_group : { 4, 8 }) {
             const std::string name = "chosen 128 dims 4.1 bits" + what + ", " + std::to_string(n_group) + " query rows";
+            if (which == Cells::OF_ROWS) { // latent layers alone
+                continue;
+            }
             figures.push_back({ name, 0.0,
-                                [&large, spread, n_group](const Ops & ops) {
-                                    return (double) attend_chosen(large, ops, spread, false, n_group);
+                                [&large, which, n_group](const Ops & ops) {
+                                    return (double) attend_chosen(large, ops, which, false, n_group);
                                 },
                                 nullptr });
         }
         figures.push_back(
             { "chosen latent 576 dims 4.2 bits" + what + ", 128 query rows", 0.0,
-              [&latent, spread](const Ops & ops) { return (double) attend_chosen(latent, ops, spread, true, 128); },
+              [&latent, which](const Ops & ops) { return (double) attend_chosen(latent, ops, which, true, 128); },
               nullptr });
     }
 

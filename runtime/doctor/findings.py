@@ -24,7 +24,7 @@ from subkv.native.places import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
 REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
     *("SUBKV", "SUBKV_SINK", "SUBKV_RECENT", "SUBKV_ROLLBACK", "SUBKV_ADAPT", "SUBKV_STORE", "SUBKV_STORE_MIB"),
-    *("SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
+    *("SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
 }
 OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"

@@ -67,6 +67,7 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
     auto & nodes = nodes_[(size_t) il];
     nodes.reset(new LayerNodes{
         &codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_, n_head, layer.il, {} });
+    nodes->by_rows = layer.chosen && codec.latent && !adaptive_;
     nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
     for (size_t h = 0; h < codec.centre.size(); ++h) {
         const auto & mean = codec.centre[h].mean;
@@ -223,7 +224,7 @@ void Cache::settle() const {
 void Cache::clear() {
     settle();
     window_.clear();
-    turned();
+    rotated();
     if (adaptive_) {
         adaptive_->clear();
     }
@@ -359,7 +360,7 @@ std::string Cache::why_no_shift() const {
     }
     const auto on_device = [](const auto & nodes) { return nodes && nodes->device; };
     if (std::any_of(nodes_.begin(), nodes_.end(), on_device)) {
-        return "it lies on a GPU, for which there is no kernel that turns coded keys";
+        return "it lies on a GPU, for which no kernel rotates coded keys";
     }
     return "";
 }
@@ -386,8 +387,8 @@ bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReade
     return true;
 }
 
-void Cache::turned() {
-    window_.turned();
+void Cache::rotated() {
+    window_.rotated();
     for (const auto & nodes : nodes_) {
         if (nodes) {
             nodes->shifted = false;
@@ -483,11 +484,12 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
             out.bytes_per_token += row_bytes(node->owner, false) + row_bytes(node->owner, true);
         }
     }
-    out.n_cells    = n_cells_;
-    out.n_stream   = n_stream_;
-    out.n_sink     = window_.n_sink();
-    out.n_recent   = window_.n_recent();
-    out.n_rollback = window_.n_rollback();
+    out.window_kinds = window_.kinds();
+    out.n_cells      = n_cells_;
+    out.n_stream     = n_stream_;
+    out.n_sink       = window_.n_sink();
+    out.n_recent     = window_.n_recent();
+    out.n_rollback   = window_.n_rollback();
     out.bpe = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window + out.bytes_adapt) / (double) elements);
 }
 

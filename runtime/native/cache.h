@@ -33,6 +33,7 @@ struct LayerNodes {
     float                   max_alibi_bias = 0.0f;
     int64_t                 shift_first    = 0; // as in ShiftBuild
     bool                    shift_apart    = false;
+    bool                    by_rows        = false; // its cells lie as rows, not in tiles (cells.h)
     bool                    shifted        = false; // keys have been rotated, perhaps not yet those of other layers
 
     std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
@@ -75,8 +76,8 @@ public:
     bool    goes_back() const override { return !adaptive_; }
 
     int64_t       n_slots() const override { return window_.n_slots(); }
-    void          turns(int32_t * by) const override { window_.turns(by); }
-    void          turned() override;
+    void          rotations(int32_t * by) const override { window_.rotations(by); }
+    void          rotated() override;
     void          shift_keys(const ShiftBuild & b) override;
     bool          wants(int32_t il) const override { return planter_ || observes(il); }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;

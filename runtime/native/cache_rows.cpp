@@ -54,6 +54,11 @@ void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t firs
     if (layer.device) {
         copied = copy_of(t, part);
     }
+    if (layer.by_rows) {
+        const size_t row = t->nb[1];
+        std::copy_n((const uint8_t *) t->data + (size_t) first * row, (size_t) n * row, rows);
+        return;
+    }
     const uint8_t * tiles = layer.device ? copied.data() : (const uint8_t *) t->data + part.at;
     for_cells(
         *layer.codec, value, tiles, t->nb[1], first, n, rows,
@@ -69,6 +74,11 @@ void Cache::set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int
     std::vector<uint8_t> copied;
     if (layer.device) {
         copied = copy_of(t, part);
+    }
+    if (layer.by_rows) {
+        const size_t row = t->nb[1];
+        std::copy_n(rows, (size_t) n * row, (uint8_t *) t->data + (size_t) first * row);
+        return;
     }
     uint8_t * tiles = layer.device ? copied.data() : (uint8_t *) t->data + part.at;
     for_cells(

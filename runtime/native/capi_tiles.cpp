@@ -24,6 +24,11 @@ void subkv_gather_cells(const void * codec, const uint8_t * tiles, int64_t tile_
     gather_cells(*(const HeadCodec *) codec, tiles, tile_stride, cells, n, out);
 }
 
+void subkv_rows_to_tiles(const void * codec, const uint8_t * rows, int64_t stride, const int32_t * cells, int64_t n,
+                         uint8_t * out) {
+    rows_to_tiles(*(const HeadCodec *) codec, rows, stride, cells, n, out);
+}
+
 int64_t subkv_ops_encode_rows(const void * ops, const void * codec, const float * x, int64_t ldx, int64_t n,
                               uint8_t * rows) {
     return encode_rows(*(const Ops *) ops, *(const HeadCodec *) codec, x, ldx, n, rows);

@@ -25,6 +25,7 @@ struct LayerDesc {
     int32_t                    d_k; // head sizes
     int32_t                    d_v;
     bool                       latent; // values are the first d_v elements of keys: one row for both
+    bool                       chosen; // tokens read cells that an indexer chooses
     ggml_backend_buffer_type_t buft;
 };
 
@@ -173,13 +174,13 @@ struct ShiftBuild {
     ggml_context * ctx;
     ggml_cgraph *  gf;
     int32_t        il;
-    ggml_tensor *  k_cache;  // I8 [row_bytes, n_cells, n_stream]
-    ggml_tensor *  of_cells; // I32 [n_cells * n_stream] positions by which a key is still to be rotated
-    ggml_tensor *  of_slots; // I32 [n_slots()], nullptr where there are none
-    ggml_tensor *  turns;    // I32 [n] what is in these, ascending; without 0 unless that is all
-    ggml_tensor *  pairs;    // F32 [n_rot, 1, n] what rotations by so many positions make of pairs (1, 0)
-    int64_t        first;    // element of a head's key that is rotated first
-    bool           apart;    // a pair's second element lies n_rot / 2 behind its first, else next to it
+    ggml_tensor *  k_cache;   // I8 [row_bytes, n_cells, n_stream]
+    ggml_tensor *  of_cells;  // I32 [n_cells * n_stream] positions by which a key is still to be rotated
+    ggml_tensor *  of_slots;  // I32 [n_slots()], nullptr where there are none
+    ggml_tensor *  distances; // I32 [n] the numbers in these, ascending; 0 only if it is the only one
+    ggml_tensor *  pairs;     // F32 [n_rot, 1, n] what rotations by so many positions make of pairs (1, 0)
+    int64_t        first;     // element of a head's key that is rotated first
+    bool           apart;     // a pair's second element lies n_rot / 2 behind its first, else next to it
 };
 
 class StateWriter {
@@ -231,13 +232,13 @@ public:
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // The other sequences of its stream are removed.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Before positions [p0, p1) of a sequence move by `by`; false: refused, no cell may move. Nodes of shift_keys() turn the
+    // Before positions [p0, p1) of a sequence move by `by`; false: refused, no cell may move. Nodes of shift_keys() rotate the
     // keys by what cells and window slots are still to be rotated before any token sees them.
     virtual bool    can_shift() const                                                              = 0;
     virtual bool    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
     virtual int64_t n_slots() const                  = 0; // of the exact window
-    virtual void    turns(int32_t * by) const        = 0; // [n_slots()] of its keys
-    virtual void    turned()                         = 0; // all of them have been rotated
+    virtual void    rotations(int32_t * by) const    = 0; // [n_slots()] of its keys
+    virtual void    rotated()                        = 0; // all of them have been rotated
     virtual void    shift_keys(const ShiftBuild & b) = 0;
     // Are the exact rows that these tokens attend to complete? Reports why not.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;

@@ -51,17 +51,17 @@ ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & 
                                      ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
                                      ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
                                      int il) {
-    const auto turned = [&](ggml_tensor * t, ggml_tensor * rot) {
+    const auto rotated = [&](ggml_tensor * t, ggml_tensor * rot) {
         return t && rot ? llama_mul_mat_hadamard(g.ctx0, t, rot) : t;
     };
-    q = turned(q, inp.self_k_rot);
-    k = turned(k, inp.self_k_rot);
-    v = turned(v, inp.self_v_rot);
+    q = rotated(q, inp.self_k_rot);
+    k = rotated(k, inp.self_k_rot);
+    v = rotated(v, inp.self_v_rot);
     expand(g, q, k, v);
     ggml_tensor * cur =
         build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), mask, chosen, sinks, scale, il);
     g.cb(cur, "kqv_out", il);
-    return project(g, wo, wo_b, wo_s, turned(cur, inp.self_v_rot));
+    return project(g, wo, wo_b, wo_s, rotated(cur, inp.self_v_rot));
 }
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,

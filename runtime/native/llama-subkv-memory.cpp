@@ -8,7 +8,12 @@
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
+#include "llama-impl.h"
 #include "llama-model.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
 
 //
 // memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state; one of latent
@@ -67,6 +72,23 @@ const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i
 
 bool llama_subkv::is_index(const llama_kv_cache & kv) {
     return &kv.hparams != &kv.model.hparams; // its sizes are its own
+}
+
+ggml_type llama_subkv::index_type(const llama_kv_cache & kv, ggml_type type) {
+    const char * asked = std::getenv("SUBKV_INDEXER");
+    if (!asked || !*asked || std::strcmp(asked, "f16") == 0) {
+        return type;
+    }
+    if (std::strcmp(asked, "q8_0") != 0) {
+        throw std::runtime_error(format("SUBKV_INDEXER: f16 or q8_0 expected, '%.60s' found", asked));
+    }
+    const auto size = (int64_t) kv.model.hparams.indexer_head_size;
+    if (size % ggml_blck_size(GGML_TYPE_Q8_0) != 0) {
+        throw std::runtime_error(format("SUBKV_INDEXER=q8_0: indexer keys of a multiple of %d elements expected, %d "
+                                        "found; SUBKV_INDEXER=f16 keeps them in f16",
+                                        (int) ggml_blck_size(GGML_TYPE_Q8_0), (int) size));
+    }
+    return GGML_TYPE_Q8_0;
 }
 
 bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & index) {

@@ -38,11 +38,11 @@ bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, l
 
 void llama_subkv::shifted(const llama_kv_cache & kv) {
     if (kv.subkv_hook) {
-        kv.subkv_hook->turned();
+        kv.subkv_hook->rotated();
     }
 }
 
-bool llama_subkv::unturned(const llama_kv_cache & kv) {
+bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {
     if (!kv.get_has_shift()) {
         return false;
     }
@@ -72,7 +72,7 @@ llama_subkv::uninterrupted::~uninterrupted() {
 class llama_subkv::shift_input : public llm_graph_input_i {
 public:
     shift_input(const llama_kv_cache & kv, ggml_context * ctx) : ctx(ctx), slots((size_t) kv.subkv_hook->n_slots()) {
-        kv.subkv_hook->turns(slots.data());
+        kv.subkv_hook->rotations(slots.data());
         std::set<int32_t> all(slots.begin(), slots.end());
         for (const auto & cells : kv.v_cells) {
             for (uint32_t i = 0; i < cells.size(); ++i) {
@@ -83,11 +83,11 @@ public:
             all.erase(0);
         }
         by.assign(all.begin(), all.end());
-        turns    = input(GGML_TYPE_I32, (int64_t) by.size(), 1);
-        of_slots = slots.empty() ? nullptr : input(GGML_TYPE_I32, (int64_t) slots.size(), 1);
+        distances = input(GGML_TYPE_I32, (int64_t) by.size(), 1);
+        of_slots  = slots.empty() ? nullptr : input(GGML_TYPE_I32, (int64_t) slots.size(), 1);
     }
 
-    // F32 [n_rot, 1, turns]
+    // F32 [n_rot, 1, distances]
     ggml_tensor * pairs(int64_t n_rot) {
         ggml_tensor *& found = pairs_[n_rot];
         found                = found ? found : input(GGML_TYPE_F32, n_rot, (int64_t) by.size());
@@ -100,7 +100,7 @@ public:
                 ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t));
             }
         };
-        set(turns, by.data());
+        set(distances, by.data());
         set(of_slots, slots.data());
         for (const auto & [n_rot, t] : pairs_) {
             std::vector<float> ones((size_t) ggml_nelements(t));
@@ -112,7 +112,7 @@ public:
         }
     }
 
-    ggml_tensor * turns;
+    ggml_tensor * distances;
     ggml_tensor * of_slots;
     bool          apart = false;
 
@@ -146,20 +146,20 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
 
     // YaRN and its like scale queries and keys; stored keys are scaled already
     const float   freq_scale = kv.model.get_rope_freq_scale(cparams, il);
-    llama_cparams turn       = cparams;
-    turn.yarn_attn_factor    = turn.yarn_ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f;
+    llama_cparams rope       = cparams;
+    rope.yarn_attn_factor    = rope.yarn_ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f;
 
     subkv::ShiftBuild b;
-    b.ctx      = ctx;
-    b.gf       = res.get_gf();
-    b.il       = (int32_t) il;
-    b.k_cache  = kv.layers[kv.map_layer_ids.at((int32_t) il)].k;
-    b.of_cells = k_shift;
-    b.of_slots = input->of_slots;
-    b.turns    = input->turns;
-    b.pairs    = kv.build_rope_shift(turn, ctx, ggml_dup(ctx, input->pairs(n_rot)), input->turns, nullptr,
-                                     kv.model.get_rope_factors(cparams, il), kv.model.get_rope_freq_base(cparams, il),
-                                     freq_scale, il);
+    b.ctx       = ctx;
+    b.gf        = res.get_gf();
+    b.il        = (int32_t) il;
+    b.k_cache   = kv.layers[kv.map_layer_ids.at((int32_t) il)].k;
+    b.of_cells  = k_shift;
+    b.of_slots  = input->of_slots;
+    b.distances = input->distances;
+    b.pairs     = kv.build_rope_shift(rope, ctx, ggml_dup(ctx, input->pairs(n_rot)), input->distances, nullptr,
+                                      kv.model.get_rope_factors(cparams, il), kv.model.get_rope_freq_base(cparams, il),
+                                      freq_scale, il);
     b.first = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // of a latent row: behind the rest
     b.apart = input->apart;
     kv.subkv_hook->shift_keys(b);

@@ -92,16 +92,19 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
 }
 
-void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
     const subkv::cache_new_fn cache_new = registered();
     if (!cache_new) {
         return;
     }
-    const std::string unsupported = reason_unsupported(kv.model, kv.hparams, shares);
-    if (is_index(kv) && unsupported.empty()) { // the cache of its tokens' rows decides
+    const std::string        unsupported = reason_unsupported(kv.model, kv.hparams, shares);
+    static thread_local bool coded       = false; // the cache of rows, which is made before that of its indexer's keys
+    if (is_index(kv) && unsupported.empty()) {
+        type_k = coded ? index_type(kv, type_k) : type_k;
         return;
     }
+    coded = false;
     if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {
         throw std::runtime_error(
             "this model reads the K/V cache of another context, which holds coefficients; create that one with an "
@@ -143,10 +146,11 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, 
         const uint32_t d_v = hparams.is_mla() ? hparams.n_lora_kv : hparams.n_embd_head_v(il);
         desc.layers.push_back(
             { (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
-              (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(),
+              (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(), hparams.indexer_top_k > 0,
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
     kv.subkv_hook = cache_new(desc);
+    coded         = kv.subkv_hook && kv.subkv_hook->coded();
 }
 
 void llama_subkv::made(const llama_context & ctx) {
@@ -276,7 +280,7 @@ bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatc
     if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
         return true;
     }
-    if (unturned(kv)) {
+    if (rotation_pending(kv)) {
         return false;
     }
     std::vector<subkv::TokenDesc> tokens;
@@ -468,7 +472,7 @@ bool llama_subkv::rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn
 void llama_subkv::settle(llama_context & ctx) {
     if (coded(ctx.get_memory())) {
         ctx.memory_update(false);
-        if (unturned(*caches_of(ctx.get_memory()).base)) {
+        if (rotation_pending(*caches_of(ctx.get_memory()).base)) {
             throw std::runtime_error("positions that were to move first have not moved");
         }
     }

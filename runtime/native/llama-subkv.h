@@ -33,8 +33,8 @@ struct llama_subkv {
     using layer_filter = llama_kv_cache::layer_filter_cb;
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
-    // llama_kv_cache: called by the constructor before anything is allocated
-    static void init(llama_kv_cache & kv, ggml_type type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+    // llama_kv_cache: called by the constructor before anything is allocated. type_k: changed for an indexer's keys
+    static void init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                      const layer_filter & filter, const layer_reuse & reuse, bool shares);
     // llama_context: called when its memory is there, which may be no K/V cache
     static void made(const llama_context & ctx);
@@ -61,9 +61,9 @@ struct llama_subkv {
     static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift); // ditto
     static bool carried_out(const llama_kv_cache & kv); // the last seq_cp, seq_add or seq_div: the other half follows
     static void shifted(const llama_kv_cache & kv);     // the graph of build_shift has run
-    static bool unturned(const llama_kv_cache & kv);    // it has not, or not to its end; reports that
+    static bool rotation_pending(const llama_kv_cache & kv); // it has not, or not to its end; reports that
     // While it lives no abort callback stops a shift of this cache, half or whole, of a coded context, if layers of it are
-    // ordinary: of what a graph has turned of these nothing is known, and the next one would turn it again.
+    // ordinary: after an aborted shift it is unknown which of these were rotated, and the next one would rotate them again.
     class uninterrupted {
     public:
         uninterrupted(llama_context & ctx, const llama_kv_cache & kv);
@@ -242,10 +242,11 @@ struct llama_subkv {
                            llama_state_seq_flags flags);
     // An indexer names cells by where its keys are: is this a cache of such keys, and are these in the cells of their tokens,
     // and will they be?
-    static bool is_index(const llama_kv_cache & kv);
-    static bool same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
-    static bool same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
-                           const llama_kv_cache::slot_info_vec_t & of_index);
+    static bool      is_index(const llama_kv_cache & kv);
+    static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // as SUBKV_INDEXER says, else `type`
+    static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
+    static bool      same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
+                                const llama_kv_cache::slot_info_vec_t & of_index);
     // Beside cells that an indexer chooses from. A partial state leaves its keys out, too: they stay where the cells stay.
     static parts beside_index(llama_kv_cache * index, llama_memory_i * other, llama_state_seq_flags flags);
     static bool  chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,

@@ -72,18 +72,23 @@ void fill_listed_row(const MaskInputs & in, const int32_t * cells, int64_t h, in
     }
 }
 
-// Copies the cells of a list into tiles that follow each other, from which `a` then reads.
-void gather(AttendArgs & a, const int32_t * cells, bool latent, std::vector<uint8_t> & keys,
+// Copies the cells of a list, or of rows (cells nullptr: all of them), into tiles that follow each other, from which `a`
+// then reads.
+void gather(AttendArgs & a, const int32_t * cells, const LayerNodes & layer, std::vector<uint8_t> & keys,
             std::vector<uint8_t> & values) {
     const auto side = [&](const HeadCodec & codec, const uint8_t *& tiles, int64_t & stride,
                           std::vector<uint8_t> & buf) {
         uint8_t * out = aligned(buf, a.n_cells * codec.row_bytes);
-        gather_cells(codec, tiles, stride, cells, a.n_cells, out);
+        if (layer.by_rows) {
+            rows_to_tiles(codec, tiles, stride / TILE, cells, a.n_cells, out);
+        } else {
+            gather_cells(codec, tiles, stride, cells, a.n_cells, out);
+        }
         tiles  = out;
         stride = TILE * codec.row_bytes;
     };
     side(*a.k, a.k_tiles, a.k_stride, keys);
-    if (!latent) {
+    if (!layer.codec->latent) {
         side(*a.v, a.v_tiles, a.v_stride, values);
     }
 }
@@ -211,8 +216,9 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 }
                 alibi_slopes(layer, h * s.n_group, s.n_group, slope);
                 AttendArgs a = args_of(h, listed ? 0 : c0 + c, tiles.last * TILE - c, rows, into);
-                if (listed) {
-                    gather(a, (const int32_t *) extra->data + t0 * s.n_kv + c0 + c, codec.latent, keys_buf, values_buf);
+                if (listed || layer.by_rows) {
+                    const int32_t * list = listed ? (const int32_t *) extra->data + t0 * s.n_kv + c0 + c : nullptr;
+                    gather(a, list, layer, keys_buf, values_buf);
                 }
                 if (codec.latent) {
                     make_values(a, tiles.last - tiles.first, values_buf);

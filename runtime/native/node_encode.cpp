@@ -1,4 +1,5 @@
 // node_encode.cpp: what is done with new tokens' k, v and q before any attention, see nodes.cpp.
+#include "cells.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -171,8 +172,8 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 continue;
             }
             const int64_t bad = later ? count_bad(x, h, t, end - t) :
-                                        ops.encode(head, row_f32(x, h, t), stride_f32(x, 2), end - t, cells + t, tiles,
-                                                   TILE * (int64_t) cache->nb[1]);
+                                        encode_cells(layer, ops, head, row_f32(x, h, t), stride_f32(x, 2), end - t,
+                                                     cells + t, tiles, TILE * (int64_t) cache->nb[1]);
             if (bad > 0) {
                 layer.n_zero_rows->fetch_add((uint64_t) bad);
             }

@@ -153,14 +153,15 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     if (!b.chosen || layer.device || layer.adaptive || n_masks(seen) > 1) {
         return nullptr;
     }
-    // dear: the cost of a cell from a list, which is mostly memory, over that of a cell in its tile
-    // (kernels/NOTES.md). In a prompt the tokens of a block unpack a tile once, so a list pays only where many query
-    // heads share a row.
+    // dear: the cost of a cell from a list over that of a cell among all, in eighths (kernels/NOTES.md). Of tiles it is
+    // mostly memory. In a prompt the tokens of a block unpack a tile once, so a list pays only where many query heads
+    // share a row.
     const int64_t n_tokens = b.inputs->tokens->ne[1];
     const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
-    const int64_t dear     = 2 + (layer.codec->latent ? 140 : 250) / n_group;
+    const bool    prompt   = n_tokens > FEW_TOKENS;
+    const int64_t dear     = layer.by_rows ? 9 + (prompt ? 160 / n_group : 0) : 16 + 2000 / n_group;
     const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
-    if (dear * n > seen->ne[0] || (n_tokens > FEW_TOKENS && n_group < 64)) {
+    if (dear * n > 8 * seen->ne[0] || (prompt && n_group < 64)) {
         return nullptr;
     }
     if (!b.inputs->chosen_cells) {

@@ -1,4 +1,5 @@
 // node_shift.cpp: keys whose positions move are decoded, rotated and coded again, a tile of a head at a time.
+#include "cells.h"
 #include "nodes.h"
 #include "read_rows.h"
 
@@ -10,14 +11,14 @@ namespace {
 
 // What llama.cpp's own RoPE makes of pairs (1, 0), for every number of positions that some key moves by.
 struct Rotation {
-    const ggml_tensor *turns, *pairs;
+    const ggml_tensor *distances, *pairs;
     int64_t            first;
     bool               apart;
 
     // one head's key
     void operator()(float * key, int32_t by) const {
-        const auto *  all   = (const int32_t *) turns->data;
-        const int64_t which = std::lower_bound(all, all + turns->ne[0], by) - all;
+        const auto *  all   = (const int32_t *) distances->data;
+        const int64_t which = std::lower_bound(all, all + distances->ne[0], by) - all;
         const auto *  to    = (const float *) ((const char *) pairs->data + which * (int64_t) pairs->nb[2]);
         const int64_t n     = pairs->ne[0] / 2;
         for (int64_t i = 0; i < n; ++i) {
@@ -41,7 +42,7 @@ void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
     }
 }
 
-// shift: in place on the K cache | src: k_cache, of_cells, turns, pairs, of_slots and the window's rows (both or neither)
+// shift: in place on the K cache | src: k_cache, of_cells, distances, pairs, of_slots and the window's rows (both or neither)
 void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto &              layer       = *(LayerNodes *) userdata;
     const LayerCodec &  codec       = *layer.codec;
@@ -70,12 +71,17 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             continue;
         }
         uint8_t * tiles = (uint8_t *) dst->data + codec.tile_offset(h, false);
-        read_rows(ops, codec, h, false, nullptr, chunk, tiles, stride, n, cells, x.data());
+        if (layer.by_rows) {
+            const CellTiles made(codec.head(h, false), tiles, stride, n, cells);
+            read_rows(ops, codec, h, false, nullptr, chunk, made.tiles(), made.stride(), n, made.cells(), x.data());
+        } else {
+            read_rows(ops, codec, h, false, nullptr, chunk, tiles, stride, n, cells, x.data());
+        }
         without_gamma(codec, h, n * d, x.data());
         for (int64_t i = 0; i < n; ++i) {
             rotation(x.data() + i * d, of_cells[cells[i]]);
         }
-        ops.encode(codec.head(h, false), x.data(), d, n, cells, tiles, stride);
+        encode_cells(layer, ops, codec.head(h, false), x.data(), d, n, cells, tiles, stride);
     }
     const WindowRows &    rows = layer.window_rows();
     std::vector<uint16_t> key((size_t) d);
@@ -104,7 +110,7 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b) {
     layer.shift_first    = b.first;
     layer.shift_apart    = b.apart;
-    ggml_tensor * with[] = { b.of_cells, b.turns, b.pairs, b.of_slots, layer.window_rows().tensor };
+    ggml_tensor * with[] = { b.of_cells, b.distances, b.pairs, b.of_slots, layer.window_rows().tensor };
     ggml_tensor * shifted =
         ggml_custom_inplace(b.ctx, b.k_cache, with, b.of_slots ? 5 : 3, shift_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(shifted, "subkv_shift-%d", b.il);

@@ -1,6 +1,6 @@
 #include "read_rows.h"
 
-#include "cache.h"
+#include "cells.h"
 
 #include <algorithm>
 #include <vector>
@@ -91,8 +91,16 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
         const uint8_t * chunks = (const uint8_t *) t->data + at + TILE * layer.adaptive->chunk_offset(head, value);
         slot[i]                = chunks[cell[i] / TILE * stride + cell[i] % TILE];
     }
-    read_rows(ops(), *layer.codec, head, value, unit ? &unit->adapter : nullptr, slot.data(), tiles, stride,
-              (int64_t) held.size(), cell.data(), seen.data());
+    const auto read_held = [&](const uint8_t * from, int64_t apart, const int64_t * at) {
+        read_rows(ops(), *layer.codec, head, value, unit ? &unit->adapter : nullptr, slot.data(), from, apart,
+                  (int64_t) held.size(), at, seen.data());
+    };
+    if (layer.by_rows) {
+        const CellTiles made(layer.codec->head(head, false), tiles, stride, (int64_t) held.size(), cell.data());
+        read_held(made.tiles(), made.stride(), made.cells());
+    } else {
+        read_held(tiles, stride, cell.data());
+    }
     std::fill(x, x + n * codec.d, 0.0f);
     std::fill(chunk_of, chunk_of + n, -1);
     for (size_t i = 0; i < held.size(); ++i) {

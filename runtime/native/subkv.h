@@ -118,6 +118,7 @@ typedef struct subkv_stats {
     uint64_t n_zero_rows;     // rows with non-finite input that were stored as zero rows
     uint64_t bytes_adapt;     // adaptive bases and sketches as held now
     uint64_t n_chunks;        // adaptive bases alive, all heads
+    uint64_t window_kinds;    // equal where the exact rows of two windows are held alike, as halves or integers
     uint32_t n_layer_coded;
     uint32_t n_layer_device; // of these, on a GPU
     uint32_t n_cells;        // cells per stream

@@ -20,6 +20,8 @@ SUBKV_API void subkv_tile_to_row(const void * codec, const uint8_t * tile, int64
 SUBKV_API void subkv_keys_to_values(const void * values, const uint8_t * key_tile, uint8_t * value_tile);
 SUBKV_API void subkv_gather_cells(const void * codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells,
                                   int64_t n, uint8_t * out);
+SUBKV_API void subkv_rows_to_tiles(const void * codec, const uint8_t * rows, int64_t stride, const int32_t * cells,
+                                   int64_t n, uint8_t * out);
 SUBKV_API int64_t subkv_ops_encode_rows(const void * ops, const void * codec, const float * x, int64_t ldx, int64_t n,
                                         uint8_t * rows);
 SUBKV_API void    subkv_ops_dequantize_rows(const void * ops, const void * codec, const uint8_t * rows, int64_t n,

@@ -19,7 +19,7 @@ static uint64_t joined(uint64_t a, uint64_t b) {
 Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max) :
     n_sink_(n_sink), n_recent_(n_recent), n_rollback_(n_recent > 0 ? n_rollback : 0),
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
-    pos_((size_t) n_slot_ * n_seq_max, -1), turn_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
+    pos_((size_t) n_slot_ * n_seq_max, -1), rotation_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
 // Bytes of a layer's row in integers: K's heads, then V's.
 static size_t recent_row_bytes(const LayerDesc & layer) {
@@ -114,7 +114,7 @@ bool Window::holds(int32_t seq, int32_t pos) const {
 
 void Window::clear() {
     std::fill(pos_.begin(), pos_.end(), -1);
-    std::fill(turn_.begin(), turn_.end(), 0);
+    std::fill(rotation_.begin(), rotation_.end(), 0);
     std::fill(origin_.begin(), origin_.end(), 0);
     std::fill(moves_.begin(), moves_.end(), 0);
     for (const auto & buf : bufs_) {
@@ -142,7 +142,7 @@ void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
         }
         if (zero) {
             std::fill(from, to, -1);
-            std::fill_n(turn_.begin() + (from - pos_.begin()), to - from, 0);
+            std::fill_n(rotation_.begin() + (from - pos_.begin()), to - from, 0);
         }
     }
 }
@@ -221,8 +221,8 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool rep
         if (pos_[to] > pos) { // a ring holds the latest
             continue;
         }
-        pos_[to]  = pos;
-        turn_[to] = turn_[from];
+        pos_[to]      = pos;
+        rotation_[to] = rotation_[from];
         for (const auto & rows : rows_) {
             if (rows.tensor) {
                 row.resize(rows.bytes((int64_t) from));
@@ -410,15 +410,15 @@ void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRead
     for (int32_t slot = first_slot(seq) + n_sink_; slot < first_slot(seq) + n_slot_; ++slot) {
         if (pos_[(size_t) slot] >= 0) {
             pos_[(size_t) slot] += by;
-            turn_[(size_t) slot] += by;
+            rotation_[(size_t) slot] += by;
         }
     }
     int32_t & origin = origin_[(size_t) seq];
     origin           = (origin - by % n_ring_ + n_ring_) % n_ring_;
 }
 
-void Window::turns(int32_t * by) const {
-    std::copy(turn_.begin(), turn_.end(), by);
+void Window::rotations(int32_t * by) const {
+    std::copy(rotation_.begin(), rotation_.end(), by);
 }
 
 std::vector<uint64_t> Window::moves(int32_t seq) const {
@@ -426,8 +426,8 @@ std::vector<uint64_t> Window::moves(int32_t seq) const {
     return { moves_.begin() + s0, moves_.begin() + s1 };
 }
 
-void Window::turned() {
-    std::fill(turn_.begin(), turn_.end(), 0);
+void Window::rotated() {
+    std::fill(rotation_.begin(), rotation_.end(), 0);
 }
 
 void Window::state_write(StateWriter & w, int32_t seq) const {

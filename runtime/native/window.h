@@ -72,11 +72,11 @@ public:
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
     // Does everything that later tokens attend to exactly stay held, and every sink where it is, when positions [p0, p1)
-    // move by `by`? Reports why not. add() then follows, before the cells do; the keys turn later, by turns().
+    // move by `by`? Reports why not. add() then follows, before the cells do; the keys are rotated later, by rotations().
     bool can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const;
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
-    void turns(int32_t * by) const; // [n_slots()] by how many positions a slot's key is still to be rotated
-    void turned();                  // by none any more
+    void rotations(int32_t * by) const; // [n_slots()] by how many positions a slot's key is still to be rotated
+    void rotated();                     // by none any more
     // What tells cells apart that were moved otherwise, by sequence (-1: all): 0 where none was.
     std::vector<uint64_t> moves(int32_t seq) const;
 
@@ -109,11 +109,11 @@ private:
 
     std::map<ggml_backend_buffer_type_t, size_t> bytes_by_type_;
 
-    std::vector<int32_t>                 pos_;    // [n_slots] position held, -1: none
-    std::vector<int32_t>                 turn_;   // [n_slots] positions by which the key is still to be rotated
-    std::vector<int32_t>                 origin_; // [n_seq] of the ring: where it holds positions that it divides
-    std::vector<uint64_t>                moves_;  // [n_seq]
-    std::vector<WindowRows>              rows_;   // by il, without a tensor where there are none
+    std::vector<int32_t>                 pos_;      // [n_slots] position held, -1: none
+    std::vector<int32_t>                 rotation_; // [n_slots] positions by which the key is still to be rotated
+    std::vector<int32_t>                 origin_;   // [n_seq] of the ring: where it holds positions that it divides
+    std::vector<uint64_t>                moves_;    // [n_seq]
+    std::vector<WindowRows>              rows_;     // by il, without a tensor where there are none
     std::vector<ggml_context_ptr>        ctxs_;
     std::vector<ggml_backend_buffer_ptr> bufs_;
 };

@@ -159,6 +159,7 @@ def load_library() -> ct.CDLL:
     lib.subkv_tile_to_row.argtypes = [_P, _P, _I64, _P]
     lib.subkv_keys_to_values.argtypes = [_P, _P, _P]
     lib.subkv_gather_cells.argtypes = [_P, _P, _I64, _P, _I64, _P]
+    lib.subkv_rows_to_tiles.argtypes = [_P, _P, _I64, _P, _I64, _P]
     lib.subkv_ops_encode_rows.argtypes = [_P, _P, _P, _I64, _I64, _P]
     lib.subkv_ops_encode_rows.restype = _I64
     lib.subkv_ops_dequantize_rows.argtypes = [_P, _P, _P, _I64, _P]

@@ -19,6 +19,7 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_tile_to_row": (None, [_ptr, _ptr, _i64, _ptr]),
     "subkv_keys_to_values": (None, [_ptr, _ptr, _ptr]),
     "subkv_gather_cells": (None, [_ptr, _ptr, _i64, _ptr, _i64, _ptr]),
+    "subkv_rows_to_tiles": (None, [_ptr, _ptr, _i64, _ptr, _i64, _ptr]),
     "subkv_ops_encode_rows": (_i64, [_ptr, _ptr, _ptr, _i64, _i64, _ptr]),
     "subkv_ops_dequantize_rows": (None, [_ptr, _ptr, _ptr, _i64, _ptr]),
     "subkv_trellis_path": (ctypes.c_float, [_ptr, _ptr, ctypes.c_float, _ptr]),

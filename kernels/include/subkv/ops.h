@@ -188,6 +188,10 @@ void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t 
 void gather_cells(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells, int64_t n,
                   uint8_t * out);
 
+// The same of cells that lie as rows, cell c at rows + c * stride. cells: nullptr: the first n.
+void rows_to_tiles(const HeadCodec & codec, const uint8_t * rows, int64_t stride, const int32_t * cells, int64_t n,
+                   uint8_t * out);
+
 // A matrix as halves [r][d], for devices that hold no others. Of one in bytes every product must be a half.
 void to_halves(const Matrix & m, int64_t r, int64_t d, uint16_t * out);
 

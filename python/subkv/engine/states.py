@@ -24,7 +24,7 @@ from subkv.native.binding import C, captured_log, last_error, last_log_error, ll
 
 N_SAMPLE, SAMPLE_BYTES = 64, 4096
 
-_STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback")
+_STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds")
 # of llama_context_params: with another value the same tokens have other keys and values
 _PARAMETERS = (
     "n_seq_max",
@@ -75,6 +75,7 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
         **{name: getattr(stats, name) for name in _STATS},
         "adapt": choice.adapt,
         **{name: getattr(params, name) for name in _PARAMETERS},
+        "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
         "long_rope": bool(trained) and n_ctx > int(trained),  # models that rotate long contexts otherwise
         "versions": [__version__, llama_cpp.__version__],
     }

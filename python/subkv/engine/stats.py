@@ -37,6 +37,7 @@ class KVStats:
     n_sink: int = 0
     n_recent: int = 0
     n_rollback: int = 0
+    window_kinds: int = 0  # equal where the exact rows of two windows are held alike, as halves or integers
     fingerprint: str | None = None
 
 

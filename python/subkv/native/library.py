@@ -55,7 +55,7 @@ class Stats(ctypes.Structure):
 
     _fields_ = [
         *_members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_f16", "bytes_bases", "bytes_per_token"),
-        *_members(_u64, "n_zero_rows", "bytes_adapt", "n_chunks"),
+        *_members(_u64, "n_zero_rows", "bytes_adapt", "n_chunks", "window_kinds"),
         *_members(_u32, "n_layer_coded", "n_layer_device", "n_cells", "n_stream"),
         *_members(_i32, "n_sink", "n_recent", "n_rollback"),
         ("bpe", _float),
