@@ -49,9 +49,14 @@ def test_perplexity_is_the_cpus(coded_model: Models, text_file: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [(-1, 0), (0, -1)])
-def test_a_prompt_cache_is_of_gpu_and_cpu_alike(coded_model: Models, tmp_path: Path, layers: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("recent_bits", "evaluated"), [(16, 1), (10, 300)])
+def test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike(
+    coded_model: Models, tmp_path: Path, layers: tuple[int, int], recent_bits: int, evaluated: int
+) -> None:
+    model = coded_model("--codec", "int8", "--n-recent", "16", "--recent-bits", str(recent_bits))
     found = []
-    for n_gpu_layers in layers:
-        with opened(coded_model(), n_gpu_layers, n_ctx=1024, prompt_cache=tmp_path / "cache") as llm:
+    for n_gpu_layers in (*layers, layers[0]):
+        with opened(model, n_gpu_layers, n_ctx=1024, prompt_cache=tmp_path / "cache") as llm:
             found.append(answer(llm, prompt(300))[1])
-    assert found == [300, 1]  # the second one has all but the last from the first one's state
+    # the second one has all but the last token from the first one's state, or an entry of its own: nothing is lost
+    assert found == [300, evaluated, 1]
