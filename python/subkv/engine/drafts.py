@@ -240,9 +240,9 @@ class Drafting(LlamaDraftModel):
         self.stats.n_drafts += n > 0
         return n
 
-    def judged(self, right: bool) -> None:
-        """One of them was compared with what the sampler chose."""
-        self.stats.n_accepted += bool(right)
+    def count(self, accepted: bool) -> None:
+        """Count a drafted token that the sampler has, or has not, chosen."""
+        self.stats.n_accepted += bool(accepted)
 
 
 def drafting(given: Any) -> Any:

@@ -236,10 +236,10 @@ class Llama(llama_cpp.Llama):
         guess: list[int] = self._drafts(seen(tokens)).tolist()
         return guess[: max(self._n_ctx - 1 - len(tokens), 0)]  # a full context is the caller's matter
 
-    def judge(self, right: bool) -> None:
+    def count_draft(self, accepted: bool) -> None:
         """The sampler has, or has not, chosen a drafted token."""
         if self._drafts is not None:
-            self._drafts.judged(right)
+            self._drafts.count(accepted)
 
     @property
     def model_params(self) -> Any:
@@ -397,7 +397,7 @@ class Llama(llama_cpp.Llama):
                 token = self._sampler.sample(self._ctx, idx - end)
             finally:
                 self.n_tokens = end
-            self.judge(token == self.input_ids[idx + 1])
+            self.count_draft(token == self.input_ids[idx + 1])
             return token
 
     def reach(self, n: int) -> int:
