@@ -7,12 +7,12 @@ import ctypes as ct
 import layouts
 import numpy as np
 import ops as o
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sweep import sweep
 
-SWEEP = pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
-SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
+SWEEP = sweep("layout", layouts.LAYOUTS)
+SIDES = sweep("value", [False, True])
 
 
 def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra: int, seed: int) -> None:
@@ -29,7 +29,7 @@ def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra
 
 @SWEEP
 @SIDES
-@pytest.mark.parametrize("extra", [0, 5])
+@sweep("extra", [0, 5])
 def test_dequantize_follows_the_format(table: o.Ops, layout: o.Layout, value: bool, extra: int) -> None:
     rng = np.random.default_rng(extra)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
@@ -168,7 +168,7 @@ def test_zero_and_nonfinite_rows(table: o.Ops, layout: o.Layout, value: bool) ->
 
 @SWEEP
 @SIDES
-@pytest.mark.parametrize("extra", [0, 7, 64])
+@sweep("extra", [0, 7, 64])
 def test_encode_stays_inside_its_cells(table: o.Ops, layout: o.Layout, value: bool, extra: int) -> None:
     rng = np.random.default_rng(3)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
@@ -201,7 +201,7 @@ def test_half_band_saturates(table: o.Ops) -> None:
     assert rows[0, 0] == o.SCALE_ONE
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 65536])
+@sweep("n", [0, 1, 7, 8, 9, 65536])
 def test_to_half_is_ieee(table: o.Ops, n: int) -> None:
     rng = np.random.default_rng(n)
     bits = rng.integers(0, 2**32, n, dtype=np.uint64).astype(np.uint32)

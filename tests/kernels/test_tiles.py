@@ -12,13 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops import TILE
+from sweep import sweep
 from tiles import places
 
 SEEDS = st.integers(0, 2**32 - 1)
 ANY = given(layout=layouts.layouts(max_rank=256), value=st.booleans(), seed=SEEDS)
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NARROW = [((8, bits),) for bits in layouts.BITS]
-SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
+SIDES = sweep("value", [False, True])
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def any_bytes(rng: np.random.Generator, *shape: int) -> o.U8:
     return rng.integers(0, 256, shape, np.uint8)
 
 
-@pytest.mark.parametrize("layout", [*NARROW, *layouts.LAYOUTS], ids=layouts.name)
+@sweep("layout", [*NARROW, *layouts.LAYOUTS])
 @SIDES
 def test_every_bit_of_a_tile_is_one_of_a_row(layout: o.Layout, value: bool) -> None:
     at = places(layout, value)
@@ -43,7 +44,7 @@ def test_every_bit_of_a_tile_is_one_of_a_row(layout: o.Layout, value: bool) -> N
 
 @EXAMPLES
 @ANY
-@pytest.mark.parametrize("narrow", [*NARROW, None], ids=lambda layout: layouts.name(layout) if layout else "any")
+@sweep("narrow", [*NARROW, None])
 def test_a_row_becomes_a_cell_and_a_row(
     lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
 ) -> None:
@@ -64,7 +65,7 @@ def test_a_row_becomes_a_cell_and_a_row(
     assert np.array_equal(tile, before)
 
 
-@pytest.mark.parametrize("layout", [*NARROW, *layouts.LAYOUTS], ids=layouts.name)
+@sweep("layout", [*NARROW, *layouts.LAYOUTS])
 def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -> None:
     rng = np.random.default_rng(4)
     keys, values = any_head((*layout, (8, 5))[:8], False, rng), any_head(layout, True, rng)
@@ -77,11 +78,11 @@ def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -
 
 @EXAMPLES
 @ANY
-@pytest.mark.parametrize("narrow", [*NARROW, None], ids=lambda layout: layouts.name(layout) if layout else "any")
+@sweep("narrow", [*NARROW, None])
 def test_gathered_cells_are_their_rows(
     lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
 ) -> None:
-    """In the order of the list, from tiles that are further apart than their size; -1 is a zero row, as is the rest."""
+    """In the order of the list, from tiles and from rows that lie apart; -1 is a zero row, as is the rest."""
     rng = np.random.default_rng(seed)
     head = any_head(narrow or layout, value, rng)
     size, n = TILE * head.row_bytes, int(rng.integers(1, 2 * TILE))
@@ -94,6 +95,17 @@ def test_gathered_cells_are_their_rows(
     found = o.to_rows(head, out[:-1].reshape(-1, size))
     assert np.array_equal(found[:n][cells >= 0], rows[cells[cells >= 0]]) and out[-1] == guard
     assert not found[:n][cells < 0].any() and not found[n:].any()
+
+    apart = any_bytes(rng, 3 * TILE, head.row_bytes + 3)
+    apart[:, : head.row_bytes] = rows
+    others = any_bytes(rng, len(out))
+    guard = others[-1]
+    lib.subkv_rows_to_tiles(head.ref(), o.ptr(apart), head.row_bytes + 3, o.ptr(cells), n, o.ptr(others))
+    assert np.array_equal(others[:-1], out[:-1]) and others[-1] == guard
+    lib.subkv_rows_to_tiles(
+        head.ref(), o.ptr(apart), head.row_bytes + 3, None, 3 * TILE, o.ptr(whole := any_bytes(rng, 3, size))
+    )
+    assert np.array_equal(o.to_rows(head, whole), rows)
 
 
 @EXAMPLES
@@ -170,10 +182,10 @@ def test_encode_writes_the_rows_of_the_format(
     assert np.array_equal(rows, want)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
+@sweep("layout", layouts.LAYOUTS)
 @SIDES
-@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
-@pytest.mark.parametrize("n", [0, 1, 64, 65, 200])
+@sweep("latent", [False, True])
+@sweep("n", [0, 1, 64, 65, 200])
 def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int) -> None:
     """encode_rows and dequantize_rows of ops.h with any version's ops, on inputs that lie apart."""
     rng = np.random.default_rng(n)

@@ -16,6 +16,7 @@ import ops as o
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sweep import sweep
 
 # step of a unit Gaussian, its squared error, and that of the best quantizer of as many levels (Lloyd, Max)
 STEP = {2: 0.4098, 3: 0.2361, 4: 0.1200, 5: 0.0665, 6: 0.0343}
@@ -54,7 +55,7 @@ def decoded(lib: Any, head: o.Head, rows: o.U8) -> o.F32:
     return c[:-1]
 
 
-@pytest.mark.parametrize("bits", DISTORTION)
+@sweep("bits", DISTORTION)
 def test_levels(lib: Any, bits: int) -> None:
     """Ascending, odd about 0, and a byte each: products stay integers."""
     found = np.array([lib.subkv_trellis_level(bits, i) for i in range(2 ** (bits + 1))])
@@ -63,7 +64,7 @@ def test_levels(lib: Any, bits: int) -> None:
     assert found[0] >= -128 and found[-1] <= 127
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=layouts.name)
+@sweep("layout", layouts.LAYOUTS)
 def test_rows_of_any_bytes_decode_by_the_definition(lib: Any, layout: o.Layout) -> None:
     """Damaged rows among them: every byte is a code, and every coefficient finite."""
     head = head_of(layout)
@@ -117,7 +118,7 @@ def test_no_path_is_better(lib: Any) -> None:
                 assert error(codes) >= least * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("bits", DISTORTION)
+@sweep("bits", DISTORTION)
 def test_gaussians(lib: Any, bits: int) -> None:
     """The path alone is worth a fifth to a quarter of a bit; the search of the scale comes on top."""
     head = head_of(((64, bits),))
@@ -134,8 +135,8 @@ def test_gaussians(lib: Any, bits: int) -> None:
     assert n_bad == 0 and error / energy < 0.98 * DISTORTION[bits] < 0.85 * SCALAR[bits]
 
 
-@pytest.mark.parametrize("latent", [False, True], ids=["circle", "lanes"])
-@pytest.mark.parametrize("layout", layouts.MIXED, ids=layouts.name)
+@sweep("latent", [False, True])
+@sweep("layout", layouts.MIXED)
 def test_mixed_bands(lib: Any, layout: o.Layout, latent: bool) -> None:
     """On a path the error is smaller than that of the same bytes without; without one the bytes are the same."""
     head, plain = head_of(layout, latent=latent), head_of(layout)
@@ -160,13 +161,13 @@ def test_rows_that_cannot_be_coded(lib: Any) -> None:
 
 
 LATENT = [((128, 3),), ((64, 4), (128, 3), (64, 2)), ((8, 8), (16, 6), (72, 5), (480, 3)), ((8, 16), (64, 4))]
-PATHS = pytest.mark.parametrize("latent", [False, True], ids=["circle", "lanes"])
-SIDES = pytest.mark.parametrize("value", [False, True], ids=["K", "V"])
+PATHS = sweep("latent", [False, True])
+SIDES = sweep("value", [False, True])
 
 
 @PATHS
 @SIDES
-@pytest.mark.parametrize("layout", [*LATENT, *layouts.MIXED], ids=layouts.name)
+@sweep("layout", [*LATENT, *layouts.MIXED])
 def test_versions_write_the_same_bytes(table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool, latent: bool) -> None:
     """Rows of all sizes, constant ones, and scales at both ends of their range."""
     rng = np.random.default_rng(len(layout))
@@ -184,8 +185,8 @@ def test_versions_write_the_same_bytes(table: o.Ops, ref: o.Ops, layout: o.Layou
 
 
 @PATHS
-@pytest.mark.parametrize("layout", LATENT, ids=layouts.name)
-@pytest.mark.parametrize("rows", [(1, 1), (1, 4), (2, 8)], ids=str)
+@sweep("layout", LATENT)
+@sweep("rows", [(1, 1), (1, 4), (2, 8)])
 def test_attend(table: o.Ops, layout: o.Layout, latent: bool, rows: tuple[int, int]) -> None:
     rng = np.random.default_rng(7)
     rank = sum(n for n, _ in layout)
@@ -196,7 +197,7 @@ def test_attend(table: o.Ops, layout: o.Layout, latent: bool, rows: tuple[int, i
     case.check(state, table.rounding)
 
 
-@pytest.mark.parametrize("n_bands", [1, 2, 3])
+@sweep("n_bands", [1, 2, 3])
 def test_values_of_a_latent_row_are_read_alone(n_bands: int) -> None:
     """Of rows whose lanes are paths of their own the first bands decode to the same numbers."""
     layout = ((64, 4), (128, 3), (64, 2))
