@@ -12,7 +12,8 @@ struct alignas(LINE) Line {
 };
 
 // OR of bits [in_shift, in_shift + width) of every byte of `in` as bits from out_shift on.
-inline void add_bits(const Line & __restrict in, int32_t in_shift, Line & __restrict out, int32_t out_shift, int32_t width) {
+inline void add_bits(const Line & __restrict in, int32_t in_shift, Line & __restrict out, int32_t out_shift,
+                     int32_t width) {
     const uint64_t mask = (uint64_t) -1 / 255 * ((1u << width) - 1);
     for (int32_t i = 0; i < LINE / 8; ++i) {
         out.word[i] |= (in.word[i] >> in_shift & mask) << out_shift;

@@ -14,14 +14,14 @@ int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec 
 
 // Tiles of cells in any order, made of rows.
 class CellTiles {
-  public:
+public:
     CellTiles(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int64_t n, const int64_t * cells);
 
     const uint8_t * tiles() const { return tiles_.data(); }
     const int64_t * cells() const { return cells_.data(); } // where they are in tiles
     int64_t         stride() const { return stride_; }
 
-  private:
+private:
     std::vector<uint8_t> tiles_;
     std::vector<int64_t> cells_;
     int64_t              stride_;

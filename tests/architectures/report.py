@@ -41,8 +41,8 @@ attention (MLA): bases are made of their weights, and `convert` calibrates them.
 
 ## Sparse attention
 
-In these architectures an indexer chooses the cells that a token attends to. Its keys have a cache of
-their own, in f16 beside a coded cache; `SUBKV_INDEXER=q8_0` halves them. A coded cache holds the
+In these architectures an indexer chooses the cells that a token attends to. Its keys have a cache
+of their own, in f16 beside a coded cache; `SUBKV_INDEXER=q8_0` halves them. A coded cache holds the
 K/V rows. Sizes are elements per token and layer: with a latent of r and t rotated elements, KV
 heads g of d, an indexer's key of i.
 
