@@ -18,6 +18,7 @@ import score_tables as scores
 import shape_tables as shapes
 import size_tables as size
 import speed_tables as speed
+import turn_tables as turns
 from render import Numbers, Rows
 
 
@@ -168,6 +169,20 @@ ORDER = (  # what matters most comes first
         prefixes.server_handover,
         prefixes.handover_markdown,
         group="handover",
+    ),
+    Table(
+        "turns",
+        "Tokens that are evaluated twice",
+        "llama-server with one slot; tiny seeded models whose recurrent layers, sliding windows and heads are those of "
+        f"the shapes. Ten turns to a depth of {turns.DEPTH} tokens; then turn 8 edited and gone on from; a branch "
+        "behind turn 5; the way back to turn 10 and on; a restart; the turn before it edited. Tokens evaluated beyond "
+        "the new ones. What outlives the server is a store for coefficients (`SUBKV_STORE`), and for f16 the file of its "
+        "slot, saved and restored.",
+        20,
+        turns.turns,
+        turns.markdown,
+        turns.numbers,
+        group="turns",
     ),
     Table(
         "cluster_load",

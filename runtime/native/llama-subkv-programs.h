@@ -26,6 +26,9 @@ SUBKV_PROGRAMS_API void llama_subkv_require(void);
 // n tokens costs log2(n / n_ubatch) + 3 checkpoints. Always false for ordinary caches.
 SUBKV_PROGRAMS_API bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch);
 
+// Does the context hold coefficients, and thus need a checkpoint to go back?
+SUBKV_PROGRAMS_API bool llama_subkv_is_coded(const llama_context * ctx);
+
 // The position up to which tokens stay where a sequence goes on from a checkpoint whose last one is pos_max. pos_min: that
 // of the sequence now, whose layers of sliding windows may still have what a checkpoint leaves out. n_swa: 0 where these
 // keep everything. Ordinary caches: pos_min.

@@ -9,11 +9,17 @@
 #include "server-task.h"
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
+#include <list>
 #include <memory>
 #include <unordered_set>
 #include <vector>
 
 namespace llama_subkv_server {
+
+constexpr size_t N_STORED = 6;                               // checkpoints of a prompt, as many as the store keeps
+constexpr int    NO_TASK  = std::numeric_limits<int>::min(); // none that made a checkpoint
 
 // A context has been made: its slots are empty.
 inline void made(llama_context * ctx) {
@@ -31,25 +37,77 @@ inline json kv_cache() {
     };
 }
 
-// Stores what slot `seq` holds, unless there are pictures in it. data: its states, empty: nobody has them.
-inline void put(const server_prompt & prompt, const server_prompt_data & data, llama_context * ctx,
-                llama_context * draft, int seq, bool at_end = false) {
+using checkpoints = std::vector<const common_prompt_checkpoint *>;
+
+// The one of some checkpoints, in order, whose loss costs least: what an edit in the gap that it leaves would evaluate
+// again, in proportion to what is behind it. Edits begin where messages of users do: these cost eight times as much. Those
+// of task `id_task` stay; held.size(): there are no others.
+inline size_t cheapest(const checkpoints & held, const common_chat_msg_spans & spans, int64_t n_tokens, int id_task) {
+    size_t least  = held.size();
+    double lowest = 0;
+    for (size_t i = 0; i < held.size(); ++i) {
+        const int64_t before = i > 0 ? held[i - 1]->n_tokens : 0;
+        const int64_t after  = i + 1 < held.size() ? held[i + 1]->n_tokens : n_tokens;
+        const double  gap    = (double) (after - before) / (double) std::max<int64_t>(n_tokens - held[i]->n_tokens, 1);
+        const double  cost   = spans.is_user_start((int32_t) held[i]->n_tokens) ? 8 * gap : gap;
+        if (held[i]->id_task != id_task && (least == held.size() || cost < lowest)) {
+            least  = i;
+            lowest = cost;
+        }
+    }
+    return least;
+}
+
+// Room for one more checkpoint of a coded cache, made by task `id_task`. false: an ordinary cache, nothing was done.
+inline bool make_room(std::list<common_prompt_checkpoint> & held, const common_chat_msg_spans & spans, int id_task,
+                      int64_t n_tokens, size_t n_most, const llama_context * ctx) {
+    if (!llama_subkv_is_coded(ctx)) {
+        return false;
+    }
+    while (held.size() >= n_most) {
+        checkpoints all;
+        for (const auto & point : held) {
+            all.push_back(&point);
+        }
+        const size_t least = cheapest(all, spans, n_tokens, id_task);
+        if (least == all.size()) {
+            break;
+        }
+        held.erase(std::next(held.begin(), (std::ptrdiff_t) least));
+    }
+    return true;
+}
+
+// Stores what a slot holds, unless there are pictures in it. data: its states, empty: nobody has them.
+template <typename Slot>
+void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx, llama_context * draft,
+         bool at_end = false) {
     if (!llama_subkv_store_on()) {
         return;
     }
+    const server_prompt & prompt = slot.prompt;
     const llama_tokens tokens = prompt.tokens.get_text_tokens();
     if (tokens.size() != prompt.tokens.size()) {
         return;
     }
     const auto bytes = [](const std::vector<uint8_t> & of) { return subkv_store_bytes{ of.data(), of.size() }; };
-    std::vector<subkv_store_point> points;
-    for (const auto & held : prompt.checkpoints) {
-        points.push_back({ held.n_tokens,
-                           held.pos_min,
-                           held.pos_max,
-                           { bytes(held.data_tgt), bytes(held.data_dft), bytes(held.data_spec) } });
+    checkpoints held;
+    for (const auto & point : prompt.checkpoints) {
+        held.push_back(&point);
     }
-    llama_subkv_store_put(ctx, draft, seq,
+    const auto & task = slot.task ? slot.task : slot.task_prev;
+    while (held.size() > N_STORED) { // the store would choose without knowing of messages
+        const auto spans = task ? task->params.message_spans : common_chat_msg_spans{};
+        held.erase(held.begin() + (std::ptrdiff_t) cheapest(held, spans, (int64_t) tokens.size(), NO_TASK));
+    }
+    std::vector<subkv_store_point> points;
+    for (const auto * point : held) {
+        points.push_back({ point->n_tokens,
+                           point->pos_min,
+                           point->pos_max,
+                           { bytes(point->data_tgt), bytes(point->data_dft), bytes(point->data_spec) } });
+    }
+    llama_subkv_store_put(ctx, draft, slot.id,
                           { tokens.data(),
                             (int64_t) tokens.size(),
                             { bytes(data.main), bytes(data.drft) },
@@ -83,7 +141,7 @@ template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx
         }
         const double wait = llama_subkv_store_wait(ctx, draft, slot.id, tokens.data(), (int64_t) tokens.size(), idle);
         if (wait == 0 && !done) {
-            put(slot.prompt, {}, ctx, draft, slot.id);
+            put(slot, {}, ctx, draft);
             done = true;
         } else if (wait >= 0) {
             next = next < 0 ? wait : std::min(next, wait);
@@ -96,7 +154,7 @@ template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx
 template <typename Slots> void put_all(const Slots & slots, llama_context * ctx, llama_context * draft) {
     for (const auto & slot : slots) {
         if (ctx && !slot.prompt.tokens.empty()) {
-            put(slot.prompt, {}, ctx, draft, slot.id, true);
+            put(slot, {}, ctx, draft, true);
         }
     }
     llama_subkv_store_flush();

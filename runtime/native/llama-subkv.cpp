@@ -248,6 +248,10 @@ bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n
     return wanted && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
 }
 
+bool llama_subkv_is_coded(const llama_context * ctx) {
+    return llama_subkv::coded(ctx->get_memory());
+}
+
 void llama_subkv::clear(llama_kv_cache & kv) {
     if (kv.subkv_hook) {
         kv.subkv_hook->clear();

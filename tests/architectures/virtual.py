@@ -98,7 +98,7 @@ def _metadata(arch: str, keys: dict[str, Any]) -> Any:
 class Model(engine.Model):
     """A model of an architecture; `shapes` are those of its tensors in numpy order, by name."""
 
-    def __init__(self, arch: str, seed: int = 0, **keys: Any) -> None:
+    def __init__(self, arch: str, seed: int = 0, n_gpu_layers: int = 0, **keys: Any) -> None:
         self.arch = arch
         self.keys = DEFAULTS | FAMILIES.get(arch, {}) | keys
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -122,7 +122,7 @@ class Model(engine.Model):
         engine.LOG.clear()
         ctx = _metadata(arch, self.keys)
         params = C.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = n_gpu_layers
         params.load_mtp = True  # in memory llama.cpp cannot leave them out
         self.handle = _LIB.llama_model_init_from_user(ctx, fill, None, params)
         _LIB.gguf_free(ctx)

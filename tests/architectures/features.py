@@ -1,0 +1,310 @@
+"""What a coded cache can do, tried on a tiny model of each kind of architecture; the table of backends.
+
+try_feature("context shift", "plain", folder) says "yes", or why not, on this build's CPU or on its GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine
+import stores
+import virtual
+from engine import SUBKV, C, Refused, Session, last_error, session
+from pictures import Vision
+from promises import N_PROMPT, WINDOW, Trial, bases
+
+KINDS = {
+    "plain": "llama",
+    "sliding": "gemma2",
+    "hybrid": "qwen3next",
+    "M-RoPE": "qwen2vl",
+    "MLA": "deepseek2",
+    "sparse": "deepseek32",
+}
+PICTURES = {"M-RoPE": "mrope", "sliding": "whole beside sliding windows"}  # others: as text, one position a token
+LATENT = ("MLA", "sparse")
+N_WIDE = 320  # elements of a head, more than CUDA's kernels take
+N_DRAFT = 6
+KEEP, GONE = 8, 40  # tokens that stay in front of what a shift discards, and these
+FOLLOWING = "kv,block=16,length=32,warm=32,max_chunks=12,gain=100,reuse=0,merge=1"  # a basis every 32 tokens
+GPU_BOUND = 2e-2  # of products that round to halves, as in test_placement.py
+
+
+@dataclass(frozen=True)
+class Cell:
+    """mark: yes, refused, as f16 (f16 is refused or fails, too), none (there is no such thing) or not tried.
+
+    text: of yes in the table of backends the test that shows it, of refused the program's sentence, of none and not
+    tried the reason.
+    """
+
+    mark: str
+    text: str = ""
+
+
+YES, AS_F16, NONE = Cell("yes"), Cell("as f16"), Cell("none")
+
+
+def sentence(text: str) -> str:
+    """A refusal without what differs between machines: devices and addresses."""
+    return re.sub(r"\b(CUDA|EMULATED|Vulkan)\d+\b", "the GPU", text.strip())
+
+
+class Attempt(Trial):
+    """A model of a kind, what an f16 cache makes of its tokens, and bases of full rank and 16 bits."""
+
+    def __init__(self, model: virtual.Model, folder: Path, on_gpu: bool) -> None:
+        super().__init__(model)
+        self.folder = folder
+        self.layout = bases(model, folder, 16)
+        rounded = self.floor()
+        self.bound = max(2 * rounded, GPU_BOUND) if on_gpu else 2 * rounded
+
+    def with_codes(self, window: tuple[int, int, int] = WINDOW, **options: Any) -> AbstractContextManager[Session]:
+        opened: AbstractContextManager[Session] = session(
+            self.model, self.layout, window=window, threads=1, **self.options | options
+        )
+        return opened
+
+    def judged(self, found: float) -> Cell:
+        assert found < self.bound, (found, self.bound)
+        return YES
+
+    def equal(self, **options: Any) -> Cell:
+        """In pieces, to an f16 cache."""
+        with self.with_codes(**options) as s:
+            found = s.decode(self.tokens, pieces=[70, *[1] * 5, 25])
+            assert s.stats().n_layer_coded > 0
+        return self.judged(self.distance(self.expected, found))
+
+
+def _following(a: Attempt) -> Cell:
+    a.bound *= 4  # coefficients are halves, and turned at every new basis
+    return a.equal(window=(4, 32, 8), adapt=FOLLOWING)
+
+
+def _rows(a: Attempt) -> Cell:
+    return a.equal()
+
+
+def _shift(a: Attempt) -> Cell:
+    def shifted(s: Session) -> engine.Logits | None:
+        s.decode(a.tokens)
+        if not C.llama_memory_can_shift(s.memory) or not s.rm(0, KEEP, KEEP + GONE):
+            return None
+        C.llama_memory_seq_add(s.memory, 0, KEEP + GONE, -1, -GONE)
+        return s.decode(a.others[:30], len(a.tokens) - GONE)
+
+    with a.plain() as s:
+        expected = shifted(s)
+    if expected is None:
+        return AS_F16
+    with a.with_codes() as s:
+        found = shifted(s)
+        if found is None:
+            C.llama_memory_seq_add(s.memory, 0, KEEP, -1, 1)
+            return Cell("refused", last_error())
+    return a.judged(a.distance(expected, found))
+
+
+def _sequences(a: Attempt) -> Cell:
+    wholes = []
+    for opened in (a.with_codes, a.plain):
+        with opened() as s:
+            whole = s.decode(a.tokens)
+            s.clear()
+            wholes.append((whole, s.decode(a.others)))
+    found = a.sequences(a.with_codes, *wholes[0])
+    if found >= a.bound and a.sequences(a.plain, *wholes[1]) >= a.bound:
+        return AS_F16
+    return a.judged(found)
+
+
+def _states(a: Attempt) -> Cell:
+    rest = a.expected[N_PROMPT:]
+    return a.judged(max(a.distance(rest, a.restored(a.layout, seq)) for seq in (0, None)))
+
+
+def _prefix(a: Attempt) -> Cell:
+    """Through the store of evaluated prompts, as llama-server's restart does."""
+    prompt = a.tokens[:N_PROMPT]
+    with a.with_codes() as s, stores.opened(a.folder / "store") as store:
+        s.decode(prompt)
+        assert store.put(stores.Prompt(prompt, (s.state(0), b"")))
+    with a.with_codes() as s, stores.opened(a.folder / "store") as store:
+        found = store.get(a.tokens)
+        assert found and found.prompt.tokens == prompt
+        state = found.prompt.states[0]
+        assert s.set_state(state, 0) == len(state), last_error()
+        return a.judged(a.distance(a.expected[N_PROMPT:], s.decode(a.tokens[N_PROMPT:], N_PROMPT)))
+
+
+def _drafts(a: Attempt) -> Cell:
+    """Some tokens in one batch, of which the last are taken back."""
+
+    def drafted(s: Session) -> engine.Logits | None:
+        s.decode(a.tokens[:N_PROMPT])
+        s.decode([a.tokens[N_PROMPT], *a.others[: N_DRAFT - 1]], N_PROMPT)
+        return s.decode(a.tokens[N_PROMPT + 1 :], N_PROMPT + 1) if s.rm(0, N_PROMPT + 1) else None
+
+    with a.plain(n_rs_seq=N_DRAFT) as s:
+        expected = drafted(s)
+    if expected is None:
+        return AS_F16
+    with a.with_codes(n_rs_seq=N_DRAFT) as s:
+        found = drafted(s)
+        return Cell("refused", last_error()) if found is None else a.judged(a.distance(expected, found))
+
+
+def _pictures(a: Attempt) -> Cell:
+    kind = next((kind for kind, arch in KINDS.items() if arch == a.model.arch), "plain")
+    vision = Vision(PICTURES.get(kind, "causal"), a.model, a.layout)
+    rounded = []
+    for options in ({}, {"flash_attn": 1}, {"type_k": 0, "type_v": 0}):
+        with vision.session(threads=1, **a.options | options) as s:
+            rounded.append(vision.decode(s, vision.parts))
+    a.bound = max(a.bound, *(2 * a.distance(rounded[0], other) for other in rounded[1:]))
+    with vision.session(vision.exact, threads=1, **a.options) as s:
+        return a.judged(a.distance(rounded[0], vision.decode(s, vision.parts)))
+
+
+FEATURES: dict[str, Callable[[Attempt], Cell]] = {
+    "adaptive bases": _following,
+    "latent rows": _rows,
+    "context shift": _shift,
+    "sparse selection": _rows,
+    "several sequences": _sequences,
+    "states": _states,
+    "prefix restore": _prefix,
+    "heads above 256": _rows,
+    "drafts": _drafts,
+    "pictures": _pictures,
+}
+
+
+def applies(feature: str, kind: str) -> bool:
+    """Whether a kind has what the feature is about."""
+    of = {"latent rows": LATENT, "sparse selection": ("sparse",)}
+    return kind in of.get(feature, tuple(KINDS))
+
+
+def _wide(kind: str) -> dict[str, Any]:
+    """Metadata of heads of N_WIDE elements, or of a latent of as many."""
+    if kind in LATENT:
+        return {
+            "attention.kv_lora_rank": N_WIDE,
+            "attention.key_length": N_WIDE + 16,
+            "attention.value_length": N_WIDE,
+        }
+    return {"attention.key_length": N_WIDE, "attention.value_length": N_WIDE, "rope.dimension_count": N_WIDE}
+
+
+def try_feature(feature: str, kind: str, folder: Path, on_gpu: bool = False) -> Cell:
+    """What comes of it here. Raises AssertionError where it is neither refused nor right."""
+    if not applies(feature, kind):
+        return NONE
+    keys = _wide(kind) if feature == "heads above 256" else {}
+    with virtual.model(KINDS[kind], n_gpu_layers=-1 if on_gpu else 0, **keys) as model:
+        attempt = Attempt(model, folder, on_gpu)
+        try:
+            return FEATURES[feature](attempt)
+        except Refused as refused:
+            return Cell("refused", str(refused))
+        finally:
+            SUBKV.subkv_attach(None, None)
+            SUBKV.subkv_layout_free(attempt.layout)
+
+
+def backend() -> str:
+    """The column of the table that this build's GPU belongs to; empty: it has none."""
+    if not C.llama_supports_gpu_offload():
+        return ""
+    return {b"cuda": "CUDA", b"vulkan": "Vulkan"}.get(SUBKV.subkv_device_kernel_name(), "")
+
+
+#
+# backends
+#
+
+BACKENDS = ("CPU", "CUDA", "Vulkan", "Triton, PyTorch")
+_RUNTIME, _HERE = "tests/runtime/test_", "tests/architectures/test_"
+_TORCH = "tests/quality/test_subspace"
+_NO_SUCH = Cell("none", "transformers moves no positions, and keeps no states or prompts in files")
+_NOT_LATENT = "expected attention without latent attention"
+
+
+def _yes(test: str) -> Cell:
+    return Cell("yes", test)
+
+
+_ON_CPU = {
+    "adaptive bases": f"{_RUNTIME}adaptive.py::test_exact_codes_in_any_chunks_equal_the_f16_cache",
+    "latent rows": f"{_RUNTIME}latent.py::test_exact_codes_equal_the_f16_cache",
+    "context shift": f"{_RUNTIME}shift.py::test_exact_codes_shift_as_the_f16_cache_does",
+    "sparse selection": f"{_HERE}chosen.py::test_by_a_list_and_under_a_mask",
+    "several sequences": f"{_RUNTIME}sequences.py::test_sequences_do_not_see_each_other",
+    "states": f"{_RUNTIME}sequences.py::test_save_and_restore",
+    "prefix restore": f"{_RUNTIME}prefix_store.py::test_states_of_models",
+    "heads above 256": f"{_HERE}features.py::test_kinds",
+    "drafts": "tests/programs/test_mtp.py::test_drafts_as_with_f16",
+    "pictures": f"{_RUNTIME}pictures.py::test_exact_codes_equal_the_f16_cache",
+}
+_GPU = {
+    "adaptive bases": Cell(
+        "refused",
+        "adapt: layer 0 has its cache on the GPU, where bases cannot follow the text; keep it on the CPU (-ngl 0, or "
+        "offload_kqv off), or use static bases",
+    ),
+    "latent rows": Cell(
+        "refused",
+        "layer 0: no coefficient kernels for latent attention (MLA) on the GPU; keep its cache on the CPU (-ngl 0, or "
+        "offload_kqv off)",
+    ),
+    "context shift": Cell(
+        "refused",
+        "seq_add: positions in this subkv cache cannot be shifted because it lies on a GPU, for which there is no "
+        "kernel that turns coded keys; remove the sequence and decode it again with new positions, or use an ordinary "
+        "cache type (-ctk f16)",
+    ),
+    "sparse selection": Cell(
+        "refused",
+        "layer 0: no coefficient kernels for latent attention (MLA) on the GPU; keep its cache on the CPU (-ngl 0, or "
+        "offload_kqv off)",
+    ),
+    "several sequences": _yes(_ON_CPU["several sequences"]),
+    "states": _yes(f"{_RUNTIME}placement.py::test_a_state_moves_between_gpu_and_cpu"),
+    "prefix restore": _yes(_ON_CPU["prefix restore"]),
+    "heads above 256": _yes(f"{_RUNTIME}placement.py::test_heads_wider_than_kernels_take_are_refused"),
+    "drafts": _yes(f"{_RUNTIME}sequences.py::test_remove_a_tail_and_decode_again"),
+    "pictures": _yes(_ON_CPU["pictures"]),
+}
+TABLE: dict[str, dict[str, Cell]] = {
+    "CPU": {feature: _yes(test) for feature, test in _ON_CPU.items()},
+    "CUDA": _GPU
+    | {
+        "heads above 256": Cell(
+            "refused",
+            "layer 0: heads of at most 256 elements expected on a GPU, 320 found; keep its cache on the CPU (-ngl 0, "
+            "or offload_kqv off)",
+        )
+    },
+    "Vulkan": _GPU,
+    "Triton, PyTorch": {
+        "adaptive bases": Cell("refused", "subkv.adapt: bases stay as calibrated with transformers, found v"),
+        "latent rows": Cell("refused", _NOT_LATENT),
+        "context shift": _NO_SUCH,
+        "sparse selection": Cell("refused", _NOT_LATENT),
+        "several sequences": _yes(f"{_TORCH}.py::test_rows_of_a_batch_can_be_moved"),
+        "states": _NO_SUCH,
+        "prefix restore": _NO_SUCH,
+        "heads above 256": Cell("not tried"),
+        "drafts": _yes(f"{_TORCH}.py::test_generate"),
+        "pictures": Cell("not tried"),
+    },
+}

@@ -1,0 +1,44 @@
+"""Long conversations: llama-server evaluates few tokens twice, whatever a model's memory can be cut like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import turns
+from programs_found import program
+
+SHARE = 0.05  # of the new tokens
+DEPTH = 2400
+BATCHES = ("-b", 64, "-ub", 16)  # as small for messages of 200 tokens as llama-server's for messages of thousands
+
+
+@pytest.fixture(scope="module", params=turns.SHAPES)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each step of a shape evaluates, by cache."""
+    program("llama-server")
+    folder = tmp_path_factory.mktemp("turns")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        return {cache: rows for _, cache, rows in turns.examined([request.param], DEPTH, folder, BATCHES)}
+
+
+def test_few_tokens_are_evaluated_twice(found: dict[str, list[dict[str, Any]]]) -> None:
+    again, new = (sum(row[key] for row in found["subkv"]) for key in ("again", "new"))
+    print([(row["step"], row["again"]) for row in found["subkv"]])
+    assert again <= SHARE * new
+    assert all(row["again"] == 0 for row in found["subkv"] if row["step"].startswith("turn "))
+
+
+def test_no_more_than_with_f16(found: dict[str, list[dict[str, Any]]]) -> None:
+    again = {cache: sum(row["again"] for row in rows) for cache, rows in found.items()}
+    assert again["subkv"] <= again["f16"], again
+
+
+def test_what_begins_alike() -> None:
+    assert [turns.common([1, 2, 3], text) for text in ([], [1], [1, 2, 4], [1, 2, 3, 4], [2])] == [0, 1, 2, 3, 0]
+
+
+def test_a_message_never_comes_twice() -> None:
+    client = turns.Talker()
+    assert client.message(40) != client.message(40)

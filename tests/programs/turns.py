@@ -1,0 +1,200 @@
+"""How many tokens llama-server evaluates twice in a long conversation: coded cache and f16 side by side.
+
+python tests/programs/turns.py --depth 32000 -o json    (SUBKV_LIB_PATH names the libraries and the server)
+
+Ten turns, one of them edited, a branch, the way back, a restart. Models are seeded and tiny: what is evaluated depends
+on how a model's memory can be cut, thus on recurrent layers, sliding windows and heads, not on widths or weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+TESTS = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    rooms = ("programs", "runtime", "format", "architectures")
+    sys.path[:0] = [str(TESTS), *(str(TESTS / room) for room in rooms), str(TESTS.parent / "python"), str(TESTS.parent)]
+
+import tiny  # noqa: E402
+import virtual  # noqa: E402
+from servers import CODED, Server, serving  # noqa: E402
+
+N_TURNS, EDITED, BRANCHED = 10, 8, 5  # turns; the one that is edited; the one behind which another text goes on
+N_ANSWER = 32
+CACHES = ("subkv", "f16")
+DELTA = {  # gated delta rule in three of four layers; heads and states as large as theirs
+    "block_count": 4,
+    "full_attention_interval": 4,
+    "attention.key_length": 256,
+    "attention.value_length": 256,
+    "rope.dimension_count": 64,
+    "rope.dimension_sections": [11, 11, 10, 0],
+    "ssm.state_size": 128,
+    "ssm.inner_size": 512,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, and what it has of the model's shape
+    "Qwen3.6-35B-A3B": ("qwen35moe", DELTA | {"attention.head_count": 8, "attention.head_count_kv": 1}),
+    "Qwen3.6-27B": ("qwen35", DELTA | {"attention.head_count": 6, "attention.head_count_kv": 1}),
+    "Gemma-4": (
+        "gemma4",
+        {
+            "block_count": 6,
+            "attention.sliding_window": 1024,
+            "attention.sliding_window_pattern": [True] * 5 + [False],
+            "attention.shared_kv_layers": 0,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 1,
+            "attention.key_length": 512,
+            "attention.value_length": 512,
+            "attention.key_length_swa": 256,
+            "attention.value_length_swa": 256,
+            "rope.dimension_count": 512,
+            "rope.dimension_count_swa": 256,
+        },
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        {
+            "attention.sliding_window": 128,
+            "attention.head_count": 8,
+            "attention.head_count_kv": 1,
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "rope.dimension_count": 64,
+        },
+    ),
+}
+TOKENS = tiny.vocabulary()[0]
+START, END = (TOKENS.index(name) for name in ("<|im_start|>", "<|im_end|>"))
+LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+USER = "<|im_start|>user\n"  # what the server takes for the beginning of a message; chats are told to it as templates do
+
+
+@dataclass
+class Talker:
+    """One client: asks, and counts what is evaluated though it had been before."""
+
+    seed: int = 0
+    seen: list[list[int]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def message(self, n: int) -> list[int]:
+        """n tokens of a user, other ones each time."""
+        self.seed += 1
+        return random.Random(self.seed).choices(LETTERS, k=n)
+
+    def ask(self, server: Server, step: str, talk: Sequence[int], message: Sequence[int]) -> list[int]:
+        """The talk with this message and its answer."""
+        role, answered = ([TOKENS.index(letter) for letter in name] for name in ("userĊ", "assistantĊ"))
+        prompt = [*talk, START, *role, *message, END, TOKENS.index("Ċ"), START, *answered]
+        delimiters = [{"role": "user", "delimiter": USER}]
+        answer = server.complete(prompt, N_ANSWER, message_delimiters=delimiters)
+        evaluated, held = (answer["timings"][key] for key in ("prompt_n", "cache_n"))
+        assert evaluated + held == len(prompt), answer["timings"]
+        known = max((common(prompt, text) for text in self.seen), default=0)
+        new = max(1, len(prompt) - known)  # of a text that is known whole the last token is evaluated
+        self.rows.append({"step": step, "tokens": len(prompt), "new": new, "again": evaluated - new})
+        text = prompt + answer["tokens"]
+        self.seen.append(text[:-1])  # the last token of an answer is never evaluated in it
+        return [*text, END, TOKENS.index("Ċ")]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """A model of a shape with bases of its weights where the library looks for them (XDG_CACHE_HOME)."""
+    from subkv.engine.cache import CacheOptions, choose_cache
+
+    arch, keys = SHAPES[shape]
+    model = virtual.write(folder / f"{shape}.gguf", arch, context_length=1 << 17, **keys)
+    assert choose_cache(model, CacheOptions("subkv")).coded
+    return model
+
+
+@contextlib.contextmanager
+def served(model: Path, cache: str, folder: Path, depth: int, arguments: Sequence[Any]) -> Iterator[Server]:
+    """A server that remembers what an earlier one had: ours in a store, f16 in the file of its slot.
+
+    One slot with room for twice the depth, because the conversation goes on behind it.
+    """
+    more = {"SUBKV_STORE": str(folder / "store")} if cache == "subkv" else {}
+    given = ("-c", 2 * depth, "-np", 1, "--no-warmup", "--slot-save-path", folder, *arguments)
+    saved = folder / "slot.bin"
+    with serving(model, *given, subkv="auto" if more else "off", folder=folder, **more) as server:
+        assert (CODED in server.log) == (cache == "subkv")
+        if saved.exists():
+            server.request("POST", "/slots/0?action=restore", {"filename": saved.name})
+        yield server
+        if cache == "f16":
+            server.request("POST", "/slots/0?action=save", {"filename": saved.name})
+
+
+def measure(model: Path, cache: str, folder: Path, depth: int, arguments: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """What each step evaluates. depth: tokens of the ten turns."""
+    folder.mkdir()
+    client = Talker()
+    n_message = depth // N_TURNS - N_ANSWER
+    talks: list[list[int]] = [[]]
+    with served(model, cache, folder, depth, arguments) as server:
+        for turn in range(1, N_TURNS + 1):
+            talks.append(client.ask(server, f"turn {turn}", talks[-1], client.message(n_message)))
+        edited = client.ask(server, "a turn edited", talks[EDITED - 1], client.message(n_message))
+        client.ask(server, "gone on", edited, client.message(n_message))
+        client.ask(server, "a branch", talks[BRANCHED], client.message(n_message))
+        talks.append(client.ask(server, "the way back", talks[-1], client.message(n_message)))
+    with served(model, cache, folder, depth, arguments) as server:
+        talks.append(client.ask(server, "a restart", talks[-1], client.message(n_message)))
+        client.ask(server, "edited behind it", talks[N_TURNS], client.message(n_message))  # the turn before the restart
+    return client.rows
+
+
+def examined(
+    shapes: Sequence[str], depth: int, folder: Path, arguments: Sequence[Any] = ()
+) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Shape, cache and its steps."""
+    for shape in shapes:
+        model = write_model(folder, shape)
+        for cache in CACHES:
+            yield shape, cache, measure(model, cache, folder / f"{shape}-{cache}", depth, arguments)
+
+
+@click.command()
+@click.option("--depth", type=click.IntRange(1000, 60000), default=32000, show_default=True, help="tokens of ten turns")
+@click.option("--shape", "shapes", type=click.Choice(list(SHAPES)), multiple=True, help="these; default: all")
+@click.option("-t", "--threads", type=click.IntRange(1, 1024), default=2, show_default=True)
+@click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md", show_default=True)
+@click.option("--keep", type=click.Path(path_type=Path), help="folder for models and logs of servers")
+@click.argument("arguments", nargs=-1)
+def main(depth: int, shapes: tuple[str, ...], threads: int, output: str, keep: Path | None, arguments: Any) -> None:
+    """Count the tokens that llama-server evaluates twice. ARGUMENTS: more of them for the server, behind --."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        given = ("-t", threads, "-tb", threads, *arguments)
+        rows = []
+        for shape, cache, steps in examined(shapes or list(SHAPES), depth, folder, given):
+            for row in steps:
+                rows.append({"shape": shape, "cache": cache, **row})
+                if output == "md":
+                    click.echo("| " + " | ".join(map(str, rows[-1].values())) + " |")
+        if output == "json":
+            click.echo(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
