@@ -176,7 +176,7 @@ ORDER = (  # what matters most comes first
         "llama-server with one slot; tiny seeded models whose recurrent layers, sliding windows and heads are those of "
         f"the shapes. Ten turns to a depth of {turns.DEPTH} tokens; then turn 8 edited and gone on from; a branch "
         "behind turn 5; the way back to turn 10 and on; a restart; the turn before it edited. Tokens evaluated beyond "
-        "the new ones. What outlives the server is a store for coefficients (`SUBKV_STORE`), and for f16 the file of its "
+        "the new ones. A restarted server has a store (`SUBKV_STORE`) with coefficients, and with f16 the file of its "
         "slot, saved and restored.",
         20,
         turns.turns,

@@ -86,11 +86,11 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
         return;
     }
     const server_prompt & prompt = slot.prompt;
-    const llama_tokens tokens = prompt.tokens.get_text_tokens();
+    const llama_tokens    tokens = prompt.tokens.get_text_tokens();
     if (tokens.size() != prompt.tokens.size()) {
         return;
     }
-    const auto bytes = [](const std::vector<uint8_t> & of) { return subkv_store_bytes{ of.data(), of.size() }; };
+    const auto  bytes = [](const std::vector<uint8_t> & of) { return subkv_store_bytes{ of.data(), of.size() }; };
     checkpoints held;
     for (const auto & point : prompt.checkpoints) {
         held.push_back(&point);

@@ -50,8 +50,10 @@ CUDA's kernels ran in an emulation, Vulkan's on lavapipe, Triton's in its interp
 KINDS_HEAD = """
 ## Kinds of architecture
 
-On the CPU: {models}. "Heads above 256" of MLA and sparse are latents.
-`test_features.py::test_kinds` shows every *yes*, as exact codes that equal an f16 cache.
+Tiny models, on the CPU: {models}.
+"Heads above 256" of MLA and sparse are latents. `test_features.py::test_kinds` shows every *yes*:
+exact codes give what an f16 cache gives. Drafts in the server: where a recurrent state keeps no
+snapshots (as f16) it goes back to a checkpoint.
 
 """
 
@@ -84,7 +86,7 @@ def table(title: str, columns: Iterable[str], cell: Callable[[str, str], Cell]) 
 
 def page(kinds: dict[str, dict[str, Cell]]) -> str:
     """The whole page. kinds: what was found, by feature and kind."""
-    models = ", ".join(f"{kind} `{arch}`" for kind, arch in KINDS.items())
+    models = ", ".join(f"`{arch}`" for arch in KINDS.values())
     return (
         HEAD
         + table("by backend", BACKENDS, lambda feature, backend: TABLE[backend][feature])
@@ -96,7 +98,9 @@ def page(kinds: dict[str, dict[str, Cell]]) -> str:
 def written() -> dict[str, dict[str, Cell]]:
     """What the page says of kinds, by feature and kind."""
     head, _, text = PAGE.read_text("utf-8").partition("| by kind |")[2].partition("\n")
-    sentences = {n: " ".join(said.split()) for n, said in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)}
+    sentences = {
+        n: " ".join(said.split()) for n, said in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
+    }
     kinds = [name.strip() for name in head.split("|")[:-1]]
     found: dict[str, dict[str, Cell]] = {}
     for line in re.findall(r"^\| (.*) \|$", text, re.M):

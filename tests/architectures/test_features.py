@@ -50,6 +50,8 @@ def test_on_this_backend(feature: str, tmp_path: Path) -> None:
     kind = next(kind for kind in KINDS if features.applies(feature, kind))
     found = try_feature(feature, kind, tmp_path, on_gpu=True)
     expected = TABLE[backend()][feature]
+    if expected.mark == "not tried":
+        pytest.skip(f"not known until now: {found}; enter it in the table")
     assert found.mark == expected.mark
     assert found.mark == "yes" or sentence(found.text) == expected.text
 

@@ -75,10 +75,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, a
         },
     ),
 }
-TOKENS = tiny.vocabulary()[0]
-START, END = (TOKENS.index(name) for name in ("<|im_start|>", "<|im_end|>"))
-LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
-USER = "<|im_start|>user\n"  # what the server takes for the beginning of a message; chats are told to it as templates do
+LETTERS = [tiny.vocabulary()[0].index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+USER = (
+    "<|im_start|>user\n"  # what the server takes for the beginning of a message; chats are told to it as templates do
+)
 
 
 @dataclass
@@ -96,8 +96,7 @@ class Talker:
 
     def ask(self, server: Server, step: str, talk: Sequence[int], message: Sequence[int]) -> list[int]:
         """The talk with this message and its answer."""
-        role, answered = ([TOKENS.index(letter) for letter in name] for name in ("userĊ", "assistantĊ"))
-        prompt = [*talk, START, *role, *message, END, TOKENS.index("Ċ"), START, *answered]
+        prompt = [*talk, *server.tokens(USER), *message, *server.tokens("<|im_end|>\n<|im_start|>assistant\n")]
         delimiters = [{"role": "user", "delimiter": USER}]
         answer = server.complete(prompt, N_ANSWER, message_delimiters=delimiters)
         evaluated, held = (answer["timings"][key] for key in ("prompt_n", "cache_n"))
@@ -107,7 +106,7 @@ class Talker:
         self.rows.append({"step": step, "tokens": len(prompt), "new": new, "again": evaluated - new})
         text = prompt + answer["tokens"]
         self.seen.append(text[:-1])  # the last token of an answer is never evaluated in it
-        return [*text, END, TOKENS.index("Ċ")]
+        return [*text, *server.tokens("<|im_end|>\n")]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
