@@ -158,7 +158,7 @@ int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, i
         return pos_min;
     }
     // llama.cpp's server takes the last token of a checkpoint back, or goes on behind pos_min where that is later
-    const bool one_back = pos_min <= pos_max - n_swa + 1;
+    const bool one_back = pos_min <= std::max(0, pos_max - n_swa + 1);
     return one_back ? std::max(pos_min, pos_max - n_swa - 1) : pos_max;
 }
 

@@ -111,9 +111,13 @@ def test_a_long_prompt_edited_early(serve: Serve, text: str, cut: int) -> None:
     assert again <= max(BOUND, len(tokens) - cut)  # far from the end checkpoints are as far apart as it is away
 
 
-def test_edited_prompts_of_sliding_windows(tmp_path: Path) -> None:
-    """A checkpoint has what a window of then needs and no more: prompts end at one, or a token before or after."""
-    model = stand_ins.with_words(tmp_path / "model.gguf", tiny.build(tmp_path / "tiny.gguf", "gemma2"))
+@pytest.mark.parametrize("n_swa", [16, 512])
+def test_edited_prompts_of_sliding_windows(tmp_path: Path, n_swa: int) -> None:
+    """A checkpoint has what a window of then needs and no more: prompts end at one, or a token before or after.
+
+    n_swa: shorter than the prompts, or longer.
+    """
+    model = stand_ins.with_words(tmp_path / "model.gguf", tiny.build(tmp_path / "tiny.gguf", "gemma2", n_swa=n_swa))
     opened = engine.Model(model)
     engine.SUBKV.subkv_layout_free(pictures.exact_bases(opened, tmp_path / "bases.gguf"))
     opened.free()

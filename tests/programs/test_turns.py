@@ -10,7 +10,8 @@ from programs_found import program
 
 SHARE = 0.05  # of the new tokens
 DEPTH = 2400
-BATCHES = ("-b", 64, "-ub", 16)  # as small for messages of 200 tokens as llama-server's for messages of thousands
+# as small for messages of 200 tokens as a server's, and those of models, are for messages of thousands
+BATCHES, WINDOW = ("-b", 64, "-ub", 16), {"attention.sliding_window": 64}
 
 
 @pytest.fixture(scope="module", params=turns.SHAPES)
@@ -20,7 +21,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("turns")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        return {cache: rows for _, cache, rows in turns.examined([request.param], DEPTH, folder, BATCHES)}
+        return {cache: rows for _, cache, rows in turns.examined([request.param], DEPTH, folder, BATCHES, **WINDOW)}
 
 
 def test_few_tokens_are_evaluated_twice(found: dict[str, list[dict[str, Any]]]) -> None:

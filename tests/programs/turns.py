@@ -114,12 +114,15 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def write_model(folder: Path, shape: str) -> Path:
-    """A model of a shape with bases of its weights where the library looks for them (XDG_CACHE_HOME)."""
+def write_model(folder: Path, shape: str, **other: Any) -> Path:
+    """A model of a shape, with bases of its weights where the library looks for them (XDG_CACHE_HOME).
+
+    other: metadata that differ from the shape's.
+    """
     from subkv.engine.cache import CacheOptions, choose_cache
 
     arch, keys = SHAPES[shape]
-    model = virtual.write(folder / f"{shape}.gguf", arch, context_length=1 << 17, **keys)
+    model = virtual.write(folder / f"{shape}.gguf", arch, **keys | {"context_length": 1 << 17} | other)
     assert choose_cache(model, CacheOptions("subkv")).coded
     return model
 
@@ -162,11 +165,11 @@ def measure(model: Path, cache: str, folder: Path, depth: int, arguments: Sequen
 
 
 def examined(
-    shapes: Sequence[str], depth: int, folder: Path, arguments: Sequence[Any] = ()
+    shapes: Sequence[str], depth: int, folder: Path, arguments: Sequence[Any] = (), **other: Any
 ) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     """Shape, cache and its steps."""
     for shape in shapes:
-        model = write_model(folder, shape)
+        model = write_model(folder, shape, **other)
         for cache in CACHES:
             yield shape, cache, measure(model, cache, folder / f"{shape}-{cache}", depth, arguments)
 
