@@ -270,8 +270,8 @@ _GPU = {
     ),
     "context shift": Cell(
         "refused",
-        "seq_add: positions in this subkv cache cannot be shifted because it lies on a GPU, for which there is no "
-        "kernel that turns coded keys; remove the sequence and decode it again with new positions, or use an ordinary "
+        "seq_add: positions in this subkv cache cannot be shifted because it lies on a GPU, for which no "
+        "kernel rotates coded keys; remove the sequence and decode it again with new positions, or use an ordinary "
         "cache type (-ctk f16)",
     ),
     "sparse selection": Cell(
