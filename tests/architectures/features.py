@@ -239,8 +239,8 @@ _RUNTIME, _HERE = "tests/runtime/test_", "tests/architectures/test_"
 _TORCH = "tests/quality/test_subspace"
 _NO_SUCH = Cell("none", "transformers moves no positions, and keeps no states or prompts in files")
 _NOT_LATENT = (
-    "model: expected layers with keys and values of their own, of one head size, found latent attention (MLA); of a GGUF "
-    "of it subkv.Llama(kv_cache='subkv') holds coefficients"
+    "model: expected layers with keys and values of their own, of one head size, found latent attention (MLA); of a "
+    "GGUF of it subkv.Llama(kv_cache='subkv') holds coefficients"
 )
 
 
