@@ -176,7 +176,7 @@ constexpr int32_t N_CELLS = 100;
 // A window that holds the rows of N_CELLS positions, or of none.
 std::unique_ptr<Window> make_window(bool filled) {
     auto window = std::make_unique<Window>(2, 8, 4, 1);
-    window->allocate({ { 0, 1, 1, 8, 8, false, ggml_backend_cpu_buffer_type() } }, { true }, false);
+    window->allocate({ { 0, 1, 1, 8, 8, false, false, ggml_backend_cpu_buffer_type() } }, { true }, false);
     if (!filled) {
         return window;
     }
