@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -13,7 +14,17 @@ from subkv.base.errors import SubkvError
 from subkv.format.bases import Bands
 from subkv.format.codec import rank
 from subkv.format.window import DEFAULT, Window
-from subkv.plan.budget import GROUP, Head, Overhead, account, check_rank, loss, plan_banded, plan_int8
+from subkv.plan.budget import (
+    GROUP,
+    Head,
+    Overhead,
+    account,
+    check_rank,
+    first_within,
+    loss,
+    plan_banded,
+    plan_int8,
+)
 from subkv.plan.costs import near_share
 from subkv.plan.quantizer import WIDTHS
 
@@ -165,3 +176,43 @@ def test_what_a_smaller_window_leaves() -> None:
     assert shares == sorted(shares, reverse=True)
     assert 0.01 < shares[4] < shares[3] < 0.1
     assert near_share(0, 0) == near_share(9, 0) == 0.0
+
+
+@given(
+    falls=st.lists(st.floats(0.0, 5.0), max_size=200),
+    target=st.floats(1e-300, 1e3),
+    first=st.integers(-5, 50),
+    usual=st.floats(1.01, 4.0),
+)
+def test_the_first_step_within_a_target(falls: list[float], target: float, first: int, usual: float) -> None:
+    """Whatever errors do between steps, down to 0 and up to infinity, and in few looks."""
+    errors = list(np.exp(100.0 - np.cumsum(falls))) if falls else []
+    errors[: len(errors) // 10] = [math.inf] * (len(errors) // 10)
+    errors[len(errors) - len(errors) // 10 :] = [0.0] * (len(errors) // 10)
+    looked = []
+
+    def error(step: int) -> float:
+        looked.append(step)
+        return float(errors[step - first])
+
+    last = first + len(errors) - 1
+    expected = next((first + i for i, found in enumerate(errors) if found <= target), last + 1)
+    assert first_within(target, first, last, usual, error) == expected
+    assert len(set(looked)) == len(looked) <= 3 * len(errors).bit_length()
+
+
+def test_a_usual_fall_needs_few_looks() -> None:
+    """As the default budget looks for: four times less with every bit, in steps of a twentieth."""
+    looked = []
+
+    def error(step: int) -> float:
+        looked.append(step)
+        return 3.0 * 4.0 ** (-0.05 * step)
+
+    step = first_within(0.002, 50, 200, 4.0**0.05, error)
+    assert len(looked) <= 4
+    assert step is not None and error(step) <= 0.002 < error(step - 1)
+
+
+def test_a_search_ends_where_errors_cannot_be_told() -> None:
+    assert first_within(1.0, 0, 9, 2.0, lambda _step: None) is None

@@ -1,8 +1,16 @@
-"""How many threads to use."""
+"""How many threads to use, and where numpy should not use any."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import importlib
+import itertools
 import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 def default_threads(asked: int | None = None) -> int:
@@ -10,3 +18,57 @@ def default_threads(asked: int | None = None) -> int:
     if asked is not None and asked > 0:
         return asked
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Read and set how many threads numpy's OpenBLAS has; None where numpy has another library for matrices."""
+    module = importlib.import_module("numpy.linalg._umath_linalg")  # linked with it, and searching it searches both
+    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # on Windows a library has to be asked itself
+    for file in (str(module.__file__), *map(str, wheel.glob("*openblas*"))):
+        library = ctypes.CDLL(file)
+        for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "")):
+            read, change = (f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set"))
+            if hasattr(library, change):
+                return getattr(library, read), getattr(library, change)
+    return None
+
+
+class _OneThread:
+    """Counts the blocks that want one thread, of all threads of the process."""
+
+    def __init__(self) -> None:
+        self.lock, self.n_blocks, self.n_before = threading.Lock(), 0, 1
+
+    def enter(self) -> None:
+        with self.lock:
+            blas = _openblas()
+            if blas is not None and self.n_blocks == 0:
+                read, change = blas
+                self.n_before = read()
+                change(1)
+            self.n_blocks += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            blas = _openblas()
+            self.n_blocks -= 1
+            if blas is not None and self.n_blocks == 0:
+                blas[1](self.n_before)
+
+
+_one_thread = _OneThread()
+
+
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Products and decompositions of numpy's inside the block use the calling thread alone, in the whole process.
+
+    For many small matrices, of a head's size: sharing one among threads costs more than it saves, and on busy cores
+    each of them waits for a thread that the system is not running.
+    """
+    _one_thread.enter()
+    try:
+        yield
+    finally:
+        _one_thread.leave()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,3 +230,24 @@ def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int,
 def _runs(widths: Sequence[int]) -> Bands:
     """Bands of a head from the widths of its groups; zeros, which come last, are dropped coefficients."""
     return tuple((GROUP * len(list(run)), bits) for bits, run in itertools.groupby(widths) if bits)
+
+
+def first_within(target: float, first: int, last: int, fall: float, error: Callable[[int], float | None]) -> int | None:
+    """The first step from `first` to `last` whose error is at most `target` > 0, last + 1 without one; errors decrease.
+
+    fall: the usual factor between the errors of two steps, from which the next look follows. Every third look is at the
+    middle, which bounds their number. None as soon as an error is None.
+    """
+    step, n_looks = (first + last) // 2, 0
+    while first <= last:
+        found = error(step)
+        if found is None:
+            return None
+        first, last = (first, step - 1) if found <= target else (step + 1, last)
+        n_looks += 1
+        ratio = found / target
+        if n_looks % 3 == 0 or not 0.0 < ratio < math.inf:
+            step = (first + last) // 2
+        else:
+            step = min(max(step + math.ceil(math.log(ratio, fall)), first), last)
+    return first

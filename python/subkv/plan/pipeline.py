@@ -14,6 +14,7 @@ import numpy as np
 
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import progress_bar, tracked
+from subkv.base.threads import one_blas_thread
 from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer
 from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
@@ -225,6 +226,7 @@ class Fit:
             self.notes.append(SubkvError("n_recent", reason))
         self.layers: list[_Fitted | latent.Fitted] = []
         self._stock_costs: list[LayerCost] = []  # of all cells: llama.cpp's caches have no window
+        self._stock_errors: dict[str, float | None] = {}
         self._lost = 0.0  # cost of reading the means for all keys and values, without a window
         self.heads: list[Head] = []  # K, V of every head of every layer
         for stats in tracked("bases", self.calibration.layers, "layer", progress):
@@ -317,8 +319,14 @@ class Fit:
 
     def stock_error(self, kind: str) -> float | None:
         """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
-        error = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
+        error = self._of_stock(kind)
         return None if error is None else error * self.correction(1.0)
+
+    def _of_stock(self, kind: str) -> float | None:
+        """The same before the correction, computed once."""
+        if kind not in self._stock_errors:
+            self._stock_errors[kind] = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
+        return self._stock_errors[kind]
 
     def correction(self, near: float) -> float:
         """Measured over predicted KLD where reading near cells has this share (near_share); 1 without sensitivities."""
@@ -329,7 +337,7 @@ class Fit:
 
     def tells(self, kind: str) -> bool:
         """Whether a stock type's error says anything about quality: MEANINGLESS. False also where it cannot be told."""
-        error = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
+        error = self._of_stock(kind)
         return error is not None and 0.0 < error <= MEANINGLESS * self._lost
 
     def budget_like(self, kind: str) -> float | None:
@@ -343,19 +351,21 @@ class Fit:
         high = most.total - max(most.rows - stock.BITS[kind], 0.0)
         first, last = int(np.ceil(least.total / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
-            while first <= last:
-                middle = (first + last) // 2
-                bits = middle * BUDGET_STEP
-                error = self.error(self.code(self.plan(bits), self.narrow(bits))[0])
-                if error is None:
-                    return None
-                first, last = (first, middle - 1) if error <= target else (middle + 1, last)
+
+            def error(step: int) -> float | None:
+                bits = step * BUDGET_STEP
+                found = self.error(self.code(self.plan(bits), self.narrow(bits))[0])
                 bar.update()
-        if first * BUDGET_STEP > high:
-            return math.inf
-        return round(first * BUDGET_STEP, 6)
+                return found
+
+            # a bit more divides errors by four
+            step = budget.first_within(target, first, last, 4.0**BUDGET_STEP, error)
+        if step is None:
+            return None
+        return math.inf if step * BUDGET_STEP > high else round(step * BUDGET_STEP, 6)
 
 
+@one_blas_thread()  # matrices are of a head's size
 def convert(base: Base, calibration: Calibration, options: Options, progress: bool = False) -> Result:
     """Fit, plan, round and calibrate all layers. progress: bars.
 

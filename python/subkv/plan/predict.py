@@ -38,7 +38,7 @@ def _sum(
             for side, rows, matrices in (("k", stats.ks, cost.k), ("v", stats.vs, cost.v)):
                 x = rows[:, h].astype(np.float32)
                 error = x.astype(np.float64) - seen(i, h, side, x).astype(np.float64)
-                total += float(np.einsum("ni,ij,nj->", error, matrices[h], error)) / len(x)
+                total += float(np.sum((error @ matrices[h]) * error)) / len(x)
     return total
 
 
