@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FILE, PAGE = HERE / "figures.csv", HERE.parents[2] / "docs/gpu.md"
-BEGIN, END = "### Figures of each kernel\n", "\n## Vulkan\n"
+BEGIN, END = "### Figures of each kernel\n", "\n## Simulated\n"
 NUMBERS = ["registers", "spilled", "shared", "size", "resident"]
 """
 registers   of a thread: CUDA's, or vector registers
