@@ -8,6 +8,7 @@
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
 #include "llama-impl.h"
 #include "llama-model.h"
 
@@ -20,28 +21,32 @@
 // attention beside an indexer's keys
 //
 
-llama_subkv::caches llama_subkv::caches_of(llama_memory_i * memory) {
-    if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
-        return { indexed->get_mem_attn(), nullptr, indexed->get_mem_idx() };
+llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
+    if (const auto * indexed = dynamic_cast<const llama_memory_hybrid_idx *>(memory)) {
+        return { indexed->get_mem_attn(), nullptr, indexed->get_mem_idx(), indexed->get_mem_recr() };
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
-        memory = hybrid->get_mem_attn();
-    } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        memory = hybrid_iswa->get_mem_attn();
+    llama_memory_i * recurrent = nullptr;
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
+        memory    = hybrid->get_mem_attn();
+        recurrent = hybrid->get_mem_recr();
+    } else if (const auto * hybrid_iswa = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        memory    = hybrid_iswa->get_mem_attn();
+        recurrent = hybrid_iswa->get_mem_recr();
     }
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return { iswa->get_base(), iswa->get_swa(), nullptr };
+    if (const auto * iswa = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
+        return { iswa->get_base(), iswa->get_swa(), nullptr, recurrent };
     }
-    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
-        return { dsa->get_mla(), nullptr, dsa->get_lid() };
+    if (const auto * dsa = dynamic_cast<const llama_kv_cache_dsa *>(memory)) {
+        return { dsa->get_mla(), nullptr, dsa->get_lid(), recurrent };
     }
-    if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
-        return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_swa(), dsa_iswa->get_dsa()->get_lid() };
+    if (const auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa *>(memory)) {
+        return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_swa(), dsa_iswa->get_dsa()->get_lid(), recurrent };
     }
-    if (auto * msa = dynamic_cast<llama_kv_cache_msa *>(memory)) {
-        return { msa->get_base(), nullptr, msa->get_idx() };
+    if (const auto * msa = dynamic_cast<const llama_kv_cache_msa *>(memory)) {
+        return { msa->get_base(), nullptr, msa->get_idx(), recurrent };
     }
-    return { dynamic_cast<llama_kv_cache *>(memory), nullptr, nullptr };
+    // a memory is const where its state is written; its owner has it as llama_memory_i *
+    return { const_cast<llama_kv_cache *>(dynamic_cast<const llama_kv_cache *>(memory)), nullptr, nullptr, recurrent };
 }
 
 const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i * mctx) {

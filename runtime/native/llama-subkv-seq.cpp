@@ -92,6 +92,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     }
     for (const llama_seq_id seq : { src, dst }) {
         if (seq >= 0 && (size_t) seq < recurrent.rs_idx.size() && recurrent.rs_idx[(size_t) seq] != 0) {
+            kv.subkv_hook->carried_out = false;
             kv.subkv_hook->report(format(
                 "seq_cp: recurrent state of its last token expected in sequence %d, a snapshot found that the next "
                 "token begins with; decode one, or remove the whole sequence",
@@ -106,6 +107,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
+        kv.subkv_hook->carried_out = false;
         kv.subkv_hook->report(format(
             "seq_cp: recurrent state of position %d expected in sequence %d, where the cells of sequence %d would end, "
             "that of %d found; remove all of sequence %d first",

@@ -4,12 +4,6 @@
 #include "llama-subkv-cells.h"
 
 #include "llama-context.h"
-#include "llama-kv-cache-dsa-iswa.h"
-#include "llama-kv-cache-dsa.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache-msa.h"
-#include "llama-memory-hybrid-idx.h"
-#include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 
 #include <stdexcept>
@@ -199,13 +193,32 @@ void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_
 // coded cells and what lies beside them: sliding windows, recurrent state, an indexer's keys
 //
 
-bool llama_subkv::parts_write(const llama_kv_cache & base, const parts & beside, llama_io_write_i & io,
-                              llama_seq_id seq, llama_state_seq_flags flags) {
+// What lies beside coded cells, in the order of states.
+llama_subkv::parts llama_subkv::beside(const caches & all) {
+    parts res;
+    for (llama_memory_i * part : { (llama_memory_i *) all.index, (llama_memory_i *) all.swa, all.recurrent }) {
+        if (part) {
+            res.push_back(part);
+        }
+    }
+    return res;
+}
+
+// The same, less what a partial state leaves out: an indexer's keys stay where the cells stay.
+llama_subkv::parts llama_subkv::in_state(const caches & all, llama_state_seq_flags flags) {
+    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    return beside({ all.base, all.swa, partial ? nullptr : all.index, all.recurrent });
+}
+
+bool llama_subkv::state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
+                              llama_state_seq_flags flags) {
+    const struct caches all  = caches_of(&memory);
+    const auto &        base = *all.base;
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
     base.state_write(io, seq, flags);
-    for (const auto * other : beside) {
+    for (const auto * other : in_state(all, flags)) {
         write_checked(io, [&](llama_io_write_i & to) {
             row_writer rows(base, to);
             other->state_write(rows, seq, flags);
@@ -215,8 +228,10 @@ bool llama_subkv::parts_write(const llama_kv_cache & base, const parts & beside,
     return true;
 }
 
-bool llama_subkv::parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
+bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
+    const struct caches all  = caches_of(&memory);
+    auto &              base = *all.base;
     if (!base.subkv_hook || !base.subkv_hook->coded()) {
         return false;
     }
@@ -226,9 +241,10 @@ bool llama_subkv::parts_read(llama_kv_cache & base, const parts & beside, llama_
     if (!partial) {
         of_base.check(base, seq);
     }
+    const auto              others = in_state(all, flags);
     std::vector<row_reader> bodies;
-    bodies.reserve(beside.size()); // a reader refers to its own bytes
-    for (const auto * other : beside) {
+    bodies.reserve(others.size()); // a reader refers to its own bytes
+    for (const auto * other : others) {
         bodies.emplace_back(base, io).check(*other, seq);
     }
     base.subkv_hook->snapshots.clear();
@@ -238,126 +254,39 @@ bool llama_subkv::parts_read(llama_kv_cache & base, const parts & beside, llama_
             state_read_cells(base, of_base, seq, flags, &slots, nullptr);
         }
         state_read_rest(base, of_base, seq, moves);
-        for (size_t i = 0; i < beside.size(); ++i) {
-            auto * index = dynamic_cast<llama_kv_cache *>(beside[i]);
+        for (size_t i = 0; i < others.size(); ++i) {
             if (seq >= 0) {
-                beside[i]->seq_rm(seq, -1, -1);
+                others[i]->seq_rm(seq, -1, -1);
             }
-            if (index && is_index(*index)) { // its keys go where the cells went
-                index->state_read_sinfo(bodies[i], seq, flags, nullptr, &slots);
+            if (others[i] == all.index) { // its keys go where the cells went
+                all.index->state_read_sinfo(bodies[i], seq, flags, nullptr, &slots);
             } else {
-                beside[i]->state_read(bodies[i], seq, flags);
+                others[i]->state_read(bodies[i], seq, flags);
             }
             bodies[i].end();
         }
+        if (all.index && !same_cells(base, *all.index)) {
+            throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
+        }
     } catch (...) {
-        parts_lose(base, beside, seq);
+        lose(memory, seq);
         throw;
     }
     return true;
 }
 
-void llama_subkv::parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq) {
-    base.state_clear(seq);
-    for (auto * other : beside) {
+void llama_subkv::lose(llama_memory_i & memory, llama_seq_id seq) {
+    const struct caches all = caches_of(&memory);
+    if (!coded(&memory)) {
+        return;
+    }
+    all.base->state_clear(seq);
+    for (auto * other : beside(all)) {
         if (seq >= 0) {
             other->seq_rm(seq, -1, -1);
         } else {
             other->clear(true);
         }
-    }
-}
-
-bool llama_subkv::state_write(const llama_kv_cache_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    return parts_write(*kv.get_base(), { kv.get_swa() }, io, seq, flags);
-}
-
-bool llama_subkv::state_read(llama_kv_cache_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags) {
-    return parts_read(*kv.get_base(), { kv.get_swa() }, io, seq, flags);
-}
-
-bool llama_subkv::state_write(const llama_memory_hybrid & memory, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    return parts_write(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
-}
-
-bool llama_subkv::state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags) {
-    return parts_read(*memory.get_mem_attn(), { memory.get_mem_recr() }, io, seq, flags);
-}
-
-llama_subkv::parts llama_subkv::beside_index(llama_kv_cache * index, llama_memory_i * other,
-                                             llama_state_seq_flags flags) {
-    parts res;
-    if (index && (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
-        res.push_back(index);
-    }
-    if (other) {
-        res.push_back(other);
-    }
-    return res;
-}
-
-bool llama_subkv::chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
-                              llama_seq_id seq, llama_state_seq_flags flags) {
-    if (!parts_read(kv, beside_index(index, other, flags), io, seq, flags)) {
-        return false;
-    }
-    if (index && !same_cells(kv, *index)) {
-        parts_lose(kv, beside_index(index, other, 0), seq);
-        throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
-    }
-    return true;
-}
-
-bool llama_subkv::state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    return parts_write(*kv.get_mla(), beside_index(kv.get_lid(), nullptr, flags), io, seq, flags);
-}
-
-bool llama_subkv::state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags) {
-    return chosen_read(*kv.get_mla(), kv.get_lid(), nullptr, io, seq, flags);
-}
-
-bool llama_subkv::state_write(const llama_kv_cache_msa & kv, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    return parts_write(*kv.get_base(), beside_index(kv.get_idx(), nullptr, flags), io, seq, flags);
-}
-
-bool llama_subkv::state_read(llama_kv_cache_msa & kv, llama_io_read_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags) {
-    return chosen_read(*kv.get_base(), kv.get_idx(), nullptr, io, seq, flags);
-}
-
-bool llama_subkv::state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    const auto & dsa = *kv.get_dsa();
-    return parts_write(*dsa.get_mla(), beside_index(dsa.get_lid(), kv.get_swa(), flags), io, seq, flags);
-}
-
-bool llama_subkv::state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags) {
-    const auto & dsa = *kv.get_dsa();
-    return chosen_read(*dsa.get_mla(), dsa.get_lid(), kv.get_swa(), io, seq, flags);
-}
-
-bool llama_subkv::state_write(const llama_memory_hybrid_idx & memory, llama_io_write_i & io, llama_seq_id seq,
-                              llama_state_seq_flags flags) {
-    const auto beside = beside_index(memory.get_mem_idx(), memory.get_mem_recr(), flags);
-    return parts_write(*memory.get_mem_attn(), beside, io, seq, flags);
-}
-
-bool llama_subkv::state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
-                             llama_state_seq_flags flags) {
-    return chosen_read(*memory.get_mem_attn(), memory.get_mem_idx(), memory.get_mem_recr(), io, seq, flags);
-}
-
-void llama_subkv::lose(llama_kv_cache_iswa & kv, llama_seq_id seq) {
-    if (coded(&kv)) {
-        parts_lose(*kv.get_base(), { kv.get_swa() }, seq);
     }
 }
 

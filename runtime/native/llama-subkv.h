@@ -17,12 +17,8 @@ class llm_graph_input_attn_kv;
 class llm_graph_input_attn_kv_iswa;
 class llm_graph_input_i;
 class llm_graph_result;
-class llama_kv_cache_dsa;
-class llama_kv_cache_dsa_iswa;
 class llama_kv_cache_iswa;
-class llama_kv_cache_msa;
 class llama_memory_hybrid;
-class llama_memory_hybrid_idx;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llama_model_loader;
@@ -115,34 +111,14 @@ struct llama_subkv {
     static bool state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                            llama_kv_cache::slot_info_vec_t *       sinfos_out,
                            const llama_kv_cache::slot_info_vec_t * sinfos_in);
-    // The same of two halves. A partial state leaves the coded cells out: who reads it still has those of then, and removes
-    // later ones. What is wrong with either half is known before any cell is touched, but for what only cells can tell, and
-    // want of room, which leave both empty. lose() leaves them so when what comes behind them fails.
-    static bool state_write(const llama_kv_cache_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
+    // The same of coded cells and what lies beside them. A partial state leaves the coded cells out: who reads it still has those of then, and removes
+    // later ones. What is wrong with any part is known before any cell is touched, but for what only cells can tell, and
+    // want of room, which leave all parts empty. lose() leaves them so when what comes behind them fails.
+    static bool state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
-    static bool state_read(llama_kv_cache_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
+    static bool state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
-    static bool state_write(const llama_memory_hybrid & memory, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool state_read(llama_memory_hybrid & memory, llama_io_read_i & io, llama_seq_id seq,
-                           llama_state_seq_flags flags);
-    static bool state_write(const llama_memory_hybrid_idx & memory, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool state_read(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq,
-                           llama_state_seq_flags flags);
-    static bool state_write(const llama_kv_cache_msa & kv, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool state_read(llama_kv_cache_msa & kv, llama_io_read_i & io, llama_seq_id seq,
-                           llama_state_seq_flags flags);
-    static bool state_write(const llama_kv_cache_dsa & kv, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool state_read(llama_kv_cache_dsa & kv, llama_io_read_i & io, llama_seq_id seq,
-                           llama_state_seq_flags flags);
-    static bool state_write(const llama_kv_cache_dsa_iswa & kv, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool state_read(llama_kv_cache_dsa_iswa & kv, llama_io_read_i & io, llama_seq_id seq,
-                           llama_state_seq_flags flags);
-    static void lose(llama_kv_cache_iswa & kv, llama_seq_id seq);
+    static void lose(llama_memory_i & memory, llama_seq_id seq);
     // Carries out copies between streams and shifts that llama.cpp has put off until the next decode: before cells are read
     // or set. Throws when it cannot.
     static void settle(llama_context & ctx);
@@ -165,15 +141,16 @@ struct llama_subkv {
 
     static llama_subkv_usage usage_of(llama_context & ctx); // what its cache takes
 
-    struct caches { // of full attention, of sliding windows, of an indexer's keys; nullptr: none
+    struct caches { // of full attention, of sliding windows, of an indexer's keys; recurrent state; nullptr: none
         llama_kv_cache * base;
         llama_kv_cache * swa;
         llama_kv_cache * index;
+        llama_memory_i * recurrent;
 
         std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
     };
 
-    static caches                         caches_of(llama_memory_i * memory);
+    static caches                         caches_of(const llama_memory_i * memory);
     static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // of full attention
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
@@ -234,12 +211,9 @@ struct llama_subkv {
                                  const llama_kv_cache::slot_info_vec_t * sinfos_in);
     static void state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
                                 const std::vector<uint64_t> & moves); // the window, at its end
-    // The same of a coded cache and of what lies beside it, in this order.
     using parts = std::vector<llama_memory_i *>;
-    static bool parts_write(const llama_kv_cache & base, const parts & beside, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool parts_read(llama_kv_cache & base, const parts & beside, llama_io_read_i & io, llama_seq_id seq,
-                           llama_state_seq_flags flags);
+    static parts beside(const caches & all);
+    static parts in_state(const caches & all, llama_state_seq_flags flags);
     // An indexer names cells by where its keys are: is this a cache of such keys, and are these in the cells of their tokens,
     // and will they be?
     static bool      is_index(const llama_kv_cache & kv);
@@ -247,11 +221,6 @@ struct llama_subkv {
     static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
     static bool      same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
                                 const llama_kv_cache::slot_info_vec_t & of_index);
-    // Beside cells that an indexer chooses from. A partial state leaves its keys out, too: they stay where the cells stay.
-    static parts beside_index(llama_kv_cache * index, llama_memory_i * other, llama_state_seq_flags flags);
-    static bool  chosen_read(llama_kv_cache & kv, llama_kv_cache * index, llama_memory_i * other, llama_io_read_i & io,
-                             llama_seq_id seq, llama_state_seq_flags flags);
-    static void  parts_lose(llama_kv_cache & base, const parts & beside, llama_seq_id seq);
 
     struct piece { // positions [first, last) of a sequence
         llama_seq_id seq;

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import virtual
-from machine import run_programs
+from machine import Machine, run_programs
 from promises import bases
 
 RECURRENT = {"recurrent": True}
@@ -40,3 +40,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_programs(arch: str, unified: bool, tmp_path: Path) -> None:
     with virtual.model(arch) as model:
         run_programs(model, bases(model, tmp_path, 16), 4, unified=unified, **FAMILIES[arch])
+
+
+def test_a_refused_checkpoint_takes_the_indexer_along(tmp_path: Path) -> None:
+    """A checkpoint whose exact rows are gone leaves the sequence empty in every part, not only in the coded cells."""
+    with virtual.model("deepseek32") as model:
+        program = Machine(model, bases(model, tmp_path, 16), 1.0, unified=False)
+        program.decode_together(n=[1, 2, 0], word=0)
+        program.mark(seq=1)
+        program.go_back(which=0, seq=0)  # onto a sequence without one of the exact rows
+        program.decode(seq=0, pieces=[3], word=1, start=0)
+        program.teardown()
+
+
+def test_a_refused_copy_leaves_the_indexer_alone(tmp_path: Path) -> None:
+    """What recurrent state refuses is refused for every part."""
+    with virtual.model("qwen4exp") as model:
+        program = Machine(model, bases(model, tmp_path, 16), 1.0, unified=True, recurrent=True)
+        program.decode(seq=0, pieces=[13], word=1, start=0)
+        program.decode(seq=1, pieces=[14], word=0, start=0)
+        program.copy(src=0, dst=1, p0=0, n=0, all_of_it=True)  # its state is not of the last token in 1
+        program.mark(seq=0)
+        program.decode(seq=0, pieces=[1], word=0, start=0)
+        program.go_back(which=0, seq=0)
+        program.teardown()
