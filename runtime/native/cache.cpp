@@ -355,14 +355,7 @@ void Cache::refuse(const char * what) const {
 }
 
 std::string Cache::why_no_shift() const {
-    if (adaptive_) {
-        return "its bases follow the text by position";
-    }
-    const auto on_device = [](const auto & nodes) { return nodes && nodes->device; };
-    if (std::any_of(nodes_.begin(), nodes_.end(), on_device)) {
-        return "it lies on a GPU, for which no kernel rotates coded keys";
-    }
-    return "";
+    return adaptive_ ? "its bases follow the text by position" : "";
 }
 
 bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {

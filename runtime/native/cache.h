@@ -33,8 +33,9 @@ struct LayerNodes {
     float                   max_alibi_bias = 0.0f;
     int64_t                 shift_first    = 0; // as in ShiftBuild
     bool                    shift_apart    = false;
-    bool                    by_rows        = false; // its cells lie as rows, not in tiles (cells.h)
-    bool                    shifted        = false; // keys have been rotated, perhaps not yet those of other layers
+    ggml_tensor *           shift_keys     = nullptr; // the K cache
+    bool                    by_rows        = false;   // its cells lie as rows, not in tiles (cells.h)
+    bool                    shifted        = false;   // keys have been rotated, perhaps not yet those of other layers
 
     std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
     ggml_backend_buffer_type_t   buft   = nullptr; // of that cache

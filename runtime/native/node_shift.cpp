@@ -1,9 +1,11 @@
-// node_shift.cpp: keys whose positions move are decoded, rotated and coded again, a tile of a head at a time.
+// node_shift.cpp: keys whose positions move are decoded, rotated and coded again, a tile of a head at a time. Of a cache on
+// a GPU the CPU does that, too, with copies of its tiles: a shift is seldom, and a kernel of its own would only rotate keys.
 #include "cells.h"
 #include "nodes.h"
 #include "read_rows.h"
 
 #include <algorithm>
+#include <mutex>
 
 namespace subkv {
 
@@ -42,65 +44,140 @@ void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
     }
 }
 
-// shift: in place on the K cache | src: k_cache, of_cells, distances, pairs, of_slots and the window's rows (both or neither)
+// Bytes of a tensor for one thread to change: a GPU's are copied, and the copy is stored at the end.
+class Bytes {
+public:
+    Bytes(const LayerNodes & layer, ggml_tensor * t, size_t at, size_t size) : t_(layer.device ? t : nullptr), at_(at) {
+        if (!t_) {
+            data_ = (uint8_t *) t->data + at;
+            return;
+        }
+        copied_.resize(size);
+        data_ = copied_.data();
+        const std::lock_guard<std::mutex> one(transfers());
+        ggml_backend_tensor_get(t, data_, at, size);
+    }
+
+    ~Bytes() {
+        if (t_) {
+            const std::lock_guard<std::mutex> one(transfers());
+            ggml_backend_tensor_set(t_, data_, at_, copied_.size());
+        }
+    }
+
+    Bytes(const Bytes &)             = delete;
+    Bytes & operator=(const Bytes &) = delete;
+
+    uint8_t * data() const { return data_; }
+
+    // No backend promises that several threads may copy at once.
+    static std::mutex & transfers() {
+        static std::mutex one;
+        return one;
+    }
+
+private:
+    ggml_tensor *        t_;
+    size_t               at_;
+    uint8_t *            data_;
+    std::vector<uint8_t> copied_;
+};
+
+// What one thread does.
+class Shift {
+public:
+    Shift(LayerNodes & layer, const Rotation & rotation) :
+        layer_(layer), rotation_(rotation), x_((size_t) (layer.codec->d_k * std::max(TILE, layer.codec->n_head_kv))) {}
+
+    // Cells of a tile [n] of head h; tiles: of the layer.
+    void cells(int64_t h, const int64_t * cells, int64_t n, const int32_t * of_cells, uint8_t * tiles, int64_t stride) {
+        const LayerCodec & codec       = *layer_.codec;
+        const HeadCodec &  head        = codec.head(h, false);
+        const int32_t      chunk[TILE] = {}; // static bases
+        uint8_t *          of_head     = tiles + codec.tile_offset(h, false);
+        if (layer_.by_rows) {
+            const CellTiles made(head, of_head, stride, n, cells);
+            read_rows(ops_, codec, h, false, nullptr, chunk, made.tiles(), made.stride(), n, made.cells(), x_.data());
+        } else {
+            read_rows(ops_, codec, h, false, nullptr, chunk, of_head, stride, n, cells, x_.data());
+        }
+        without_gamma(codec, h, n * codec.d_k, x_.data());
+        for (int64_t i = 0; i < n; ++i) {
+            rotation_(x_.data() + i * codec.d_k, of_cells[i]);
+        }
+        encode_cells(layer_, ops_, head, x_.data(), codec.d_k, n, cells, of_head, stride);
+    }
+
+    // The keys of a window's row.
+    void slot(int32_t by, bool integers, uint8_t * row) {
+        const LayerCodec &    codec = *layer_.codec;
+        const int64_t         d     = codec.d_k;
+        std::vector<uint16_t> key((size_t) d);
+        for (int64_t h = 0; h < codec.n_head_kv; ++h) {
+            uint8_t * at = row + (integers ? recent_offset(codec, h, false) : h * d * (int64_t) sizeof(uint16_t));
+            if (integers) {
+                ops_.unpack_recent(at, layer_.mean(h, false), d, key.data());
+            }
+            ggml_fp16_to_fp32_row(integers ? key.data() : (uint16_t *) at, x_.data(), d);
+            rotation_(x_.data(), by);
+            if (integers) {
+                ops_.pack_recent(x_.data(), layer_.mean(h, false), d, at);
+            } else {
+                to_half_saturated(ops_, x_.data(), (uint16_t *) at, d);
+            }
+        }
+    }
+
+private:
+    LayerNodes &       layer_;
+    const Rotation     rotation_;
+    const Ops &        ops_ = subkv::ops();
+    std::vector<float> x_;
+};
+
+// shift: changes the K cache and the window's rows | src: of_cells, distances, pairs, of_slots where there is a window
 void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &              layer       = *(LayerNodes *) userdata;
-    const LayerCodec &  codec       = *layer.codec;
-    const Ops &         ops         = subkv::ops();
-    const ggml_tensor * window      = dst->src[5];
-    const Rotation      rotation    = { dst->src[2], dst->src[3], layer.shift_first, layer.shift_apart };
-    const int64_t       d           = codec.d_k;
-    const int64_t       stride      = TILE * (int64_t) dst->nb[1];
-    const int64_t       n_tiles     = dst->ne[1] * dst->ne[2] / TILE;
-    const auto *        of_cells    = (const int32_t *) dst->src[1]->data;
-    const int32_t       chunk[TILE] = {}; // static bases
-    int64_t             cells[TILE];
-    std::vector<float>  x((size_t) std::max(TILE * d, codec.n_head_kv * d));
+    auto &             layer    = *(LayerNodes *) userdata;
+    const LayerCodec & codec    = *layer.codec;
+    ggml_tensor *      k_cache  = layer.shift_keys;
+    const auto *       of_cells = (const int32_t *) dst->src[0]->data;
+    const int64_t      stride   = TILE * (int64_t) k_cache->nb[1];
+    const int64_t      n_tiles  = k_cache->ne[1] * k_cache->ne[2] / TILE;
+    // whole tiles: no two threads may be in one of a head; a copy is of all heads
+    const int64_t n_heads = layer.device ? codec.n_head_kv : 1;
+    const int64_t n_parts = codec.n_head_kv / n_heads;
+    Shift         shift(layer, { dst->src[1], dst->src[2], layer.shift_first, layer.shift_apart });
     if (ith == 0) {
         layer.shifted = true;
     }
-    for (int64_t unit = ith; unit < n_tiles * codec.n_head_kv; unit += nth) {
-        const int64_t h    = unit % codec.n_head_kv;
-        const int64_t tile = unit / codec.n_head_kv; // whole: no two threads may be in one
+    if (layer.device) {
+        const std::lock_guard<std::mutex> one(Bytes::transfers());
+        layer.device->wait();
+    }
+    int64_t cells[TILE];
+    int32_t by[TILE];
+    for (int64_t unit = ith; unit < n_tiles * n_parts; unit += nth) {
+        const int64_t tile = unit / n_parts;
         int64_t       n    = 0;
-        for (int64_t cell = tile * TILE; cell < (tile + 1) * TILE; ++cell) {
-            cells[n] = cell;
-            n += of_cells[cell] != 0;
+        for (int64_t c = 0; c < TILE; ++c) {
+            cells[n] = c;
+            by[n]    = of_cells[tile * TILE + c];
+            n += by[n] != 0;
         }
         if (n == 0) {
             continue;
         }
-        uint8_t * tiles = (uint8_t *) dst->data + codec.tile_offset(h, false);
-        if (layer.by_rows) {
-            const CellTiles made(codec.head(h, false), tiles, stride, n, cells);
-            read_rows(ops, codec, h, false, nullptr, chunk, made.tiles(), made.stride(), n, made.cells(), x.data());
-        } else {
-            read_rows(ops, codec, h, false, nullptr, chunk, tiles, stride, n, cells, x.data());
+        const Bytes bytes(layer, k_cache, (size_t) (tile * stride), (size_t) stride);
+        for (int64_t h = unit % n_parts * n_heads, end = h + n_heads; h < end; ++h) {
+            shift.cells(h, cells, n, by, bytes.data(), stride);
         }
-        without_gamma(codec, h, n * d, x.data());
-        for (int64_t i = 0; i < n; ++i) {
-            rotation(x.data() + i * d, of_cells[cells[i]]);
-        }
-        encode_cells(layer, ops, codec.head(h, false), x.data(), d, n, cells, tiles, stride);
     }
-    const WindowRows &    rows = layer.window_rows();
-    std::vector<uint16_t> key((size_t) d);
-    for (int64_t slot = ith; window && slot < layer.window->n_slots(); slot += nth) {
-        const int32_t by  = ((const int32_t *) dst->src[4]->data)[slot];
-        auto *        row = (uint8_t *) window->data + rows.offset(slot);
-        for (int64_t h = 0; by != 0 && h < codec.n_head_kv; ++h) {
-            const bool integers = rows.integers && !rows.is_sink(slot);
-            uint8_t *  at = row + (integers ? recent_offset(codec, h, false) : h * d * (int64_t) sizeof(uint16_t));
-            if (integers) {
-                ops.unpack_recent(at, layer.mean(h, false), d, key.data());
-            }
-            ggml_fp16_to_fp32_row(integers ? key.data() : (uint16_t *) at, x.data(), d);
-            rotation(x.data(), by);
-            if (integers) {
-                ops.pack_recent(x.data(), layer.mean(h, false), d, at);
-            } else {
-                to_half_saturated(ops, x.data(), (uint16_t *) at, d);
-            }
+    const WindowRows & rows = layer.window_rows();
+    for (int64_t slot = ith; rows.tensor && slot < layer.window->n_slots(); slot += nth) {
+        const int32_t slot_by = ((const int32_t *) dst->src[3]->data)[slot];
+        if (slot_by != 0) {
+            const Bytes bytes(layer, rows.tensor, (size_t) rows.offset(slot), (size_t) rows.bytes(slot));
+            shift.slot(slot_by, rows.integers && !rows.is_sink(slot), bytes.data());
         }
     }
 }
@@ -110,11 +187,13 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b) {
     layer.shift_first    = b.first;
     layer.shift_apart    = b.apart;
-    ggml_tensor * with[] = { b.of_cells, b.distances, b.pairs, b.of_slots, layer.window_rows().tensor };
-    ggml_tensor * shifted =
-        ggml_custom_inplace(b.ctx, b.k_cache, with, b.of_slots ? 5 : 3, shift_op, GGML_N_TASKS_MAX, &layer);
-    ggml_format_name(shifted, "subkv_shift-%d", b.il);
-    ggml_build_forward_expand(b.gf, shifted);
+    layer.shift_keys     = b.k_cache;
+    ggml_tensor * args[] = { b.of_cells, b.distances, b.pairs, b.of_slots };
+    const int     n_args = layer.window_rows().tensor ? 4 : 3;
+    ggml_tensor * node =
+        ggml_custom_4d(b.ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, n_args, shift_op, GGML_N_TASKS_MAX, &layer);
+    ggml_format_name(node, "subkv_shift-%d", b.il);
+    ggml_build_forward_expand(b.gf, node);
 }
 
 } // namespace subkv

@@ -271,12 +271,7 @@ _GPU = {
         "layer 0: no coefficient kernels for latent attention (MLA) on the GPU; keep its cache on the CPU (-ngl 0, or "
         "offload_kqv off)",
     ),
-    "context shift": Cell(
-        "refused",
-        "seq_add: positions in this subkv cache cannot be shifted because it lies on a GPU, for which no "
-        "kernel rotates coded keys; remove the sequence and decode it again with new positions, or use an ordinary "
-        "cache type (-ctk f16)",
-    ),
+    "context shift": _yes(f"{_RUNTIME}placement.py::test_positions_on_the_gpu_shift_as_on_the_cpu"),
     "sparse selection": Cell(
         "refused",
         "layer 0: no coefficient kernels for latent attention (MLA) on the GPU; keep its cache on the CPU (-ngl 0, or "
@@ -297,7 +292,8 @@ TABLE: dict[str, dict[str, Cell]] = {
             "refused",
             "layer 0: heads of at most 256 elements expected on a GPU, 320 found; keep its cache on the CPU (-ngl 0, "
             "or offload_kqv off)",
-        )
+        ),
+        "pictures": _yes(f"{_HERE}features.py::test_on_this_backend"),
     },
     "Vulkan": _GPU,
     "Triton, PyTorch": {

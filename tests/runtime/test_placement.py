@@ -188,15 +188,26 @@ def test_latent_attention_stays_off_the_gpu(tiny_model: Callable[..., Path], tmp
     model.free()
 
 
-def test_positions_on_the_gpu_are_not_shifted(tiny_model: Callable[..., Path], make_layout: Callable[..., Any]) -> None:
-    model = engine.Model(tiny_model("llama"))
-    with session(model, make_layout(), window=WINDOW) as s:
-        s.decode([1, 2, 3, 4])
-        assert not C.llama_memory_can_shift(s.memory)
-        before = s.state(0)
-        C.llama_memory_seq_add(s.memory, 0, 2, -1, 1)
-        assert "lies on a GPU" in engine.last_error() and "-ctk f16" in engine.last_error()
-        assert s.state(0) == before
+def test_positions_on_the_gpu_shift_as_on_the_cpu(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
+) -> None:
+    """The same bytes, of cells and of the window; in pieces, so that cells of one tile move by different amounts."""
+    model, layout = engine.Model(tiny_model("llama")), make_layout()
+    rng = random.Random(15)
+    states: list[bytes] = []
+    for on_gpu in (True, False):
+        with session(model, layout, window=WINDOW, offload_kqv=on_gpu) as s:
+            if on_gpu:
+                s.decode([rng.randrange(10, model.n_vocab) for _ in range(150)])
+                states.append(s.state(0))
+            assert s.set_state(states[0], 0) == len(states[0])
+            assert s.stats().n_layer_device == (s.stats().n_layer_coded if on_gpu else 0)
+            assert C.llama_memory_can_shift(s.memory) and s.rm(0, 8, 40) and s.rm(0, 100, 110)
+            C.llama_memory_seq_add(s.memory, 0, 40, 100, -32)
+            C.llama_memory_seq_add(s.memory, 0, 110, -1, -42)
+            states.append(s.state(0))  # carries the shift out
+            s.decode([10, 11, 12], C.llama_memory_seq_pos_max(s.memory, 0) + 1)
+    assert states[1] == states[2] != states[0]
     model.free()
 
 
