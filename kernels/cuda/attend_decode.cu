@@ -285,7 +285,8 @@ template <int F> const char * run(const Attend & a, void * stream) {
 } // namespace
 
 bool suits_decode(const Attend & args) {
-    return args.n_tps == 1 && args.layer.n_group <= DECODE_GROUP &&
+    const Layer & l = args.layer;
+    return args.n_tps == 1 && l.n_group <= DECODE_GROUP && !l.latent && l.d_k <= DECODE_HEAD && l.d_v <= DECODE_HEAD &&
            shared_bytes<DECODE_GROUP / FOUR>(job_of<DECODE_GROUP / FOUR>(args)) <= most_shared();
 }
 

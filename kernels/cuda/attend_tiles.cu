@@ -15,6 +15,7 @@ namespace {
 namespace wmma = nvcuda::wmma;
 
 using MatrixA  = wmma::fragment<wmma::matrix_a, SIDE, SIDE, SIDE, __half, wmma::row_major>;
+using MatrixB  = wmma::fragment<wmma::matrix_b, SIDE, SIDE, SIDE, __half, wmma::row_major>;
 using MatrixBt = wmma::fragment<wmma::matrix_b, SIDE, SIDE, SIDE, __half, wmma::col_major>;
 using Sum      = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
 
@@ -27,7 +28,7 @@ struct Shared {
     Octets   octets_k;
     Octets   octets_v;
     __half * q;      // [rows][k_pitch], divided by `top`
-    __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values
+    __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values, which of a latent layer are these keys
     float *  scale;  // [cells] of them, 0 in cells that nobody sees
     __half * p;      // [rows][p_pitch] weights
     float *  logits; // [rows][s_pitch]
@@ -49,10 +50,10 @@ struct Shared {
         s_pitch         = t.cells + PAD / 2;
         o_pitch         = v_width + PAD / 2;
         Carve shared{ base };
-        octets_k = Octets::take(shared);
-        octets_v = Octets::take(shared);
+        octets_k = Octets::take(shared, l.width_k);
+        octets_v = Octets::take(shared, l.latent ? 0 : l.width_v);
         q        = shared.take<__half>((size_t) t.rows * k_pitch);
-        x        = shared.take<__half>((size_t) max(t.cells * k_pitch, v_width * p_pitch));
+        x        = shared.take<__half>((size_t) max(t.cells * k_pitch, l.latent ? 0 : v_width * p_pitch));
         scale    = shared.take<float>((size_t) t.cells);
         p        = shared.take<__half>((size_t) t.rows * p_pitch);
         logits   = shared.take<float>((size_t) t.rows * s_pitch);
@@ -108,7 +109,9 @@ __global__ void tiles_kernel(Tiles t) {
 
     Shared s(block_memory, t);
     fill_octets(k, s.octets_k);
-    fill_octets(v, s.octets_v);
+    if (!l.latent) {
+        fill_octets(v, s.octets_v);
+    }
     for (int i = me; i < t.rows * s.o_pitch; i += THREADS) {
         s.o[i] = 0.0f;
     }
@@ -196,9 +199,13 @@ __global__ void tiles_kernel(Tiles t) {
                 s.m[r] = top;
             }
         }
-        const uint8_t * v_tile  = a.v_tiles + stream * a.v_stream + c0 / TILE * a.v_stride + l.v_offset[h];
-        const float     v_bound = tile_bound(v, s, v_tile, in_tile, n, t.cells);
-        fill_values(v, s.octets_v, v_tile, in_tile, t.cells, s.v_width, s.scale, alike(1.0f / v_bound), s.x, s.p_pitch);
+        float v_bound = k_bound;
+        if (!l.latent) {
+            const uint8_t * v_tile = a.v_tiles + stream * a.v_stream + c0 / TILE * a.v_stride + l.v_offset[h];
+            v_bound                = tile_bound(v, s, v_tile, in_tile, n, t.cells);
+            fill_values(v, s.octets_v, v_tile, in_tile, t.cells, s.v_width, s.scale, alike(1.0f / v_bound), s.x,
+                        s.p_pitch);
+        }
         __syncthreads();
         for (int i = warp; i < t.rows / SIDE * (s.v_width / SIDE); i += WARPS) {
             const int r = i / (s.v_width / SIDE) * SIDE, j = i % (s.v_width / SIDE) * SIDE;
@@ -206,11 +213,17 @@ __global__ void tiles_kernel(Tiles t) {
             Sum       sum, total;
             wmma::fill_fragment(sum, 0.0f);
             for (int c = 0; c < t.cells; c += SIDE) {
-                MatrixA  p;
-                MatrixBt x;
+                MatrixA p;
                 wmma::load_matrix_sync(p, s.p + r * s.p_pitch + c, (unsigned) s.p_pitch);
-                wmma::load_matrix_sync(x, s.x + j * s.p_pitch + c, (unsigned) s.p_pitch);
-                wmma::mma_sync(sum, p, x, sum);
+                if (l.latent) {
+                    MatrixB x;
+                    wmma::load_matrix_sync(x, s.x + c * s.k_pitch + j, (unsigned) s.k_pitch);
+                    wmma::mma_sync(sum, p, x, sum);
+                } else {
+                    MatrixBt x;
+                    wmma::load_matrix_sync(x, s.x + j * s.p_pitch + c, (unsigned) s.p_pitch);
+                    wmma::mma_sync(sum, p, x, sum);
+                }
             }
             wmma::load_matrix_sync(total, o, (unsigned) s.o_pitch, wmma::mem_row_major);
             for (int e = 0; e < total.num_elements; ++e) {
@@ -233,6 +246,14 @@ __global__ void tiles_kernel(Tiles t) {
 }
 
 } // namespace
+
+size_t lacks_shared(const Layer & layer, int device) {
+    Tiles t   = {};
+    t.a.layer = layer;
+    t.rows = t.cells   = SIDE;
+    const size_t bytes = Shared(nullptr, t).bytes, most = most_shared(device);
+    return bytes > most ? bytes - most : 0;
+}
 
 const char * attend_tiles(const Attend & args, void * stream) {
     const int64_t n_rows = args.n_tps * args.layer.n_group;

@@ -53,7 +53,7 @@ __device__ inline void fill_keys(const HeadCodec & codec, const Octets & octets,
         Halves      out    = {};
         if (o < codec.rank / 8 && factor > 0.0f) {
             const Octet     octet    = octets.octet[o];
-            const uint8_t * lines    = tile + octet.at;
+            const uint8_t * lines    = tile + octet.at();
             const float     zero     = 0.5f * (float) zero_of(octet);
             uint32_t        codes[2] = {};
             uint32_t        one[2] = {}, two[2] = {};
@@ -83,7 +83,7 @@ __device__ inline void fill_values(const HeadCodec & codec, const Octets & octet
         const int       j = i % width, quarter = i / width;
         const bool      there    = j < codec.rank;
         const Octet     octet    = there ? octets.octet[j / 8] : Octet{ 0, 16, NO_PLACE, 0.0f };
-        const uint8_t * lines    = tile + octet.at;
+        const uint8_t * lines    = tile + octet.at();
         const float     zero     = 0.5f * (float) zero_of(octet);
         uint64_t        codes[2] = {};
         uint64_t        one[2] = {}, two[2] = {};

@@ -23,6 +23,25 @@ __device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
     return { cell < 0 ? nullptr : held ? b.window + slot * width : b.fresh + other * width, cell };
 }
 
+struct Shared {
+    float * coef;  // [width_v]
+    float * q;     // [d_k]
+    float * logit; // [KEYS]
+    Key *   keys;  // [KEYS]
+    float * room;  // [WARPS]
+    size_t  bytes;
+
+    __host__ __device__ Shared(unsigned char * base, const Layer & l) {
+        Carve shared{ base };
+        coef  = shared.take<float>((size_t) l.width_v);
+        q     = shared.take<float>((size_t) l.d_k);
+        logit = shared.take<float>(KEYS);
+        keys  = shared.take<Key>(KEYS);
+        room  = shared.take<float>(WARPS);
+        bytes = shared.used;
+    }
+};
+
 // The state becomes that with keys whose largest logit is `top`: what the old sums are to be multiplied with.
 __device__ float move_top(float & m, float top) {
     const float larger = fmaxf(m, top);
@@ -31,7 +50,8 @@ __device__ float move_top(float & m, float top) {
     return keep;
 }
 
-__global__ void combine_kernel(Combine b) {
+// OUT: elements of the output that a thread has.
+template <int OUT> __global__ void combine_kernel(Combine b) {
     const Attend &    a      = b.a;
     const Layer &     l      = a.layer;
     const int         hq     = (int) blockIdx.x;
@@ -44,12 +64,12 @@ __global__ void combine_kernel(Combine b) {
     const int         me     = (int) threadIdx.x;
     const int         lane   = me % WARP;
 
-    Carve   shared{ block_memory };
-    float * coef  = shared.take<float>(MAX_HEAD);
-    float * q     = shared.take<float>(MAX_HEAD);
-    float * logit = shared.take<float>(KEYS);
-    Key *   keys  = shared.take<Key>(KEYS);
-    float * room  = shared.take<float>(WARPS);
+    const Shared s(block_memory, l);
+    float *      coef  = s.coef;
+    float *      q     = s.q;
+    float *      logit = s.logit;
+    Key *        keys  = s.keys;
+    float *      room  = s.room;
 
     float m = -INFINITY, z = 0.0f;
     for (int64_t i = 0; i < a.n_split; ++i) {
@@ -70,8 +90,8 @@ __global__ void combine_kernel(Combine b) {
         q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
     }
     __syncthreads();
-    float o[MAX_HEAD / THREADS] = {}; // this thread's part of the output: me, me + THREADS
-    for (int x = 0; x < MAX_HEAD / THREADS; ++x) {
+    float o[OUT] = {}; // this thread's part of the output: me, me + THREADS, ...
+    for (int x = 0; x < OUT; ++x) {
         for (int i = 0; me + x * THREADS < l.d_v && i < codec.rank; ++i) {
             o[x] = fmaf(coef[i], from_half(codec.decode.halves[i * l.d_v + me + x * THREADS]), o[x]);
         }
@@ -108,7 +128,7 @@ __global__ void combine_kernel(Combine b) {
         top              = block_max(top, room);
         const float keep = move_top(m, top);
         z *= keep;
-        for (int x = 0; x < MAX_HEAD / THREADS; ++x) {
+        for (int x = 0; x < OUT; ++x) {
             o[x] *= keep;
         }
         for (int i = 0; i < n; ++i) {
@@ -116,9 +136,9 @@ __global__ void combine_kernel(Combine b) {
                 continue;
             }
             const float      p     = expf(logit[i] - m);
-            const uint16_t * value = keys[i].row + (int64_t) l.n_head_kv * l.d_k + h * l.d_v;
+            const uint16_t * value = keys[i].row + exact_value(l, h);
             z += p;
-            for (int x = 0; x < MAX_HEAD / THREADS; ++x) {
+            for (int x = 0; x < OUT; ++x) {
                 if (me + x * THREADS < l.d_v) {
                     o[x] = fmaf(p, from_half(value[me + x * THREADS]), o[x]);
                 }
@@ -133,7 +153,7 @@ __global__ void combine_kernel(Combine b) {
         z = z * w + expf(b.sinks[hq] - m);
     }
     w = z > 0.0f ? w / z : 0.0f; // a token that may see nothing gets zeros
-    for (int x = 0; x < MAX_HEAD / THREADS; ++x) {
+    for (int x = 0; x < OUT; ++x) {
         if (me + x * THREADS < l.d_v) {
             b.out[token * b.out_stride + hq * l.d_v + me + x * THREADS] = w * o[x];
         }
@@ -147,13 +167,13 @@ const char * combine(const Combine & args, void * stream) {
     if (n_tok == 0) {
         return nullptr;
     }
-    Carve shared{ nullptr };
-    shared.take<float>(2 * MAX_HEAD);
-    shared.take<float>(KEYS);
-    shared.take<Key>(KEYS);
-    shared.take<float>(WARPS);
-    const auto n_head = (unsigned) (args.a.layer.n_head_kv * args.a.layer.n_group);
-    return launch(combine_kernel, dim3(n_head, (unsigned) n_tok), shared.used, stream, args);
+    const Layer & l = args.a.layer;
+    const dim3    grid((unsigned) (l.n_head_kv * l.n_group), (unsigned) n_tok);
+    const size_t  bytes = Shared(nullptr, l).bytes;
+    constexpr int FEW   = DECODE_HEAD / THREADS;
+    constexpr int MOST  = (MAX_HEAD_SIZE + THREADS - 1) / THREADS;
+    return l.d_v <= FEW * THREADS ? launch(combine_kernel<FEW>, grid, bytes, stream, args) :
+                                    launch(combine_kernel<MOST>, grid, bytes, stream, args);
 }
 
 } // namespace subkv::cuda

@@ -31,14 +31,17 @@ struct Carve {
     }
 };
 
-// The largest dynamic shared memory of a block on the current device.
+// The largest dynamic shared memory of a block, on the current device or on one.
+inline size_t most_shared(int device) {
+    int bytes = 0;
+    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ?
+               (size_t) bytes :
+               48u << 10;
+}
+
 inline size_t most_shared() {
-    int device = 0, bytes = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
-        return 48u << 10;
-    }
-    return (size_t) bytes;
+    int device = 0;
+    return cudaGetDevice(&device) == cudaSuccess ? most_shared(device) : 48u << 10;
 }
 
 template <typename Args>

@@ -3,6 +3,7 @@
 //
 // A byte of a tile can hold codes of four cells, which other blocks may write at the same time; no two cells share a bit.
 // So bits are exchanged atomically, a word at a time. Scale codes and halves have bytes of their own.
+#include "exact.cuh"
 #include "tiles.cuh"
 
 namespace subkv::cuda {
@@ -88,8 +89,9 @@ struct Search {
     const float * c;     // [rank]
     uint32_t *    codes; // [rank] the four nearest levels, a byte each; then the code
     float *       error; // [THREADS][STATES] of the four, of one place and scale each
-    uint32_t *    taken; // [STATES ends][MAX_HEAD / 8] a nibble of every place: a bit of every state
+    uint32_t *    taken; // [STATES ends][size / 8] a nibble of every place: a bit of every state
     float *       room;  // [CANDIDATES * 8]
+    int           size;  // of the largest head
 
     __device__ int places() const { return 8 * octets.n_path; }
 
@@ -127,6 +129,20 @@ __device__ int subset(int p, int x) {
     return 2 * (x ^ p >> 1) + (p & 1);
 }
 
+// Whether a lane of PATH_LANES begins at place t.
+template <bool LANES> __device__ bool begins_lane(const Search & search, int t) {
+    return LANES && t % search.octets.n_path == 0;
+}
+
+__device__ int least_state(const float (&cost)[STATES]) {
+    int least = 0;
+#pragma unroll
+    for (int w = 1; w < STATES; ++w) { // ties to the smaller state
+        least = cost[w] < cost[least] ? w : least;
+    }
+    return least;
+}
+
 // cost after one more place whose nearest levels leave `error` -> bit w: the branch into state w is from the larger of two.
 __device__ uint32_t extend(const float * error, float (&cost)[STATES]) {
     float    next[STATES];
@@ -150,8 +166,15 @@ __device__ float least_of(const float (&cost)[STATES]) {
     return fminf(fminf(cost[0], cost[1]), fminf(cost[2], cost[3]));
 }
 
+// It begins in state 0, with what the lane before ended with at least.
+__device__ void begin_lane(float (&cost)[STATES]) {
+    cost[0] = least_of(cost);
+    cost[1] = cost[2] = cost[3] = INFINITY;
+}
+
 // The scale code, the same in all threads: near `middle`, the one that is best without a trellis. Places are prepared by
 // all threads, THREADS / TRELLIS_TRIED at a time, then a thread per scale takes the steps.
+template <bool LANES>
 __device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
     constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;
     const int     me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
@@ -164,6 +187,9 @@ __device__ int choose_path_scale(const Search & search, const HeadCodec & codec,
         }
         __syncthreads();
         for (int i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < search.places(); ++i) {
+            if (begins_lane<LANES>(search, t0 + i)) {
+                begin_lane(cost);
+            }
             extend(search.error + STATES * (TRELLIS_TRIED * i + me), cost);
         }
         __syncthreads();
@@ -188,11 +214,13 @@ __device__ int choose_path_scale(const Search & search, const HeadCodec & codec,
     return best;
 }
 
-// The closed path of least cost at scale s: its codes. A thread per state that a path may begin and end in.
-__device__ void find_path(const Search & search, float s) {
+// The path of least cost at scale s: its codes. A thread per state that a closed path may begin and end in; of lanes the
+// first thread alone counts.
+template <bool LANES> __device__ void find_path(const Search & search, float s) {
     const int  me           = (int) threadIdx.x;
     float      cost[STATES] = { INFINITY, INFINITY, INFINITY, INFINITY };
-    uint32_t * taken        = search.taken + me * (MAX_HEAD / 8);
+    uint32_t * taken        = search.taken + me * (search.size / 8);
+    uint32_t   ended        = 0; // in which state each lane did, two bits
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         cost[w] = w == me ? 0.0f : cost[w];
@@ -205,6 +233,10 @@ __device__ void find_path(const Search & search, float s) {
         for (int i = 0; me < STATES && i < THREADS && t0 + i < search.places(); i += 8) { // places: a multiple of 8
             uint32_t nibbles = 0;
             for (int x = 0; x < 8; ++x) {
+                if (begins_lane<LANES>(search, t0 + i + x)) {
+                    ended = ended << 2 | (uint32_t) least_state(cost);
+                    begin_lane(cost);
+                }
                 nibbles |= extend(search.error + STATES * (i + x), cost) << 4 * x;
             }
             taken[(t0 + i) / 8] = nibbles;
@@ -222,20 +254,21 @@ __device__ void find_path(const Search & search, float s) {
         return;
     }
     int ends = 0;
-    for (int w = 1; w < STATES; ++w) { // ties to the smaller state
+    for (int w = 1; !LANES && w < STATES; ++w) { // ties to the smaller state
         ends = search.room[w] < search.room[ends] ? w : ends;
     }
-    int w = ends, t = search.places();
-    for (int lane = 8; lane-- > 0;) {
+    int w = LANES ? least_state(cost) : ends, t = search.places();
+    for (int lane = 8; lane-- > 0; ended >>= 2) {
         for (int i = search.octets.n_path; i-- > 0;) {
             --t;
-            const uint32_t nibble = search.taken[ends * (MAX_HEAD / 8) + t / 8] >> 4 * (t % 8);
+            const uint32_t nibble = search.taken[ends * (search.size / 8) + t / 8] >> 4 * (t % 8);
             const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
             uint32_t &     code  = search.codes[8 * search.octets.path[i] + lane];
             const uint32_t level = code >> 8 * subset(p, x) & 255;
             code                 = (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
             w                    = p;
         }
+        w = LANES ? (int) (ended & 3) : w;
     }
 }
 
@@ -279,21 +312,23 @@ struct Shared {
     Search  search;
     size_t  bytes;
 
-    __host__ __device__ explicit Shared(unsigned char * base) {
-        Carve shared{ base };
-        xs            = shared.take<float>(MAX_HEAD);
-        c             = shared.take<float>(MAX_HEAD);
-        search.octets = Octets::take(shared);
+    __host__ __device__ Shared(unsigned char * base, const Layer & l) {
+        search.size     = max(l.d_k, l.d_v);
+        const auto size = (size_t) search.size;
+        Carve      shared{ base };
+        xs            = shared.take<float>(size);
+        c             = shared.take<float>(size);
+        search.octets = Octets::take(shared, search.size);
         search.c      = c;
-        search.codes  = shared.take<uint32_t>(MAX_HEAD);
+        search.codes  = shared.take<uint32_t>(size);
         search.error  = shared.take<float>(THREADS * STATES);
-        search.taken  = shared.take<uint32_t>(STATES * MAX_HEAD / 8);
+        search.taken  = shared.take<uint32_t>(STATES * size / 8);
         search.room   = shared.take<float>(CANDIDATES * 8 + WARPS);
         bytes         = shared.used;
     }
 };
 
-__global__ void encode_kernel(Encode a) {
+template <bool LANES> __global__ void encode_kernel(Encode a) {
     const Layer &     l     = a.layer;
     const int64_t     token = blockIdx.x;
     const int         h     = (int) blockIdx.y;
@@ -306,7 +341,7 @@ __global__ void encode_kernel(Encode a) {
     uint8_t *         tile  = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
                                       a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
 
-    Shared   shared(block_memory);
+    Shared   shared(block_memory, l);
     float *  xs     = shared.xs;
     float *  c      = shared.c;
     float *  room   = shared.search.room;
@@ -345,8 +380,8 @@ __global__ void encode_kernel(Encode a) {
     const bool live = finite && !zero;
     int        code = live ? choose_scale(codec, c, room) : 0;
     if (live && codec.path != PATH_NONE) {
-        code = choose_path_scale(search, codec, code);
-        find_path(search, row_scale((uint32_t) code));
+        code = choose_path_scale<LANES>(search, codec, code);
+        find_path<LANES>(search, row_scale((uint32_t) code));
     }
     const float s = row_scale((uint32_t) code);
     if (threadIdx.x == 0) {
@@ -368,8 +403,7 @@ __global__ void encode_kernel(Encode a) {
     __syncthreads();
     store_codes(codec, search.codes, tile, in);
 
-    const int64_t    width = (int64_t) l.n_head_kv * (l.d_k + l.d_v);
-    uint16_t *       fresh = a.fresh + token * width + (value ? (int64_t) l.n_head_kv * l.d_k + h * l.d_v : h * l.d_k);
+    uint16_t *       fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
     const uint16_t * mean  = value ? nullptr : l.mean[h];
     for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
         fresh[j] = x_finite ? to_half(fminf(fmaxf(xs[j], -HALF_MAX), HALF_MAX)) : mean != nullptr ? mean[j] : 0;
@@ -389,8 +423,11 @@ const char * encode(const Encode & args, void * stream) {
     if (args.n_tok == 0) {
         return nullptr;
     }
-    return launch(encode_kernel, dim3((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, 2), Shared(nullptr).bytes,
-                  stream, args);
+    const bool   latent = args.layer.latent; // so that paths are lanes
+    const dim3   grid((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, latent ? 1 : 2);
+    const size_t bytes = Shared(nullptr, args.layer).bytes;
+    return latent ? launch(encode_kernel<true>, grid, bytes, stream, args) :
+                    launch(encode_kernel<false>, grid, bytes, stream, args);
 }
 
 const char * store_window(const Store & args, void * stream) {

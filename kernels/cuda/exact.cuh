@@ -5,9 +5,14 @@
 
 namespace subkv::cuda {
 
-// Halves of a row of the window, and of fresh rows: K of all heads, then V.
+// Halves of a row of the window, and of fresh rows: K of all heads, then V, which of a latent layer are the first of K.
 __device__ inline int64_t exact_width(const Layer & l) {
-    return (int64_t) l.n_head_kv * (l.d_k + l.d_v);
+    return (int64_t) l.n_head_kv * (l.d_k + (l.latent ? 0 : l.d_v));
+}
+
+// Where a head's value begins in such a row.
+__device__ inline int64_t exact_value(const Layer & l, int h) {
+    return l.latent ? 0 : (int64_t) l.n_head_kv * l.d_k + h * l.d_v;
 }
 
 // The cell of the key in a window slot of the token's sequence; -1: the token does not see it exactly.

@@ -22,7 +22,7 @@ namespace subkv::cuda {
 constexpr float QUERY_STEP   = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
 constexpr float WEIGHT_STEP  = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP = 8;               // query rows up to which the decode kernel is used
-constexpr int   MAX_HEAD     = 256;             // d: shared memory holds no more
+constexpr int   DECODE_HEAD  = 256;             // d up to which it is: shared memory holds no more
 constexpr int   MATRIX_ROWS  = 16;              // that tensor cores multiply at once
 
 // One coded layer.
@@ -41,10 +41,12 @@ struct Layer {
     int32_t                  width_k, width_v;         // largest ranks
     int32_t                  row_bytes_k, row_bytes_v; // largest rows of a head
     float                    scale, softcap;           // softcap 0: none
+    bool                     latent; // values are the first d_v elements of keys, and have no tiles; one KV head
 };
 
 // k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
-// [n_tok][n_head_kv * (d_k + d_v)], K first; a row that is not finite becomes the mean or zero there.
+// [n_tok][n_head_kv * (d_k + d_v)], K first, of a latent layer K alone; a row that is not finite becomes the mean or zero
+// there.
 struct Encode {
     Layer           layer;
     const float *   k;
@@ -130,11 +132,15 @@ const char * prompt_mask(const Prompt & args, void * stream); // mask
 // Until all streams of a device have done what they were given.
 const char * wait(int device);
 
-// One token per stream, at most DECODE_GROUP query heads of a KV head, and tiles that fit into the device's shared memory.
+// One token per stream, at most DECODE_GROUP query heads of a KV head, and tiles that fit into the device's shared memory;
+// not of a latent layer.
 bool suits_decode(const Attend & args);
 
-// Heads of whole matrices.
-bool suits_prompt(const Layer & layer);
+// Heads of whole matrices, in tiles that fit into the device's shared memory; not of a latent layer.
+bool suits_prompt(const Layer & layer, int device);
+
+// Bytes of shared memory that attend needs at least beyond what the device has; 0: none.
+size_t lacks_shared(const Layer & layer, int device);
 
 // attend with a kernel of choice, for tests and measurements: projected queries as project_queries leaves them.
 const char * project_queries(const Attend & args, void * stream);

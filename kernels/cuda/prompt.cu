@@ -36,7 +36,7 @@ struct Shared {
         Carve shared{ base };
         width   = up_to_side(rank);
         pitch   = (value ? TILE : width) + PAD;
-        octets  = Octets::take(shared);
+        octets  = Octets::take(shared, rank);
         x       = shared.take<__half>((size_t) (value ? width : TILE) * pitch);
         scale   = shared.take<float>(TILE);
         bound   = shared.take<float>(TILE);
@@ -186,18 +186,22 @@ __global__ void mask_kernel(Prompt p) {
 
 } // namespace
 
-bool suits_prompt(const Layer & layer) {
-    return layer.d_k % SIDE == 0 && layer.d_v % SIDE == 0;
+// Shared memory of keys or values, whichever needs more.
+static size_t shared_bytes(const Layer & layer) {
+    return std::max(Shared(nullptr, layer.width_k, false).bytes, Shared(nullptr, layer.width_v, true).bytes);
+}
+
+bool suits_prompt(const Layer & layer, int device) {
+    return !layer.latent && layer.d_k % SIDE == 0 && layer.d_v % SIDE == 0 &&
+           shared_bytes(layer) <= most_shared(device);
 }
 
 const char * prompt_rows(const Prompt & args, void * stream) {
-    const Attend & a     = args.c.a;
-    const Layer &  l     = a.layer;
-    const size_t   bytes = std::max(Shared(nullptr, l.width_k, false).bytes, Shared(nullptr, l.width_v, true).bytes);
+    const Attend & a = args.c.a;
     if (const char * error =
             launch(cells_kernel,
                    dim3((unsigned) ((a.n_kv + TILE - 1) / TILE), (unsigned) (2 * args.n_heads), (unsigned) a.n_stream),
-                   bytes, stream, args)) {
+                   shared_bytes(a.layer), stream, args)) {
         return error;
     }
     return launch(exact_rows_kernel, dim3((unsigned) (args.n_rows - a.n_kv), (unsigned) a.n_stream), 0, stream, args);

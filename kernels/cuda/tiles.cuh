@@ -1,6 +1,5 @@
 // tiles.cuh: a head's tile as kernels read it, an octet at a time (kernels/include/subkv/tiles.h has the format). Codes on
-// a path (trellis.h) become levels as they are read, four in a word: bytes like codes of 8 bits. Layers of latent attention
-// (PATH_LANES) have no coefficients on a GPU.
+// a path (trellis.h) become levels as they are read, four in a word: bytes like codes of 8 bits.
 #pragma once
 
 #include "device.cuh"
@@ -8,15 +7,16 @@
 
 namespace subkv::cuda {
 
-constexpr int MAX_OCTETS = MAX_HEAD / 8;
-constexpr int NO_PLACE   = 255;
+constexpr int NO_PLACE = 255;
 
 // Octet number i of a head: its coefficients 8 * i to 8 * i + 7.
 struct alignas(8) Octet {
-    uint16_t at;    // byte of the tile where its lines begin
+    uint16_t line;  // of the tile, of TILE bytes, where its own begin
     uint8_t  bits;  // of a code; 16: halves
     uint8_t  place; // on the path (trellis.h), of a lane of it; NO_PLACE: not there
     float    step;  // distance of values, relative to the row's scale; 1 of halves
+
+    __host__ __device__ int at() const { return TILE * line; }
 };
 
 // A head's octets in shared memory, and the numbers of those on the path, in order.
@@ -24,11 +24,13 @@ struct Octets {
     Octet *   octet;
     uint8_t * path;
     int       n, n_path;
+    bool      lanes; // PATH_LANES: no choices come before place 0
 
-    __host__ __device__ static Octets take(Carve & shared) {
+    // Room for a head of `rank` coefficients.
+    __host__ __device__ static Octets take(Carve & shared, int rank) {
         Octets octets = {};
-        octets.octet  = shared.take<Octet>(MAX_OCTETS);
-        octets.path   = shared.take<uint8_t>(MAX_OCTETS);
+        octets.octet  = shared.take<Octet>((size_t) rank / 8);
+        octets.path   = shared.take<uint8_t>((size_t) rank / 8);
         return octets;
     }
 
@@ -40,12 +42,13 @@ struct Octets {
 __device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
     octets.n      = codec.rank / 8;
     octets.n_path = 0;
+    octets.lanes  = codec.path == PATH_LANES;
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         const bool   on   = on_path(codec, band);
         for (int i = (int) threadIdx.x; i < band.n / 8; i += THREADS) {
             const int place                  = on ? octets.n_path + i : NO_PLACE;
-            octets.octet[band.first / 8 + i] = { (uint16_t) (TILE * (band.offset + i * band.bits)), (uint8_t) band.bits,
+            octets.octet[band.first / 8 + i] = { (uint16_t) (band.offset + i * band.bits), (uint8_t) band.bits,
                                                  (uint8_t) place, band.bits == 16 ? 1.0f : level_step(codec, band) };
             if (on) {
                 octets.path[place] = (uint8_t) (band.first / 8 + i);
@@ -103,8 +106,12 @@ __device__ inline void turn_lanes(uint32_t (&choice)[2]) {
 // Choices of place `place` from -n_path on: of a key, cell `cell` of the tile.
 __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int cell,
                                   uint32_t (&choice)[2]) {
+    if (octets.lanes && place < 0) {
+        choice[0] = choice[1] = 0;
+        return;
+    }
     const Octet octet = octets.at_place(place);
-    read_choices(octet.bits, tile + octet.at, cell / 16, 4 * (cell % 16), choice);
+    read_choices(octet.bits, tile + octet.at(), cell / 16, 4 * (cell % 16), choice);
     if (place < 0) {
         turn_lanes(choice);
     }
@@ -113,8 +120,12 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
 // Of values, lane j of the place and a quarter of the cells.
 __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int j, int quarter,
                                   uint64_t (&choice)[2]) {
+    if (octets.lanes && place < 0) {
+        choice[0] = choice[1] = 0;
+        return;
+    }
     const Octet octet = octets.at_place(place);
-    read_choices(octet.bits, tile + octet.at, quarter, 8 * (place < 0 ? (j + 7) % 8 : j), choice);
+    read_choices(octet.bits, tile + octet.at(), quarter, 8 * (place < 0 ? (j + 7) % 8 : j), choice);
 }
 
 // Bytes of `table`, eight of them, that the low four bits of four bytes choose; with the highest of these bits, 0 where
@@ -197,7 +208,7 @@ __device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quart
 template <typename Word>
 __device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int quarter, int at, Word (&one)[2],
                                   Word (&two)[2], Word (&bytes)[2]) {
-    const uint8_t * lines   = tile + octet.at;
+    const uint8_t * lines   = tile + octet.at();
     const bool      on_path = octet.place != NO_PLACE;
     switch (octet.bits) {
         case 2: return read_bytes<2>(on_path, lines, quarter, at, one, two, bytes);

@@ -67,19 +67,13 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
     auto & nodes = nodes_[(size_t) il];
     nodes.reset(new LayerNodes{
         &codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_, n_head, layer.il, {} });
-    nodes->by_rows = layer.chosen && codec.latent && !adaptive_;
+    nodes->by_rows = layer.chosen && codec.latent && !adaptive_ && !has_device_kernels(layer.buft);
     nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
     for (size_t h = 0; h < codec.centre.size(); ++h) {
         const auto & mean = codec.centre[h].mean;
         ggml_fp16_to_fp32_row(mean.data(), nodes->means.data() + h * (size_t) codec.d_k, (int64_t) mean.size());
     }
     if (has_device_kernels(layer.buft)) {
-        if (codec.latent) {
-            fail(
-                "layer %d: no coefficient kernels for latent attention (MLA) on %s; keep its cache on the CPU (-ngl 0, "
-                "or offload_kqv off)",
-                layer.il, ggml_backend_buft_name(layer.buft));
-        }
         if (adaptive_) {
             fail("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
                  "(-ngl 0, or offload_kqv off), or use static bases",

@@ -29,7 +29,7 @@ KINDS = {
 }
 PICTURES = {"M-RoPE": "mrope", "sliding": "whole beside sliding windows"}  # others: as text, one position a token
 LATENT = ("MLA", "sparse")
-N_WIDE = 320  # elements of a head, more than CUDA's kernels take
+N_WIDE = 320  # elements of a head, more than CUDA's decode kernel takes
 N_DRAFT = 6
 KEEP, GONE = 8, 40  # tokens that stay in front of what a shift discards, and these
 FOLLOWING = "kv,block=16,length=32,warm=32,max_chunks=12,gain=100,reuse=0,merge=1"  # a basis every 32 tokens
@@ -280,7 +280,7 @@ _GPU = {
     "several sequences": _yes(_ON_CPU["several sequences"]),
     "states": _yes(f"{_RUNTIME}placement.py::test_a_state_moves_between_gpu_and_cpu"),
     "prefix restore": _yes("tests/python/test_gpu.py::test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike"),
-    "heads above 256": _yes(f"{_RUNTIME}placement.py::test_heads_wider_than_kernels_take_are_refused"),
+    "heads above 256": _yes(f"{_RUNTIME}placement.py::test_heads_above_256_elements"),
     "drafts": _yes(f"{_RUNTIME}sequences.py::test_remove_a_tail_and_decode_again"),
     "pictures": Cell("not tried"),
 }
@@ -288,11 +288,8 @@ TABLE: dict[str, dict[str, Cell]] = {
     "CPU": {feature: _yes(test) for feature, test in _ON_CPU.items()},
     "CUDA": _GPU
     | {
-        "heads above 256": Cell(
-            "refused",
-            "layer 0: heads of at most 256 elements expected on a GPU, 320 found; keep its cache on the CPU (-ngl 0, "
-            "or offload_kqv off)",
-        ),
+        "latent rows": _yes(f"{_RUNTIME}placement.py::test_latent_attention_on_the_gpu"),
+        "sparse selection": _yes(f"{_HERE}features.py::test_on_this_backend"),
         "pictures": _yes(f"{_HERE}features.py::test_on_this_backend"),
     },
     "Vulkan": _GPU,

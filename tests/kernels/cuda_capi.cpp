@@ -38,7 +38,7 @@ const char * test_prompt_mask(const cuda::Prompt * args, void * stream) {
 }
 
 bool test_suits_prompt(const cuda::Layer * layer) {
-    return cuda::suits_prompt(*layer);
+    return cuda::suits_prompt(*layer, 0);
 }
 
 const char * test_store_window(const cuda::Store * args, void * stream) {

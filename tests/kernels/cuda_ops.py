@@ -16,7 +16,7 @@ import numpy.typing as npt
 import ops as o
 
 ROOT = Path(__file__).resolve().parents[2]
-DECODE_GROUP = 8
+DECODE_GROUP, DECODE_HEAD = 8, 256
 MATRIX_ROWS = 16
 ALIGNED = 64  # bytes, as a device's memory is at least
 _P, _I32, _I64, _F32 = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_float
@@ -31,7 +31,7 @@ class Layer(ct.Structure):
     _fields_ = [
         *_fields(k__v__k_offset__v_offset__gamma__mean__slope__n_bad=_P),
         *_fields(n_head_kv__n_group__d_k__d_v__width_k__width_v__row_bytes_k__row_bytes_v=_I32),
-        *_fields(scale__softcap=_F32),
+        *_fields(scale__softcap=_F32, latent=ct.c_bool),
     ]
 
 

@@ -19,6 +19,18 @@ LAYERS: dict[str, tuple[Sequence[o.Layout], Sequence[o.Layout]]] = {
 }
 """Bands of every head's keys and values, by name."""
 
+WIDE_HEADS: dict[str, tuple[Sequence[o.Layout], Sequence[o.Layout]]] = {
+    "above_256": ([((320, 4), (152, 3), (40, 16))], [((512, 5),)]),
+}
+"""The same of heads that CUDA's decode kernel does not take."""
+
+LATENT: dict[str, tuple[o.Layout, int, int, int]] = {
+    "latent": (((320, 4), (64, 8), (48, 3)), 2, 448, 400),
+    "latent_small": (((16, 16), (16, 6), (16, 2)), 1, 48, 32),
+    "latent_plain": (((8, 8), (16, 4), (8, 8)), 2, 40, 24),
+}
+"""Bands of a latent layer's keys, how many of the first are those of values, and the sizes of keys and values."""
+
 
 @dataclass
 class Side:
@@ -36,11 +48,26 @@ class Side:
         orthonormal: bool = False,
         centred: bool = False,
         value: bool = False,
+        latent: bool = False,
     ) -> Side:
         rng = np.random.default_rng(seed)
         means = [rng.standard_normal(sum(n for n, _ in b)).astype(np.float32) if centred else None for b in bands]
-        heads = [o.make_head(b, d, rng, orthonormal, mean, value) for b, mean in zip(bands, means, strict=True)]
+        heads = [o.make_head(b, d, rng, orthonormal, mean, value, latent) for b, mean in zip(bands, means, strict=True)]
         return cls(heads, d)
+
+    @classmethod
+    def latent(cls, name: str, seed: int, orthonormal: bool = False) -> tuple[Side, Side]:
+        """Keys of a latent layer, and their values: the same codes, the first elements of the same basis."""
+        bands, n_bands, d_k, d_v = LATENT[name]
+        keys = cls.make([bands], d_k, seed, orthonormal, latent=True)
+        values = cls.make([bands[:n_bands]], d_v, seed, value=True, latent=True)
+        (key,), (value,) = keys.heads, values.heads
+        value.encode = np.ascontiguousarray(key.encode[: value.rank, :d_v])
+        value.ratio = key.ratio[:n_bands]
+        for band, of_key in zip(value.codec.bands[:n_bands], key.codec.bands[:n_bands], strict=True):
+            band.ratio = of_key.ratio
+        value.codec.path = key.codec.path
+        return keys, values
 
     @property
     def row_bytes(self) -> int:

@@ -11,7 +11,8 @@ import layers
 import ops as o
 import ptx
 import pytest
-from test_cuda import LARGE, Call, Shape, check_attend
+from cuda_calls import Call, Shape
+from test_cuda import LARGE, check_attend
 
 ARCHITECTURES = ["compute_75", "compute_80"]
 PLANNED: tuple[o.Layout, o.Layout] = (((16, 8), (16, 6), (32, 4), (64, 3)), ((16, 6), (80, 4), (32, 3)))

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import test_cuda as t
 import vulkan_ops as v
+from cuda_calls import Call, Shape
 from test_cuda import (
-    Shape,
     test_a_window_stores_what_its_slots_name,
     test_attend_layouts,
     test_attend_shapes,
@@ -96,7 +96,7 @@ def test_a_lost_barrier_is_found(opened: v.Library) -> None:
     """attend reads what its first dispatch, projecting queries, writes."""
     if not opened.validates:
         pytest.skip("no validation layer (Debian: vulkan-validationlayers)")
-    call = t.Call(opened, "planned", Shape())
+    call = Call(opened, "planned", Shape())
     opened.run("attend", call.args)
     assert opened.messages()[0] == 0, opened.messages()[1]
     opened.lib.test_set_barriers(False)
@@ -119,7 +119,7 @@ def test_no_feature_is_asked_for(shader: Path) -> None:
 
 
 def test_places_are_checked(opened: v.Library) -> None:
-    call = t.Call(opened, "one_head", Shape())
+    call = Call(opened, "one_head", Shape())
     call.args.k_stride += 1
     expected = "places and strides that are multiples of their unit, and fit 32 bits"
     with pytest.raises(RuntimeError, match=expected):
@@ -131,7 +131,7 @@ def test_places_are_checked(opened: v.Library) -> None:
 
 
 def test_more_workgroups_than_every_device_has_are_refused(opened: v.Library) -> None:
-    call = t.Call(opened, "one_head", Shape())
+    call = Call(opened, "one_head", Shape())
     at, read = call.memory.put(np.full(64, 7, np.float32))
     places = dict.fromkeys(("k", "v", "k_tiles", "v_tiles", "cells", "fresh"), at)
     with pytest.raises(RuntimeError, match="at most 65535 workgroups in a dimension"):

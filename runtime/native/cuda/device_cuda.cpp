@@ -54,7 +54,7 @@ public:
     uint64_t n_zero_rows() const override;
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
-    bool     makes_rows() const override { return cuda::suits_prompt(tables_); }
+    bool     makes_rows() const override { return cuda::suits_prompt(tables_, device_); }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -93,13 +93,6 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
             { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
     const LayerCodec & codec = *layer.codec;
     Blob               blob;
-    if (std::max(codec.d_k, codec.d_v) > cuda::MAX_HEAD) {
-        fail(
-            "layer %d: heads of at most %d elements expected on a GPU, %d found; keep its cache on the CPU (-ngl 0, or "
-            "offload_kqv off)",
-            codec.il, cuda::MAX_HEAD, std::max(codec.d_k, codec.d_v));
-    }
-
     // offsets of what pointers will point to, first of all: address 0 stands for "none"
     const uint64_t nothing = 0;
     n_bad_at_              = blob.add(&nothing, 1);
@@ -112,6 +105,9 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     for (Side & side : sides) {
         for (HeadCodec & head : side.heads) {
             for (Matrix * m : { &head.encode, &head.decode }) {
+                if (!present(*m)) { // latent values are only decoded
+                    continue;
+                }
                 const int32_t rows = (head.rank + cuda::MATRIX_ROWS - 1) / cuda::MATRIX_ROWS * cuda::MATRIX_ROWS;
                 std::vector<uint16_t> halves((size_t) rows * (size_t) head.d);
                 to_halves(*m, head.rank, head.d, halves.data());
@@ -154,7 +150,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     for (Side & side : sides) {
         for (HeadCodec & head : side.heads) {
             for (Matrix * m : { &head.encode, &head.decode }) {
-                m->halves = (const uint16_t *) address(offset_of(m->halves));
+                m->halves = m->halves ? (const uint16_t *) address(offset_of(m->halves)) : nullptr;
             }
             head.offset = head.offset ? (const float *) address(offset_of(head.offset)) : nullptr;
         }
@@ -178,12 +174,19 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     tables_.n_group   = layer.n_head / codec.n_head_kv;
     tables_.d_k       = codec.d_k;
     tables_.d_v       = codec.d_v;
+    tables_.latent    = codec.latent;
     for (int32_t h = 0; h < codec.n_head_kv; ++h) {
         const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
         tables_.width_k     = std::max(tables_.width_k, k.rank);
         width_v_            = std::max(width_v_, v.rank);
         tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
         tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
+    }
+    if (const size_t lacks = cuda::lacks_shared(tables_, device_)) {
+        fail(
+            "layer %d: heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
+            "its cache on the CPU (-ngl 0, or offload_kqv off)",
+            codec.il, std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft));
     }
 }
 

@@ -67,7 +67,12 @@ VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t bu
             { NodeKind::ATTEND, this },
             { NodeKind::COMBINE, this },
             { NodeKind::STORE_WINDOW, this } } {
-    const LayerCodec &  codec = *layer.codec;
+    const LayerCodec & codec = *layer.codec;
+    if (codec.latent) {
+        fail("layer %d: no coefficient kernels for latent attention (MLA) on %s; keep its cache on the CPU (-ngl 0, or "
+             "offload_kqv off)",
+             codec.il, ggml_backend_buft_name(buft));
+    }
     vulkan::LayerTables tables;
     tables.k     = codec.k;
     tables.v     = codec.v;

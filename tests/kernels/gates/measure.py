@@ -100,9 +100,11 @@ WARPS_OF_BLOCK = 4
 ENTRIES = {  # part of the entry's mangled name -> the kernel's name, which a shared memory's size may end
     "decode_kernelILi1E": ["decode d 64 G 3", "decode d 128 G 4"],
     "decode_kernelILi2E": ["decode d 128 G 8"],
-    "tiles_kernel": ["tiles d 64", "tiles d 128"],
-    "combine_kernel": ["combine"],
-    "encode_kernel": ["encode"],
+    "tiles_kernel": ["tiles d 64", "tiles d 128", "tiles latent"],
+    "combine_kernelILi2E": ["combine"],
+    "combine_kernelILi5E": ["combine latent"],
+    "encode_kernelILb0E": ["encode"],
+    "encode_kernelILb1E": ["encode latent"],
     "project_kernel": ["project"],
     "store_kernel": ["store"],
 }

@@ -37,6 +37,17 @@ Attend attend_of(int d, int group, int64_t n_tps) {
     return a;
 }
 
+// DeepSeek's: 16 query heads of a row of 576 elements, of which 512 are the value.
+Attend latent() {
+    Attend a            = attend_of(576, 16, 1);
+    a.layer.latent      = true;
+    a.layer.n_head_kv   = 1;
+    a.layer.d_v         = 512;
+    a.layer.width_v     = 512;
+    a.layer.row_bytes_k = 311;
+    return a;
+}
+
 } // namespace
 
 int main() {
@@ -50,14 +61,19 @@ int main() {
         for (const int d : { 64, 128 }) {
             print(most, "tiles d " + std::to_string(d), attend_tiles(attend_of(d, d == 64 ? 3 : 4, 512), nullptr));
         }
-        const Attend a = attend_of(128, 4, 1);
-        Combine      combined{};
+        const Attend a = attend_of(128, 4, 1), of_latent = latent();
+        print(most, "tiles latent", attend_tiles(of_latent, nullptr));
+        Combine combined{};
         combined.a = a;
         print(most, "combine", combine(combined, nullptr));
+        combined.a = of_latent;
+        print(most, "combine latent", combine(combined, nullptr));
         Encode encoded{};
         encoded.layer = a.layer;
         encoded.n_tok = 1;
         print(most, "encode", encode(encoded, nullptr));
+        encoded.layer = of_latent.layer;
+        print(most, "encode latent", encode(encoded, nullptr));
         print(most, "project", project_queries(a, nullptr));
         Store stored{};
         stored.n_slots = 1;
