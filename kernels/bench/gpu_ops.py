@@ -68,7 +68,7 @@ class Cuda:
         self.heads = c.Heads(library.memory(), work.sides[0], work.sides[1], GROUP)
         n_tok, layer = work.n_stream * work.n_tps, self.heads.layer
         blocks = N_HEAD * work.n_stream * max(1, work.n_tps * GROUP // 64)
-        n_split = max(1, min(1024 // blocks, work.n_cells // 256))
+        n_split = max(1, min(library.n_at_once() // blocks, work.n_cells // 128))  # the engine's rule
         n_rows = N_HEAD * n_tok * GROUP
         part = n_split * n_rows
         slots = N_SINK + N_RECENT + N_ROLLBACK

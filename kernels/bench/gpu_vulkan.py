@@ -59,7 +59,7 @@ class Workload:
             return memory.put(rng.standard_normal(shape).astype(np.float16))[0]
 
         blocks = N_HEAD * n_stream * -(-n_tps * GROUP // 8)
-        n_split = max(1, min(1024 // blocks, n_cells // 256))
+        n_split = max(1, min(1024 // blocks, n_cells // 128))  # the engine's rule
         n_rows = n_split * N_HEAD * n_tok * GROUP
         token = np.arange(n_tok, dtype=np.int32)
         tokens = np.stack([n_cells + token % n_tps, token // n_tps, 0 * token, SLOTS * (token // n_tps)], 1)

@@ -290,6 +290,11 @@ bool suits_decode(const Attend & args) {
            shared_bytes<DECODE_GROUP / FOUR>(job_of<DECODE_GROUP / FOUR>(args)) <= most_shared();
 }
 
+int64_t n_at_once(int device) {
+    int n = 0;
+    return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? DECODE_BLOCKS * n : 256;
+}
+
 const char * attend_decode(const Attend & args, void * stream) {
     if (!suits_decode(args)) {
         return "attend_decode: one token per stream, at most 8 query heads per KV head and small tiles expected";

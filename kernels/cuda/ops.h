@@ -19,11 +19,12 @@
 
 namespace subkv::cuda {
 
-constexpr float QUERY_STEP   = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
-constexpr float WEIGHT_STEP  = 1.0f / 65535.0f; // two bytes
-constexpr int   DECODE_GROUP = 8;               // query rows up to which the decode kernel is used
-constexpr int   DECODE_HEAD  = 256;             // d up to which it is: shared memory holds no more
-constexpr int   MATRIX_ROWS  = 16;              // that tensor cores multiply at once
+constexpr float QUERY_STEP    = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
+constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
+constexpr int   DECODE_GROUP  = 8;               // query rows up to which the decode kernel is used
+constexpr int   DECODE_HEAD   = 256;             // d up to which it is: shared memory holds no more
+constexpr int   DECODE_BLOCKS = 4;               // of it on a multiprocessor (docs/gpu.md)
+constexpr int   MATRIX_ROWS   = 16;              // that tensor cores multiply at once
 
 // One coded layer.
 struct Layer {
@@ -138,6 +139,9 @@ bool suits_decode(const Attend & args);
 
 // Heads of whole matrices, in tiles that fit into the device's shared memory; not of a latent layer.
 bool suits_prompt(const Layer & layer, int device);
+
+// Blocks of attend_decode that a device runs at once, about: DECODE_BLOCKS per multiprocessor.
+int64_t n_at_once(int device);
 
 // Bytes of shared memory that attend needs at least beyond what the device has; 0: none.
 size_t lacks_shared(const Layer & layer, int device);

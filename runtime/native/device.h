@@ -23,6 +23,7 @@ public:
     virtual void     prepare()                     = 0;
     virtual void *   userdata(NodeKind kind)       = 0; // of device_op
     virtual int64_t  scratch(int64_t n_rows) const = 0; // floats that attend needs for n_rows query rows of all heads
+    virtual int64_t  n_at_once() const             = 0; // blocks of attend that the device runs at once, about
     virtual uint64_t n_zero_rows() const           = 0;
     virtual void     wait() const                  = 0; // until the device has done all that it was given
     virtual size_t   max_range() const             = 0; // bytes that kernels can reach of one tensor

@@ -46,14 +46,13 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
-    if (layer.device) { // a GPU wants some hundred blocks, of one head each
-        const int64_t most = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
-        const int64_t each = n_head * s.n_tokens * (2 + s.width);
-        s.n_split          = 1;
-        while (s.n_split * s.n_blocks * s.n_head_kv < 1024 && 512 * s.n_split <= s.n_kv &&
-               2 * s.n_split * each <= most) {
-            s.n_split *= 2;
-        }
+    if (layer.device) { // of one head each, as many as run at once: to start one costs as much as 180 cells do
+        constexpr int64_t LEAST = 2 * TILE; // cells of a split
+        const int64_t     most  = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
+        const int64_t     each  = n_head * s.n_tokens * (2 + s.width);
+        const int64_t     wanted =
+            std::min({ layer.device->n_at_once() / (s.n_blocks * s.n_head_kv), s.n_kv / LEAST, most / each });
+        s.n_split = std::max<int64_t>(1, wanted);
         s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
         s.n_split = (s.n_kv + s.split - 1) / s.split;
         s.n_parts = s.n_head_kv;

@@ -37,6 +37,10 @@ const char * test_prompt_mask(const cuda::Prompt * args, void * stream) {
     return cuda::prompt_mask(*args, stream);
 }
 
+int64_t test_n_at_once(int device) {
+    return cuda::n_at_once(device);
+}
+
 bool test_suits_prompt(const cuda::Layer * layer) {
     return cuda::suits_prompt(*layer, 0);
 }

@@ -120,6 +120,11 @@ class Library:
         """Definitions, the bytes of one of which encode has for the same coefficients."""
         return [self.ref()]
 
+    def n_at_once(self) -> int:
+        """Blocks of attend that device 0 runs at once."""
+        self.lib.test_n_at_once.restype = ct.c_int64
+        return int(self.lib.test_n_at_once(0))
+
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
         """Launches, by default on the stream that later copies from the device wait for."""
         function = self.lib[f"test_{name}"]

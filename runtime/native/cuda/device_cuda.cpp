@@ -51,6 +51,7 @@ public:
     void     prepare() override;
     void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
     int64_t  scratch(int64_t n_rows) const override { return n_rows * (tables_.width_k + 1); }
+    int64_t  n_at_once() const override { return n_at_once_; }
     uint64_t n_zero_rows() const override;
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
@@ -76,6 +77,7 @@ private:
 
     const LayerNodes &      layer_;
     int                     device_;
+    int64_t                 n_at_once_;
     cuda::Layer             tables_  = {};
     int32_t                 width_v_ = 0; // largest rank of values
     Node                    nodes_[6];
@@ -88,7 +90,7 @@ private:
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
-    layer_(layer), device_(cuda_device(buft)),
+    layer_(layer), device_(cuda_device(buft)), n_at_once_(cuda::n_at_once(device_)),
     nodes_{ { NodeKind::ENCODE, this },       { NodeKind::ATTEND, this },      { NodeKind::COMBINE, this },
             { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
     const LayerCodec & codec = *layer.codec;

@@ -30,6 +30,7 @@ public:
     void     prepare() override;
     void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
     int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
+    int64_t  n_at_once() const override { return 1024; } // Vulkan does not say; large cards
     uint64_t n_zero_rows() const override;
     void     wait() const override { vulkan_wait(device_); }
     size_t   max_range() const override { return max_range_; }

@@ -47,7 +47,7 @@ void product(int * sum, uint32_t left, uint32_t right, bool right_signed);
 #define blockIdx  emulated::block_index
 
 enum cudaError_t { cudaSuccess };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 using cudaStream_t = void *;
 

@@ -220,8 +220,9 @@ cudaError_t cudaGetDevice(int * device) {
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr, int) {
-    *value = (int) emulated::most_shared;
+cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attr, int) {
+    constexpr int MULTIPROCESSORS = 30; // as an RTX 2060 has
+    *value = attr == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : (int) emulated::most_shared;
     return cudaSuccess;
 }
 
