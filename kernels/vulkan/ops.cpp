@@ -14,6 +14,7 @@ namespace {
 constexpr uint32_t MAX_ROWS         = 8;     // of attend's workgroup
 constexpr uint32_t MAX_ACCUMULATORS = 40;    // of attend's thread: rows times coefficients, which are registers
 constexpr int64_t  MAX_GROUPS       = 65535; // of a dimension: what every device has
+constexpr int32_t  MAX_DOT          = 256;   // coefficients: sums of products fit 32 bits, and shared memory 16 KiB
 
 uint32_t bits_of(float x) {
     uint32_t bits;
@@ -265,19 +266,39 @@ const char * project_queries(const Attend & a, Run run, void * recorder) {
     return d.run(n_tokens, a.layer.n_head_kv, (a.layer.width_k + 1 + 15) / 16, run, recorder);
 }
 
+int64_t packed_words(const Layer & l) {
+    return l.integer_dot && std::max(l.width_k, l.width_v) <= MAX_DOT ? l.width_k / 2 + 2 : 0;
+}
+
+static const char * quantize_queries(const Attend & a, Run run, void * recorder) {
+    const int64_t n_tokens = a.n_stream * a.n_tps;
+    Builder       d(QUANTIZE);
+    d.bind(a.layer.tables).bind(a.qt).bind(a.packed);
+    d.at(a.qt).at(a.packed).push(n_tokens);
+    return d.run(n_tokens, a.layer.n_head_kv, a.layer.n_group, run, recorder);
+}
+
 const char * attend(const Attend & a, Run run, void * recorder) {
-    if (const char * error = project_queries(a, run, recorder)) {
+    const bool   dot   = packed_words(a.layer) > 0;
+    const char * error = project_queries(a, run, recorder);
+    if (!error && dot) {
+        error = quantize_queries(a, run, recorder);
+    }
+    if (error) {
         return error;
     }
     const auto coefficients = (uint32_t) ((a.layer.width_v + TILE - 1) / TILE);
     const auto n_rows       = a.n_tps * a.layer.n_group; // of a stream
     const auto most         = std::min<int64_t>(MAX_ROWS, std::max<uint32_t>(1, MAX_ACCUMULATORS / coefficients));
     const auto rows         = (uint32_t) std::min<int64_t>(most, std::max<int64_t>(1, n_rows));
-    Builder    d(ATTEND);
+    Builder    d(dot ? ATTEND_DOT : ATTEND);
     d.constant(rows).constant(coefficients);
     d.bind(a.layer.tables).bind(a.m).bind(a.k_tiles).bind(a.v_tiles).bind(a.mask).bind(a.cell_pos).bind(a.tokens);
     d.bind(a.qt);
-    d.at(a.qt).at(a.shift).at(a.m).at(a.z).at(a.acc).push(a.layer.width_v);
+    if (dot) {
+        d.bind(a.packed);
+    }
+    d.at(a.qt).at(dot ? a.packed : a.qt).at(a.shift).at(a.m).at(a.z).at(a.acc).push(a.layer.width_v);
     d.at(a.k_tiles).stride(a.k_stride).stride(a.k_stream).at(a.v_tiles).stride(a.v_stride).stride(a.v_stream);
     d.at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half).at(a.cell_pos).at(a.tokens);
     d.push(a.n_kv).push(a.n_tps).push(a.n_stream * a.n_tps).push(a.split).number(a.layer.softcap);
@@ -304,6 +325,36 @@ const char * store_window(const Store & s, Run run, void * recorder) {
     d.bind(s.window).bind(s.fresh).bind(s.token);
     d.at(s.window).at(s.fresh).at(s.token).push(s.n_slots).push(s.width / 2, s.width % 2 == 0);
     return d.run(std::min<int64_t>(s.n_slots, 16384), 1, 1, run, recorder);
+}
+
+const char * prompt_rows(const Prompt & p, Run run, void * recorder) {
+    constexpr int64_t COLUMNS = 64; // of a workgroup
+    const Attend &    a       = p.c.a;
+    const int64_t     tiles   = (a.n_kv + TILE - 1) / TILE;
+    const int64_t     parts   = (std::max(a.layer.d_k, a.layer.d_v) + COLUMNS - 1) / COLUMNS;
+    Builder           cells(PROMPT_ROWS);
+    cells.bind(a.layer.tables).bind(p.k).bind(p.v).bind(a.k_tiles).bind(a.v_tiles);
+    cells.at(p.k).at(p.v).push(p.n_rows).push(p.first).push(p.n_heads).push(a.n_kv);
+    cells.at(a.k_tiles).stride(a.k_stride).stride(a.k_stream).at(a.v_tiles).stride(a.v_stride).stride(a.v_stream);
+    if (const char * error = cells.run(tiles, 2 * p.n_heads * parts, a.n_stream, run, recorder)) {
+        return error;
+    }
+    Builder exact(PROMPT_EXACT);
+    exact.bind(a.layer.tables).bind(p.k).bind(p.v).bind(p.c.fresh).bind(p.c.window).bind(a.tokens);
+    exact.at(p.k).at(p.v).push(p.n_rows).push(p.first).push(p.n_heads).push(a.n_kv).push(p.n_slots).push(a.n_stream);
+    exact.push(a.n_tps).at(p.c.fresh).at(p.c.window).at(a.tokens);
+    return exact.run(p.n_rows - a.n_kv, a.n_stream, 1, run, recorder);
+}
+
+const char * prompt_mask(const Prompt & p, Run run, void * recorder) {
+    constexpr int64_t ROWS = 256; // of a workgroup
+    const Attend &    a    = p.c.a;
+    Builder           d(PROMPT_MASK);
+    d.bind(a.layer.tables).bind(p.mask).bind(a.mask).bind(a.cell_pos).bind(a.tokens).bind(p.c.slots);
+    d.at(p.mask, 2).push(p.n_rows, p.n_rows % 2 == 0).push(a.n_kv).push(p.n_slots).push(a.n_stream).push(a.n_tps);
+    d.at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half).at(a.cell_pos).at(a.tokens).at(p.c.slots);
+    d.push(p.c.slot_stride).push(p.c.slots_of_seq);
+    return d.run((p.n_rows + ROWS - 1) / ROWS, a.n_stream * a.n_tps, 1, run, recorder);
 }
 
 } // namespace subkv::vulkan

@@ -6,7 +6,9 @@
 // Cells lie in tiles (subkv/tiles.h), those of a layer's heads after each other.
 //
 // Numbers: codes are those of kernels/ref for the same coefficients, bit for bit where the device divides and fuses as
-// IEEE has it. Everything else is f32, and nothing is rounded beyond it.
+// IEEE has it. Everything else is f32, and nothing is rounded beyond it, but where attend multiplies bytes: queries are
+// rounded to 1/32639 of the largest, times the steps of bands, and weights to 1/65535 of a tile's largest one times the
+// largest scale there, as in kernels/cuda.
 #pragma once
 
 #include "subkv/ops.h"
@@ -45,7 +47,11 @@ struct Layer {
     int32_t n_head_kv, n_group, d_k, d_v;
     int32_t width_k, width_v; // largest ranks
     float   scale, softcap;   // softcap 0: none
+    bool    integer_dot;      // the device has fast dot products of four bytes, and the feature is enabled
 };
+
+// Words of packed queries that attend needs for every query row, behind what else it has; 0: it multiplies floats.
+int64_t packed_words(const Layer & layer);
 
 // k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
 // [n_tok][n_head_kv * (d_k + d_v)], K first; a row that is not finite becomes the mean or zero there.
@@ -80,9 +86,10 @@ struct Attend {
     // all in one buffer
     Place m; // [n_split * n_head_kv * n_tokens * n_group]
     Place z;
-    Place acc;   // the same rows of width_v floats
-    Place qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
-    Place shift; // scratch [n_head_kv][n_tokens * n_group]
+    Place acc;    // the same rows of width_v floats
+    Place qt;     // scratch [n_head_kv][n_tokens * n_group][width_k]
+    Place shift;  // scratch [n_head_kv][n_tokens * n_group]
+    Place packed; // scratch, the same rows of packed_words()
 };
 
 // Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh ones), sinks, normalises.
@@ -96,6 +103,19 @@ struct Combine {
     Place   sinks;        // [n_head]; no buffer: none
     Place   out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t out_stride;
+};
+
+// What flash attention over halves reads instead of attend and combine, as in kernels/cuda/ops.h: rows of a stream's cells
+// from their codes, the exact ones of n_slots window slots and of the ubatch's own tokens, then zeros; and a mask of them.
+struct Prompt {
+    Combine c;       // its sources; of c.a neither queries nor results
+    int64_t n_slots; // of a stream
+    int64_t n_rows;  // n_kv + n_slots + n_tps or more, even
+    int32_t first;   // KV head
+    int32_t n_heads; // from it on
+    Place   k;       // [n_stream][n_heads][n_rows][d_k] half, at most +-65504
+    Place   v;       // [n_stream][n_heads][n_rows][d_v]
+    Place   mask;    // [n_stream][n_tps][n_rows] half
 };
 
 // fresh rows -> the window's slots that name a token of this ubatch
@@ -112,8 +132,10 @@ const char * encode(const Encode & args, Run run, void * recorder);
 const char * attend(const Attend & args, Run run, void * recorder);
 const char * combine(const Combine & args, Run run, void * recorder);
 const char * store_window(const Store & args, Run run, void * recorder);
+const char * prompt_rows(const Prompt & args, Run run, void * recorder); // k and v
+const char * prompt_mask(const Prompt & args, Run run, void * recorder); // mask
 
-// attend's first half: projected queries, for tests and measurements
+// attend's first part: projected queries, for tests and measurements
 const char * project_queries(const Attend & args, Run run, void * recorder);
 
 } // namespace subkv::vulkan

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence: fewer are not worth decoding its cells
 constexpr int64_t MOST_SLOTS    = 2048;      // of the window, of all sequences that share cells
-constexpr int64_t MOST_TOKENS   = 65535;     // a grid's y
+constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension: tokens, rows behind the cells
 constexpr int64_t MOST_BYTES    = 128 << 20; // of rows at a time, in a full context
 constexpr int64_t ROWS          = 256;       // by which llama.cpp pads cells for flash attention
 
@@ -88,12 +88,18 @@ ggml_tensor * flash_attention(LayerNodes & layer, const AttnBuild & b, ggml_tens
 
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows) {
     const AttendShape s = attend_shape(layer, q, b.k_view);
-    if (!layer.device->makes_rows() || s.n_tps < PROMPT_TOKENS || s.n_tokens > MOST_TOKENS || b.chosen ||
+    if (!layer.device->makes_rows() || s.n_tps < PROMPT_TOKENS || s.n_tokens > MOST_GROUPS || b.chosen ||
         b.mask->type != GGML_TYPE_F16 || b.mask->ne[1] != s.n_tps) { // halves: flash attention is on
         return nullptr;
     }
     const PromptShape p = prompt_shape(layer, b, s);
     if (p.n_slots > MOST_SLOTS || (b.max_alibi_bias > 0.0f && p.n_heads < s.n_head_kv)) { // slopes follow from n_head
+        return nullptr;
+    }
+    const int64_t row =
+        std::max((layer.codec->d_k + layer.codec->d_v) * p.n_heads, s.n_tps); // halves, of rows and mask
+    if (p.n_rows - s.n_kv > MOST_GROUPS ||
+        (size_t) (row * p.n_rows * s.n_stream) * sizeof(ggml_fp16_t) > layer.device->max_range()) {
         return nullptr;
     }
     ggml_tensor * mask = prompt_mask(layer, b, s, p);

@@ -282,7 +282,7 @@ _GPU = {
     "prefix restore": _yes("tests/python/test_gpu.py::test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike"),
     "heads above 256": _yes(f"{_RUNTIME}placement.py::test_heads_above_256_elements"),
     "drafts": _yes(f"{_RUNTIME}sequences.py::test_remove_a_tail_and_decode_again"),
-    "pictures": Cell("not tried"),
+    "pictures": _yes(f"{_HERE}features.py::test_on_this_backend"),
 }
 TABLE: dict[str, dict[str, Cell]] = {
     "CPU": {feature: _yes(test) for feature, test in _ON_CPU.items()},
@@ -290,7 +290,6 @@ TABLE: dict[str, dict[str, Cell]] = {
     | {
         "latent rows": _yes(f"{_RUNTIME}placement.py::test_latent_attention_on_the_gpu"),
         "sparse selection": _yes(f"{_HERE}features.py::test_on_this_backend"),
-        "pictures": _yes(f"{_HERE}features.py::test_on_this_backend"),
     },
     "Vulkan": _GPU,
     "Triton, PyTorch": {

@@ -116,6 +116,10 @@ class Library:
         """The scalar definition, which is compiled into the same library."""
         return o.Ops.from_address(self.lib.subkv_ops_table(0))
 
+    def multiplies_bytes(self, decodes: bool) -> bool:
+        """Whether attend rounds queries and weights to two bytes each, not to halves. decodes: CUDA's decode kernel."""
+        return decodes
+
     def exact(self) -> list[o.Ops]:
         """Definitions, the bytes of one of which encode has for the same coefficients."""
         return [self.ref()]

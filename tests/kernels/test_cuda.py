@@ -174,7 +174,7 @@ def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> Non
 def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None = None) -> None:
     call = Call(library, name, shape, codes)
     library.run("attend", call.args)
-    decode = call.decodes
+    decode = library.multiplies_bytes(call.decodes)
     for stream in range(shape.n_stream):
         bias = call.coded_bias(stream)
         for h in range(call.n_head):
@@ -277,7 +277,7 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
     held = Exact(call)
     s, memory = shape, call.memory
     d, n_head = call.sides[0].d, call.n_head
-    n_rows = s.n_kv + N_SLOTS + s.n_tps + 5
+    n_rows = (s.n_kv + N_SLOTS + s.n_tps + 5) // 2 * 2
     library.lib.test_suits_prompt.restype = ct.c_bool
     assert library.lib.test_suits_prompt(ct.byref(call.heads.layer)) == (d % 16 == 0)
     mask_at, mask = memory.put(np.full((s.n_stream, s.n_tps, n_rows), np.nan, np.float16))

@@ -1,4 +1,4 @@
-"""The Vulkan ops against the reference, by the tests of the CUDA ops, with bounds of f32 instead of theirs.
+"""The Vulkan ops against the reference, by the tests of the CUDA ops; without integer dot products with bounds of f32.
 
 On lavapipe where this machine has no GPU: what that proves is data flow, indexing and arithmetic, and with the
 validation layer barriers; not speed, nor what other compilers make of the shaders.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from test_cuda import (
     test_attend_shapes,
     test_combine,
     test_encode,
+    test_prompt,
+    test_prompt_layouts,
     test_sums_do_not_overflow,
 )
 
@@ -34,22 +37,31 @@ __all__ = [
     "test_attend_shapes",
     "test_combine",
     "test_encode",
+    "test_prompt",
+    "test_prompt_layouts",
     "test_sums_do_not_overflow",
 ]
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> v.Library:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := v.missing():
         pytest.skip(reason)
-    path = v.build(tmp_path_factory.mktemp("vulkan"))
+    return v.build(tmp_path_factory.mktemp("vulkan"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "dot"])
+def opened(request: pytest.FixtureRequest, built: Path) -> v.Library:
+    """On a device without any feature, and on one with integer dot products."""
+    path = built.with_name(f"libvulkan_ops_{int(request.param)}.so")  # its own device
+    shutil.copy(built, path)
     try:
-        return v.Library(path, validate=True)
-    except RuntimeError as with_layer:  # the layer is a package of its own
+        return v.Library(path, True, request.param)
+    except RuntimeError:  # the layer is a package of its own
         try:
-            return v.Library(path, validate=False)
-        except RuntimeError:
-            pytest.skip(f"no Vulkan device: {with_layer}")
+            return v.Library(path, False, request.param)
+        except RuntimeError as error:
+            pytest.skip(f"no Vulkan device: {error}")
 
 
 @pytest.fixture
@@ -111,11 +123,13 @@ def test_a_lost_barrier_is_found(opened: v.Library) -> None:
 
 @pytest.mark.parametrize("shader", v.SHADERS, ids=lambda path: path.stem)
 def test_no_feature_is_asked_for(shader: Path) -> None:
-    """Neither subgroups of any width nor integer dot products, halves or small integers: devices with them and without
-    run the same instructions."""
+    """Neither subgroups of any width nor halves or small integers: devices with them and without run the same
+    instructions. Integer dot products are asked for by one shader, which has a plain one beside it."""
     if reason := v.missing():
         pytest.skip(reason)
-    assert v.asked_for(shader) == ([1], [])  # Shader, which every device has
+    dot = shader.stem == "attend_dot"
+    # Shader, which every device has; DotProductInput4x8BitPacked, DotProduct
+    assert v.asked_for(shader) == (([1, 6018, 6019], ["SPV_KHR_integer_dot_product"]) if dot else ([1], []))
 
 
 def test_places_are_checked(opened: v.Library) -> None:

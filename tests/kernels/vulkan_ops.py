@@ -62,24 +62,27 @@ class Memory:
 
 
 class Library(c.Library):
-    """kernels/vulkan on a device."""
+    """kernels/vulkan on a device; with integer_dot attend multiplies bytes."""
 
-    rounds = False
-
-    def __init__(self, path: Path, validate: bool) -> None:
+    def __init__(self, path: Path, validate: bool, integer_dot: bool = False) -> None:
         super().__init__(path, lambda: Memory(self.lib))
         self.lib.test_open.restype = self.lib.test_device.restype = self.lib.test_last_message.restype = ct.c_char_p
-        self.lib.test_open.argtypes = self.lib.test_set_barriers.argtypes = [ct.c_bool]
+        self.lib.test_open.argtypes = [ct.c_bool, ct.c_bool]
+        self.lib.test_set_barriers.argtypes = [ct.c_bool]
         self.lib.test_allocate.restype, self.lib.test_allocate.argtypes = ct.c_void_p, [ct.c_size_t]
         self.lib.test_free.argtypes = [ct.c_void_p]
         self.lib.test_messages.restype = self.lib.test_max_range.restype = ct.c_uint32
         self.lib.test_set_times.argtypes, self.lib.test_times.restype = [ct.c_uint32], ct.POINTER(ct.c_double)
-        if error := self.lib.test_open(validate):
+        if error := self.lib.test_open(validate, integer_dot):
             raise RuntimeError(error.decode())
+        self.rounds = integer_dot
         self.validates = validate
         self.path = path
         self.device = self.lib.test_device().decode()
         self.max_range = int(self.lib.test_max_range())  # bytes
+
+    def multiplies_bytes(self, decodes: bool) -> bool:
+        return self.rounds
 
     def exact(self) -> list[o.Ops]:
         """With fused products and without."""
@@ -126,4 +129,4 @@ def asked_for(shader: Path) -> tuple[list[int], list[str]]:
         elif op == 10:  # OpExtension
             extensions.append(words[at + 1 : at + n].tobytes().partition(b"\0")[0].decode())
         at += n
-    return capabilities, extensions
+    return sorted(capabilities), extensions

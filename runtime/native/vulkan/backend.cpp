@@ -32,6 +32,10 @@ size_t vulkan_max_range(ggml_backend_dev_t device) {
     return function_of<size_t (*)(ggml_backend_dev_t)>(device, "ggml_backend_vk_subkv_max_range")(device);
 }
 
+bool vulkan_integer_dot(ggml_backend_dev_t device) {
+    return function_of<bool (*)(ggml_backend_dev_t)>(device, "ggml_backend_vk_subkv_integer_dot")(device);
+}
+
 void vulkan_wait(ggml_backend_dev_t device) {
     function_of<void (*)(ggml_backend_dev_t)>(device, "ggml_backend_vk_subkv_wait")(device);
 }

@@ -12,6 +12,9 @@ ggml_backend_dev_t vulkan_device(ggml_backend_buffer_type_t buft);
 // Bytes that a shader can reach of a tensor.
 size_t vulkan_max_range(ggml_backend_dev_t device);
 
+// Whether a shader may multiply four bytes at a time there, and that is fast.
+bool vulkan_integer_dot(ggml_backend_dev_t device);
+
 // Until the device has done all that it was given.
 void vulkan_wait(ggml_backend_dev_t device);
 

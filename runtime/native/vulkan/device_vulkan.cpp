@@ -29,12 +29,12 @@ public:
 
     void     prepare() override;
     void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
-    int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
+    int64_t  scratch(int64_t n_rows) const override;
     int64_t  n_at_once() const override { return 1024; } // Vulkan does not say; large cards
     uint64_t n_zero_rows() const override;
     void     wait() const override { vulkan_wait(device_); }
     size_t   max_range() const override { return max_range_; }
-    bool     makes_rows() const override { return false; }
+    bool     makes_rows() const override { return true; }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -49,12 +49,16 @@ private:
     vulkan::Attend  partial(const ggml_tensor * q, const ggml_tensor * k_view, const ggml_tensor * result) const;
     vulkan::Combine combine(ggml_tensor * dst) const;
     vulkan::Store   store_window(ggml_tensor * dst) const;
+    vulkan::Prompt  prompt(const ggml_tensor * dst, const ggml_tensor * tokens, const ggml_tensor * slots) const;
+    vulkan::Prompt  prompt_rows(ggml_tensor * dst) const;
+    vulkan::Prompt  prompt_mask(ggml_tensor * dst) const;
 
     const LayerNodes &      layer_;
     ggml_backend_dev_t      device_;
     size_t                  max_range_;
-    Node                    nodes_[4];
-    int32_t                 width_k_        = 0;
+    bool                    integer_dot_;
+    Node                    nodes_[6];
+    int32_t                 width_k_ = 0, width_v_ = 0;
     float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
     size_t                  slopes_at_      = 0;     // bytes
     ggml_context_ptr        ctx_;
@@ -64,10 +68,9 @@ private:
 
 VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
     layer_(layer), device_(vulkan_device(buft)), max_range_(vulkan_max_range(device_)),
-    nodes_{ { NodeKind::ENCODE, this },
-            { NodeKind::ATTEND, this },
-            { NodeKind::COMBINE, this },
-            { NodeKind::STORE_WINDOW, this } } {
+    integer_dot_(vulkan_integer_dot(device_)),
+    nodes_{ { NodeKind::ENCODE, this },       { NodeKind::ATTEND, this },      { NodeKind::COMBINE, this },
+            { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
     const LayerCodec & codec = *layer.codec;
     if (codec.latent) {
         fail("layer %d: no coefficient kernels for latent attention (MLA) on %s; keep its cache on the CPU (-ngl 0, or "
@@ -89,6 +92,7 @@ VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t bu
         tables.k_offset.push_back(codec.tile_offset(h, false));
         tables.v_offset.push_back(codec.tile_offset(h, true));
         width_k_ = std::max(width_k_, codec.k[(size_t) h].rank);
+        width_v_ = std::max(width_v_, codec.v[(size_t) h].rank);
     }
     const vulkan::Tables made = vulkan::make_tables(tables);
     slopes_at_                = 4 * made.slopes_at;
@@ -107,6 +111,10 @@ VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t bu
 
 void VulkanLayer::prepare() {
     store_slopes(layer_, memory_, slopes_at_, max_alibi_bias_);
+}
+
+int64_t VulkanLayer::scratch(int64_t n_rows) const {
+    return n_rows * (width_k_ + 1 + vulkan::packed_words(layer(width_v_)));
 }
 
 uint64_t VulkanLayer::n_zero_rows() const {
@@ -128,7 +136,8 @@ vulkan::Layer VulkanLayer::layer(int64_t width_v) const {
     const LayerCodec & codec = *layer_.codec;
     return { place(memory_),    codec.n_head_kv, layer_.n_head / codec.n_head_kv,
              codec.d_k,         codec.d_v,       width_k_,
-             (int32_t) width_v, layer_.scale,    layer_.softcap };
+             (int32_t) width_v, layer_.scale,    layer_.softcap,
+             integer_dot_ };
 }
 
 vulkan::Encode VulkanLayer::encode(ggml_tensor * dst) const {
@@ -170,6 +179,7 @@ vulkan::Attend VulkanLayer::partial(const ggml_tensor * q, const ggml_tensor * k
     a.acc               = behind(a.z, s.n_rows);
     a.qt                = behind(a.acc, s.n_rows * s.width);
     a.shift             = behind(a.qt, s.n_rows / s.n_split * width_k_);
+    a.packed            = behind(a.shift, s.n_rows / s.n_split);
     return a;
 }
 
@@ -213,14 +223,62 @@ vulkan::Store VulkanLayer::store_window(ggml_tensor * dst) const {
     return { place(dst), place(dst->src[1]), behind(place(slots), 2 * slots->ne[0]), slots->ne[0], dst->ne[0] };
 }
 
+vulkan::Prompt VulkanLayer::prompt(const ggml_tensor * dst, const ggml_tensor * tokens,
+                                   const ggml_tensor * slots) const {
+    const Window & window = *layer_.window;
+    vulkan::Prompt p      = {};
+    p.c.a.layer           = layer(width_v_);
+    p.c.a.tokens          = place(tokens);
+    p.c.a.n_stream        = dst->ne[3];
+    p.c.a.n_tps           = tokens->ne[1] / dst->ne[3];
+    p.c.slots             = place(slots);
+    p.c.slot_stride       = slots->ne[0];
+    p.c.slots_of_seq      = (int32_t) (window.n_slots() / std::max(1, window.n_seq()));
+    p.n_slots             = dst->ne[3] > 1 ? p.c.slots_of_seq : window.n_slots();
+    return p;
+}
+
+vulkan::Prompt VulkanLayer::prompt_rows(ggml_tensor * dst) const {
+    const ggml_tensor * k_view = dst->src[0];
+    const ggml_tensor * v_view = dst->src[1];
+    vulkan::Prompt      p      = prompt(dst, dst->src[4], dst->src[5]);
+    vulkan::Attend &    a      = p.c.a;
+    a.k_tiles                  = place(k_view);
+    a.v_tiles                  = place(v_view);
+    a.k_stride                 = TILE * (int64_t) k_view->nb[1];
+    a.v_stride                 = TILE * (int64_t) v_view->nb[1];
+    a.k_stream                 = (int64_t) k_view->nb[2];
+    a.v_stream                 = (int64_t) v_view->nb[2];
+    a.n_kv                     = k_view->ne[1];
+    p.c.fresh                  = place(dst->src[2]);
+    p.c.window                 = place(dst->src[3]);
+    p.n_rows                   = dst->ne[1];
+    p.first                    = first_head(dst);
+    p.n_heads                  = (int32_t) dst->ne[2];
+    p.k                        = place(dst);
+    p.v                        = behind(p.k, p.n_rows * p.n_heads * a.n_stream * a.layer.d_k / 2);
+    return p;
+}
+
+vulkan::Prompt VulkanLayer::prompt_mask(ggml_tensor * dst) const {
+    vulkan::Prompt p = prompt(dst, dst->src[2], dst->src[3]);
+    p.c.a.mask       = place(dst->src[0]);
+    p.c.a.mask_half  = dst->src[0]->type == GGML_TYPE_F16;
+    p.c.a.cell_pos   = place(dst->src[1]);
+    p.c.a.n_kv       = dst->src[1]->ne[0];
+    p.n_rows         = dst->ne[0];
+    p.mask           = place(dst);
+    return p;
+}
+
 const char * VulkanLayer::compute(NodeKind kind, ggml_tensor * dst, vulkan::Run run, void * recorder) const {
     switch (kind) {
         case NodeKind::ENCODE: return vulkan::encode(encode(dst), run, recorder);
         case NodeKind::ATTEND: return vulkan::attend(attend(dst), run, recorder);
         case NodeKind::COMBINE: return vulkan::combine(combine(dst), run, recorder);
         case NodeKind::STORE_WINDOW: return vulkan::store_window(store_window(dst), run, recorder);
-        case NodeKind::PROMPT_ROWS:
-        case NodeKind::PROMPT_MASK: break;
+        case NodeKind::PROMPT_ROWS: return vulkan::prompt_rows(prompt_rows(dst), run, recorder);
+        case NodeKind::PROMPT_MASK: return vulkan::prompt_mask(prompt_mask(dst), run, recorder);
     }
     return "unknown node";
 }

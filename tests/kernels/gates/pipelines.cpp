@@ -50,18 +50,24 @@ public:
         VkPhysicalDevicePipelineExecutablePropertiesFeaturesKHR statistics = {
             VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_PIPELINE_EXECUTABLE_PROPERTIES_FEATURES_KHR
         };
-        statistics.pipelineExecutableInfo = VK_TRUE;
-        const float             priority  = 1.0f;
-        VkDeviceQueueCreateInfo queue     = { VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO };
-        queue.queueCount                  = 1;
-        queue.pQueuePriorities            = &priority;
-        const char *       extension      = VK_KHR_PIPELINE_EXECUTABLE_PROPERTIES_EXTENSION_NAME;
-        VkDeviceCreateInfo create         = { VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO };
-        create.pNext                      = &statistics;
-        create.queueCreateInfoCount       = 1;
-        create.pQueueCreateInfos          = &queue;
-        create.enabledExtensionCount      = 1;
-        create.ppEnabledExtensionNames    = &extension;
+        statistics.pipelineExecutableInfo                      = VK_TRUE;
+        VkPhysicalDeviceShaderIntegerDotProductFeaturesKHR dot = {
+            VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_INTEGER_DOT_PRODUCT_FEATURES_KHR
+        };
+        dot.shaderIntegerDotProduct      = VK_TRUE;
+        statistics.pNext                 = &dot;
+        const float             priority = 1.0f;
+        VkDeviceQueueCreateInfo queue    = { VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO };
+        queue.queueCount                 = 1;
+        queue.pQueuePriorities           = &priority;
+        const char *       extensions[]  = { VK_KHR_PIPELINE_EXECUTABLE_PROPERTIES_EXTENSION_NAME,
+                                             VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME };
+        VkDeviceCreateInfo create        = { VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO };
+        create.pNext                     = &statistics;
+        create.queueCreateInfoCount      = 1;
+        create.pQueueCreateInfos         = &queue;
+        create.enabledExtensionCount     = 2;
+        create.ppEnabledExtensionNames   = extensions;
         check(vkCreateDevice(card, &create, nullptr, &device_), "vkCreateDevice");
     }
 
@@ -146,10 +152,10 @@ const char * record(void * recorder, const Dispatch & dispatch) {
     return nullptr;
 }
 
-void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps) {
+void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps, bool integer_dot) {
     Recorder to = { pipelines, " d " + std::to_string(d) + (n_tps == 1 ? " G " + std::to_string(group) : " prompt") };
     Attend   a{};
-    a.layer          = { {}, 8, group, d, d, d, d, 1.0f, 0.0f };
+    a.layer          = { {}, 8, group, d, d, d, d, 1.0f, 0.0f, integer_dot };
     a.n_kv           = 1024;
     a.n_stream       = 1;
     a.n_tps          = n_tps;
@@ -163,8 +169,13 @@ void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps) {
     encoded.n_tok = n_tps;
     Store stored{};
     stored.n_slots = stored.width = 64;
-    for (const char * error : { encode(encoded, record, &to), attend(a, record, &to), combine(combined, record, &to),
-                                store_window(stored, record, &to) }) {
+    Prompt prompt{};
+    prompt.c       = combined;
+    prompt.n_rows  = 1024 + 256 + n_tps + n_tps % 2;
+    prompt.n_heads = 8;
+    for (const char * error :
+         { encode(encoded, record, &to), attend(a, record, &to), combine(combined, record, &to),
+           store_window(stored, record, &to), prompt_rows(prompt, record, &to), prompt_mask(prompt, record, &to) }) {
         if (error) {
             std::fprintf(stderr, "%s expected\n", error);
             std::exit(1);
@@ -176,11 +187,13 @@ void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps) {
 
 int main() {
     Pipelines pipelines;
-    record_layer(pipelines, 64, 3, 1);
-    record_layer(pipelines, 128, 4, 1);
-    record_layer(pipelines, 128, 8, 1);
-    record_layer(pipelines, 64, 3, 512);
-    record_layer(pipelines, 128, 4, 512);
+    for (const bool dot : { false, true }) {
+        record_layer(pipelines, 64, 3, 1, dot);
+        record_layer(pipelines, 128, 4, 1, dot);
+        record_layer(pipelines, 128, 8, 1, dot);
+        record_layer(pipelines, 64, 3, 512, dot);
+        record_layer(pipelines, 128, 4, 512, dot);
+    }
     Compiler compiler;
     for (const auto & [name, dispatch] : pipelines) {
         compiler.print(name, dispatch);

@@ -19,6 +19,7 @@ constexpr size_t BEFORE = 64; // bytes: shaders add where things begin
 
 std::unique_ptr<Device> device;
 std::string             error;
+bool                    integer_dot = false;
 std::vector<double>     times; // ms, as many as the next op is to be run; none: once, untimed
 
 vulkan::Place place(const void * address) {
@@ -56,8 +57,8 @@ public:
     ~Layer() { *from_.n_bad += *memory_.words(); }
 
     vulkan::Layer layer() {
-        return { place(memory_.words()), from_.n_head_kv, from_.n_group, from_.d_k,    from_.d_v,
-                 from_.width_k,          from_.width_v,   from_.scale,   from_.softcap };
+        return { place(memory_.words()), from_.n_head_kv, from_.n_group, from_.d_k,     from_.d_v,
+                 from_.width_k,          from_.width_v,   from_.scale,   from_.softcap, integer_dot };
     }
 
 private:
@@ -86,10 +87,11 @@ private:
 // Results of attend in one buffer, copied from and to where the test has them.
 class Partial {
 public:
-    explicit Partial(const cuda::Attend & a) :
+    // words: of packed queries of a row
+    Partial(const cuda::Attend & a, size_t words) :
         a_(a), rows_((size_t) (a.n_split * a.layer.n_head_kv * a.n_stream * a.n_tps * a.layer.n_group)),
         queries_(rows_ / (size_t) a.n_split), width_k_((size_t) a.layer.width_k), width_v_((size_t) a.layer.width_v),
-        memory_(4 * (rows_ * (2 + width_v_) + queries_ * (width_k_ + 1)), BEFORE) {
+        memory_(4 * (rows_ * (2 + width_v_) + queries_ * (width_k_ + 1 + words)), BEFORE) {
         std::memcpy(m(), a.m, 4 * rows_);
         std::memcpy(z(), a.z, 4 * rows_);
         std::memcpy(acc(), a.acc, 4 * rows_ * width_v_);
@@ -106,6 +108,7 @@ public:
     uint32_t * acc() { return z() + rows_; }
     uint32_t * qt() { return acc() + rows_ * width_v_; }
     uint32_t * shift() { return qt() + queries_ * width_k_; }
+    uint32_t * packed() { return shift() + queries_; }
 
 private:
     const cuda::Attend & a_;
@@ -139,6 +142,7 @@ vulkan::Attend attend_of(const cuda::Attend & a, Layer & layer, Partial & partia
     b.acc            = place(partial.acc());
     b.qt             = place(partial.qt());
     b.shift          = place(partial.shift());
+    b.packed         = vulkan::packed_words(b.layer) > 0 ? place(partial.packed()) : b.qt;
     return b;
 }
 
@@ -176,10 +180,11 @@ template <typename Record> const char * submit(Record record) {
 
 extern "C" {
 
-// nullptr, or why there is no device.
-const char * test_open(bool validate) {
+// nullptr, or why there is no device. dot: one with integer dot products, which attend is to use.
+const char * test_open(bool validate, bool dot) {
     try {
-        device.reset(new Device(validate));
+        device.reset(new Device(validate, dot));
+        integer_dot = dot;
         return nullptr;
     } catch (const std::exception & e) {
         error = e.what();
@@ -254,19 +259,19 @@ const char * test_encode(const cuda::Encode * e, void *) {
 
 const char * test_project_queries(const cuda::Attend * a, void *) {
     Layer   layer(a->layer, a->n_sink, a->n_recent);
-    Partial partial(*a);
+    Partial partial(*a, (size_t) vulkan::packed_words(layer.layer()));
     return submit([&] { return vulkan::project_queries(attend_of(*a, layer, partial), run, nullptr); });
 }
 
 const char * test_attend(const cuda::Attend * a, void *) {
     Layer   layer(a->layer, a->n_sink, a->n_recent);
-    Partial partial(*a);
+    Partial partial(*a, (size_t) vulkan::packed_words(layer.layer()));
     return submit([&] { return vulkan::attend(attend_of(*a, layer, partial), run, nullptr); });
 }
 
 const char * test_combine(const cuda::Combine * b, void *) {
     Layer           layer(b->a.layer, b->a.n_sink, b->a.n_recent);
-    Partial         partial(b->a);
+    Partial         partial(b->a, (size_t) vulkan::packed_words(layer.layer()));
     vulkan::Combine to = {};
     to.a               = attend_of(b->a, layer, partial);
     to.fresh           = place(b->fresh);
@@ -278,6 +283,40 @@ const char * test_combine(const cuda::Combine * b, void *) {
     to.out             = place(b->out);
     to.out_stride      = b->out_stride;
     return submit([&] { return vulkan::combine(to, run, nullptr); });
+}
+
+bool test_suits_prompt(const cuda::Layer *) {
+    return true;
+}
+
+static vulkan::Prompt prompt_of(const cuda::Prompt & p, Layer & layer, Partial & partial) {
+    vulkan::Prompt to = {};
+    to.c.a            = attend_of(p.c.a, layer, partial);
+    to.c.fresh        = place(p.c.fresh);
+    to.c.window       = place(p.c.window ? p.c.window : p.c.fresh);
+    to.c.slots        = place(p.c.slots);
+    to.c.slot_stride  = p.c.slot_stride;
+    to.c.slots_of_seq = p.c.slots_of_seq;
+    to.n_slots        = p.n_slots;
+    to.n_rows         = p.n_rows;
+    to.first          = p.first;
+    to.n_heads        = p.n_heads;
+    to.k              = place(p.k);
+    to.v              = place(p.v);
+    to.mask           = place(p.mask);
+    return to;
+}
+
+const char * test_prompt_rows(const cuda::Prompt * p, void *) {
+    Layer   layer(p->c.a.layer, p->c.a.n_sink, p->c.a.n_recent);
+    Partial partial(p->c.a, (size_t) vulkan::packed_words(layer.layer()));
+    return submit([&] { return vulkan::prompt_rows(prompt_of(*p, layer, partial), run, nullptr); });
+}
+
+const char * test_prompt_mask(const cuda::Prompt * p, void *) {
+    Layer   layer(p->c.a.layer, p->c.a.n_sink, p->c.a.n_recent);
+    Partial partial(p->c.a, (size_t) vulkan::packed_words(layer.layer()));
+    return submit([&] { return vulkan::prompt_mask(prompt_of(*p, layer, partial), run, nullptr); });
 }
 
 const char * test_store_window(const cuda::Store * s, void *) {

@@ -26,7 +26,7 @@ VkBool32 VKAPI_PTR on_message(VkDebugUtilsMessageSeverityFlagBitsEXT, VkDebugUti
 
 } // namespace
 
-Device::Device(bool validate) {
+Device::Device(bool validate, bool integer_dot) {
     VkApplicationInfo app = {};
     app.sType             = VK_STRUCTURE_TYPE_APPLICATION_INFO;
     app.apiVersion        = VK_API_VERSION_1_1;
@@ -81,10 +81,26 @@ Device::Device(bool validate) {
     queue.sType                      = VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO;
     queue.queueCount                 = 1;
     queue.pQueuePriorities           = &priority;
-    VkDeviceCreateInfo device        = {}; // without a feature: shaders are to need none
+    VkDeviceCreateInfo device        = {}; // shaders are to need no other feature
     device.sType                     = VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO;
     device.queueCreateInfoCount      = 1;
     device.pQueueCreateInfos         = &queue;
+
+    const char *                                       dot_extension = VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME;
+    VkPhysicalDeviceShaderIntegerDotProductFeaturesKHR dot           = {};
+    dot.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_INTEGER_DOT_PRODUCT_FEATURES_KHR;
+    if (integer_dot) {
+        VkPhysicalDeviceFeatures2 all = {};
+        all.sType                     = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2;
+        all.pNext                     = &dot;
+        vkGetPhysicalDeviceFeatures2(physical_, &all);
+        if (!dot.shaderIntegerDotProduct) {
+            throw std::runtime_error(name_ + ": integer dot products expected, not found");
+        }
+        device.pNext                   = &dot;
+        device.enabledExtensionCount   = 1;
+        device.ppEnabledExtensionNames = &dot_extension;
+    }
     check(vkCreateDevice(physical_, &device, nullptr, &device_), "vkCreateDevice");
     vkGetDeviceQueue(device_, 0, 0, &queue_);
 

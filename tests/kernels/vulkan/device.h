@@ -21,8 +21,9 @@ struct Allocation {
 
 class Device {
 public:
-    // validate: with the Khronos layer and its synchronisation validation. Throws std::runtime_error.
-    explicit Device(bool validate);
+    // validate: with the Khronos layer and its synchronisation validation. integer_dot: with that feature enabled, else
+    // with none. Throws std::runtime_error.
+    Device(bool validate, bool integer_dot);
 
     Device(const Device &)             = delete;
     Device & operator=(const Device &) = delete;

@@ -1,0 +1,177 @@
+// attend.glsl: ROWS query rows of a KV head over the coded cells of a split. A workgroup takes a tile at a time: logits,
+// one thread per cell; then sums of values, COEFFICIENTS of them per thread. Codes are read once for all rows.
+//
+// keys.glsl and values.glsl: nothing is rounded beyond f32. INTEGER_DOT, keys_dot.glsl and values_dot.glsl: queries and
+// weights are rounded to two bytes each, as in kernels/cuda/decode.cuh, and multiplied with four levels at a time.
+//
+// Loops over rows and coefficients are to be unrolled: what they index is registers, and a driver that keeps them as
+// loops picks every register by a cascade of comparisons.
+#include "tables.glsl"
+
+layout(local_size_x = 64) in; // TILE
+
+layout(constant_id = 0) const uint ROWS         = 8; // at most 8: `tops` is found by as many threads of 8 cells each
+layout(constant_id = 1) const uint COEFFICIENTS = 2;
+const uint N_ACC = ROWS * COEFFICIENTS; // a name: to glslc two products are two sizes
+
+layout(std430, binding = 1) writeonly buffer Partial { float partial[]; };
+layout(std430, binding = 2) readonly buffer KTiles { uint k_tiles[]; };
+layout(std430, binding = 3) readonly buffer VTiles { uint v_tiles[]; };
+layout(std430, binding = 4) readonly buffer Mask { uint mask[]; };
+layout(std430, binding = 5) readonly buffer CellPos { int cell_pos[]; };
+layout(std430, binding = 6) readonly buffer Tokens { int tokens[]; };
+layout(std430, binding = 7) readonly buffer Queries { float queries[]; }; // of the same buffer, other places
+#ifdef INTEGER_DOT
+layout(std430, binding = 8) readonly buffer Packed { uint packed_queries[]; }; // likewise, by quantize.comp
+#endif
+
+layout(push_constant) uniform Push {
+    uint  qt_at, packed_at, shift_at, m_at, z_at, acc_at, width_v;
+    uint  k_tiles_at, k_stride, k_stream, v_tiles_at, v_stride, v_stream;
+    uint  mask_at, mask_half, cell_pos_at, tokens_at; // of the mask in values
+    uint  n_kv, n_tps, n_tokens, split;
+    float softcap;
+} p;
+
+#include "mask.glsl"
+#include "levels.glsl"
+
+const uint PARTS = 8; // of a tile's cells
+// Choices of the last but x-th place of all of cell c of a tile, as those before the first place: lane j becomes j + 1.
+uvec2 choices_before(Head head, uint tile, uint c, uint x) {
+    const Octet octet = octet_of(head, head.n_path - x);
+    uint        words[2];
+    [[unroll]] for (uint half_ = 0; half_ < 2; ++half_) {
+        const Field f = field_of(octet.bits, 4 * half_ + c / 16, 0);
+        words[half_]  = k_tiles[tile + octet.at + f.line * LINE_WORDS + c % 16] >> f.shift & ONES;
+    }
+    return uvec2(words[0] << 8 | words[1] >> 24, words[1] << 8 | words[0] >> 24);
+}
+
+#ifdef INTEGER_DOT
+#    include "keys_dot.glsl"
+#    include "values_dot.glsl"
+#else
+#    include "keys.glsl"
+#    include "values.glsl"
+#endif
+
+void main() {
+    const uint me = gl_LocalInvocationID.x, h = gl_WorkGroupID.x, stream = gl_WorkGroupID.z;
+    const uint group   = tables[N_GROUP];
+    const uint all     = p.n_tps * group; // rows of a stream
+    const uint blocks  = (all + ROWS - 1) / ROWS;
+    const uint part    = gl_WorkGroupID.y / blocks;
+    const uint r0      = gl_WorkGroupID.y % blocks * ROWS;
+    const uint n_rows  = min(ROWS, all - r0);
+    const uint first   = h * p.n_tokens * group + stream * all + r0; // rows of all streams follow each other
+    const uint c_end   = min(p.n_kv, (part + 1) * p.split);
+    const uint k_head  = head_of(0, h).tile, v_head = head_of(1, h).tile;
+
+    Values values;
+    find_values(h, me, values);
+    float        m[ROWS], z[ROWS], acc[N_ACC];
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        m[r] = -INFINITY;
+        z[r] = 0.0;
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            acc[r * COEFFICIENTS + x] = 0.0;
+        }
+    }
+
+    for (uint c0 = part * p.split; c0 < c_end; c0 += TILE) {
+        const uint cell  = c0 + me;
+        const int  pos   = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
+        bool       seen  = false;
+        float      bias[ROWS];
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+            bias[r] = -INFINITY;
+            if (cell < c_end && r < n_rows) {
+                const uint token = stream * p.n_tps + (r0 + r) / group;
+                if (!is_exact(pos, tokens[p.tokens_at + 4 * token])) {
+                    bias[r] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
+                }
+            }
+            seen = seen || bias[r] != -INFINITY;
+        }
+        const uint k_tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + k_head;
+        const uint v_tile = p.v_tiles_at + stream * p.v_stream + c0 / TILE * p.v_stride + v_head;
+        float      logit[ROWS];
+        float      scale = 0.0; // of the value, where somebody sees it
+        if (seen) {
+            dots(h, k_tile, me, first, n_rows, logit);
+            scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);
+        }
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+            if (bias[r] == -INFINITY) {
+                logit[r] = -INFINITY;
+            } else {
+                const float slope = slope_of(h * group + (r0 + r) % group);
+                logit[r] = capped(logit[r] + queries[p.shift_at + first + r], p.softcap) + slope * bias[r];
+            }
+            put(r * TILE + me, logit[r]);
+        }
+        if (RANKED > ROWS) {
+            put(ROWS * TILE + me, scale);
+        }
+        barrier();
+        for (uint i = me; i < RANKED * PARTS; i += TILE) {
+            float top = -INFINITY;
+            for (uint c = 0; c < TILE / PARTS; ++c) {
+                top = max(top, get(i * (TILE / PARTS) + c));
+            }
+            tops[i] = top;
+        }
+        barrier();
+        bool  any = false;
+        float weight[ROWS], rise[ROWS]; // of the tile's largest one, and that one
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+            const float here = top_of(r);
+            weight[r]        = 0.0;
+            rise[r]          = 0.0;
+            if (here != -INFINITY) {
+                any = true;
+                const float top  = max(m[r], here);
+                const float keep = m[r] == -INFINITY ? 0.0 : exp(m[r] - top);
+                const float base = RELATIVE ? here : top;
+                weight[r]        = logit[r] == -INFINITY ? 0.0 : exp(logit[r] - base);
+                rise[r]          = RELATIVE ? exp(here - top) : 1.0;
+                m[r]             = top;
+                z[r]             = fma(z[r], keep, weight[r] * rise[r]);
+                [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+                    acc[r * COEFFICIENTS + x] *= keep;
+                }
+            }
+        }
+        if (any) {
+            add_values(values, h, v_tile, me, weight, rise, scale, acc);
+        }
+    }
+
+    const uint out_row = part * tables[N_HEAD_KV] * p.n_tokens * group + first;
+    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+            if (values.bits[x] != 0 && r < n_rows) {
+                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] =
+                    values.step[x] * acc[r * COEFFICIENTS + x];
+            }
+        }
+    }
+    barrier();
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        put(r * TILE + me, z[r]);
+    }
+    barrier();
+    if (me < n_rows) {
+        float sum = 0.0;
+        for (uint c = 0; c < TILE; ++c) {
+            sum += get(me * TILE + c);
+        }
+        partial[p.z_at + out_row + me] = sum;
+    }
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        if (me == 0 && r < n_rows) {
+            partial[p.m_at + out_row + r] = m[r];
+        }
+    }
+}

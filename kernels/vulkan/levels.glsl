@@ -1,0 +1,33 @@
+// levels.glsl: codes as bytes, and levels of codes on a path (kernels/include/subkv/trellis.h). After tables.glsl.
+
+const uint ONES = 0x01010101u; // a code's bit that chooses the levels of the next two places, of four codes
+
+// A part of a register's codes (tables.glsl), a byte each: bits of a word of the octet's lines, after a shift.
+struct Term {
+    uint at, shift, mask;
+};
+
+Term term_of(uint bits, uint rho, uint i) {
+    const Field f = field_of(bits, rho, i); // where there is none, its width is 0
+    return Term(f.line * LINE_WORDS, f.shift - f.from, ONES * ((1u << f.width) - 1u) << f.from);
+}
+
+// Of the registers of codes with `bits`, the last one has most terms.
+uint n_terms(uint bits) {
+    return n_fields(bits, 7);
+}
+
+// By how much four magnitudes k, a byte each, are beyond `bend`; 0 where they are not.
+uint beyond(uint k, uint bend) {
+    const uint above = k + (128 - bend) * ONES, is = above & 128 * ONES;
+    return above & (is - (is >> 7));
+}
+
+// Levels, signed bytes, of four codes of a place on the path, with the choices one and two places before. `biased`: plus
+// 128, unsigned.
+uint to_levels(uint codes, uint bits, uvec2 bends, uint one, uint two, bool biased) {
+    const uint index = (codes ^ two) << 1 | one;
+    const uint half_ = index >> bits & ONES, upper = (half_ << 8) - half_; // of the alphabet; 255 where it is
+    const uint k     = ~(index ^ upper) & ONES * ((1u << bits) - 1u);
+    return k + beyond(k, bends.x) + beyond(k, bends.y) ^ upper ^ (biased ? 127 : 255) * ONES;
+}

@@ -1,0 +1,134 @@
+// values.glsl: sums of values of a tile, each coefficient by a thread that reads its codes of all cells; f32.
+
+const uint RANKED   = ROWS;  // rows of `logits`
+const bool RELATIVE = false; // weights are relative to the largest logit so far
+
+shared float logits[ROWS * TILE];
+shared float tops[RANKED * PARTS];
+shared float weights[ROWS * TILE]; // times the scale of the value
+shared float plain[ROWS * TILE];   // of halves, which have none; 0 in zero rows
+
+void put(uint i, float x) {
+    logits[i] = x;
+}
+
+float get(uint i) {
+    return logits[i];
+}
+
+float top_of(uint r) {
+    float top = -INFINITY;
+    for (uint i = 0; i < PARTS; ++i) {
+        top = max(top, tops[r * PARTS + i]);
+    }
+    return top;
+}
+
+// A thread's coefficients, me + x * TILE.
+struct Values {
+    uint  at[COEFFICIENTS], bits[COEFFICIENTS]; // 0: none
+    float step[COEFFICIENTS];
+    uint  one_at[COEFFICIENTS], two_at[COEFFICIENTS]; // of the places before, on the path
+    uint  path[COEFFICIENTS];                         // their bits and the bends, a byte each; 0: not on it
+};
+
+void find_values(uint h, uint me, inout Values values) {
+    const Head head = head_of(1, h);
+    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+        values.bits[x] = 0;
+        values.path[x] = 0;
+    }
+    for (uint b = 0; b < head.n_bands; ++b) {
+        const Band band = band_of(head, b);
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            const uint j = me + x * TILE - band.first;
+            if (j < band.n) { // wraps around before the band
+                values.bits[x] = band.bits;
+                values.step[x] = band.bits == 16 ? 1.0 : band.step;
+                values.at[x] = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
+                if (band.place != NO_PLACE) { // place 0 of a lane follows the last one of the lane before
+                    const uint  place = band.place + j / 8;
+                    const Octet one   = octet_of(head, place < 1 ? head.n_path - 1 : place - 1);
+                    const Octet two   = octet_of(head, place < 2 ? head.n_path + place - 2 : place - 2);
+                    values.one_at[x]  = one.at + (place < 1 ? j + 7 : j) % 8 * 2;
+                    values.two_at[x]  = two.at + (place < 2 ? j + 7 : j) % 8 * 2;
+                    const uvec2 bends = bends_of(band.bits);
+                    values.path[x]    = one.bits | two.bits << 8 | bends.x << 16 | bends.y << 24;
+                }
+            }
+        }
+    }
+}
+
+// Codes of register rho, from word `at` of its octet's lines on.
+uvec2 read_v(uint at, uint bits, uint rho) {
+    uvec2      codes = uvec2(0);
+    const uint n     = n_fields(bits, rho);
+    [[unroll]] for (uint i = 0; i < MAX_FIELDS; ++i) {
+        if (i < n) {
+            const Field f    = field_of(bits, rho, i);
+            const uint  line = at + f.line * LINE_WORDS;
+            const uvec2 both = uvec2(v_tiles[line], v_tiles[line + 1]);
+            codes |= (both >> f.shift & 0x01010101u * ((1u << f.width) - 1u)) << f.from;
+        }
+    }
+    return codes;
+}
+
+// Only their bits that choose the levels of later places.
+uvec2 choices_v(uint at, uint bits, uint rho) {
+    const Field f    = field_of(bits, rho, 0); // which begins with bit 0
+    const uint  line = at + f.line * LINE_WORDS;
+    return uvec2(v_tiles[line], v_tiles[line + 1]) >> f.shift & ONES;
+}
+
+void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], float rise[ROWS], float scale,
+                inout float acc[N_ACC]) {
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        weights[r * TILE + me] = weight[r] * scale;
+        plain[r * TILE + me]   = scale > 0.0 ? weight[r] : 0.0;
+    }
+    barrier();
+    bool halves = false;
+    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+        halves = halves || values.bits[x] == 16;
+    }
+    for (uint c = 0; halves && c < TILE; ++c) {
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            if (values.bits[x] == 16) {
+                const vec2  pair  = unpackHalf2x16(v_tiles[tile + values.at[x] + c / 2]);
+                const float half_ = c % 2 == 0 ? pair.x : pair.y;
+                [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+                    const float w = plain[r * TILE + c];
+                    if (w > 0.0) { // a hidden cell's halves may be infinite
+                        acc[r * COEFFICIENTS + x] = fma(w, half_, acc[r * COEFFICIENTS + x]);
+                    }
+                }
+            }
+        }
+    }
+    for (uint rho = 0; rho < 8; ++rho) {
+        [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+            if (values.bits[x] - 1u < 8u) {
+                float zero  = half_range(values.bits[x]);
+                uvec2 codes = read_v(tile + values.at[x], values.bits[x], rho);
+                if (values.path[x] != 0) {
+                    const uint  path  = values.path[x];
+                    const uvec2 one   = choices_v(tile + values.one_at[x], path & 255u, rho);
+                    const uvec2 two   = choices_v(tile + values.two_at[x], path >> 8 & 255u, rho);
+                    const uvec2 bends = uvec2(path >> 16 & 255u, path >> 24);
+                    codes             = uvec2(to_levels(codes.x, values.bits[x], bends, one.x, two.x, true),
+                                              to_levels(codes.y, values.bits[x], bends, one.y, two.y, true));
+                    zero              = 127.5;
+                }
+                [[unroll]] for (uint c = 0; c < 8; ++c) {
+                    const float code = float((c < 4 ? codes.x : codes.y) >> 8 * (c % 4) & 255u) - zero;
+                    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+                        acc[r * COEFFICIENTS + x] =
+                            fma(weights[r * TILE + 8 * rho + c], code, acc[r * COEFFICIENTS + x]);
+                    }
+                }
+            }
+        }
+    }
+}
