@@ -130,11 +130,15 @@ struct Isa {
         const uint8x16_t w = vsliq_n_u8(vshrq_n_u8(before.window, 1), vreinterpretq_u8_s32(code), 2);
         before.window      = w;
         if constexpr (BITS == 2) {
-            return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(cpu::BY_WINDOW<2, 16>.byte), w));
+            const auto & table =
+                cpu::BY_WINDOW<2, 16>.byte; // clang's loads are macros, to which a comma is one of theirs
+            return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), w));
         } else if constexpr (BITS == 3) {
-            return vreinterpretq_s32_u8(vqtbl2q_u8(vld1q_u8_x2(cpu::BY_WINDOW<3, 32>.byte), w));
+            const auto & table = cpu::BY_WINDOW<3, 32>.byte;
+            return vreinterpretq_s32_u8(vqtbl2q_u8(vld1q_u8_x2(table), w));
         } else if constexpr (BITS == 4) {
-            return vreinterpretq_s32_u8(vqtbl4q_u8(vld1q_u8_x4(cpu::BY_WINDOW<4, 64>.byte), w));
+            const auto & table = cpu::BY_WINDOW<4, 64>.byte;
+            return vreinterpretq_s32_u8(vqtbl4q_u8(vld1q_u8_x4(table), w));
         } else {
             const uint8x16_t two   = vshlq_n_u8(vandq_u8(w, vdupq_n_u8(1)), 1);
             const uint8x16_t index = veorq_u8(vshrq_n_u8(w, 1), two);
