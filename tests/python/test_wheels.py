@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not FOLDER, reason="wheels: SUBKV_WHEELS names no folder of wheels to install"),
 ]
+WHEEL = f"subkv-*_{platform.machine()}.whl"
 FORKED = Path(__file__).with_name("forked.py")
 DEMO = "import runtime.demo; print(runtime.demo.model_path())"
 VARIANT = """
@@ -84,14 +86,14 @@ def test_fork(home: Path) -> None:
 
 def test_glibc() -> None:
     """The name says what the libraries need: no more than systems of 2021 have."""
-    (wheel,) = Path(str(FOLDER)).glob("subkv-*.whl")
+    (wheel,) = Path(str(FOLDER)).glob(WHEEL)
     found = re.fullmatch(r"subkv-.*-py3-none-manylinux_2_(\d+)_\w+\.whl", wheel.name)
     assert found and int(found[1]) <= 34, wheel.name
 
 
 def test_licences() -> None:
     """Every library that auditwheel took in has its licence in the wheel; drivers' loaders are not taken."""
-    (wheel,) = Path(str(FOLDER)).glob("subkv-*.whl")
+    (wheel,) = Path(str(FOLDER)).glob(WHEEL)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     taken = {name.split("/")[1].split("-")[0] for name in names if re.match(r"subkv\.libs/.", name)}
