@@ -77,7 +77,7 @@ def test_avx_vnni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIONS, "avx2_vnni", [*AVX2, "-mavx512vnni", "-mavx512vl", *define])
     monkeypatch.setitem(OPTIONS, "dispatch", define)
     versions = ["avx2", "avx2_vnni", "avx512_bw", "avx512", "dispatch"]
-    assert "avx2vnni: 40 rounds" in checked("c++", "env", versions, 40, tmp_path)
+    assert "avx2vnni: 20 rounds" in checked("c++", "env", versions, 20, tmp_path)
 
 
 @pytest.mark.slow

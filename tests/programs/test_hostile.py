@@ -220,8 +220,8 @@ def test_connections_that_stay_after_an_answer(hasty: Kept) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [b"", HEAD, BODY], ids=["silent", "head", "body"])
-def test_a_thousand_connections_and_no_option(kept: Kept, first: bytes) -> None:
+@pytest.mark.parametrize("firsts", [[b""], [HEAD, BODY]], ids=["silent", "within a head or a body"])
+def test_a_thousand_connections_and_no_option(kept: Kept, firsts: list[bytes]) -> None:
     """Without --timeout they are given up after a minute."""
     resource = pytest.importorskip("resource")  # not on Windows
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -230,8 +230,8 @@ def test_a_thousand_connections_and_no_option(kept: Kept, first: bytes) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (2000, before[1]))
     try:
         with unharmed(kept) as server, contextlib.ExitStack() as stack:
-            for _ in range(1100):
-                stack.enter_context(server.connect()).sendall(first)
+            for i in range(1100):
+                stack.enter_context(server.connect()).sendall(firsts[i % len(firsts)])
             assert server.ask("POST", "/completion", SMALL, seconds=3 * SECONDS).status == 200
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
