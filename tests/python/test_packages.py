@@ -54,9 +54,11 @@ def test_options_exist() -> None:
 
 
 def test_image() -> None:
-    """The command that the image runs is one of ours, of a user without rights."""
+    """It takes wheels of the folder alone, and runs a command of ours, as a user without rights."""
     lines = (PACKAGES / "Containerfile").read_text("utf-8").splitlines()
     (entry,) = (line for line in lines if line.startswith("ENTRYPOINT"))
     assert '"/opt/subkv/bin/subkv", "run", "llama-server"' in entry
     assert lines.index("USER subkv") < lines.index(entry)
     assert "subkv" in PROJECT["scripts"]
+    (install,) = (line for line in lines if "pip install" in line)
+    assert install.split("install ")[1] == "--no-cache-dir --no-index --find-links /wheels subkv"
