@@ -200,8 +200,8 @@ FAULTS = [
     Fault(
         "all keys move by as much",
         "runtime/native/node_shift.cpp",
-        "of_cells[cells[i]]);",
-        "of_cells[cells[0]]);",
+        "codec.d_k, of_cells[i]);",
+        "codec.d_k, of_cells[0]);",
         f"{SHIFT} tests/runtime/test_machine.py",
     ),
     Fault(
