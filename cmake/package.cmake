@@ -21,8 +21,11 @@ if(NOT SKBUILD) # a wheel has them in its metadata
     install(FILES ${CMAKE_SOURCE_DIR}/LICENSE ${CMAKE_SOURCE_DIR}/THIRD_PARTY.md
         DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/licenses/subkv COMPONENT subkv)
 endif()
-# auditwheel takes libgomp into a wheel for other machines
-if(SKBUILD AND CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT GGML_NATIVE)
-    install(FILES ${CMAKE_SOURCE_DIR}/cmake/licenses/libgomp.txt
-        DESTINATION ${SKBUILD_METADATA_DIR}/licenses COMPONENT subkv)
+# auditwheel takes libgomp into a wheel for other machines; one for Windows holds all of the compiler's own libraries.
+if(SKBUILD AND NOT GGML_NATIVE AND (MINGW OR CMAKE_SYSTEM_NAME STREQUAL "Linux"))
+    set(licenses ${CMAKE_SOURCE_DIR}/cmake/licenses/libgomp.txt)
+    if(MINGW)
+        list(APPEND licenses ${CMAKE_SOURCE_DIR}/cmake/licenses/libwinpthread.txt)
+    endif()
+    install(FILES ${licenses} DESTINATION ${SKBUILD_METADATA_DIR}/licenses COMPONENT subkv)
 endif()

@@ -103,9 +103,9 @@ def shown(page: Path) -> Iterator[list[str]]:
 def program(module: str) -> click.Command | None:
     """The click command behind `python -m module`; None where it has none, or an extra of it is not installed."""
     for candidate in (module, f"{module}.program", f"{module}.cli"):
-        if not importlib.util.find_spec(candidate):
-            continue
         try:
+            if not importlib.util.find_spec(candidate):
+                continue
             found = importlib.import_module(candidate)
         except ModuleNotFoundError:
             return None

@@ -24,6 +24,7 @@ import tiny
 from engine import C
 from families import DEFAULTS, FAMILIES
 
+from subkv.native import library
 from subkv.native.library import Signatures, declare
 
 _ptr, _str, _size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
@@ -38,9 +39,9 @@ _FUNCTIONS: Signatures = {
     "gguf_set_arr_data": (None, [_ptr, _str, ctypes.c_int, _ptr, _size]),
     "ggml_get_name": (_str, [_ptr]),
     "ggml_backend_tensor_set": (None, [_ptr, _ptr, _size, _size]),
-    "llama_model_init_from_user": (_ptr, [_ptr, _callback, _ptr, C.llama_model_params]),
 }
-_LIB = declare(engine.SUBKV, _FUNCTIONS)
+_GGML = declare(library.ggml(), _FUNCTIONS)
+_LLAMA = declare(C._lib, {"llama_model_init_from_user": (_ptr, [_ptr, _callback, _ptr, C.llama_model_params])})
 _ARRAYS = {bool: (7, np.uint8), int: (5, np.int32), float: (6, np.float32)}  # ggml's type of elements, ours
 
 
@@ -75,23 +76,23 @@ def values(seed: int, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float
 
 def _metadata(arch: str, keys: dict[str, Any]) -> Any:
     """A gguf_context, to be freed."""
-    ctx = _LIB.gguf_init_empty()
-    _LIB.gguf_set_val_str(ctx, b"general.architecture", arch.encode())
-    _LIB.gguf_set_val_str(ctx, b"tokenizer.ggml.model", b"no_vocab")
+    ctx = _GGML.gguf_init_empty()
+    _GGML.gguf_set_val_str(ctx, b"general.architecture", arch.encode())
+    _GGML.gguf_set_val_str(ctx, b"tokenizer.ggml.model", b"no_vocab")
     for key, value in keys.items():
         name = (key if key.startswith(("xielu.", "tokenizer.")) else f"{arch}.{key}").encode()
         if isinstance(value, list):
             kind, dtype = _ARRAYS[type(value[0])]
             data = np.array(value, dtype)
-            _LIB.gguf_set_arr_data(ctx, name, kind, data.ctypes.data, len(data))
+            _GGML.gguf_set_arr_data(ctx, name, kind, data.ctypes.data, len(data))
         elif isinstance(value, bool):
-            _LIB.gguf_set_val_bool(ctx, name, value)
+            _GGML.gguf_set_val_bool(ctx, name, value)
         elif isinstance(value, int):
-            _LIB.gguf_set_val_u32(ctx, name, value)
+            _GGML.gguf_set_val_u32(ctx, name, value)
         elif isinstance(value, str):
-            _LIB.gguf_set_val_str(ctx, name, value.encode())
+            _GGML.gguf_set_val_str(ctx, name, value.encode())
         else:
-            _LIB.gguf_set_val_f32(ctx, name, value)
+            _GGML.gguf_set_val_f32(ctx, name, value)
     return ctx
 
 
@@ -107,7 +108,7 @@ class Model(engine.Model):
         @_callback
         def fill(tensor: int, _user: Any) -> None:
             try:
-                name = _LIB.ggml_get_name(tensor).decode()
+                name = _GGML.ggml_get_name(tensor).decode()
                 t = _Tensor.from_address(tensor)
                 assert t.type == 0, f"{name}: expected float32, found type {t.type}"
                 shape = tuple(reversed(t.ne))
@@ -115,7 +116,7 @@ class Model(engine.Model):
                     shape = shape[1:]
                 self.shapes[name] = shape
                 data = values(seed, name, shape)
-                _LIB.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
+                _GGML.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
             except BaseException as error:
                 errors.append(error)
 
@@ -124,8 +125,8 @@ class Model(engine.Model):
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.load_mtp = True  # in memory llama.cpp cannot leave them out
-        self.handle = _LIB.llama_model_init_from_user(ctx, fill, None, params)
-        _LIB.gguf_free(ctx)
+        self.handle = _LLAMA.llama_model_init_from_user(ctx, fill, None, params)
+        _GGML.gguf_free(ctx)
         if errors:
             raise errors[0]
         assert self.handle, f"{arch} does not load: {''.join(engine.LOG[-3:])}"

