@@ -37,6 +37,25 @@ layout(push_constant) uniform Push {
 #include "levels.glsl"
 
 const uint PARTS = 8; // of a tile's cells
+#ifdef INTEGER_DOT
+const uint RANKED   = ROWS + 1; // rows that `put` takes: logits, then the scales of values
+const bool RELATIVE = true;     // weights are relative to the tile's largest logit
+#else
+const uint RANKED   = ROWS;  // logits
+const bool RELATIVE = false; // weights are relative to the largest logit so far
+#endif
+
+shared float tops[RANKED * PARTS];
+
+// The largest number of a row.
+float top_of(uint r) {
+    float top = -INFINITY;
+    for (uint i = 0; i < PARTS; ++i) {
+        top = max(top, tops[r * PARTS + i]);
+    }
+    return top;
+}
+
 // Choices of the last but x-th place of all of cell c of a tile, as those before the first place: lane j becomes j + 1.
 uvec2 choices_before(Head head, uint tile, uint c, uint x) {
     const Octet octet = octet_of(head, head.n_path - x);

@@ -1,10 +1,6 @@
 // values.glsl: sums of values of a tile, each coefficient by a thread that reads its codes of all cells; f32.
 
-const uint RANKED   = ROWS;  // rows of `logits`
-const bool RELATIVE = false; // weights are relative to the largest logit so far
-
 shared float logits[ROWS * TILE];
-shared float tops[RANKED * PARTS];
 shared float weights[ROWS * TILE]; // times the scale of the value
 shared float plain[ROWS * TILE];   // of halves, which have none; 0 in zero rows
 
@@ -14,14 +10,6 @@ void put(uint i, float x) {
 
 float get(uint i) {
     return logits[i];
-}
-
-float top_of(uint r) {
-    float top = -INFINITY;
-    for (uint i = 0; i < PARTS; ++i) {
-        top = max(top, tops[r * PARTS + i]);
-    }
-    return top;
 }
 
 // A thread's coefficients, me + x * TILE.

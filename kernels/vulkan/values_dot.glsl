@@ -2,12 +2,9 @@
 // one of its coefficients, of octet after octet, so that what a code's level depends on stays in its registers; sums of
 // threads are added up in shared memory, and become floats once per tile.
 
-const uint  RANKED      = ROWS + 1; // rows of `room`: logits, then the scales of values
-const bool  RELATIVE    = true;     // weights are relative to the tile's largest logit
 const float WEIGHT_STEP = 1.0 / 65535.0;
 
 shared uint  room[RANKED * TILE]; // bits of floats, then weights: the lower byte, and the upper one in bits 16 to 23
-shared float tops[RANKED * PARTS];
 shared uvec2 pairs[ROWS * TILE / 4]; // upper, lower bytes of four cells' weights
 shared uint  totals[ROWS];            // of weights
 shared uint  sums[COEFFICIENTS * TILE * ROWS];
@@ -18,14 +15,6 @@ void put(uint i, float x) {
 
 float get(uint i) {
     return uintBitsToFloat(room[i]);
-}
-
-float top_of(uint r) {
-    float top = -INFINITY;
-    for (uint i = 0; i < PARTS; ++i) {
-        top = max(top, tops[r * PARTS + i]);
-    }
-    return top;
 }
 
 // A thread's coefficients, me + x * TILE, whose sums it keeps.
