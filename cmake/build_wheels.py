@@ -139,6 +139,8 @@ def main() -> None:
     )
     parser.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend and our shaders")
     arguments = parser.parse_args()
+    if arguments.vulkan and arguments.platform not in (None, "aarch64"):
+        parser.error(f"--vulkan: expected a wheel for Linux, found --platform {arguments.platform}")
     to = arguments.wheel_dir.resolve()
     to.mkdir(parents=True, exist_ok=True)
     target = PLATFORMS.get(arguments.platform)

@@ -222,7 +222,7 @@ def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, rows: tuple[int, i
     rng = np.random.default_rng(3)
     k_row, v_row = (extreme_row(head, codes) for head in (k, v))
     k_rows, v_rows = (np.tile(row, (n, 1)) for row in (k_row, v_row))
-    keys, values = o.dequantize(k, k_rows), o.dequantize(v, v_rows)
+    keys, values = (np.tile(o.dequantize(head, row[None]), (n, 1)) for head, row in ((k, k_row), (v, v_row)))
     towards = np.where(keys[0] < 0, -1.0, 1.0)
     # every query coefficient is as large as its rounding has room for, and their products add up
     q = np.tile((towards / k.coefficient_step).astype(np.float32), (n_rows, 1))

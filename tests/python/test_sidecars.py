@@ -63,6 +63,7 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         written.append(output)
 
     monkeypatch.setattr(datafree, "sidecar", sidecar)
+    monkeypatch.setattr(sidecars, "_held", sidecars._Held())  # later tests of this process are not to find `made` there
     return written
 
 
