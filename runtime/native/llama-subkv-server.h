@@ -9,10 +9,13 @@
 #include "server-task.h"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <limits>
 #include <list>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -233,6 +236,20 @@ inline server_task_result_ptr ended(const std::unordered_set<int> & tasks) {
     result->err_type = ERROR_TYPE_UNAVAILABLE;
     result->err_msg  = "the server is shutting down";
     return result;
+}
+
+// Returns when nobody waits for a result, or after a second. The HTTP server must not stop before: it cuts streams off between
+// two chunks, without the last one.
+inline void until_answered(std::mutex & mutex, const std::unordered_set<int> & waiting) {
+    for (int i = 0; i < 100; ++i) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (waiting.empty()) {
+                return;
+            }
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
 }
 
 // Of cpp-httplib. true: the request has been answered.
