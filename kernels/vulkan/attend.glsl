@@ -14,25 +14,7 @@ layout(constant_id = 0) const uint ROWS         = 8; // at most 8: `tops` is fou
 layout(constant_id = 1) const uint COEFFICIENTS = 2;
 const uint N_ACC = ROWS * COEFFICIENTS; // a name: to glslc two products are two sizes
 
-layout(std430, binding = 1) writeonly buffer Partial { float partial[]; };
-layout(std430, binding = 2) readonly buffer KTiles { uint k_tiles[]; };
-layout(std430, binding = 3) readonly buffer VTiles { uint v_tiles[]; };
-layout(std430, binding = 4) readonly buffer Mask { uint mask[]; };
-layout(std430, binding = 5) readonly buffer CellPos { int cell_pos[]; };
-layout(std430, binding = 6) readonly buffer Tokens { int tokens[]; };
-layout(std430, binding = 7) readonly buffer Queries { float queries[]; }; // of the same buffer, other places
-#ifdef INTEGER_DOT
-layout(std430, binding = 8) readonly buffer Packed { uint packed_queries[]; }; // likewise, by quantize.comp
-#endif
-
-layout(push_constant) uniform Push {
-    uint  qt_at, packed_at, shift_at, m_at, z_at, acc_at, width_v;
-    uint  k_tiles_at, k_stride, k_stream, v_tiles_at, v_stride, v_stream;
-    uint  mask_at, mask_half, cell_pos_at, tokens_at; // of the mask in values
-    uint  n_kv, n_tps, n_tokens, split;
-    float softcap;
-} p;
-
+#include "attend_sources.glsl"
 #include "mask.glsl"
 #include "levels.glsl"
 

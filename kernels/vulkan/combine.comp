@@ -47,7 +47,7 @@ void main() {
     const uint h      = hq / group;
     const uint row    = (h * p.n_tokens + token) * group + hq % group; // of split 0
     const uint stride = n_head * p.n_tokens * group;                  // from one split to the next
-    const uint width  = n_head * (d_k + d_v) / 2;                     // words of an exact row
+    const uint width  = exact_width();
     const Head head   = head_of(1, h);
 
     float m = -INFINITY, z = 0.0;
@@ -139,7 +139,7 @@ void main() {
                 [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
                     const uint j = me + x * THREADS;
                     if (j < d_v) {
-                        const vec2 pair = unpackHalf2x16(row_word(rows[i], (n_head * d_k + h * d_v + j) / 2));
+                        const vec2 pair = unpackHalf2x16(row_word(rows[i], (exact_value(h) + j) / 2));
                         o[x]            = fma(weight, j % 2 == 0 ? pair.x : pair.y, o[x]);
                     }
                 }

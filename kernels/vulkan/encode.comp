@@ -11,6 +11,8 @@
 
 layout(local_size_x = 128) in;
 
+layout(constant_id = 0) const uint PATH_LANES = 0; // 1 in a latent layer (trellis.h)
+
 layout(std430, binding = 1) readonly buffer K { float k[]; };
 layout(std430, binding = 2) readonly buffer V { float v[]; };
 layout(std430, binding = 3) buffer KTiles { uint k_tiles[]; };
@@ -192,6 +194,23 @@ uint extend(vec4 error, inout vec4 cost) {
     return from_larger;
 }
 
+uint least_state(vec4 cost) {
+    uint least = 0;
+    [[unroll]] for (uint w = 1; w < STATES; ++w) { // ties to the smaller state
+        least = cost[w] < cost[least] ? w : least;
+    }
+    return least;
+}
+
+// Before place t: a lane begins in state 0, with what the lane before ended with at least.
+bool begins_lane(Head head, uint t) {
+    return PATH_LANES != 0 && t % head.n_path == 0;
+}
+
+vec4 begin_lane(vec4 cost) {
+    return vec4(min(min(cost.x, cost.y), min(cost.z, cost.w)), INFINITY, INFINITY, INFINITY);
+}
+
 // The scale code, the same in all threads: near `middle`, the one that is best without a trellis. Places are prepared
 // by all threads, THREADS / TRELLIS_TRIED at a time, then a thread per scale takes the steps.
 uint choose_path_scale(Head head, uint middle) {
@@ -208,6 +227,9 @@ uint choose_path_scale(Head head, uint middle) {
         }
         barrier();
         for (uint i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < n; ++i) {
+            if (begins_lane(head, t0 + i)) {
+                cost = begin_lane(cost);
+            }
             extend(errors[TRELLIS_TRIED * i + me], cost);
         }
         barrier();
@@ -234,10 +256,12 @@ uint choose_path_scale(Head head, uint middle) {
     return best;
 }
 
-// The closed path of least cost at scale s: its codes. A thread per state that a path may begin and end in.
+// The path of least cost at scale s: its codes. A thread per state that a closed path may begin and end in; of lanes the
+// first thread alone counts.
 void find_path(Head head, float s) {
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES, WORDS = MAX_HEAD_SIZE / LANES;
     vec4       cost = mix(vec4(INFINITY), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));
+    uint       ended = 0; // in which state each lane did, two bits
     for (uint t0 = 0; t0 < n; t0 += THREADS) {
         if (t0 + me < n) {
             const Place place = place_of(head, t0 + me);
@@ -249,6 +273,10 @@ void find_path(Head head, float s) {
         for (uint i = 0; me < STATES && i < THREADS && t0 + i < n; i += LANES) { // n is a multiple of them
             uint nibbles = 0;
             for (uint x = 0; x < LANES; ++x) {
+                if (begins_lane(head, t0 + i + x)) {
+                    ended = ended << 2 | least_state(cost);
+                    cost  = begin_lane(cost);
+                }
                 nibbles |= extend(errors[i + x], cost) << 4 * x;
             }
             taken[me * WORDS + (t0 + i) / LANES] = nibbles;
@@ -263,11 +291,11 @@ void find_path(Head head, float s) {
         return;
     }
     uint ends = 0;
-    for (uint w = 1; w < STATES; ++w) { // ties to the smaller state
+    for (uint w = 1; PATH_LANES == 0 && w < STATES; ++w) { // ties to the smaller state
         ends = room[w] < room[ends] ? w : ends;
     }
-    uint w = ends, t = n;
-    for (uint lane = LANES; lane-- > 0;) {
+    uint w = PATH_LANES != 0 ? least_state(cost) : ends, t = n;
+    for (uint lane = LANES; lane-- > 0; ended >>= 2) {
         for (uint i = head.n_path; i-- > 0;) {
             --t;
             const uint nibble = taken[ends * WORDS + t / LANES] >> 4 * (t % LANES);
@@ -276,6 +304,7 @@ void find_path(Head head, float s) {
             codes[at]     = ((codes[at] >> 8 * subset(p, x) & 255u) ^ 2 * (p >> 1) ^ (p & 1u)) >> 1;
             w             = p;
         }
+        w = PATH_LANES != 0 ? ended & 3u : w;
     }
 }
 
@@ -387,8 +416,7 @@ void main() {
     barrier();
     store_codes(head, value, tile, within);
 
-    const uint n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
-    const uint at     = p.fresh_at + (token * n_head * (d_k + d_v) + (value ? n_head * d_k + h * d_v : h * d_k)) / 2;
+    const uint at = p.fresh_at + token * exact_width() + (value ? exact_value(h) : h * tables[D_K]) / 2;
     for (uint j = me; j < head.d / 2; j += THREADS) {
         uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // what a row that is not finite becomes
         if (x_finite) {

@@ -61,6 +61,7 @@ enum Header {
     WIDTH_K,
     N_SINK,
     N_RECENT,
+    LATENT,
     SLOPES,
     FIELDS,
     ROOTS,
@@ -133,6 +134,7 @@ Tables make_tables(const LayerTables & layer) {
     words.set(WIDTH_K, (uint32_t) largest_rank(layer.k));
     words.set(N_SINK, (uint32_t) layer.n_sink);
     words.set(N_RECENT, (uint32_t) layer.n_recent);
+    words.set(LATENT, layer.latent);
     const uint32_t slopes_at = words.add(layer.slope.data(), layer.slope.size());
     words.set(SLOPES, slopes_at);
     words.set(FIELDS, words.size());
@@ -151,11 +153,16 @@ Tables make_tables(const LayerTables & layer) {
         for (size_t h = 0; h < n_head; ++h) {
             const HeadCodec & head = (side == 0 ? layer.k : layer.v)[h];
             const size_t      n    = (size_t) head.rank * (size_t) head.d;
-            halves.resize(n);
-            to_halves(head.encode, head.rank, head.d, halves.data());
-            const uint32_t encode = words.add(halves.data(), n);
-            to_halves(head.decode, head.rank, head.d, halves.data());
-            const uint32_t decode = words.add(halves.data(), n);
+            const auto        add  = [&](const Matrix & matrix) -> uint32_t {
+                if (!present(matrix)) { // latent values are only decoded
+                    return 0;
+                }
+                halves.resize(n);
+                to_halves(matrix, head.rank, head.d, halves.data());
+                return words.add(halves.data(), n);
+            };
+            const uint32_t encode = add(head.encode);
+            const uint32_t decode = add(head.decode);
             const uint32_t offset = words.add(head.offset, (size_t) head.rank);
             const uint32_t mean   = words.add(side == 0 ? layer.mean[h] : nullptr, (size_t) head.d);
             arrays.push_back({ encode, decode, offset, mean, add_path(words, head) });
@@ -252,10 +259,13 @@ private:
 
 const char * encode(const Encode & e, Run run, void * recorder) {
     Builder d(ENCODE);
+    if (e.layer.latent) {
+        d.constant(1); // PATH_LANES
+    }
     d.bind(e.layer.tables).bind(e.k).bind(e.v).bind(e.k_tiles).bind(e.v_tiles).bind(e.cells).bind(e.fresh);
     d.at(e.k).push(e.k_head).push(e.k_token).at(e.v).push(e.v_head).push(e.v_token);
     d.at(e.k_tiles).stride(e.k_stride).at(e.v_tiles).stride(e.v_stride).at(e.cells, 8).at(e.fresh);
-    return d.run(e.n_tok, e.layer.n_head_kv, 2, run, recorder);
+    return d.run(e.n_tok, e.layer.n_head_kv, e.layer.latent ? 1 : 2, run, recorder);
 }
 
 const char * project_queries(const Attend & a, Run run, void * recorder) {
@@ -267,7 +277,7 @@ const char * project_queries(const Attend & a, Run run, void * recorder) {
 }
 
 int64_t packed_words(const Layer & l) {
-    return l.integer_dot && std::max(l.width_k, l.width_v) <= MAX_DOT ? l.width_k / 2 + 2 : 0;
+    return l.integer_dot && !l.latent && std::max(l.width_k, l.width_v) <= MAX_DOT ? l.width_k / 2 + 2 : 0;
 }
 
 static const char * quantize_queries(const Attend & a, Run run, void * recorder) {
@@ -276,6 +286,19 @@ static const char * quantize_queries(const Attend & a, Run run, void * recorder)
     d.bind(a.layer.tables).bind(a.qt).bind(a.packed);
     d.at(a.qt).at(a.packed).push(n_tokens);
     return d.run(n_tokens, a.layer.n_head_kv, a.layer.n_group, run, recorder);
+}
+
+static uint32_t coefficients_of_thread(const Layer & l) {
+    return (uint32_t) ((l.width_v + TILE - 1) / TILE);
+}
+
+// Query rows of attend's workgroup.
+static uint32_t rows_at_once(const Layer & l, int64_t n_rows) {
+    if (l.latent) {
+        return n_rows <= 4 ? 4 : n_rows <= 8 ? 8 : 16;
+    }
+    const auto most = std::min<int64_t>(MAX_ROWS, std::max<uint32_t>(1, MAX_ACCUMULATORS / coefficients_of_thread(l)));
+    return (uint32_t) std::min<int64_t>(most, std::max<int64_t>(1, n_rows));
 }
 
 const char * attend(const Attend & a, Run run, void * recorder) {
@@ -287,12 +310,13 @@ const char * attend(const Attend & a, Run run, void * recorder) {
     if (error) {
         return error;
     }
-    const auto coefficients = (uint32_t) ((a.layer.width_v + TILE - 1) / TILE);
-    const auto n_rows       = a.n_tps * a.layer.n_group; // of a stream
-    const auto most         = std::min<int64_t>(MAX_ROWS, std::max<uint32_t>(1, MAX_ACCUMULATORS / coefficients));
-    const auto rows         = (uint32_t) std::min<int64_t>(most, std::max<int64_t>(1, n_rows));
-    Builder    d(dot ? ATTEND_DOT : ATTEND);
-    d.constant(rows).constant(coefficients);
+    const auto     n_rows = a.n_tps * a.layer.n_group; // of a stream
+    const uint32_t rows   = rows_at_once(a.layer, n_rows);
+    Builder        d(a.layer.latent ? ATTEND_LATENT : dot ? ATTEND_DOT : ATTEND);
+    d.constant(rows);
+    if (!a.layer.latent) {
+        d.constant(coefficients_of_thread(a.layer));
+    }
     d.bind(a.layer.tables).bind(a.m).bind(a.k_tiles).bind(a.v_tiles).bind(a.mask).bind(a.cell_pos).bind(a.tokens);
     d.bind(a.qt);
     if (dot) {

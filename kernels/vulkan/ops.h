@@ -33,6 +33,7 @@ struct LayerTables {
     std::vector<const uint16_t *> mean;               // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
     std::vector<float>            slope;              // [n_head] of the mask; ones without ALiBi
     int32_t                       n_sink, n_recent;
+    bool                          latent; // of Layer
 };
 
 struct Tables {
@@ -48,13 +49,15 @@ struct Layer {
     int32_t width_k, width_v; // largest ranks
     float   scale, softcap;   // softcap 0: none
     bool    integer_dot;      // the device has fast dot products of four bytes, and the feature is enabled
+    bool    latent;           // values are the first d_v elements of keys, and have no tiles; one KV head
 };
 
 // Words of packed queries that attend needs for every query row, behind what else it has; 0: it multiplies floats.
 int64_t packed_words(const Layer & layer);
 
 // k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
-// [n_tok][n_head_kv * (d_k + d_v)], K first; a row that is not finite becomes the mean or zero there.
+// [n_tok][n_head_kv * (d_k + d_v)], K first, of a latent layer K alone; a row that is not finite becomes the mean or zero
+// there.
 struct Encode {
     Layer   layer;
     Place   k, v;
@@ -72,8 +75,8 @@ struct Encode {
 struct Attend {
     Layer   layer;
     Place   q;
-    int64_t q_head, q_token; // strides, in floats
-    Place   k_tiles, v_tiles;
+    int64_t q_head, q_token;    // strides, in floats
+    Place   k_tiles, v_tiles;   // of a latent layer both those of keys
     int64_t k_stride, v_stride; // bytes from one tile to the next
     int64_t k_stream, v_stream; // bytes from one stream to the next
     Place   mask;               // [n_tokens][n_kv]

@@ -20,6 +20,9 @@ const uint32_t attend[] =
 const uint32_t attend_dot[] =
 #include "attend_dot.inc"
     ;
+const uint32_t attend_latent[] =
+#include "attend_latent.inc"
+    ;
 const uint32_t combine[] =
 #include "combine.inc"
     ;
@@ -38,15 +41,16 @@ const uint32_t prompt_mask[] =
 
 } // namespace
 
-const Shader ENCODE       = { "subkv_encode", encode, sizeof(encode) };
-const Shader PROJECT      = { "subkv_project", project, sizeof(project) };
-const Shader QUANTIZE     = { "subkv_quantize", quantize, sizeof(quantize) };
-const Shader ATTEND       = { "subkv_attend", attend, sizeof(attend) };
-const Shader ATTEND_DOT   = { "subkv_attend_dot", attend_dot, sizeof(attend_dot) };
-const Shader COMBINE      = { "subkv_combine", combine, sizeof(combine) };
-const Shader STORE_WINDOW = { "subkv_store_window", store_window, sizeof(store_window) };
-const Shader PROMPT_ROWS  = { "subkv_prompt_rows", prompt_rows, sizeof(prompt_rows) };
-const Shader PROMPT_EXACT = { "subkv_prompt_exact", prompt_exact, sizeof(prompt_exact) };
-const Shader PROMPT_MASK  = { "subkv_prompt_mask", prompt_mask, sizeof(prompt_mask) };
+const Shader ENCODE        = { "subkv_encode", encode, sizeof(encode) };
+const Shader PROJECT       = { "subkv_project", project, sizeof(project) };
+const Shader QUANTIZE      = { "subkv_quantize", quantize, sizeof(quantize) };
+const Shader ATTEND        = { "subkv_attend", attend, sizeof(attend) };
+const Shader ATTEND_DOT    = { "subkv_attend_dot", attend_dot, sizeof(attend_dot) };
+const Shader ATTEND_LATENT = { "subkv_attend_latent", attend_latent, sizeof(attend_latent) };
+const Shader COMBINE       = { "subkv_combine", combine, sizeof(combine) };
+const Shader STORE_WINDOW  = { "subkv_store_window", store_window, sizeof(store_window) };
+const Shader PROMPT_ROWS   = { "subkv_prompt_rows", prompt_rows, sizeof(prompt_rows) };
+const Shader PROMPT_EXACT  = { "subkv_prompt_exact", prompt_exact, sizeof(prompt_exact) };
+const Shader PROMPT_MASK   = { "subkv_prompt_mask", prompt_mask, sizeof(prompt_mask) };
 
 } // namespace subkv::vulkan

@@ -12,7 +12,7 @@ struct Shader {
     size_t           bytes;
 };
 
-extern const Shader ENCODE, PROJECT, QUANTIZE, ATTEND, ATTEND_DOT, COMBINE, STORE_WINDOW, PROMPT_ROWS, PROMPT_EXACT,
-    PROMPT_MASK;
+extern const Shader ENCODE, PROJECT, QUANTIZE, ATTEND, ATTEND_DOT, ATTEND_LATENT, COMBINE, STORE_WINDOW, PROMPT_ROWS,
+    PROMPT_EXACT, PROMPT_MASK;
 
 } // namespace subkv::vulkan

@@ -13,7 +13,8 @@ layout(std430, binding = 0) TABLES_ACCESS buffer Tables {
 };
 
 const uint N_BAD = 0, N_HEAD_KV = 1, N_GROUP = 2, D_K = 3, D_V = 4, WIDTH_K = 5, N_SINK = 6, N_RECENT = 7;
-const uint SLOPES = 8, FIELDS = 9, EIGHTHS = 10, ALPHABETS = 11, HEADS = 12; // where they begin
+const uint LATENT = 8; // 1: values are the first elements of keys, have no tiles, and paths are PATH_LANES (trellis.h)
+const uint SLOPES = 9, FIELDS = 10, EIGHTHS = 11, ALPHABETS = 12, HEADS = 13; // where they begin
 
 const uint HEAD_WORDS = 67, BAND_WORDS = 7, OCTET_WORDS = 4, ALPHABET_WORDS = 12;
 const uint MAX_HEAD_SIZE = 576, MAX_FIELDS = 3, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
@@ -111,6 +112,16 @@ uint n_fields(uint bits, uint rho) {
 Field field_of(uint bits, uint rho, uint i) {
     const uint f = tables[tables[FIELDS] + (bits * 8 + rho) * 4 + 1 + i];
     return Field(f & 255u, f >> 8 & 255u, f >> 16 & 255u, f >> 24);
+}
+
+// Words of a row of the window, and of fresh rows: keys of all heads, then values; those of a latent layer are in its key.
+uint exact_width() {
+    return tables[N_HEAD_KV] * (tables[D_K] + (tables[LATENT] != 0 ? 0 : tables[D_V])) / 2;
+}
+
+// The half of such a row where a head's value begins.
+uint exact_value(uint h) {
+    return tables[LATENT] != 0 ? 0 : tables[N_HEAD_KV] * tables[D_K] + h * tables[D_V];
 }
 
 bool finite(float x) {

@@ -266,17 +266,9 @@ _GPU = {
         "adapt: layer 0 has its cache on the GPU, where bases cannot follow the text; keep it on the CPU (-ngl 0, or "
         "offload_kqv off), or use static bases",
     ),
-    "latent rows": Cell(
-        "refused",
-        "layer 0: no coefficient kernels for latent attention (MLA) on the GPU; keep its cache on the CPU (-ngl 0, or "
-        "offload_kqv off)",
-    ),
+    "latent rows": _yes(f"{_RUNTIME}placement.py::test_latent_attention_on_the_gpu"),
     "context shift": _yes(f"{_RUNTIME}placement.py::test_positions_on_the_gpu_shift_as_on_the_cpu"),
-    "sparse selection": Cell(
-        "refused",
-        "layer 0: no coefficient kernels for latent attention (MLA) on the GPU; keep its cache on the CPU (-ngl 0, or "
-        "offload_kqv off)",
-    ),
+    "sparse selection": _yes(f"{_HERE}features.py::test_on_this_backend"),
     "several sequences": _yes(_ON_CPU["several sequences"]),
     "states": _yes(f"{_RUNTIME}placement.py::test_a_state_moves_between_gpu_and_cpu"),
     "prefix restore": _yes("tests/python/test_gpu.py::test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike"),
@@ -286,11 +278,7 @@ _GPU = {
 }
 TABLE: dict[str, dict[str, Cell]] = {
     "CPU": {feature: _yes(test) for feature, test in _ON_CPU.items()},
-    "CUDA": _GPU
-    | {
-        "latent rows": _yes(f"{_RUNTIME}placement.py::test_latent_attention_on_the_gpu"),
-        "sparse selection": _yes(f"{_HERE}features.py::test_on_this_backend"),
-    },
+    "CUDA": _GPU,
     "Vulkan": _GPU,
     "Triton, PyTorch": {
         "adaptive bases": Cell("refused", "subkv.adapt: bases stay as calibrated with transformers, found v"),

@@ -71,9 +71,9 @@ bits (0.29). With q8_0, 97.7 to 100% of 256 chosen of 2048 or 4096 cells are tho
   bit here.
 - minimax-m3 attends to all cells unless flash attention is on, and where sequences share cells
   (`-kvu`, *as f16* below); so does llama.cpp with f16.
-- On GPU backends minimax-m3 and t5 are refused, whose KV heads have masks of their own. Vulkan has
-  no kernels for latent attention. CUDA attends under a mask over all cells, and its roundings,
-  larger than the CPU's, may choose another cell, too.
+- On GPU backends minimax-m3 and t5 are refused, whose KV heads have masks of their own. CUDA and
+  Vulkan attend under a mask over all cells; roundings that differ from the CPU's may choose another
+  cell, too.
 
 """
 

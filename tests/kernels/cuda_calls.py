@@ -27,6 +27,7 @@ class Shape:
     means: bool = False
     mask_half: bool = False
     picture: bool = False  # the last half of the tokens is one's: they share a position, no window has them
+    blind: bool = False  # nobody sees a cell of the last tile
 
 
 class Call:
@@ -65,6 +66,8 @@ class Call:
         mask[rng.random(mask.shape) < 0.2] = -np.inf
         mask[self.cell_pos.repeat(s.n_tps, axis=0) > self.pos[:, None]] = -np.inf
         mask[:, s.n_kv // 2] = -np.inf
+        if s.blind:
+            mask[:, (s.n_kv - 1) // o.TILE * o.TILE :] = -np.inf
         for rows in self.rows:
             rows[:, s.n_kv // 2] = 255  # never seen, whatever the bytes
         self.mask = mask

@@ -105,8 +105,6 @@ class DeviceMemory:
 class Library:
     """kernels/cuda, built for `memory`'s kind."""
 
-    rounds = True  # queries, weights and coefficients, as kernels/cuda/ops.h says
-
     def __init__(self, path: Path, memory: Callable[[], Memory]) -> None:
         self.lib = ct.CDLL(str(path))
         self.memory = memory
@@ -116,9 +114,12 @@ class Library:
         """The scalar definition, which is compiled into the same library."""
         return o.Ops.from_address(self.lib.subkv_ops_table(0))
 
-    def multiplies_bytes(self, decodes: bool) -> bool:
-        """Whether attend rounds queries and weights to two bytes each, not to halves. decodes: CUDA's decode kernel."""
-        return decodes
+    def rounding(self, decodes: bool, latent: bool, width: int) -> str | None:
+        """To what attend rounds queries and weights: "bytes" (two each) or "halves"; None: it does not.
+
+        decodes: CUDA's decode kernel takes the call. width: coefficients of the largest head.
+        """
+        return "bytes" if decodes else "halves"
 
     def exact(self) -> list[o.Ops]:
         """Definitions, the bytes of one of which encode has for the same coefficients."""

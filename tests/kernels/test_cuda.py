@@ -128,6 +128,7 @@ SHAPES = [
     Shape(n_tps=7, n_kv=65),
     Shape(n_stream=2, n_tps=11, group=2, n_kv=129, n_split=3, softcap=5.0, means=True),
     Shape(n_tps=40, group=2, n_kv=100, n_split=1, mask_half=True),
+    Shape(n_kv=100, blind=True),
     Shape(n_tps=9, group=2, n_kv=100, picture=True),
     Shape(n_stream=2, group=8, n_kv=90, picture=True),
 ]
@@ -174,7 +175,8 @@ def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> Non
 def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None = None) -> None:
     call = Call(library, name, shape, codes)
     library.run("attend", call.args)
-    decode = library.multiplies_bytes(call.decodes)
+    width = max(head.rank for side in call.sides for head in side.heads)
+    rounding = library.rounding(call.decodes, call.latent, width)
     for stream in range(shape.n_stream):
         bias = call.coded_bias(stream)
         for h in range(call.n_head):
@@ -186,20 +188,18 @@ def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None 
             live = np.isfinite(m)
             tolerance = 32 * o.EPS * (size + 1)
             extra = np.zeros_like(acc)
-            if not library.rounds:
-                pass
-            elif decode:
+            if rounding == "bytes":
                 k, v = (side.heads[h] for side in call.sides)
                 rounded = Rounded.of(k, v, keys, values, call.rows[1][stream][:, call.sides[1].parts()[h]])
                 tolerance += 1.01 * QUERY_STEP * rounded.logits(q, weights > 0)
                 extra = 1.01 * WEIGHT_STEP * rounded.sums(weights)
-            else:
+            elif rounding == "halves":
                 tolerance += 1.5 * HALF_ERROR * size
                 extra = 1e-6 * weight_v.max(initial=0) + HALF_ERROR * weight_v
             got_m, got_z, got_acc = call.merged(stream, h, m)
             assert np.array_equal(np.isfinite(got_m), live)
             assert np.all(np.abs(got_m[live] - m[live]) <= tolerance[live])
-            relative = np.expm1(2 * tolerance[live]) + 32 * o.EPS + (0 if decode or not library.rounds else HALF_ERROR)
+            relative = np.expm1(2 * tolerance[live]) + 32 * o.EPS + (HALF_ERROR if rounding == "halves" else 0)
             assert np.all(np.abs(got_z[live] - z[live]) <= relative * z[live])
             bound = relative[:, None] * (weight_v[live] + 1e-30) + extra[live] + o.EPS * weight_v[live].max(initial=0)
             assert np.all(np.abs(got_acc[live] - acc[live]) <= bound)

@@ -22,10 +22,13 @@ import vulkan_ops as v
 from cuda_calls import Call, Shape
 from test_cuda import (
     test_a_window_stores_what_its_slots_name,
+    test_attend_latent,
     test_attend_layouts,
     test_attend_shapes,
     test_combine,
+    test_combine_latent,
     test_encode,
+    test_encode_latent,
     test_prompt,
     test_prompt_layouts,
     test_sums_do_not_overflow,
@@ -33,10 +36,13 @@ from test_cuda import (
 
 __all__ = [
     "test_a_window_stores_what_its_slots_name",
+    "test_attend_latent",
     "test_attend_layouts",
     "test_attend_shapes",
     "test_combine",
+    "test_combine_latent",
     "test_encode",
+    "test_encode_latent",
     "test_prompt",
     "test_prompt_layouts",
     "test_sums_do_not_overflow",
@@ -79,7 +85,7 @@ LARGE = {
 
 @pytest.fixture(params=LARGE)
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Heads larger than CUDA's kernels take."""
+    """Heads larger than CUDA's decode kernel takes."""
     monkeypatch.setitem(layers.LAYERS, request.param, LARGE[request.param])
     return str(request.param)
 
@@ -97,6 +103,21 @@ def test_encode_large_heads(library: v.Library, large: str, orthonormal: bool) -
 @pytest.mark.parametrize("shape", [Shape(group=71, n_kv=65), Shape(group=128, n_kv=65, n_split=1)], ids=str)
 def test_large_groups(library: v.Library, shape: Shape) -> None:
     t.check_attend(library, "one_head", shape)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(group=18, n_kv=150),
+        Shape(group=3, n_kv=100, blind=True),
+        Shape(n_tps=2, group=4, n_kv=200, n_split=1, mask_half=True, softcap=20),
+    ],
+    ids=str,
+)
+def test_attend_latent_of_deepseek(library: v.Library, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    """512 elements, and 64 rotated ones, of bands that end within a chunk of coefficients."""
+    monkeypatch.setitem(layers.LATENT, "deepseek", (((8, 16), (240, 4), (256, 3), (64, 8)), 3, 576, 512))
+    t.check_attend(library, "deepseek", shape)
 
 
 def test_combine_large_heads(library: v.Library, monkeypatch: pytest.MonkeyPatch) -> None:

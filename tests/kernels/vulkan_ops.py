@@ -22,6 +22,7 @@ VULKAN = c.ROOT / "kernels/vulkan"
 HARNESS = c.ROOT / "tests/kernels/vulkan"
 SHADERS = sorted(VULKAN.glob("*.comp"))
 UNFUSED = "libunfused.so"
+MAX_DOT = 256  # coefficients of heads that are multiplied so
 GLSLC_FLAGS = ["-O", "--target-env=vulkan1.1", "-Werror"]
 
 
@@ -75,14 +76,14 @@ class Library(c.Library):
         self.lib.test_set_times.argtypes, self.lib.test_times.restype = [ct.c_uint32], ct.POINTER(ct.c_double)
         if error := self.lib.test_open(validate, integer_dot):
             raise RuntimeError(error.decode())
-        self.rounds = integer_dot
+        self.integer_dot = integer_dot
         self.validates = validate
         self.path = path
         self.device = self.lib.test_device().decode()
         self.max_range = int(self.lib.test_max_range())  # bytes
 
-    def multiplies_bytes(self, decodes: bool) -> bool:
-        return self.rounds
+    def rounding(self, decodes: bool, latent: bool, width: int) -> str | None:
+        return "bytes" if self.integer_dot and not latent and width <= MAX_DOT else None
 
     def exact(self) -> list[o.Ops]:
         """With fused products and without."""

@@ -34,7 +34,7 @@ public:
     uint64_t n_zero_rows() const override;
     void     wait() const override { vulkan_wait(device_); }
     size_t   max_range() const override { return max_range_; }
-    bool     makes_rows() const override { return true; }
+    bool     makes_rows() const override { return !layer_.codec->latent; }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -71,12 +71,7 @@ VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t bu
     integer_dot_(vulkan_integer_dot(device_)),
     nodes_{ { NodeKind::ENCODE, this },       { NodeKind::ATTEND, this },      { NodeKind::COMBINE, this },
             { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
-    const LayerCodec & codec = *layer.codec;
-    if (codec.latent) {
-        fail("layer %d: no coefficient kernels for latent attention (MLA) on %s; keep its cache on the CPU (-ngl 0, or "
-             "offload_kqv off)",
-             codec.il, ggml_backend_buft_name(buft));
-    }
+    const LayerCodec &  codec = *layer.codec;
     vulkan::LayerTables tables;
     tables.k     = codec.k;
     tables.v     = codec.v;
@@ -84,6 +79,7 @@ VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t bu
     tables.slope.resize((size_t) layer.n_head);
     tables.n_sink   = layer.window->n_sink();
     tables.n_recent = layer.window->n_recent();
+    tables.latent   = codec.latent;
     for (const auto & centre : codec.centre) {
         tables.mean.push_back(centre.mean.empty() ? nullptr : centre.mean.data());
     }
@@ -137,7 +133,7 @@ vulkan::Layer VulkanLayer::layer(int64_t width_v) const {
     return { place(memory_),    codec.n_head_kv, layer_.n_head / codec.n_head_kv,
              codec.d_k,         codec.d_v,       width_k_,
              (int32_t) width_v, layer_.scale,    layer_.softcap,
-             integer_dot_ };
+             integer_dot_,      codec.latent };
 }
 
 vulkan::Encode VulkanLayer::encode(ggml_tensor * dst) const {

@@ -152,10 +152,9 @@ const char * record(void * recorder, const Dispatch & dispatch) {
     return nullptr;
 }
 
-void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps, bool integer_dot) {
-    Recorder to = { pipelines, " d " + std::to_string(d) + (n_tps == 1 ? " G " + std::to_string(group) : " prompt") };
-    Attend   a{};
-    a.layer          = { {}, 8, group, d, d, d, d, 1.0f, 0.0f, integer_dot };
+void record_ops(Recorder to, const Layer & layer, int64_t n_tps) {
+    Attend a{};
+    a.layer          = layer;
     a.n_kv           = 1024;
     a.n_stream       = 1;
     a.n_tps          = n_tps;
@@ -170,17 +169,24 @@ void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps, bool i
     Store stored{};
     stored.n_slots = stored.width = 64;
     Prompt prompt{};
-    prompt.c       = combined;
-    prompt.n_rows  = 1024 + 256 + n_tps + n_tps % 2;
-    prompt.n_heads = 8;
-    for (const char * error :
-         { encode(encoded, record, &to), attend(a, record, &to), combine(combined, record, &to),
-           store_window(stored, record, &to), prompt_rows(prompt, record, &to), prompt_mask(prompt, record, &to) }) {
+    prompt.c          = combined;
+    prompt.n_rows     = 1024 + 256 + n_tps + n_tps % 2;
+    prompt.n_heads    = 8;
+    const char * rows = layer.latent ? nullptr : prompt_rows(prompt, record, &to);
+    const char * mask = layer.latent ? nullptr : prompt_mask(prompt, record, &to);
+    for (const char * error : { encode(encoded, record, &to), attend(a, record, &to), combine(combined, record, &to),
+                                store_window(stored, record, &to), rows, mask }) {
         if (error) {
             std::fprintf(stderr, "%s expected\n", error);
             std::exit(1);
         }
     }
+}
+
+void record_layer(Pipelines & pipelines, int d, int group, int64_t n_tps, bool integer_dot) {
+    const std::string head  = n_tps == 1 ? " G " + std::to_string(group) : " prompt";
+    const Layer       layer = { {}, 8, group, d, d, d, d, 1.0f, 0.0f, integer_dot, false };
+    record_ops({ pipelines, " d " + std::to_string(d) + head }, layer, n_tps);
 }
 
 } // namespace
@@ -194,6 +200,7 @@ int main() {
         record_layer(pipelines, 64, 3, 512, dot);
         record_layer(pipelines, 128, 4, 512, dot);
     }
+    record_ops({ pipelines, " d 576 G 16" }, { {}, 1, 16, 576, 512, 576, 512, 1.0f, 0.0f, false, true }, 1);
     Compiler compiler;
     for (const auto & [name, dispatch] : pipelines) {
         compiler.print(name, dispatch);

@@ -57,8 +57,8 @@ public:
     ~Layer() { *from_.n_bad += *memory_.words(); }
 
     vulkan::Layer layer() {
-        return { place(memory_.words()), from_.n_head_kv, from_.n_group, from_.d_k,     from_.d_v,
-                 from_.width_k,          from_.width_v,   from_.scale,   from_.softcap, integer_dot };
+        return { place(memory_.words()), from_.n_head_kv, from_.n_group, from_.d_k,   from_.d_v,   from_.width_k,
+                 from_.width_v,          from_.scale,     from_.softcap, integer_dot, from_.latent };
     }
 
 private:
@@ -77,6 +77,7 @@ private:
         t.slope.assign(l.slope, l.slope + l.n_head_kv * l.n_group);
         t.n_sink   = n_sink;
         t.n_recent = n_recent;
+        t.latent   = l.latent;
         return t;
     }
 
