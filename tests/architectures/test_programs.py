@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek32": {},  # chosen cells
     "dots3note": SLIDING,  # chosen cells beside a sliding window
     "qwen4exp": RECURRENT,  # chosen cells beside recurrent layers
-    # not glm5-next: about once in 500 programs an assertion of llama.cpp's set_input_kpool ends the process
+    "glm5-next": RECURRENT,  # chosen pools of cells beside recurrent layers
     "minimax-m3": {},  # chosen by every KV head
 }
 
