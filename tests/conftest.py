@@ -17,6 +17,10 @@ _numbers = map(str, itertools.count())
 
 REPO = Path(__file__).resolve().parent.parent
 
+# Threads that wait for each other sleep: OpenMP's otherwise spin, and on a busy machine take the processor from those that
+# they wait for (eight times as long beside one other process on 2 cores). ggml is not loaded yet.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

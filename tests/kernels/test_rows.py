@@ -166,6 +166,9 @@ def test_zero_and_nonfinite_rows(table: o.Ops, layout: o.Layout, value: bool) ->
     assert np.all(o.dequantize(head, rows)[:5] == 0)
 
 
+N_STORED = 12  # tokens, which lie in three tiles
+
+
 @SWEEP
 @SIDES
 @sweep("extra", [0, 7, 64])
@@ -173,9 +176,9 @@ def test_encode_stays_inside_its_cells(table: o.Ops, layout: o.Layout, value: bo
     rng = np.random.default_rng(3)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
     ldx = head.codec.d + 3
-    x = rng.standard_normal((40, ldx)).astype(np.float32)
+    x = rng.standard_normal((N_STORED, ldx)).astype(np.float32)
     x[:, head.codec.d :] = np.nan  # padding of the input is not read
-    cells = rng.permutation(150)[:40].tolist()
+    cells = rng.permutation(150)[:N_STORED].tolist()
     rows = np.full((150, head.row_bytes), 0xAA, np.uint8)
     assert o.encode(table, head, x, cells, rows, ldx, extra) == 0
     assert np.all(rows[sorted(set(range(150)) - set(cells))] == 0xAA)

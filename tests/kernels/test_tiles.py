@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes as ct
+import functools
+from dataclasses import dataclass
 
 import codec_numpy
 import layouts
@@ -182,31 +184,49 @@ def test_encode_writes_the_rows_of_the_format(
     assert np.array_equal(rows, want)
 
 
+@dataclass(frozen=True)
+class Coded:
+    """Coefficients [n][rank] and what numpy makes of them; `clean`: zeros in rows that are not finite."""
+
+    c: o.F32
+    clean: o.F32
+    rows: o.U8
+    rows_of_clean: o.U8
+    decoded: o.F32
+
+
+@functools.cache  # numpy's encoder is slow, and every version of the kernels is compared with it
+def coded_by_numpy(layout: o.Layout, value: bool, latent: bool, n: int) -> Coded:
+    rng = np.random.default_rng(n)
+    head = any_head(layout, value, rng, latent)
+    c = coefficients(head, n, rng)
+    clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0))  # NaN * 0 would spread through E
+    rows, of_clean = (codec_numpy.encode(x, layout, head.ratio, latent) for x in (c, clean))
+    return Coded(c, clean, rows, of_clean, codec_numpy.decode(of_clean, layout, head.ratio, latent))
+
+
 @sweep("layout", layouts.LAYOUTS)
 @SIDES
 @sweep("latent", [False, True])
 @sweep("n", [0, 1, 64, 65, 200])
 def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int) -> None:
     """encode_rows and dequantize_rows of ops.h with any version's ops, on inputs that lie apart."""
-    rng = np.random.default_rng(n)
-    head = any_head(layout, value, rng, latent)
-    c = coefficients(head, n, rng)
-    clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0))  # NaN * 0 would spread through E
+    head = any_head(layout, value, np.random.default_rng(n), latent)
+    want = coded_by_numpy(layout, value, latent, n)
     x = np.full((n, head.rank + 3), np.nan, np.float32)
-    x[:, :-3] = clean
-    rows = any_bytes(rng, n + 1, head.row_bytes)
+    x[:, :-3] = want.clean
+    rows = any_bytes(np.random.default_rng(n + 1), n + 1, head.row_bytes)
     guard = rows[n].copy()
     of, codec = ct.addressof(table), ct.addressof(head.codec)
     assert lib.subkv_ops_encode_rows(of, codec, o.ptr(x), x.shape[1], n, o.ptr(rows)) == 0
-    assert np.array_equal(rows[:n], codec_numpy.encode(clean, layout, head.ratio, latent))
+    assert np.array_equal(rows[:n], want.rows_of_clean)
     back = np.full((n + 1, head.rank), 7, np.float32)
     lib.subkv_ops_dequantize_rows(of, codec, o.ptr(rows), n, o.ptr(back))
-    np.testing.assert_allclose(
-        back[:n], codec_numpy.decode(rows[:n], layout, head.ratio, latent), rtol=3e-7, atol=1e-30
-    )
+    np.testing.assert_allclose(back[:n], want.decoded, rtol=3e-7, atol=1e-30)
     assert np.array_equal(rows[n], guard) and np.all(back[n] == 7)
     head.codec.encode = o.Matrix()
+    c = want.c.copy()
     assert lib.subkv_ops_encode_rows(of, codec, o.ptr(c), head.rank, n, o.ptr(rows)) == np.count_nonzero(
         ~np.isfinite(c).all(axis=1)
     )
-    assert np.array_equal(rows[:n], codec_numpy.encode(c, layout, head.ratio, latent))
+    assert np.array_equal(rows[:n], want.rows)
