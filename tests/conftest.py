@@ -17,8 +17,8 @@ _numbers = map(str, itertools.count())
 
 REPO = Path(__file__).resolve().parent.parent
 
-# Threads that wait for each other sleep: OpenMP's otherwise spin, and on a busy machine take the processor from those that
-# they wait for (eight times as long beside one other process on 2 cores). ggml is not loaded yet.
+# OpenMP's threads spin where they wait for each other, and take the processor from those that they wait for: on 2 cores,
+# beside one other process, a test took eight times as long. libgomp reads this when it is loaded, later than here.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
