@@ -17,7 +17,7 @@ _numbers = map(str, itertools.count())
 
 REPO = Path(__file__).resolve().parent.parent
 
-# OpenMP's threads spin where they wait for each other, and take the processor from those that they wait for: on 2 cores,
+# Threads of OpenMP spin where they wait for each other, and take the processor from those they wait for: on 2 cores,
 # beside one other process, a test took eight times as long. libgomp reads this when it is loaded, later than here.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
