@@ -346,4 +346,19 @@ SHAPES = {  # --help tells what each lacks
         indexer=(64, 128, 2048),
         query=1536,
     ),
+    "qwen3.6-27b": Shape(
+        *("qwen35", 4, 24, 4, 256, 5120, 17408, 32000, False, 1e7, 262144), period=4, delta=Delta(16, 48)
+    ),
+    "qwen3.6-35b-a3b": Shape(
+        *("qwen35moe", 4, 16, 2, 256, 2048, 512, 32000, False, 1e7, 262144), period=4, delta=Delta(16, 32), experts=8
+    ),
+    "gemma-4-31b": Shape(
+        *("gemma4", 6, 32, 4, 512, 5376, 21504, 32000, True, 1e6, 262144), period=6, window=Window(1024, 1e4, 4, 2)
+    ),
+    "gpt-oss-20b": Shape(
+        *("gpt-oss", 4, 64, 8, 64, 2880, 2880, 32000, False, 1.5e5, 131072),
+        period=2,
+        window=Window(128, 1.5e5),
+        experts=4,
+    ),
 }
