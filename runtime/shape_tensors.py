@@ -124,7 +124,9 @@ ENDS: dict[str, Table] = {  # what differs of the tensors that belong to no laye
 
 
 class Window(NamedTuple):
-    """Of sliding layers. kv_heads: for each KV head of a full layer. parts: of a full layer's head, one is theirs."""
+    """Of sliding layers. kv_heads: as many for each KV head of a full layer. parts: a full layer's head divided by it
+    is the size of a head.
+    """
 
     cells: int
     rope_base: float
@@ -146,8 +148,8 @@ class Shape:
     """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with.
 
     latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
-    attending: the layers that attend to all cells, or period: each so manieth does; neither: all of them. The others
-    are short convolutions, or have a window, or a gated delta rule.
+    attending: the layers that attend to all cells; empty: the last of every `period` layers. The others are short
+    convolutions, or have a window, or a gated delta rule.
     indexer: heads, elements of a key and cells that are chosen, where a token attends to some alone; empty: to all.
     query: elements that all queries are made from then.
     experts: all are used, ff is the size of one; 0: a layer has no experts.

@@ -241,10 +241,10 @@ def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int |
     deepseek-v2-lite has 4 of its 27 layers and 32000 of its 102400 tokens, and no experts. deepseek-v3.2 has 2 of
     its 61 layers and 32000 of its 129280 tokens, and no experts.
 
-    Others have 32000 tokens, too, and what a token passes: as many experts as it uses, and no others. qwen3.6-27b has
-    4 of its 64 layers and of 248320 tokens; qwen3.6-35b-a3b 4 of its 40 layers, 8 of 256 experts, and of 248320
-    tokens; gemma-4-31b 6 of its 60 layers, and of 262144 tokens; gpt-oss-20b 4 of its 24 layers, 4 of 32 experts, and
-    of 201088 tokens. Rows of sliding windows stay f16: bases are of the layers that attend to all cells.
+    The others have 32000 tokens, too, and of experts those that a token passes: qwen3.6-27b 4 of 64 layers;
+    qwen3.6-35b-a3b 4 of 40 layers and 8 of 256 experts; gemma-4-31b 6 of 60 layers; gpt-oss-20b 4 of 24 layers and 4
+    of 32 experts. Of 248320, 248320, 262144 and 201088 tokens. Rows of sliding windows stay f16: bases are those of
+    layers that attend to all cells.
     """
     from converter.cli import default_output  # numpy: not for a --help
     from subkv.base.files import check_writable
