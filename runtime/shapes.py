@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime import options
+from runtime.shape_tensors import BLOCK, HEAD_SIZES, SHAPES, Shape, constant, is_matrix
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 
@@ -30,144 +31,8 @@ if TYPE_CHECKING:
     from subkv.plan.budget import Head
 
 SEED = 1234
-BLOCK = 32  # weights of a quantized block
-CONVOLVED = 3  # tokens of a short convolution
-MOST_GROUP = 128  # query heads that share one KV head, as of kernels/include/subkv/ops.h
 TYPES = {"q4_0": 4, "q8_0": 8}  # bits of a code
 NO_CALIBRATION = "none: random bases, for time and memory only"
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with.
-
-    latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
-    attending: the layers that attend, where others are short convolutions (a hybrid); empty: all of them.
-    indexer: heads, elements of a key and cells that are chosen, where a token attends to some alone; empty: to all.
-    query: elements that all queries are made from then.
-    """
-
-    arch: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    embd: int
-    ff: int
-    vocab: int
-    tied: bool
-    rope_base: float
-    context: int
-    latent: int = 0
-    turned: int = 0
-    attending: tuple[int, ...] = ()
-    indexer: tuple[int, ...] = ()
-    query: int = 0
-
-    @property
-    def coded(self) -> list[int]:
-        """Layers that have K/V rows."""
-        return [il for il in range(self.layers) if not self.attending or il in self.attending]
-
-    def check(self) -> None:
-        """Raises SubkvError about a dimension that does not fit the others."""
-        if self.heads % self.kv_heads:
-            raise SubkvError("heads", f"expected a multiple of {self.kv_heads} KV heads, found {self.heads}")
-        if self.heads > MOST_GROUP * self.kv_heads:
-            raise SubkvError("heads", f"expected at most {MOST_GROUP} for each KV head, found {self.heads}")
-        if self.head_size not in (64, 128, 192, 256):  # eighths of it are bands
-            raise SubkvError("head_size", f"expected 64, 128, 192 or 256, found {self.head_size}")
-        if self.latent and self.kv_heads != 1:
-            raise SubkvError("kv_heads", f"expected 1 with latent attention (MLA), found {self.kv_heads}")
-        if not self.coded:
-            raise SubkvError(
-                "layers", f"expected more than {min(self.attending)}, the first that attends, found {self.layers}"
-            )
-        if self.attending and self.embd != self.heads * self.head_size:
-            raise SubkvError("embd", f"expected {self.heads * self.head_size}, all heads together, found {self.embd}")
-        for key, n in (("embd", self.embd), ("ff", self.ff)):
-            if n % BLOCK:
-                raise SubkvError(key, f"expected a multiple of {BLOCK}, found {n}")
-
-    def matrices(self) -> dict[str, tuple[int, ...]]:
-        """[rows, columns] of all matrices, or one more for each head, by name, in the order of the file."""
-        ends = ["token_embd"] if self.tied else ["token_embd", "output"]
-        found: dict[str, tuple[int, ...]] = dict.fromkeys(ends, (self.vocab, self.embd))
-        coded = self.coded
-        for il in range(self.layers):
-            layer = self._mixing(il in coded) | {
-                "ffn_gate": (self.ff, self.embd),
-                "ffn_up": (self.ff, self.embd),
-                "ffn_down": (self.embd, self.ff),
-            }
-            found |= {f"blk.{il}.{name}": size for name, size in layer.items()}
-        return found
-
-    def _mixing(self, attends: bool) -> dict[str, tuple[int, ...]]:
-        """Matrices of a layer that take from other tokens."""
-        if not attends:
-            return {"shortconv.in_proj": (3 * self.embd, self.embd), "shortconv.out_proj": (self.embd, self.embd)}
-        q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
-        queries = {"attn_q": (q + self.heads * self.turned, self.embd)}
-        if self.indexer:
-            n_head, n_key, _ = self.indexer
-            queries = {
-                "attn_q_a": (self.query, self.embd),
-                "attn_q_b": (q + self.heads * self.turned, self.query),
-                "indexer.attn_q_b": (n_head * n_key, self.query),
-                "indexer.attn_k": (n_key, self.embd),
-                "indexer.proj": (n_head, self.embd),
-            }
-        return {
-            **queries,
-            **self._rows(kv),
-            "attn_output": (self.embd, q),
-        }
-
-    def _rows(self, kv: int) -> dict[str, tuple[int, ...]]:
-        """Matrices of a layer that make its K/V rows and read them; kv: elements of K."""
-        if not self.latent:
-            return {"attn_k": (kv, self.embd), "attn_v": (kv, self.embd)}
-        return {
-            "attn_kv_a_mqa": (self.latent + self.turned, self.embd),
-            "attn_k_b": (self.heads, self.latent, self.head_size),
-            "attn_v_b": (self.heads, self.head_size, self.latent),
-        }
-
-    def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors of ones, by name: normalizations and short convolutions."""
-        found: dict[str, tuple[int, ...]] = {}
-        coded = self.coded
-        for il in range(self.layers):
-            layer: dict[str, tuple[int, ...]] = {"attn_norm": (self.embd,), "ffn_norm": (self.embd,)}
-            if il not in coded:
-                layer["shortconv.conv"] = (self.embd, CONVOLVED)
-            elif self.arch in ("qwen3", "lfm2"):
-                layer |= {"attn_q_norm": (self.head_size,), "attn_k_norm": (self.head_size,)}
-            if self.latent:
-                layer["attn_kv_a_norm"] = (self.latent,)
-            if self.indexer:
-                layer |= {"attn_q_a_norm": (self.query,), "indexer.k_norm": (self.indexer[1],)}
-            found |= {f"blk.{il}.{name}": size for name, size in layer.items()}
-        return found | {"token_embd_norm" if self.arch == "lfm2" else "output_norm": (self.embd,)}
-
-    def offsets(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors of zeros, by name: biases."""
-        return {f"blk.{il}.indexer.k_norm": (self.indexer[1],) for il in self.coded if self.indexer}
-
-
-SHAPES = {
-    "llama-3.2-1b": Shape("llama", 16, 32, 8, 64, 2048, 8192, 128256, True, 5e5, 131072),
-    "qwen3-0.6b": Shape("qwen3", 28, 16, 8, 128, 1024, 3072, 151936, True, 1e6, 40960),
-    "llama-3.1-8b": Shape("llama", 4, 32, 8, 128, 4096, 14336, 32000, False, 5e5, 131072),  # --help tells what it lacks
-    "lfm2-350m": Shape("lfm2", 16, 16, 8, 64, 1024, 4608, 65536, True, 1e6, 128000, attending=(2, 5, 8, 10, 12, 14)),
-    "deepseek-v2-lite": Shape("deepseek2", 4, 16, 1, 128, 2048, 10944, 32000, False, 1e4, 163840, 512, 64),
-    "deepseek-v3.2": Shape(
-        *("deepseek32", 2, 128, 1, 128, 7168, 18432, 32000, False, 1e4, 163840, 512, 64),
-        indexer=(64, 128, 2048),
-        query=1536,
-    ),
-}
 SMALLEST_VOCABULARY = 258  # of vocabulary()
 
 
@@ -190,25 +55,23 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
 
     shape.check()
     raw = GGMLQuantizationType[kind.upper()]
-    matrices, vectors = shape.matrices(), shape.vectors()
+    tensors = shape.tensors()
+    matrices = {name: size for name, size in tensors.items() if is_matrix(name, size)}
+    others = {name: size for name, size in tensors.items() if name not in matrices}
     with atomic_file(path) as handle:
         writer = GGUFWriter(handle.name, shape.arch)  # it opens its file by name
         try:
             _write_keys(writer, shape)
-            for name, ones in vectors.items():
-                writer.add_tensor_info(f"{name}.weight", ones, np.dtype(np.float32), 4 * math.prod(ones))
-            for name, zeros in shape.offsets().items():
-                writer.add_tensor_info(f"{name}.bias", zeros, np.dtype(np.float32), 4 * math.prod(zeros))
+            for name, size in others.items():
+                writer.add_tensor_info(name, size, np.dtype(np.float32), 4 * math.prod(size))
             for name, (*rows, columns) in matrices.items():
                 size = *rows, block_bytes(columns, kind)
-                writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), math.prod(size), raw)
+                writer.add_tensor_info(name, size, np.dtype(np.uint8), math.prod(size), raw)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for ones in vectors.values():
-                writer.write_tensor_data(np.ones(ones, np.float32))
-            for zeros in shape.offsets().values():
-                writer.write_tensor_data(np.zeros(zeros, np.float32))
+            for name, size in others.items():
+                writer.write_tensor_data(np.full(size, constant(name), np.float32))
             random = np.random.default_rng(SEED)
             for *rows, columns in tracked(f"writing {path.name}", list(matrices.values()), "matrix"):
                 writer.write_tensor_data(random_blocks(random, math.prod(rows), columns, kind))
@@ -217,36 +80,12 @@ def write_model(path: Path, shape: Shape, kind: str) -> None:
 
 
 def _write_keys(writer: GGUFWriter, shape: Shape) -> None:
-    from gguf import ExpertGatingFuncType, TokenType
+    from gguf import GGUFValueType, TokenType
 
+    types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, list: GGUFValueType.ARRAY}
     writer.add_name("random weights")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.embd)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ff)
-    writer.add_head_count(shape.heads)
-    if shape.attending:
-        writer.add_head_count_kv([shape.kv_heads if il in shape.coded else 0 for il in range(shape.layers)])
-        writer.add_shortconv_l_cache(CONVOLVED)
-    else:
-        writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.latent + shape.turned or shape.head_size)
-    writer.add_value_length(shape.latent or shape.head_size)
-    writer.add_rope_dimension_count(shape.turned or shape.head_size)
-    if shape.latent:
-        writer.add_q_lora_rank(shape.query)
-        writer.add_kv_lora_rank(shape.latent)
-        writer.add_key_length_mla(shape.head_size + shape.turned)
-        writer.add_value_length_mla(shape.head_size)
-        writer.add_leading_dense_block_count(shape.layers)  # as many weights as a token's experts have
-        writer.add_expert_feed_forward_length(shape.ff)
-        writer.add_expert_shared_count(1)
-    if shape.indexer:
-        for key, n in zip(("head_count", "key_length", "top_k"), shape.indexer, strict=True):
-            writer.add_uint32(f"{shape.arch}.attention.indexer.{key}", n)
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in shape.keys().items():
+        writer.add_key_value(f"{shape.arch}.{key}", value, types[type(value)])
     tokens, merges = vocabulary(shape.vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -391,9 +230,9 @@ def _size(name: str, least: int, most: int, text: str) -> options.Option:
 @_size("layers", 1, 1024, "layers, instead of the shape's")
 @_size("heads", 1, 1024, "query heads")
 @_size("kv-heads", 1, 1024, "K/V heads")
-@_size("head-size", 64, 256, "elements of a head")
+@_size("head-size", HEAD_SIZES[0], HEAD_SIZES[-1], "elements of a head")
 @_size("embd", BLOCK, 2**20, "embedding length")
-@_size("ff", BLOCK, 2**20, "feed-forward length")
+@_size("ff", BLOCK, 2**20, "feed-forward length, of one expert where there are some")
 @_size("vocab", SMALLEST_VOCABULARY, 2**20, "tokens of the vocabulary")
 def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int | None) -> None:
     """Write a model of SHAPE with random weights, and bases for it, to measure time and memory.
@@ -401,6 +240,11 @@ def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int |
     llama-3.1-8b has 4 of its 32 layers and 32000 of its 128256 tokens; --layers 32 --vocab 128256 is all of it.
     deepseek-v2-lite has 4 of its 27 layers and 32000 of its 102400 tokens, and no experts. deepseek-v3.2 has 2 of
     its 61 layers and 32000 of its 129280 tokens, and no experts.
+
+    The others have 32000 tokens, too, and of experts those that a token passes: qwen3.6-27b 4 of 64 layers;
+    qwen3.6-35b-a3b 4 of 40 layers and 8 of 256 experts; gemma-4-31b 6 of 60 layers; gpt-oss-20b 4 of 24 layers and 4
+    of 32 experts. Of 248320, 248320, 262144 and 201088 tokens. Rows of sliding windows stay f16: bases are those of
+    layers that attend to all cells.
     """
     from converter.cli import default_output  # numpy: not for a --help
     from subkv.base.files import check_writable

@@ -37,22 +37,51 @@ SHAPES = {  # file → name in numbers, what tables say of it
         "elements; feed-forward layers with as many weights as a token's experts have, a vocabulary of 32000 instead "
         "of 102400.",
     ),
+    "qwen3.6-27b": (
+        "27b",
+        "**Qwen3.6-27B**, 4 of its 64 layers: 1 attends, with 24 query heads and 4 KV heads of 256, 3 have a gated "
+        "delta rule; a vocabulary of 32000 instead of 248320. The whole model computes 16 times the layers and 8 times "
+        "the vocabulary for a token.",
+    ),
+    "qwen3.6-35b-a3b": (
+        "35b_a3b",
+        "**Qwen3.6-35B-A3B**, 4 of its 40 layers: 1 attends, with 16 query heads and 2 KV heads of 256, 3 have a gated "
+        "delta rule; the 8 experts that a token passes and the shared one, with none of the other 248; a vocabulary of "
+        "32000 instead of 248320. The whole model computes 10 times the layers and 8 times the vocabulary for a token, "
+        "and chooses among its experts.",
+    ),
+    "gemma-4-31b": (
+        "gemma",
+        "**Gemma-4-31B**, 6 of its 60 layers: 1 attends to all cells, with 32 query heads and 4 KV heads of 512, 5 to "
+        "1024, whose rows stay f16, or q8_0; a vocabulary of 32000 instead of 262144. The whole model computes 10 "
+        "times the layers and 8 times the vocabulary for a token. Bytes are those of the layer that attends to all.",
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        "**gpt-oss-20b**, 4 of its 24 layers: 2 attend to all cells, with 64 query heads and 8 KV heads of 64, 2 to "
+        "128, whose rows stay f16, or q8_0; the 4 experts that a token passes, with none of the other 28, in Q4_0 "
+        "instead of MXFP4; a vocabulary of 32000 instead of 201088. The whole model computes 6 times the layers and 6 "
+        "times the vocabulary for a token, and chooses among its experts. Bytes are those of layers that attend to "
+        "all.",
+    ),
 }
 OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
 SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: runtime.shapes' own
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
+MIXED = ["qwen3.6-27b", "qwen3.6-35b-a3b", "gemma-4-31b", "gpt-oss-20b"]  # kinds of layers take turns
 
 
 DEEP = "llama-3.2-1b"  # trained with 131072 tokens
 
 
-def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS) -> Rows:
+def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS, flash: str = "on,off") -> Rows:
     """Rows of some shapes, each with the name of its shape."""
     rows = []
     for name in shapes:
         shape, *sizes = SIZES.get(name, (name,))
-        model = lab.shape(name, shape, *lab.pick(sizes, SMALL))
-        for row in bench(lab, *words, "-fa", "on,off", model=model):
+        small = SMALL[2:] if name in MIXED else SMALL  # one turn of kinds stays whole
+        model = lab.shape(name, shape, *lab.pick(sizes, small))
+        for row in bench(lab, *words, "-fa", flash, model=model):
             cache = RANDOM if row["cache"] == "subkv" else row["cache"]
             rows.append({**row, "cache": cache, "shape": name})
     return rows
@@ -64,9 +93,13 @@ def decode(lab: Any) -> Rows:
 
 
 def hybrids(lab: Any) -> Rows:
-    """Every token is evaluated: cells are not copied where layers are recurrent."""
-    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
-    return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=["lfm2-350m"])
+    """Every token is evaluated: cells are not copied where layers are recurrent or have a window.
+
+    Flash attention off is left out where that takes long.
+    """
+    size = lab.pick(("-n", "8", "-d", "64,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    words = ("-ctk", "f16,q8_0,subkv", "-p", "0", *size)
+    return _measure(lab, *words, shapes=["lfm2-350m"]) + _measure(lab, *words, shapes=MIXED, flash="on")
 
 
 def latent(lab: Any) -> Rows:

@@ -23,7 +23,7 @@ class KVStats:
     n_cells: int
     bytes_kv: int  # rows, exact window, adaptive bases and ordinary layers
     bytes_f16: int  # the same context with an f16 cache
-    bytes_per_token: int  # rows of one cell, all layers
+    bytes_per_token: int  # rows of one cell, all layers but those with a sliding window, which do not grow
     bpe: float
     kernel: str  # and of kernels for GPUs on which ones
     bytes_codes: int = 0
@@ -112,23 +112,25 @@ _SIZE_LINE = re.compile(
     r"size = +[\d.]+ MiB \( *(\d+) cells, *(\d+) layers, *\d+/ *(\d+) seqs\), "
     r"K \(\w+\): +([\d.]+) MiB, V \(\w+\): +([\d.]+)"
 )
+_SLIDING_LINE = re.compile(r"creating +SWA KV cache")
 
 
 def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
     """llama.cpp reports its allocation in its log, in MiB with two decimals; exact where all layers have one shape."""
     widths = _row_widths(model)
     bits = [STOCK_TYPES[name][1] for name in (choice.name_k, choice.name_v)]
-    total, rows = [0, 0], 0.0
+    total, rows, grows = [0, 0], 0.0, True
     for _, line in log:
         match = _SIZE_LINE.search(line)
         if match is None or not line.startswith("llama_kv_cache"):
+            grows = grows and not _SLIDING_LINE.search(line)  # llama.cpp makes that cache last
             continue
         cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
         for side, mib in enumerate(map(float, match.group(4, 5))):
             exact = cells * streams * layers * widths[side] * bits[side] / 8
             size = exact if abs(exact / MIB - mib) < 0.006 else mib * MIB
             total[side] += round(size)
-            rows += size / (cells * streams)
+            rows += size / (cells * streams) if grows else 0.0
     n_bytes = sum(total)
     in_f16 = total[0] * 16 / bits[0] + total[1] * 16 / bits[1]
     return KVStats(
