@@ -262,7 +262,7 @@ ORDER = (  # what matters most comes first
         "shapes_hybrids",
         "Generation in hybrids and with sliding windows",
         SHAPES.replace("copies of evaluated cells", "evaluated tokens") + EVALUATED,
-        100,
+        30,
         shapes.hybrids,
         shapes.markdown,
         shapes.shape_numbers,
