@@ -19,8 +19,6 @@ COMMANDS = {
     "env": ("runtime.launch.env", "print the variables that run sets, for shells, services, containers"),
     "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
     "tasks": ("runtime.tasks.cli", "retrieval, recall and tool calls under several caches, scored exactly"),
-    "errors": ("runtime.experiments.tracker", "measure attention's errors against their bounds as a text is read"),
-    "experiments": ("runtime.experiments.cli", "run the papers' experiments, answer their falsifiers"),
     "warmstart": ("runtime.warmstart.cli", "first tokens from similar prompts' caches (experimental)"),
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "show the layout a file carries"),

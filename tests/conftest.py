@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ import tiny
 _numbers = map(str, itertools.count())
 
 REPO = Path(__file__).resolve().parent.parent
+
+# No wheel holds research/. What is installed comes first.
+if str(REPO) not in sys.path:
+    sys.path.append(str(REPO))
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -13,7 +13,7 @@ def experiments(lab: Any) -> Rows:
     files = [lab.text(WIKI), *lab.texts(NOVEL, CODE)]
     only, size = lab.pick(("ranks,matched,domain,length,bounds", "2048"), ("bounds", "256"))
     lab.run(
-        *("subkv", "experiments", "--only", only, "-m", "M.gguf", "--bases", "calib.safetensors"),
+        *("python", "-m", "research.experiments", "--only", only, "-m", "M.gguf", "--bases", "calib.safetensors"),
         *(f"-f{file}" for file in files),
         *("-c", size, "-o", "experiments"),
     )

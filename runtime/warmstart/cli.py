@@ -214,7 +214,7 @@ def evaluate(
     model: str, warm_files: tuple[Path, ...], file: Path, measured: Measured, n_threads: int | None, output: Path
 ) -> None:
     """Compare warm starts with cold ones and with simpler ways; answer the paper's criteria."""
-    from runtime.experiments.grids import made_folder
+    from research.experiments.grids import made_folder
     from runtime.warmstart import comparison, report
     from runtime.warmstart import prompts as made
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from converter.scoring import F32, F64
+from research.experiments.grids import grouped
 from runtime import options
-from runtime.experiments.grids import grouped
 from runtime.warmstart import divergences as metrics
 from runtime.warmstart import predictor
 from runtime.warmstart.contexts import (

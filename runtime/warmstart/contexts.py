@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from converter.scoring import F32, F64, log_softmax
-from runtime.experiments.bounds import attention_weights
+from research.experiments.bounds import attention_weights
 from runtime.warmstart.planting import Planting, Rows
 from runtime.warmstart.pooled import Plan
 from runtime.warmstart.trained import Placed

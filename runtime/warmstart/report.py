@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from converter.plots import figure as plots
+from research.experiments.grids import Column, Row, axes, grid, grouped, heading, write_files
 from runtime import options
-from runtime.experiments.grids import Column, Row, axes, grid, grouped, heading, write_files
 from runtime.warmstart import divergences as metrics
 from runtime.warmstart.divergences import Latency, Outcome
 from subkv.base.command import sentence

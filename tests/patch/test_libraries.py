@@ -14,7 +14,7 @@ from pathlib import Path
 import capi
 import pytest
 
-from runtime.experiments.sketch import SketchParams
+from research.experiments.sketch import SketchParams
 from runtime.warmstart.planter import Planted
 from subkv.native import library as _lib
 

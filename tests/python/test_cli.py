@@ -28,7 +28,7 @@ def run(*arguments: Any) -> Result:
 def test_every_command_has_help() -> None:
     listing = run("--help")
     assert listing.exit_code == 0
-    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "experiments", "plot", "inspect", "cmake-dir"):
+    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "tasks", "plot", "inspect", "cmake-dir"):
         assert f"  {name} " in listing.stdout
         result = run(name, "--help")
         assert result.exit_code == 0

@@ -15,7 +15,7 @@ from converter.adaptive import ResearchLayout, loaded
 from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
 from converter.reference import Reference, attend
 from converter.scoring import F64, score
-from runtime.experiments.grids import Rows
+from research.experiments.grids import Rows
 from subkv.base.progress import tracked
 from subkv.format.bases import Bands, CodedLayer
 from subkv.format.calibration import Calibration

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from converter.plots import figure as plots
-from runtime.experiments import cli, oja, rotary, verdicts
-from runtime.experiments.quality import half_exact
+from research.experiments import cli, oja, rotary, verdicts
+from research.experiments.quality import half_exact
 from subkv.base.errors import SubkvError
 from subkv.format.calibration import read_calibration
 from subkv.format.window import N_SINK, Window
@@ -301,7 +301,7 @@ def test_domain_verdict() -> None:
 def test_ranks_hold_their_energy(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], reference: Callable[[str], Any]
 ) -> None:
-    from runtime.experiments.quality import PLAIN, energy_ranks
+    from research.experiments.quality import PLAIN, energy_ranks
     from subkv.format.calibration import read_calibration
     from subkv.format.window import N_SINK, Window
     from subkv.native.gguf import Gguf

@@ -1,4 +1,4 @@
-"""The bounds of runtime/experiments/bounds.py hold on random and on adversarial data."""
+"""The bounds of research/experiments/bounds.py hold on random and on adversarial data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.experiments import bounds
-from runtime.experiments.sketch import Sketch
+from research.experiments import bounds
+from research.experiments.sketch import Sketch
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1.0 + 1e-9  # float64 against float64

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from runtime.experiments import bounds
-from runtime.experiments.bounds import F64
-from runtime.experiments.grids import Rows
-from runtime.experiments.lab import Lab
-from runtime.experiments.sketch import Sketch
+from research.experiments import bounds
+from research.experiments.bounds import F64
+from research.experiments.grids import Rows
+from research.experiments.lab import Lab
+from research.experiments.sketch import Sketch
 from subkv.base.progress import progress_bar
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from runtime.experiments.bounds import F64
-from runtime.experiments.grids import Rows
-from runtime.experiments.lab import Lab
+from research.experiments.bounds import F64
+from research.experiments.grids import Rows
+from research.experiments.lab import Lab
 from subkv.format.codec import F32
 from subkv.plan.positions import Rotation, rotation
 

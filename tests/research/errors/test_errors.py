@@ -1,4 +1,4 @@
-"""`subkv errors`: what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
+"""The tracker of errors: what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from runtime.experiments import live, tracker
+from research.experiments import live, tracker
 
 N_RECENT = 48
 PAIRS = [(error, bound) for error, bound, _ in live.MEASURED[:3]] + list(live.STEPS.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.experiments.grids import Rows
+from research.experiments.grids import Rows
 
 Results = dict[str, dict[str, Any]]  # experiment -> what it returned
 

@@ -1,6 +1,6 @@
 """Errors of attention over a coefficient cache while a text is read, against their bounds.
 
-    python -m runtime.experiments.tracker -m M.gguf --bases FILE -f TEXT [-c N] [--every N] [--adapt …]
+    python -m research.experiments.tracker -m M.gguf --bases FILE -f TEXT [-c N] [--every N] [--adapt …]
         -o FILE.jsonl [--plot FILE]
 
 At every N-th position, for every layer with bases and every KV head: what the position's queries get from the cells as
@@ -73,7 +73,7 @@ def main(
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
     from converter.corpus import read_text
     from converter.plots import figure as plots
-    from runtime.experiments import live
+    from research.experiments import live
     from subkv.base.files import atomic_file, check_writable
     from subkv.engine.cache import choose_cache
     from subkv.engine.model import Model

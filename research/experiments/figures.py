@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from converter.plots import figure as plots
-from runtime.experiments.grids import axes, framed, grouped
+from research.experiments.grids import axes, framed, grouped
 
 Found = dict[str, Any]  # what an experiment returned
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.experiments import bounds, oja, rotary
+from research.experiments import bounds, oja, rotary
 from subkv.native.gguf import Gguf
 from subkv.plan.positions import Rotation, rotation
 

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from converter.caches import Cache
 from converter.reference import Coder
-from runtime.experiments import bounds
-from runtime.experiments.bounds import F64
-from runtime.experiments.grids import Rows
-from runtime.experiments.lab import Lab, Text
-from runtime.experiments.sketch import Sketch
+from research.experiments import bounds
+from research.experiments.bounds import F64
+from research.experiments.grids import Rows
+from research.experiments.lab import Lab, Text
+from research.experiments.sketch import Sketch
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
 from subkv.format.window import Window

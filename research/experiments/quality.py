@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from converter.caches import Cache
-from runtime.experiments.grids import Rows
-from runtime.experiments.lab import GROUP, Lab, Text, paired
+from research.experiments.grids import Rows
+from research.experiments.lab import GROUP, Lab, Text, paired
 from subkv.format.bases import Bands
 from subkv.plan import budget as layout
 from subkv.plan.pipeline import Fit
@@ -99,7 +99,7 @@ def matched(lab: Lab) -> dict[str, Any]:
 
 def domain(lab: Lab) -> dict[str, Any]:
     """Every text, static against the two cheapest adaptive variants at matched bytes; values behind r directions."""
-    from runtime.experiments.subspaces import reconstruction
+    from research.experiments.subspaces import reconstruction
 
     cheapest = dict(list(ADAPTIVE.items())[:2])
     rows: Rows = []

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.experiments.bounds import F64
+from research.experiments.bounds import F64
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import KINDS
 from subkv.native.library import Signatures, declare, last_error, load

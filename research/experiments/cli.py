@@ -1,6 +1,6 @@
 """The papers' experiments on one model, in float32, and what they say about the falsifiers.
 
-    python -m runtime.experiments --all -m M.gguf --bases calib.safetensors -f IN_DOMAIN.txt -f OTHER.txt -o report/
+    python -m research.experiments --all -m M.gguf --bases calib.safetensors -f IN_DOMAIN.txt -f OTHER.txt -o report/
 
 Writes report.md, results.json, bounds.jsonl and (extra plot) PNGs after every experiment; another run with the same
 settings reuses the finished ones. Needs the extra torch.
@@ -29,7 +29,7 @@ from subkv.format.window import N_RECENT, N_SINK, Window
 if TYPE_CHECKING:
     from converter.corpus import Text as Read
     from converter.reference import Reference
-    from runtime.experiments.lab import Lab, Text
+    from research.experiments.lab import Lab, Text
 
 MIN_TOKENS = 256  # the last quarter of a chunk still has a few blocks of the adaptive coder
 FORMAT = 2  # of results.json; raised when an experiment's results change, so that older ones are not reused
@@ -40,7 +40,7 @@ FILE = click.Path(path_type=Path)
 
 def experiments() -> dict[str, Callable[[Lab], dict[str, Any]]]:
     """The function of every name."""
-    from runtime.experiments import bound_errors, oja, quality, rotary, subspaces
+    from research.experiments import bound_errors, oja, quality, rotary, subspaces
 
     functions = (
         quality.ranks,
@@ -108,7 +108,7 @@ class Results:
     """A folder with the results so far. Raises SubkvError about `output` for a folder that cannot be used."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        from runtime.experiments.grids import made_folder
+        from research.experiments.grids import made_folder
         from subkv.base.files import check_writable
 
         self.folder, self.settings = folder, settings
@@ -140,7 +140,7 @@ class Results:
 
     def _draw(self) -> None:
         """Pictures of what has none yet; a note, once, where that is not possible."""
-        from runtime.experiments import figures
+        from research.experiments import figures
 
         for name, found in self.found.items():
             if name in self._drawn or self._undrawn:
@@ -156,8 +156,8 @@ class Results:
 
     def write(self) -> None:
         """All files, each whole or not at all."""
-        from runtime.experiments import report
-        from runtime.experiments.grids import write_files
+        from research.experiments import report
+        from research.experiments.grids import write_files
 
         self._draw()
         notes = [self._undrawn] if self._undrawn else []
@@ -230,8 +230,8 @@ def main(
     """Run the papers' experiments and answer their falsifiers."""
     from converter.corpus import read_text
     from converter.reference import Reference, check_length, check_shapes
-    from runtime.experiments.lab import Lab
-    from runtime.experiments.verdicts import verdicts
+    from research.experiments.lab import Lab
+    from research.experiments.verdicts import verdicts
     from subkv.format.calibration import read_calibration
     from subkv.native.gguf import Gguf, sha256
     from subkv.plan.pipeline import Options
@@ -284,7 +284,7 @@ def main(
 def _texts(reference: Reference, corpus: Corpus, read: list[Read]) -> list[Text]:
     """Their chunks, and one of twice the length of the in-domain text, if it has so many tokens."""
     from converter.corpus import cut
-    from runtime.experiments.lab import Text
+    from research.experiments.lab import Text
 
     found: list[Text] = []
     for text in read:

@@ -16,10 +16,10 @@ from tqdm import tqdm
 from converter.adaptive import ResearchLayout
 from converter.plots import figure as plots
 from converter.scoring import I32
+from research.experiments import bounds
+from research.experiments.bounds import F64
+from research.experiments.grids import Column, Rows, framed, grid, grouped
 from runtime import options
-from runtime.experiments import bounds
-from runtime.experiments.bounds import F64
-from runtime.experiments.grids import Column, Rows, framed, grid, grouped
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, beside
 from subkv.engine.context import Context, ContextOptions
@@ -168,7 +168,7 @@ class Tracker:
 
         x: all rows stored in blocks, of which the window may still have some.
         """
-        from runtime.experiments import bounds
+        from research.experiments import bounds
 
         adapt = self._adapt
         if adapt is None or side not in self._sides or adapt.kind != "fd" or adapt.decay != 1.0:

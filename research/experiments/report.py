@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from converter import tables
-from runtime.experiments import verdicts
-from runtime.experiments.grids import Column, Row, grid, heading
+from research.experiments import verdicts
+from research.experiments.grids import Column, Row, grid, heading
 
 Found = dict[str, Any]  # what an experiment returned
 
@@ -164,7 +164,7 @@ def markdown(
     settings: Row, results: verdicts.Results, notes: Sequence[str], pictures: dict[str, str], about: dict[str, str]
 ) -> str:
     """The whole report. about: a sentence per experiment; pictures: file name per experiment that has one."""
-    lines = heading("Low-rank KV caches: experiments", "python -m runtime.experiments", settings)
+    lines = heading("Low-rank KV caches: experiments", "python -m research.experiments", settings)
     lines += [f"- {note}" for note in notes]
     lines += ["", "## Verdicts", ""]
     lines += [f"- {line}" for line in verdicts.verdicts(results)]
