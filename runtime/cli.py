@@ -19,7 +19,6 @@ COMMANDS = {
     "env": ("runtime.launch.env", "print the variables that run sets, for shells, services, containers"),
     "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
     "tasks": ("runtime.tasks.cli", "retrieval, recall and tool calls under several caches, scored exactly"),
-    "warmstart": ("runtime.warmstart.cli", "first tokens from similar prompts' caches (experimental)"),
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
     "inspect": ("runtime.inspect", "show the layout a file carries"),
     "doctor": ("runtime.doctor.cli", "versions, libraries, devices, cache folder: what a bug report needs"),

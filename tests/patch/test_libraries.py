@@ -15,7 +15,7 @@ import capi
 import pytest
 
 from research.experiments.sketch import SketchParams
-from runtime.warmstart.planter import Planted
+from research.warmstart.planter import Planted
 from subkv.native import library as _lib
 
 TYPES = {

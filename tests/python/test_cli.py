@@ -35,10 +35,11 @@ def test_every_command_has_help() -> None:
         assert result.stdout.startswith(f"Usage: subkv {name} ")
 
 
-def test_unknown_command() -> None:
-    result = run("frobnicate")
+@pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])
+def test_unknown_command(name: str) -> None:
+    result = run(name)
     assert result.exit_code == 2
-    assert "No such command 'frobnicate'" in result.stderr
+    assert f"No such command '{name}'" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["chat", "-m"], ["bench", "-m"], ["perplexity", "-f", "x", "-m"]])

@@ -46,7 +46,7 @@ def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
     from converter import adaptive
     from research.experiments import live, sketch
-    from runtime.warmstart import planter
+    from research.warmstart import planter
 
     return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
 

@@ -1,11 +1,12 @@
-"""Warm starts by hand: prompts to train and test on, training, the guard, the evaluation, and a library.
+"""Warm starts by hand: prompts to train and test on, training, the guard, the evaluation, a library, and the chat.
 
-python -m runtime.warmstart prompts -m M.gguf -f TEXT -o prompts.jsonl
-python -m runtime.warmstart train -m M.gguf -f prompts.jsonl -o warm.safetensors
-python -m runtime.warmstart guard -m M.gguf --warm-file warm.safetensors -f prompts.jsonl
-python -m runtime.warmstart evaluate -m M.gguf --warm-file warm.safetensors -f prompts.jsonl -o report/
-python -m runtime.warmstart build -m M.gguf --warm-file warm.safetensors -f prompts.jsonl --warm-library DIR
-python -m runtime.warmstart list -m M.gguf --warm-file warm.safetensors --warm-library DIR
+python -m research.warmstart prompts -m M.gguf -f TEXT -o prompts.jsonl
+python -m research.warmstart train -m M.gguf -f prompts.jsonl -o warm.safetensors
+python -m research.warmstart guard -m M.gguf --warm-file warm.safetensors -f prompts.jsonl
+python -m research.warmstart evaluate -m M.gguf --warm-file warm.safetensors -f prompts.jsonl -o report/
+python -m research.warmstart build -m M.gguf --warm-file warm.safetensors -f prompts.jsonl --warm-library DIR
+python -m research.warmstart list -m M.gguf --warm-file warm.safetensors --warm-library DIR
+python -m research.warmstart chat -m M.gguf --warm-start on --warm-file warm.safetensors --warm-library DIR
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from research.warmstart.chat import main as chat
 from runtime import options
 from runtime.bench import IntList
 from subkv.base.command import command, group
@@ -28,9 +30,9 @@ from subkv.base.threads import default_threads
 
 # what runs is imported by the commands: numpy, torch and the native libraries are not for a --help
 if TYPE_CHECKING:
-    from runtime.warmstart.prompts import Prompt
-    from runtime.warmstart.summaries import Library
-    from runtime.warmstart.trained import Trained
+    from research.warmstart.prompts import Prompt
+    from research.warmstart.summaries import Library
+    from research.warmstart.trained import Trained
     from subkv.engine.model import Model
 
 FILE = click.Path(path_type=Path)
@@ -61,7 +63,7 @@ def _files() -> Iterator[None]:
 
 def _read(file: Path, purpose: str, without: str) -> list[Prompt]:
     """Prompts but those of a split, some with neighbours."""
-    from runtime.warmstart import prompts as made
+    from research.warmstart import prompts as made
 
     with _files():
         found = [prompt for prompt in made.read(file) if prompt.split != without]
@@ -98,7 +100,7 @@ class Passages:
 )
 def prompts(model: str, file: Path, output: Path, passages: Passages) -> None:
     """Make prompts and their paraphrases from a text, chat template of the model applied."""
-    from runtime.warmstart import prompts as made
+    from research.warmstart import prompts as made
     from subkv.base.files import atomic_file, check_not_input, check_writable
     from subkv.engine.model import Model
     from subkv.engine.template import Template
@@ -152,7 +154,7 @@ class Shape:
 )
 @group(
     "settings",
-    dict,  # of runtime.warmstart.learn.Settings, which needs torch
+    dict,  # of research.warmstart.learn.Settings, which needs torch
     click.option("--epochs", type=click.IntRange(0), default=15, help="passes over the prompts"),
     click.option("--lr", type=click.FloatRange(0, min_open=True), default=1e-3, help="learning rate of AdamW"),
     click.option("--ridge", type=click.FloatRange(0, min_open=True), default=1e-3, help="ridge of the projector"),
@@ -161,12 +163,12 @@ class Shape:
 )
 @options.threads_option
 def train(model: str, file: Path, output: Path, shape: Shape, settings: dict[str, Any], n_threads: int | None) -> None:
-    """Learn what warm starts of a model need, from prompts of `python -m runtime.warmstart prompts`. Experimental."""
+    """Learn what warm starts of a model need, from prompts of `python -m research.warmstart prompts`. Experimental."""
     need_packages("torch", ["torch"])
-    from runtime.warmstart import prompts as made
-    from runtime.warmstart.learn import Settings
-    from runtime.warmstart.pooled import Plan
-    from runtime.warmstart.train import How, learn, told
+    from research.warmstart import prompts as made
+    from research.warmstart.learn import Settings
+    from research.warmstart.pooled import Plan
+    from research.warmstart.train import How, learn, told
     from subkv.base.files import check_not_input, check_writable
     from subkv.engine.model import Model
 
@@ -215,8 +217,8 @@ def evaluate(
 ) -> None:
     """Compare warm starts with cold ones and with simpler ways; answer the paper's criteria."""
     from research.experiments.grids import made_folder
-    from runtime.warmstart import comparison, report
-    from runtime.warmstart import prompts as made
+    from research.warmstart import comparison, report
+    from research.warmstart import prompts as made
 
     found = _read(file, "test", made.TRAIN)
     made_folder(output)
@@ -246,8 +248,8 @@ def evaluate(
 @options.threads_option
 def guard(model: str, warm_file: Path, file: Path, targets: int | None, n_threads: int | None) -> None:
     """Learn from the training prompts how far warm starts go astray, and write it into the trained file."""
-    from runtime.warmstart import comparison
-    from runtime.warmstart import prompts as made
+    from research.warmstart import comparison
+    from research.warmstart import prompts as made
     from subkv.base.files import check_writable
 
     with concerning(output="warm_file"):
@@ -270,10 +272,10 @@ def guard(model: str, warm_file: Path, file: Path, targets: int | None, n_thread
 @options.threads_option
 def build(model: str, warm_file: Path, file: Path, warm_library: Path, n_threads: int | None) -> None:
     """Put the summaries of prompts into a library; those that are there already stay."""
-    from runtime.warmstart import prompts as made
-    from runtime.warmstart.contexts import capturing
-    from runtime.warmstart.embedding import embedder
-    from runtime.warmstart.pooled import summarise
+    from research.warmstart import prompts as made
+    from research.warmstart.contexts import capturing
+    from research.warmstart.embedding import embedder
+    from research.warmstart.pooled import summarise
     from subkv.base.progress import tracked
     from subkv.engine.model import Model
 
@@ -316,15 +318,15 @@ def entries(model: str, warm_file: Path, warm_library: Path, width: int) -> None
 
 def _opened(model: Model, warm_file: Path, folder: Path) -> tuple[Trained, Library]:
     """The trained file, checked against the model, and its library."""
-    from runtime.warmstart.summaries import Library
-    from runtime.warmstart.trained import Trained
+    from research.warmstart.summaries import Library
+    from research.warmstart.trained import Trained
 
     with concerning(path="warm_file"):
         trained = Trained.load(warm_file, model)
     return trained, Library(folder, trained)
 
 
-for _one in (prompts, train, guard, evaluate, build, entries):
+for _one in (prompts, train, guard, evaluate, build, entries, chat):
     main.add_command(_one)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from converter.scoring import F32, F64, log_softmax
 from research.experiments.bounds import attention_weights
-from runtime.warmstart.planting import Planting, Rows
-from runtime.warmstart.pooled import Plan
-from runtime.warmstart.trained import Placed
+from research.warmstart.planting import Planting, Rows
+from research.warmstart.pooled import Plan
+from research.warmstart.trained import Placed
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache
 from subkv.engine.context import Context, ContextOptions

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starting import no_maps, trained_without
 
-from runtime.warmstart.contexts import WarmContext, attention, capturing
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.planting import Rows
-from runtime.warmstart.pooled import Plan, Slots, counts, placed, pooling, summarise
-from runtime.warmstart.trained import HeadShape, LayerMaps, Trained, read
+from research.warmstart.contexts import WarmContext, attention, capturing
+from research.warmstart.frame import Frame
+from research.warmstart.planting import Rows
+from research.warmstart.pooled import Plan, Slots, counts, placed, pooling, summarise
+from research.warmstart.trained import HeadShape, LayerMaps, Trained, read
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
 from subkv.engine.states import weights_digest

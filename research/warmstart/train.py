@@ -16,20 +16,20 @@ import torch
 from numpy.typing import NDArray
 
 from converter.scoring import F32
-from runtime.warmstart.contexts import attention, capturing
-from runtime.warmstart.embedding import embedder
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.learn import LayerRows, Losses, Places, Settings, train_layer
-from runtime.warmstart.planting import Rows
-from runtime.warmstart.pooled import Plan, placed, summarise
-from runtime.warmstart.trained import HeadShape, Trained
+from research.warmstart.contexts import attention, capturing
+from research.warmstart.embedding import embedder
+from research.warmstart.frame import Frame
+from research.warmstart.learn import LayerRows, Losses, Places, Settings, train_layer
+from research.warmstart.planting import Rows
+from research.warmstart.pooled import Plan, placed, summarise
+from research.warmstart.trained import HeadShape, Trained
 from subkv.base.errors import SubkvError
 from subkv.base.progress import tracked
 from subkv.engine.states import weights_digest
 from subkv.format.metadata import generator
 
 if TYPE_CHECKING:
-    from runtime.warmstart.prompts import Prompt
+    from research.warmstart.prompts import Prompt
     from subkv.engine.model import Model
 
 F16 = NDArray[np.float16]

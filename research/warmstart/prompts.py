@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.warmstart.wordings import INSTRUCTIONS, LABELLED, NUMERALS, ONE_WAY, SYNONYMS
+from research.warmstart.wordings import INSTRUCTIONS, LABELLED, NUMERALS, ONE_WAY, SYNONYMS
 from subkv.base.errors import SubkvError
 
 KINDS = ("paraphrase", "template", "question", "format", "random")

@@ -1,23 +1,23 @@
-"""--warm-start of the chat: from flags to answers that may begin warm."""
+"""The chat with --warm-start: from flags to answers that may begin warm."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from research.warmstart import MAX_KL, MODES, THRESHOLD
 from runtime import options
-from runtime.warmstart import MAX_KL, MODES, THRESHOLD
-from subkv.base.command import group
+from runtime.chat.program import chat_options, run
+from subkv.base.command import command, group
 from subkv.base.errors import concerning
 
 if TYPE_CHECKING:
-    from runtime.warmstart.start import WarmStart
+    from research.warmstart.start import WarmStart
     from subkv.engine.llama import Llama
 
 
@@ -32,24 +32,20 @@ class WarmOptions:
     warm_kl: float
 
     @contextlib.contextmanager
-    def opened(self, open_llm: Callable[[], AbstractContextManager[Llama]]) -> Iterator[tuple[Llama, WarmStart | None]]:
-        """The model that open_llm() opens, made so that answers may begin warm; None with --warm-start off.
+    def opened(self, open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, WarmStart]]:
+        """The model that open_llm() opens, made so that answers may begin warm.
 
         Raises click.UsageError for flags that miss each other, SubkvError for files that cannot be used.
         """
-        if self.warm_start == "off":
-            with open_llm() as llm:
-                yield llm, None
-            return
         if self.warm_file is None or self.warm_library is None:
             given = {"--warm-file": self.warm_file, "--warm-library": self.warm_library}
             missing = " and ".join(flag for flag, path in given.items() if path is None)
             raise click.UsageError(f"--warm-start: expected {missing} beside it, found none")
         # numpy and the native libraries: not for a --help
-        from runtime.warmstart.planting import Planting
-        from runtime.warmstart.start import WarmStart
-        from runtime.warmstart.summaries import Library
-        from runtime.warmstart.trained import Trained
+        from research.warmstart.planting import Planting
+        from research.warmstart.start import WarmStart
+        from research.warmstart.summaries import Library
+        from research.warmstart.trained import Trained
 
         with contextlib.closing(Planting()) as planting, contextlib.ExitStack() as stack:
             with planting.attach():
@@ -82,7 +78,7 @@ warm_options = group(
         default=None,
         envvar="LLAMA_ARG_WARM_FILE",
         metavar="FILE",
-        help="what runtime.warmstart trained for -m",
+        help="what research.warmstart trained for -m",
     ),
     click.option(
         "--warm-library",
@@ -107,3 +103,11 @@ warm_options = group(
         help="auto: most nats predicted between warm and cold",
     ),
 )
+
+
+@command("chat")
+@chat_options
+@warm_options
+def main(warm: WarmOptions, **asked: Any) -> None:
+    """Chat with a model as `subkv chat` does; answers may begin warm."""
+    run(**asked, opened=None if warm.warm_start == "off" else warm.opened)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from converter.scoring import F32, F64
-from runtime.warmstart.frame import Frame
+from research.warmstart.frame import Frame
 from subkv.base.errors import SubkvError
 
 

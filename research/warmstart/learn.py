@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from converter.scoring import F32, F64
-from runtime.warmstart.trained import LayerMaps
+from research.warmstart.trained import LayerMaps
 from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from starting import N_CTX, PLAN, answer, cold, logits, opened, prompt, remember, untrained, warm
 
-from runtime.warmstart import predictor
-from runtime.warmstart.embedding import N_BATCH, embedder
-from runtime.warmstart.pooled import Plan
-from runtime.warmstart.start import WarmStart
-from runtime.warmstart.summaries import Library
-from runtime.warmstart.trained import Trained
+from research.warmstart import predictor
+from research.warmstart.embedding import N_BATCH, embedder
+from research.warmstart.pooled import Plan
+from research.warmstart.start import WarmStart
+from research.warmstart.summaries import Library
+from research.warmstart.trained import Trained
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
 
@@ -154,7 +154,7 @@ def test_auto_asks_the_guard(tiny_model: Models, tmp_path: Path) -> None:
         remember(start, A)
         decision = start.first(B)
         assert str(decision.error) == (
-            "guard: expected coefficients in the trained file (python -m runtime.warmstart guard), found none"
+            "guard: expected coefficients in the trained file (python -m research.warmstart guard), found none"
         )
         assert start.llm.n_tokens == len(A)  # untouched
     with warm(tiny_model("llama"), tmp_path, guard={**COEFS}, mode="auto", max_kl=1e3) as start:

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from starting import trained_without
 from test_prompts import text
 
-from runtime.warmstart import comparison, predictor, prompts, report
-from runtime.warmstart import divergences as metrics
-from runtime.warmstart.cli import main
-from runtime.warmstart.contexts import attention, capturing, cold_context, warm_context
-from runtime.warmstart.embedding import input_mean
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.pooled import Plan, summarise
-from runtime.warmstart.trained import Trained
+from research.warmstart import comparison, predictor, prompts, report
+from research.warmstart import divergences as metrics
+from research.warmstart.cli import main
+from research.warmstart.contexts import attention, capturing, cold_context, warm_context
+from research.warmstart.embedding import input_mean
+from research.warmstart.frame import Frame
+from research.warmstart.pooled import Plan, summarise
+from research.warmstart.trained import Trained
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from converter.scoring import F32
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.pooled import Plan, Slots, placed
+from research.warmstart.frame import Frame
+from research.warmstart.pooled import Plan, Slots, placed
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import atomic_file
 from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, canonical, parsed
@@ -196,7 +196,7 @@ def read(path: Path, frame: Frame) -> Trained:
     Raises SubkvError naming `path`, the metadata key or the tensor, what was expected and what was found.
     """
     if not path.is_file():
-        raise SubkvError("path", f"expected a file of python -m runtime.warmstart train, found no file at {path}")
+        raise SubkvError("path", f"expected a file of python -m research.warmstart train, found no file at {path}")
     try:
         with safe_open(path, framework="numpy") as handle:
             metadata = handle.metadata() or {}

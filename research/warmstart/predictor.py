@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from converter.scoring import F64
-from runtime.warmstart.divergences import divergence
+from research.warmstart.divergences import divergence
 from subkv.base.errors import SubkvError
 
 QUANTILE = 0.9

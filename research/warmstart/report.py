@@ -11,9 +11,9 @@ from typing import Any
 
 from converter.plots import figure as plots
 from research.experiments.grids import Column, Row, axes, grid, grouped, heading, write_files
+from research.warmstart import divergences as metrics
+from research.warmstart.divergences import Latency, Outcome
 from runtime import options
-from runtime.warmstart import divergences as metrics
-from runtime.warmstart.divergences import Latency, Outcome
 from subkv.base.command import sentence
 from subkv.base.errors import SubkvError, concerning
 
@@ -161,7 +161,7 @@ def conclusion(outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> lis
 
 def markdown(about: Row, outcomes: Sequence[Outcome], latencies: Sequence[Latency], pictures: Sequence[str]) -> str:
     """The whole report. about: what it was run with."""
-    lines = [*heading("Warm start: evaluation", "python -m runtime.warmstart", about), "", "## Criteria", ""]
+    lines = [*heading("Warm start: evaluation", "python -m research.warmstart", about), "", "## Criteria", ""]
     lines += [("- " if not line.startswith(" ") else "  - ") + line.strip() for line in conclusion(outcomes, latencies)]
     lines += ["", "## Systems", "", *(f"- {name}: {what}" for name, what in ABOUT.items())]
     words = {o.target: o.words for o in outcomes}

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from starting import trained_without
 
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.pooled import Plan
-from runtime.warmstart.trained import PREFIX, HeadShape, read
+from research.warmstart.frame import Frame
+from research.warmstart.pooled import Plan
+from research.warmstart.trained import PREFIX, HeadShape, read
 from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs
 
@@ -156,7 +156,7 @@ def test_layers_and_tensors_that_do_not_fit(whole: Path, tmp_path: Path) -> None
 
 
 def test_no_file_and_no_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(SubkvError, match=r"^path: expected a file of python -m runtime.warmstart train, found"):
+    with pytest.raises(SubkvError, match=r"^path: expected a file of python -m research.warmstart train, found"):
         read(tmp_path / "none.safetensors", FRAME)
     (tmp_path / "text").write_text("not a safetensors file at all, but long enough")
     with pytest.raises(SubkvError, match=r"^path: .* is not a readable safetensors file: "):

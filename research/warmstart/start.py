@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converter.scoring import F32, F64, log_softmax
-from runtime.warmstart import MAX_KL, MODES, THRESHOLD, predictor
-from runtime.warmstart.embedding import embedder
-from runtime.warmstart.planting import Planting
-from runtime.warmstart.pooled import summarise
-from runtime.warmstart.summaries import Library, Remembered
-from runtime.warmstart.trained import Placed, Trained
+from research.warmstart import MAX_KL, MODES, THRESHOLD, predictor
+from research.warmstart.embedding import embedder
+from research.warmstart.planting import Planting
+from research.warmstart.pooled import summarise
+from research.warmstart.summaries import Library, Remembered
+from research.warmstart.trained import Placed, Trained
 from subkv.base.command import sentence
 from subkv.base.errors import SubkvError, concerning
 from subkv.engine.llama import Llama
@@ -173,7 +173,7 @@ class WarmStart:
         self.trained.plan.span(n)
         if self.mode == "auto" and not self.trained.guard:
             raise SubkvError(
-                "guard", "expected coefficients in the trained file (python -m runtime.warmstart guard), found none"
+                "guard", "expected coefficients in the trained file (python -m research.warmstart guard), found none"
             )
         found = self.library.nearest(self._embedding(tokens), 2)
         if not found:

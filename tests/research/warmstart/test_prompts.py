@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.warmstart import prompts
+from research.warmstart import prompts
 from subkv.base.errors import SubkvError
 
 SENTENCE = "In {year}, the {a} team began to use {n} small ships near the old city, and many of them were built there."

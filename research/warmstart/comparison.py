@@ -20,10 +20,9 @@ import numpy as np
 
 from converter.scoring import F32, F64
 from research.experiments.grids import grouped
-from runtime import options
-from runtime.warmstart import divergences as metrics
-from runtime.warmstart import predictor
-from runtime.warmstart.contexts import (
+from research.warmstart import divergences as metrics
+from research.warmstart import predictor
+from research.warmstart.contexts import (
     ColdContext,
     Continued,
     WarmContext,
@@ -32,12 +31,13 @@ from runtime.warmstart.contexts import (
     last_outputs,
     warm_context,
 )
-from runtime.warmstart.divergences import Latency, Outcome
-from runtime.warmstart.embedding import Embedder, embedder
-from runtime.warmstart.pooled import Plan, Slots, summarise
-from runtime.warmstart.prompts import Prompt
-from runtime.warmstart.summaries import Library, Remembered
-from runtime.warmstart.trained import Placed, Trained
+from research.warmstart.divergences import Latency, Outcome
+from research.warmstart.embedding import Embedder, embedder
+from research.warmstart.pooled import Plan, Slots, summarise
+from research.warmstart.prompts import Prompt
+from research.warmstart.summaries import Library, Remembered
+from research.warmstart.trained import Placed, Trained
+from runtime import options
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import tracked
 from subkv.engine.cache import CacheChoice, CacheOptions, parse_cache

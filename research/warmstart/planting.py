@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from converter.scoring import F32
-from runtime.warmstart.planter import Planter
-from runtime.warmstart.pooled import Plan
-from runtime.warmstart.trained import HeadShape, Placed
+from research.warmstart.planter import Planter
+from research.warmstart.pooled import Plan
+from research.warmstart.trained import HeadShape, Placed
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import beside
 from subkv.engine.context import decode_batch

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime.warmstart.embedding import input_mean
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.planting import Planting
-from runtime.warmstart.pooled import Plan
-from runtime.warmstart.start import WarmStart
-from runtime.warmstart.summaries import Library
-from runtime.warmstart.trained import TENSORS, HeadShape, LayerMaps, Trained
+from research.warmstart.embedding import input_mean
+from research.warmstart.frame import Frame
+from research.warmstart.planting import Planting
+from research.warmstart.pooled import Plan
+from research.warmstart.start import WarmStart
+from research.warmstart.summaries import Library
+from research.warmstart.trained import TENSORS, HeadShape, LayerMaps, Trained
 from subkv.engine.llama import Llama
 
 N_CTX = 256

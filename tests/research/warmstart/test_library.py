@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from runtime.warmstart.frame import Frame
-from runtime.warmstart.pooled import Plan, Slots
-from runtime.warmstart.summaries import Library
-from runtime.warmstart.trained import Trained
+from research.warmstart.frame import Frame
+from research.warmstart.pooled import Plan, Slots
+from research.warmstart.summaries import Library
+from research.warmstart.trained import Trained
 from subkv.base import container
 from subkv.base.errors import SubkvError
 from subkv.plan.positions import Pairs
 
-REPO = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
 N = 6  # numbers of an embedding
 CENTRE = np.ones(N, np.float32)
 TRAINED = Trained("a" * 64, Plan(4, 0, 1), (), Frame(Pairs.none(8)), "tokens", CENTRE)
@@ -207,7 +207,7 @@ def test_the_folder_is_bounded(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, numpy as np
-sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
+sys.path[:0] = [{tests!r}, {tests!r} + "/../.."]
 from test_library import opened, summary, vector
 from pathlib import Path
 library = opened(Path(sys.argv[1]), capacity={capacity})
@@ -222,7 +222,7 @@ while True:
 def test_readers_beside_a_writer_that_is_killed(tmp_path: Path) -> None:
     """Whatever a reader finds is whole, while entries come and go, and after kill -9."""
     folder = tmp_path / "library"
-    script = WRITER.format(tests=str(REPO / "tests" / "warmstart"), capacity=40_000)
+    script = WRITER.format(tests=str(HERE), capacity=40_000)
     writers = [
         subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True) for _ in "ab"
     ]

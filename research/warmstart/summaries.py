@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from converter.scoring import F32
-from runtime.warmstart.pooled import Slots
-from runtime.warmstart.trained import Trained
+from research.warmstart.pooled import Slots
+from research.warmstart.trained import Trained
 from subkv.base.container import ContainerError, Tokens
 from subkv.base.errors import SubkvError
 from subkv.engine import entries as files

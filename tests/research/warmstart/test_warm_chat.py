@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 from starting import PLAN, cold, opened, untrained, warm
 
+from research.warmstart.chat import main as chat
+from research.warmstart.start import WarmStart
 from runtime.chat.conversation import Conversation, Sampling, Turn
-from runtime.chat.program import main as chat
-from runtime.warmstart.start import WarmStart
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]

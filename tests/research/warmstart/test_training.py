@@ -15,13 +15,13 @@ from click.testing import CliRunner, Result
 
 torch = pytest.importorskip("torch")
 
-from runtime.warmstart import train as warmstart  # noqa: E402
-from runtime.warmstart.cli import main  # noqa: E402
-from runtime.warmstart.contexts import capturing  # noqa: E402
-from runtime.warmstart.frame import Frame  # noqa: E402
-from runtime.warmstart.learn import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
-from runtime.warmstart.pooled import Plan  # noqa: E402
-from runtime.warmstart.trained import Trained, read  # noqa: E402
+from research.warmstart import train as warmstart  # noqa: E402
+from research.warmstart.cli import main  # noqa: E402
+from research.warmstart.contexts import capturing  # noqa: E402
+from research.warmstart.frame import Frame  # noqa: E402
+from research.warmstart.learn import LayerRows, Places, Settings, projector, train_layer  # noqa: E402
+from research.warmstart.pooled import Plan  # noqa: E402
+from research.warmstart.trained import Trained, read  # noqa: E402
 from subkv.base.errors import SubkvError  # noqa: E402
 from subkv.engine.model import Model  # noqa: E402
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from runtime.warmstart import divergences as metrics
-from runtime.warmstart.divergences import METHOD, NEIGHBOUR, RETRIEVED, Latency, Outcome
+from research.warmstart import divergences as metrics
+from research.warmstart.divergences import METHOD, NEIGHBOUR, RETRIEVED, Latency, Outcome
 
 
 def outcome(target: str, kl: float, similarity: float | None = 0.95, **more: object) -> Outcome:
