@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+N_RECENT = 16  # tokens in the window of `measured`
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "over", "hills", "to", "an", "old", "house"]
 
 
@@ -60,3 +61,33 @@ def calibration(
         return path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def measured(
+    reference: Callable[[str], Any],
+    calibration: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The tiny llama's calibration with sensitivities of 12 chunks."""
+    from click.testing import CliRunner
+
+    from converter import sensitivity
+
+    reference("llama")
+    path = tmp_path_factory.mktemp("measured") / "calib.safetensors"
+    arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
+    arguments += ["--method", "fisher"]
+    result = CliRunner().invoke(
+        sensitivity.main, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def evaluating(tiny_model: Callable[..., Path], bases: Path, text: Path, n_ctx: int, chunks: int = 1) -> list[str]:
+    """Arguments of the evaluations that all their tests share."""
+    files = ["-m", str(tiny_model("llama")), "--bases", str(bases), "-f", str(text)]
+    return [*files, "-c", str(n_ctx), "--chunks", str(chunks)]

@@ -52,7 +52,7 @@ def test_imports() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SAME_ROLE = {"bases", "cache", "report"}
+SAME_ROLE = {"bases", "cache", "evaluate", "report"}
 # Modules of one name, by what they are everywhere: what a program's folder starts with, and its flags.
 ROLES = {"__init__", "__main__", "cli"}
 

@@ -1,4 +1,4 @@
-"""The codecs by name, and their rows in the table of `subkv evaluate`."""
+"""The codecs by name, and their rows in the table of research.evaluate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from converter.reference import Coder
-from converter.rivals import exl3, kivi, kvarn, kvquant, oscar, turboquant
-from converter.rivals.rival import Knowledge, Make, Rival
+from research.rivals import exl3, kivi, kvarn, kvquant, oscar, turboquant
+from research.rivals.rival import Knowledge, Make, Rival
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 from subkv.native.gguf import Base

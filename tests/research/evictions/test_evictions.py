@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from converter.evictions import h2o, quest, snapkv, streaming
-from converter.evictions.keeping import POLICIES
-from converter.evictions.policy import Asked
+from research.evictions import h2o, quest, snapkv, streaming
+from research.evictions.keeping import POLICIES
+from research.evictions.policy import Asked
 
 N, FIRST, BUDGET, HEADS, D = 640, 400, 256, 2, 16
 

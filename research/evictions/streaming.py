@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from converter.evictions.policy import Asked, Kept
+from research.evictions.policy import Asked, Kept
 
 SINKS = 4
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from converter.rivals.rival import Knowledge, Rival
-from converter.rivals.rounding import half
+from research.rivals.rival import Knowledge, Rival
+from research.rivals.rounding import half
 from subkv.format.arrays import F32
 from subkv.plan.basis import mixing_matrix
 

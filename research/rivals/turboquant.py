@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from converter.rivals.rival import Knowledge, Rival
-from converter.rivals.rounding import half, min_max, nearest
+from research.rivals.rival import Knowledge, Rival
+from research.rivals.rounding import half, min_max, nearest
 from subkv.format.arrays import F32, F64
 from subkv.plan.basis import mixing_matrix
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from converter.rivals.rival import Knowledge, Rival
-from converter.rivals.rounding import min_max
+from research.rivals.rival import Knowledge, Rival
+from research.rivals.rounding import min_max
 from subkv.format.arrays import F32
 
 GROUP, RESIDUAL = 32, 128

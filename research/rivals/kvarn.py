@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.rivals.rival import Knowledge, Rival
-from converter.rivals.rounding import half, min_max
+from research.rivals.rival import Knowledge, Rival
+from research.rivals.rounding import half, min_max
 from subkv.format.arrays import F32
 from subkv.plan.basis import mixing_matrix
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from converter.rivals import exl3, kivi, kvarn, kvquant, oscar, registry, turboquant
-from converter.rivals.rival import Knowledge, Rival
-from converter.rivals.rounding import min_max
+from research.rivals import exl3, kivi, kvarn, kvquant, oscar, registry, turboquant
+from research.rivals.rival import Knowledge, Rival
+from research.rivals.rounding import min_max
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 from subkv.plan import stock

@@ -17,8 +17,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.rivals.rival import Knowledge, Rival
-from converter.rivals.rounding import half, nearest
+from research.rivals.rival import Knowledge, Rival
+from research.rivals.rounding import half, nearest
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32, F64
 from subkv.plan.positions import Rotation

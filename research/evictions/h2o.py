@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from converter.evictions.policy import Asked, Kept
+from research.evictions.policy import Asked, Kept
 
 PIECE = 256  # queries whose attention is held at once
 

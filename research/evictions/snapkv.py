@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from converter.evictions.policy import Asked, Kept
+from research.evictions.policy import Asked, Kept
 
 OBSERVING, POOL, EVERY = 32, 7, 128
 

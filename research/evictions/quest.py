@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from converter.evictions.policy import Asked, Kept
+from research.evictions.policy import Asked, Kept
 
 PAGE = 16
 BITS = 2 * 16 / PAGE / 2  # per K/V element, of the minima and maxima
