@@ -28,7 +28,15 @@ ALL = sorted(
 GUIDES = [path for path in ALL if path.parent in (REPO, REPO / "docs")]
 PAGES = [*GUIDES, REPO / "models" / "README.md"]
 PACKAGES = ("runtime", "research", "converter", "subkv")
-RESEARCH = ("research.experiments.cli", "research.experiments.tracker", "research.warmstart.chat", "research.evaluate")
+RESEARCH = (
+    "research.evaluate",
+    "research.experiments.cli",
+    "research.experiments.tracker",
+    "research.load",
+    "research.soak",
+    "research.speculation",
+    "research.warmstart.chat",
+)
 HELP = {"-h", "--help", "--version"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")

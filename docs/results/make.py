@@ -64,8 +64,8 @@ class Server:
     port: int
 
     def load(self, *words: str) -> dict[str, Any]:
-        """One row of runtime.serve.load, numbers as numbers where they are."""
-        command = ("python", "-m", "runtime.serve.load", "--url", f"http://127.0.0.1:{self.port}", *words)
+        """One row of research.load, numbers as numbers where they are."""
+        command = ("python", "-m", "research.load", "--url", f"http://127.0.0.1:{self.port}", *words)
         done = self.lab.run(*command, "--pid", str(self.pid), shown=(*command[:3], *words, "--pid", "PID"))
         head, _, cells = ([c.strip() for c in line.strip("| \n").split("|")] for line in done.stdout.splitlines()[-3:])
         return {key: _number(cell) for key, cell in zip(head, cells, strict=True)}

@@ -1,7 +1,7 @@
 """What drafts gain: tokens per second with them and without, caches and drafts taking turns in one process.
 
-python -m runtime.speculation -m model.gguf --bases bases.gguf -f code.py
-python -m runtime.speculation -m model.gguf --bases bases.gguf -f code.py -md small.gguf
+python -m research.speculation -m model.gguf --bases bases.gguf -f code.py
+python -m research.speculation -m model.gguf --bases bases.gguf -f code.py -md small.gguf
 
 Two tasks: `copy` writes the text that the context holds once more, as an edited file does; `go on` continues it.
 """

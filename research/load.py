@@ -1,6 +1,6 @@
 """Load on llama-server, or another server of OpenAI's API, of this machine: errors, latencies, memory, as a table.
 
-python -m runtime.serve.load --url http://127.0.0.1:8080 -r 1000 -j 1000 -n 8 --pid PID
+python -m research.load --url http://127.0.0.1:8080 -r 1000 -j 1000 -n 8 --pid PID
 """
 
 from __future__ import annotations

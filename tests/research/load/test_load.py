@@ -1,4 +1,4 @@
-"""runtime.serve.load and soak on llama-server: what they count, time and see."""
+"""research.load and soak on llama-server: what they count, time and see."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from runtime.serve import load as loading
-from runtime.serve import soak
-from runtime.serve.load import Reply, load, local, parsed, row
+from research import load as loading
+from research import soak
+from research.load import Reply, load, local, parsed, row
 from subkv.base import progress
 
 Serve = Callable[..., Any]

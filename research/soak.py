@@ -1,7 +1,7 @@
 """Hours of mixed clients on a llama-server of this machine: what grows, and whether answers get slower, as two tables.
 
 subkv serve --slot-save-path DIR --metrics -np 4 &
-python -m runtime.serve.soak --url http://127.0.0.1:8080 --pid PID --minutes 120
+python -m research.soak --url http://127.0.0.1:8080 --pid PID --minutes 120
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import click
 import numpy as np
 
-from runtime.serve.load import Reply, local, request, resident_mib
+from research.load import Reply, local, request, resident_mib
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 from subkv.base.progress import progress_bar
