@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,7 @@ import numpy as np
 
 from converter.adaptive import AdaptiveCoder, coded_sides, loaded
 from converter.bound import bound_bits
-from converter.evictions import keeping as evictions
 from converter.reference import Coder, Reference
-from converter.rivals import registry
 from converter.scoring import Scores, score
 from subkv.base.progress import progress_bar
 from subkv.format.adapt import parse
@@ -33,7 +31,7 @@ class Cache:
     """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone. recent: what is seen of
     the exact window's recent rows, None: what they are.
 
-    keeping: the policy that evicts cells; coder None then: what it keeps is exact.
+    logits: of a chunk from its position on, where attention over the cells takes more than a coder.
     bound: bits per element at which the rate-distortion bound has the predicted KLD (bound.py).
     adaptive: the coder, if its bases follow the text; what they cost is then in result(), at `context` tokens.
     """
@@ -49,7 +47,7 @@ class Cache:
     adaptive: AdaptiveCoder | None = None
     context: int = 0
     bound: float | None = None
-    keeping: evictions.Spec | None = None
+    logits: Callable[[Reference, Sequence[int], int], F32] | None = None
     recent: Coder | None = None
 
     def clear(self) -> None:
@@ -61,10 +59,10 @@ class Cache:
 
 def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
     """What attention sees through coded layers. sides: which of k and v are coded; the others stay exact."""
-    coded = {layer.shape.il: layer.heads for layer in layers}
+    heads = {layer.shape.il: layer.heads for layer in layers}
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
-        return coded_sides(k, v, coded[il], sides) if il in coded else (k, v)
+        return coded_sides(k, v, heads[il], sides) if il in heads else (k, v)
 
     return seen
 
@@ -113,46 +111,7 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
     return caches
 
 
-def rival_caches(specs: Sequence[registry.Spec], fit: Fit, base: Gguf, sides: str) -> list[Cache]:
-    """Rows for other projects' codecs, each with its own exact window and with that of `fit`, all counted.
-
-    Raises SubkvError where a codec does not fit the model, or the window of `fit` is smaller than its tiles.
-    """
-    window, context = fit.settings.window, fit.overhead.context
-    known = registry.knowledge(fit, base)
-    rivals = [registry.rival(spec, known) for spec in specs]
-    registry.check_window(specs, rivals, window.n_recent)
-    caches = []
-    for spec, codec in zip(specs, rivals, strict=True):
-        rows = codec.row_bits + codec.table_bits / context
-        own, ours = (codec.n_sink, codec.n_recent), (window.n_sink, window.n_recent)
-        bits = rows + 16.0 * sum(own) / context
-        caches.append(Cache(spec.text, registry.coder(codec, own[0], sides), bits, rows, *own))
-        if sum(ours):
-            bits = rows + fit.overhead.window_bits(fit.heads)
-            coder = registry.coder(codec, ours[0], sides)
-            caches.append(Cache(f"{spec.text} + window", coder, bits, rows, *ours, recent=recent_coder(fit)))
-    return caches
-
-
-def evicting_caches(specs: Sequence[evictions.Spec], fit: Fit, n_ctx: int) -> list[Cache]:
-    """Rows for policies that evict cells, kept in f16 or in our cells. Raises SubkvError where too few are kept."""
-    window, d = fit.settings.window, fit.calibration.layers[0].shape.d_k
-    caches = []
-    for spec in specs:
-        evictions.budget(spec, n_ctx)
-        if spec.kv_bits is None:
-            cache = Cache(spec.text, None, evictions.bits(spec, 16.0, 0.0, d), 16.0)
-        else:
-            layers, counted = _coded(fit, spec.kv_bits)
-            bits = evictions.bits(spec, counted.rows, counted.total - counted.rows, d)
-            cache = Cache(spec.text, layer_coder(layers), bits, counted.rows, window.n_sink, window.n_recent)
-        cache.keeping = spec
-        caches.append(cache)
-    return caches
-
-
-def _coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
+def coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
     """A layout at a budget, and what it takes."""
     plan, narrow = fit.plan(kv_bits), fit.narrow(kv_bits)
     layers, _ = fit.code(plan, narrow)
@@ -161,7 +120,7 @@ def _coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
 
 def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:
     """Our row at a budget."""
-    layers, counted = _coded(fit, kv_bits)
+    layers, counted = coded(fit, kv_bits)
     window = fit.settings.window
     predicted = fit.error(layers) if fit.calibration.sensitivity and sides == "kv" else None
     coder = layer_coder(layers, sides)
@@ -186,9 +145,9 @@ def uncalibrated_cache(base: Gguf, kv_bits: float, options: Options, sides: str)
 
 def adaptive_cache(fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, stack: contextlib.ExitStack) -> Cache:
     """Our row at a budget with bases that adapt as `text` says (--adapt). `stack` closes what it opens."""
-    layers, counted = _coded(fit, kv_bits)
-    coded = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
-    coder = AdaptiveCoder(coded, layers, sides, *parse(text))
+    layers, counted = coded(fit, kv_bits)
+    engine = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
+    coder = AdaptiveCoder(engine, layers, sides, *parse(text))
     window = fit.settings.window.n_sink, fit.settings.window.n_recent
     name = f"subkv {kv_bits:g} adapt {text}"
     return Cache(name, coder, counted.total, counted.rows, *window, adaptive=coder, context=counted.context)
@@ -209,9 +168,8 @@ def run(
             bar.update()
             for cache in caches:
                 logits = base
-                if cache.keeping is not None:
-                    kept = (cache.keeping, cache.coder, cache.n_sink, cache.n_recent)
-                    logits = evictions.logits(reference, chunk, first, *kept)[:-1]
+                if cache.logits is not None:
+                    logits = cache.logits(reference, chunk, first)[:-1]
                 elif cache.coder is not None:
                     how = (cache.coder, cache.n_sink, cache.n_recent, cache.recent)
                     logits = reference.coded_logits(chunk, first, *how)[:-1]

@@ -5,15 +5,14 @@
 
 Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact
 keys and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are,
-and with the exact window of our rows ("+ window"). --adapt adds our rows with bases that follow the text, --codecs
-other projects' codecs (converter/rivals), with their own window and with ours, --evictions policies that keep a share
-of the tokens (converter/evictions), in f16 or in our cells.
+and with the exact window of our rows ("+ window"). --adapt adds our rows with bases that follow the text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +22,17 @@ import click
 from converter import tables
 from converter.cli import planned, recent_bits_option
 from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
-from subkv.base.command import command, group, sentence
+from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
 from subkv.format.window import N_RECENT, N_SINK
 from subkv.plan.methods import BASES_K, BASES_V
 
 if TYPE_CHECKING:
-    from converter.evictions.keeping import Spec as Eviction
-    from converter.rivals.registry import Spec
-    from subkv.plan.pipeline import Options
+    from converter.caches import Cache
+    from subkv.native.gguf import Gguf
+    from subkv.plan.pipeline import Fit, Options
+
+    Others = Callable[[Fit, Gguf, str, int], list[Cache]]
 
 STOCK = "q8_0,q5_1,q5_0,q4_1,q4_0"
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
@@ -54,65 +55,45 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
     return kinds
 
 
-def _codecs(context: click.Context, parameter: click.Parameter, text: str) -> list[Spec]:
-    if not text:
-        return []
-    from converter.rivals import registry  # numpy: not for a --help
-
-    try:
-        return [registry.parse(part) for part in text.split(",")]
-    except SubkvError as error:
-        raise click.BadParameter(error.reason) from error
-
-
-def _evictions(context: click.Context, parameter: click.Parameter, text: str) -> list[Eviction]:
-    if not text:
-        return []
-    from converter.evictions import keeping  # numpy: not for a --help
-
-    try:
-        return [keeping.parse(part) for part in text.split(",")]
-    except SubkvError as error:
-        raise click.BadParameter(error.reason) from error
-
-
-@command("evaluate", interrupted=INTERRUPTED)
-@model_option()
-@bases_option()
-@corpus_options("UTF-8 text.", "Chunks of every text.", 2, required=False)
-@click.option(
-    "--held-out",
-    is_flag=True,
-    help="Built-in texts of seven kinds that no calibration sees, a chunk of each; with their mean and their worst.",
+evaluate_options = stack(
+    model_option(),
+    bases_option(),
+    corpus_options("UTF-8 text.", "Chunks of every text.", 2, required=False),
+    click.option(
+        "--held-out",
+        is_flag=True,
+        help="Built-in texts of seven kinds that no calibration sees, a chunk of each; "
+        "with their mean and their worst.",
+    ),
+    click.option("--kv-bits", default="3.5,4.25,5,7", callback=_numbers, help="Budgets, as of convert."),
+    click.option("--uncalibrated", default="", callback=_numbers, help="Budgets of bases from the weights alone."),
+    click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none."),
+    group(
+        "options",
+        planned,
+        click.option("--basis-k", type=click.Choice(BASES_K), help="As of convert."),
+        click.option("--basis-v", type=click.Choice(BASES_V), help="As of convert."),
+        click.option("--center-k/--no-center-k", default=True, help="As of convert."),
+        click.option("--n-sink", type=int, default=N_SINK, help="First positions exact."),
+        click.option("--n-recent", type=int, default=N_RECENT, help="Last positions exact."),
+        recent_bits_option,
+        click.option(
+            "--bpe-context", type=click.IntRange(1), help="Context of the bit count. [default: as of convert]"
+        ),
+    ),
+    click.option("--sides", type=click.Choice(list(SIDES)), default="both", help="What is coded."),
+    click.option(
+        "--adapt",
+        multiple=True,
+        metavar="SIDES[,NAME=VALUE...]",
+        help="A row more per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
+    ),
+    click.option("--plot", type=PATH, help="Draw bits against KLD (extra plot)."),
+    click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md"),
 )
-@click.option("--kv-bits", default="3.5,4.25,5,7", callback=_numbers, help="Budgets, as of convert.")
-@click.option("--uncalibrated", default="", callback=_numbers, help="Budgets of bases from the weights alone.")
-@click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none.")
-@click.option("--codecs", default="", callback=_codecs, help="Other projects' codecs: exl3:4,kvarn:4/2,kivi:2…")
-@click.option(
-    "--evictions", default="", callback=_evictions, help="Policies and the percentage they keep: h2o:25,snapkv:50@5…"
-)
-@group(
-    "options",
-    planned,
-    click.option("--basis-k", type=click.Choice(BASES_K), help="As of convert."),
-    click.option("--basis-v", type=click.Choice(BASES_V), help="As of convert."),
-    click.option("--center-k/--no-center-k", default=True, help="As of convert."),
-    click.option("--n-sink", type=int, default=N_SINK, help="First positions exact."),
-    click.option("--n-recent", type=int, default=N_RECENT, help="Last positions exact."),
-    recent_bits_option,
-    click.option("--bpe-context", type=click.IntRange(1), help="Context of the bit count. [default: as of convert]"),
-)
-@click.option("--sides", type=click.Choice(list(SIDES)), default="both", help="What is coded.")
-@click.option(
-    "--adapt",
-    multiple=True,
-    metavar="SIDES[,NAME=VALUE...]",
-    help="A row more per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
-)
-@click.option("--plot", type=PATH, help="Draw bits against KLD (extra plot).")
-@click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md")
-def main(
+
+
+def run(
     model: Path,
     bases: Path,
     corpus: Corpus,
@@ -120,15 +101,17 @@ def main(
     kv_bits: list[float],
     uncalibrated: list[float],
     stock: list[str],
-    codecs: list[Spec],
-    evictions: list[Eviction],
     options: Options,
     sides: str,
     adapt: tuple[str, ...],
     plot: Path | None,
     output: str,
+    others: Others | None = None,
 ) -> None:
-    """KLD of layouts and of llama.cpp's cache types in float32."""
+    """What evaluate_options ask for.
+
+    others: more caches for the table, made of a fit, the model, the sides that are coded, and the length of a chunk.
+    """
     if not corpus.files and not held_out:
         raise click.UsageError("-f: expected a text or --held-out, found neither")
 
@@ -136,12 +119,12 @@ def main(
     from converter.caches import (
         adaptive_cache,
         coded_cache,
-        evicting_caches,
         result,
-        rival_caches,
-        run,
         stock_caches,
         uncalibrated_cache,
+    )
+    from converter.caches import (
+        run as score,
     )
     from converter.plots import figure, frontier
     from converter.reference import Reference, check_length, check_shapes
@@ -175,11 +158,10 @@ def main(
                 caches.append(coded_cache(fit, bits, SIDES[sides]))
                 caches += [adaptive_cache(fit, base, bits, SIDES[sides], how, opened) for how in adapt]
             caches += [uncalibrated_cache(base, bits, options, SIDES[sides]) for bits in uncalibrated]
-            if not caches and not stock and not codecs and not evictions:
+            if not caches and not stock and others is None:
                 raise SubkvError("kv_bits", "expected a budget or --stock types to evaluate, found none")
             caches += stock_caches(stock, fit, SIDES[sides])
-            caches += rival_caches(codecs, fit, base, SIDES[sides]) if codecs else []
-            caches += evicting_caches(evictions, fit, corpus.n_ctx)
+            caches += others(fit, base, SIDES[sides], corpus.n_ctx) if others else []
         results: list[dict[str, Any]] = []
         for text, whole in texts:
             pieces = cut(reference, [text], corpus.n_ctx, corpus.chunks if whole else 1, whole)
@@ -187,13 +169,20 @@ def main(
                 reference.match(calibration, pieces[0])
             for cache in caches:
                 cache.clear()
-            run(reference, caches, pieces, corpus.n_threads, progress=True)
+            score(reference, caches, pieces, corpus.n_threads, progress=True)
             results += [result(cache, text.source.name, max(map(len, pieces)), len(pieces)) for cache in caches]
     click.echo(json.dumps(results, indent=2) if output == "json" else tables.scores(results))
     if output == "md" and len(texts) > 1:
         click.echo(f"\n{tables.over_texts(results)}")
     if plot is not None:
         frontier.frontier(results, plot)
+
+
+@command("evaluate", interrupted=INTERRUPTED)
+@evaluate_options
+def main(**asked: Any) -> None:
+    """KLD of layouts and of llama.cpp's cache types in float32."""
+    run(**asked)
 
 
 if __name__ == "__main__":

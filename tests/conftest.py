@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ REPO = Path(__file__).resolve().parent.parent
 # Threads of OpenMP spin where they wait for each other, and take the processor from those they wait for: on 2 cores,
 # beside one other process, a test took eight times as long. libgomp reads this when it is loaded, later than here.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# No wheel holds research/. What is installed comes first.
+if str(REPO) not in sys.path:
+    sys.path.append(str(REPO))
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all it starts; tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,6 +1,6 @@
 """Files that were damaged at random, or made by somebody who means harm: what readers are tested with.
 
-SUBKV_FILES=100000 pytest tests/format tests/runtime tests/warmstart -k somebody
+SUBKV_FILES=100000 pytest tests/format tests/runtime tests/research/warmstart -k somebody
 """
 
 from __future__ import annotations

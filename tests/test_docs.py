@@ -27,6 +27,16 @@ ALL = sorted(
 )
 GUIDES = [path for path in ALL if path.parent in (REPO, REPO / "docs")]
 PAGES = [*GUIDES, REPO / "models" / "README.md"]
+PACKAGES = ("runtime", "research", "converter", "subkv")
+RESEARCH = (
+    "research.evaluate",
+    "research.experiments.cli",
+    "research.experiments.tracker",
+    "research.load",
+    "research.soak",
+    "research.speculation",
+    "research.warmstart.chat",
+)
 HELP = {"-h", "--help", "--version"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -162,7 +172,7 @@ def unknown(words: list[str]) -> list[str]:
             return wrong(subkv, rest)
         case ["convert", *rest]:
             return wrong(program("converter.cli"), rest)
-        case ["python" | "python3", "-m", module, *rest] if module.split(".")[0] in ("runtime", "converter", "subkv"):
+        case ["python" | "python3", "-m", module, *rest] if module.split(".")[0] in PACKAGES:
             spec = importlib.util.find_spec(module)
             package = spec is not None and spec.submodule_search_locations is not None
             if spec is None or (package and not importlib.util.find_spec(f"{module}.__main__")):
@@ -193,7 +203,8 @@ def test_flags_exist(page: Path) -> None:
     if not server_flags():
         pytest.skip("llama-server: not built (SUBKV_PROGRAMS=ON)")
     text = FENCE.sub("", page.read_text("utf-8"))
-    every = {flag for command in COMMANDS for flag in flags_of(command)} | server_flags()
+    modules = [*(module for module, _ in COMMANDS.values()), *RESEARCH]
+    every = {flag for module in modules for flag in flags_of(module)} | server_flags()
     scripts = [REPO / script for script in re.findall(r"[\w/]+\.py", page.read_text("utf-8"))]
     sources = "".join(script.read_text("utf-8") for script in scripts if script.is_file())
     single = [re.split(r"[ =|]", code)[0] for code in CODE.findall(text) if re.match(r"--[a-z]", code)]
@@ -201,8 +212,7 @@ def test_flags_exist(page: Path) -> None:
 
 
 @functools.cache
-def flags_of(command: str) -> set[str]:
-    module, _ = COMMANDS[command]
+def flags_of(module: str) -> set[str]:
     params = importlib.import_module(module).main.params
     return {flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)}
 

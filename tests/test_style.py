@@ -52,7 +52,7 @@ def test_imports() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SAME_ROLE = {"bases", "cache", "report"}
+SAME_ROLE = {"bases", "cache", "evaluate", "report"}
 # Modules of one name, by what they are everywhere: what a program's folder starts with, and its flags.
 ROLES = {"__init__", "__main__", "cli"}
 
@@ -60,7 +60,7 @@ ROLES = {"__init__", "__main__", "cli"}
 def test_names() -> None:
     """No two modules of one name, unless they are the same role in sibling rooms (ROLES and those listed here)."""
     modules: dict[str, list[str]] = {}
-    for folder in ("converter", "runtime", "python/subkv"):
+    for folder in ("converter", "runtime", "research", "python/subkv"):
         for path in (REPO / folder).rglob("*.py"):
             modules.setdefault(path.stem, []).append(str(path.relative_to(REPO)))
     twice = {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in ROLES}
@@ -81,6 +81,6 @@ def test_cpp() -> None:
 
 def test_size() -> None:
     """A file past about 500 lines is two files."""
-    folders = ("converter", "runtime", "python", "cmake", "examples", "tests")
+    folders = ("converter", "runtime", "research", "python", "cmake", "examples", "tests")
     files = [*CPP, *(p for d in folders for p in (REPO / d).rglob("*.py"))]
     assert {str(p.relative_to(REPO)): n for p in files if (n := len(p.read_bytes().splitlines())) > 520} == {}

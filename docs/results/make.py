@@ -64,8 +64,8 @@ class Server:
     port: int
 
     def load(self, *words: str) -> dict[str, Any]:
-        """One row of runtime.serve.load, numbers as numbers where they are."""
-        command = ("python", "-m", "runtime.serve.load", "--url", f"http://127.0.0.1:{self.port}", *words)
+        """One row of research.load, numbers as numbers where they are."""
+        command = ("python", "-m", "research.load", "--url", f"http://127.0.0.1:{self.port}", *words)
         done = self.lab.run(*command, "--pid", str(self.pid), shown=(*command[:3], *words, "--pid", "PID"))
         head, _, cells = ([c.strip() for c in line.strip("| \n").split("|")] for line in done.stdout.splitlines()[-3:])
         return {key: _number(cell) for key, cell in zip(head, cells, strict=True)}
@@ -158,6 +158,9 @@ class Lab:
         programs["python"] = sys.executable
         command = [programs.get(words[0], words[0]), *words[1:]]
         environment = {**os.environ, **(env or {})}
+        if words[1:2] == ("-m",) and words[2].startswith("research."):  # which is not installed
+            paths = [str(REPO), *filter(None, [environment.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         return subprocess.Popen(
             command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
         )

@@ -13,7 +13,7 @@ def experiments(lab: Any) -> Rows:
     files = [lab.text(WIKI), *lab.texts(NOVEL, CODE)]
     only, size = lab.pick(("ranks,matched,domain,length,bounds", "2048"), ("bounds", "256"))
     lab.run(
-        *("subkv", "experiments", "--only", only, "-m", "M.gguf", "--bases", "calib.safetensors"),
+        *("python", "-m", "research.experiments", "--only", only, "-m", "M.gguf", "--bases", "calib.safetensors"),
         *(f"-f{file}" for file in files),
         *("-c", size, "-o", "experiments"),
     )
@@ -33,15 +33,18 @@ WARM = re.compile(r"(?P<criterion>.+): (?P<answer>met|not met|not measured) \((?
 COPY = re.compile(r"for comparison, (?P<criterion>a perfect copy of .+): (?P<found>KL .+) \(n = (?P<n>\d+)\)")
 
 
+WARMSTART = ("python", "-m", "research.warmstart")
+
+
 def warm_start(lab: Any) -> Rows:
-    prompts = ("subkv", "warmstart", "prompts", "-m", "M.gguf")
+    prompts = (*WARMSTART, "prompts", "-m", "M.gguf")
     size = lab.pick(("--words", "60,180", "-n", "4"), ("--words", "20", "-n", "3"))
     valid, test = lab.text("wikitext2.valid.txt"), lab.text(WIKI)
     lab.run(*prompts, "-f", valid, "--test-share", "0", *size, "-o", "train.jsonl")
     lab.run(*prompts, "-f", test, "--test-share", "1", *size, "-o", "test.jsonl")
-    train = ("subkv", "warmstart", "train", "-m", "M.gguf", "-f", "train.jsonl", "--slots", "16")
+    train = (*WARMSTART, "train", "-m", "M.gguf", "-f", "train.jsonl", "--slots", "16")
     lab.run(*train, "--epochs", lab.pick("6", "1"), "-o", "w16.safetensors")
-    evaluate = ("subkv", "warmstart", "evaluate", "-m", "M.gguf", "--warm-file", "w16.safetensors", "-f", "test.jsonl")
+    evaluate = (*WARMSTART, "evaluate", "-m", "M.gguf", "--warm-file", "w16.safetensors", "-f", "test.jsonl")
     done = lab.run(*evaluate, "--targets", lab.pick("3", "1"), "-r", "1", "-t", "1", "-o", "warm")
     rows: Rows = []
     slots = 0

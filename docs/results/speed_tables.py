@@ -161,7 +161,7 @@ def parallel_numbers(rows: Rows) -> Numbers:
 
 def drafts(lab: Any) -> Rows:
     size = lab.pick(("-d", "2000", "-n", "64", "-r", "3"), ("-d", "64", "-n", "8", "-r", "1"))
-    command = ("python", "-m", "runtime.speculation", *MODEL[:2], "--bases", lab.sidecar("4.5"), "-t", "2")
+    command = ("python", "-m", "research.speculation", *MODEL[:2], "--bases", lab.sidecar("4.5"), "-t", "2")
     rows = lab.json(*command, "-f", lab.text("argparse.py"), *size, "-o", "json")
     return [{key: value for key, value in row.items() if not key.startswith("samples")} for row in rows]
 

@@ -314,7 +314,7 @@ ORDER = (  # what matters most comes first
         f"{MODEL}; mean KLD of one chunk of 2048 tokens of WikiText-2 test, of a novel, and of argparse.py of the "
         f"Python that runs; the codecs {FLOAT32}. Bits are counted at 8192 tokens, every byte: scales, zeros, norms, "
         "tables, outliers, exact windows. (So long windows, other codecs' above all, look better than they are: at "
-        "2048 tokens they hold a larger share.) The other codecs are defined in converter/rivals; each stands here "
+        "2048 tokens they hold a larger share.) The other codecs are defined in research/rivals; each stands here "
         "with its own exact window and with subkv's.",
         16,
         scores.rivals,

@@ -7,6 +7,7 @@ echo "What is a sonnet?" | python -m runtime.chat --temp 0
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -21,15 +22,19 @@ from runtime import options
 from runtime.chat.completer import Completer
 from runtime.chat.terminal import Interrupts, open_input
 from runtime.options import Drafts
-from runtime.warmstart.flags import WarmOptions, warm_options
-from subkv.base.command import command, group, sentence
+from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
 from subkv.base.hub import hf_option, model_given
 
 if TYPE_CHECKING:
-    from runtime.chat.conversation import Conversation, Sampling, Stop, Turn
+    from contextlib import AbstractContextManager
+
+    from runtime.chat.conversation import Conversation, Opening, Sampling, Stop, Turn
     from subkv.engine.cache import CacheOptions
     from subkv.engine.context import ContextOptions
+    from subkv.engine.llama import Llama
+
+    Opened = Callable[[Callable[[], Llama]], AbstractContextManager[tuple[Llama, Opening | None]]]
 
 MIB = 1024 * 1024
 
@@ -301,22 +306,26 @@ sampling_options = group(
 )
 
 
-@command()
-@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
-@hf_option
-@talk_options
-@options.template_options
-@options.predict_option("most tokens per answer, -1: no limit")
-@options.cache_options(options.rollback_option)
-@sampling_options
-@options.context_options(
-    options.context_option(4096), options.flash_option, options.threads_option, options.batch_options()
+chat_options = stack(
+    options.model_option(required=False, text="model file (GGUF) [default: the demo model]"),
+    hf_option,
+    talk_options,
+    options.template_options,
+    options.predict_option("most tokens per answer, -1: no limit"),
+    options.cache_options(options.rollback_option),
+    sampling_options,
+    options.context_options(
+        options.context_option(4096), options.flash_option, options.threads_option, options.batch_options()
+    ),
+    options.gpu_option,
+    options.draft_options,
+    options.shift_option(
+        "a full context forgets half of what follows the system message, instead of ending the answer"
+    ),
 )
-@options.gpu_option
-@options.draft_options
-@options.shift_option("a full context forgets half of what follows the system message, instead of ending the answer")
-@warm_options
-def main(
+
+
+def run(
     model: str | None,
     hf_repo: str | None,
     talk: Talk,
@@ -328,11 +337,12 @@ def main(
     n_gpu_layers: int,
     drafts: Drafts,
     context_shift: bool,
-    warm: WarmOptions,
+    opened: Opened | None = None,
 ) -> None:
-    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache.
+    """The chat that chat_options ask for.
 
-    A model without bases for it gets those that its weights give; -ctk f16 does without.
+    opened: opens the model with the function that it is given, and says where first answers may begin. Nothing then
+    replaces a cache that does not fit the model.
     """
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
@@ -348,11 +358,11 @@ def main(
 
     def open_llm() -> Llama:
         more = {"draft_model": drafts.model(n_gpu_layers)}
-        if path is not None and warm.warm_start == "off":
+        if path is not None and opened is None:
             return open_coded(path, n_gpu_layers, cache, context, Llama, **more)
         return open_llama(path, n_gpu_layers, cache, context, Llama, **more)
 
-    with warm.opened(open_llm) as (llm, opening):
+    with (opened or without_opening)(open_llm) as (llm, opening):
         options.note_cache(llm.kv_stats(), llm.cache_choice)
         chosen, told = for_chat(llm.opened, template)
         if told:
@@ -362,6 +372,23 @@ def main(
             raise click.exceptions.Exit(1)
         if not talk.single_turn:
             chat.loop(talk.simple_io)
+
+
+@contextlib.contextmanager
+def without_opening(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, Opening | None]]:
+    """The model; every token of an answer comes from it."""
+    with open_llm() as llm:
+        yield llm, None
+
+
+@command()
+@chat_options
+def main(**asked: Any) -> None:
+    """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache.
+
+    A model without bases for it gets those that its weights give; -ctk f16 does without.
+    """
+    run(**asked)
 
 
 if __name__ == "__main__":

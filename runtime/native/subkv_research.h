@@ -1,5 +1,5 @@
-// subkv_research.h: what only experiments (runtime/experiments, converter/adaptive.py, converter/trellis.py) and warm starts
-// (runtime/warmstart) call of libsubkv. Not installed, and free to change.
+// subkv_research.h: what only experiments (research/experiments, converter/adaptive.py, converter/trellis.py) and warm
+// starts (research/warmstart) call of libsubkv. Not installed, and free to change.
 #pragma once
 
 #include "subkv.h"

@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 from versioned import FILES, IDENTITY, TOKENS
 
 from converter.trials import VERSION as MEASUREMENTS
+from research.warmstart.trained import VERSION as WARM
 from runtime.chat.conversation import STATE
 from runtime.doctor.formats import FORMATS
-from runtime.warmstart.trained import VERSION as WARM
 from subkv.base.container import MAGIC, ContainerError, load, read, read_head
 from subkv.base.errors import StateError, SubkvError
 from subkv.engine.entries import Entry, Folder
@@ -33,7 +33,7 @@ def test_doctor_tells_the_readers_versions() -> None:
     native = (REPO / "runtime/native").joinpath
     state = native("cache_state.cpp").read_text().partition("STATE_MAGIC[8] = ")[2].partition(";")[0]
     store = native("prefix_blocks.cpp").read_text().partition("MAGIC[8]")[2].partition(";")[0]
-    library = (REPO / "runtime/warmstart/summaries.py").read_text().partition('"version": ')[2].partition(",")[0]
+    library = (REPO / "research/warmstart/summaries.py").read_text().partition('"version": ')[2].partition(",")[0]
     own = {
         "model": (metadata.VERSION,),
         "calibration": (int(calibration.VERSION),),

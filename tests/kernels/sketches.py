@@ -6,7 +6,7 @@ import capi
 import numpy as np
 import numpy.typing as npt
 
-from runtime.experiments.sketch import SketchParams
+from research.experiments.sketch import SketchParams
 from subkv.native.library import last_error
 
 F32 = npt.NDArray[np.float32]

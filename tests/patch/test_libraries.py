@@ -14,8 +14,8 @@ from pathlib import Path
 import capi
 import pytest
 
-from runtime.experiments.sketch import SketchParams
-from runtime.warmstart.planter import Planted
+from research.experiments.sketch import SketchParams
+from research.warmstart.planter import Planted
 from subkv.native import library as _lib
 
 TYPES = {

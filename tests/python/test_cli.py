@@ -28,17 +28,18 @@ def run(*arguments: Any) -> Result:
 def test_every_command_has_help() -> None:
     listing = run("--help")
     assert listing.exit_code == 0
-    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "experiments", "plot", "inspect", "cmake-dir"):
+    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "tasks", "plot", "inspect", "cmake-dir"):
         assert f"  {name} " in listing.stdout
         result = run(name, "--help")
         assert result.exit_code == 0
         assert result.stdout.startswith(f"Usage: subkv {name} ")
 
 
-def test_unknown_command() -> None:
-    result = run("frobnicate")
+@pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])
+def test_unknown_command(name: str) -> None:
+    result = run(name)
     assert result.exit_code == 2
-    assert "No such command 'frobnicate'" in result.stderr
+    assert f"No such command '{name}'" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["chat", "-m"], ["bench", "-m"], ["perplexity", "-f", "x", "-m"]])

@@ -79,6 +79,7 @@ def test_installed_files() -> None:
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
     assert expected <= files
+    assert {name for name in files if name.startswith("research/")} == set()
     # SUBKV_PROGRAMS: all of llama.cpp's own programs or none
     own = {f"subkv/lib/llama-{name}" for name in ("server", "cli", "completion", "bench", "perplexity", "mtmd-cli")}
     assert own & files in (set(), own)

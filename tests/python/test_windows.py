@@ -14,6 +14,8 @@ from runtime.cli import COMMANDS
 from subkv.base import files
 from subkv.base.locks import exclusive
 
+REPO = Path(__file__).resolve().parents[2]
+
 MODULES = ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty")
 MEMBERS = {
     "os": ("O_NONBLOCK", "fork", "getuid", "register_at_fork", "sched_getaffinity", "sysconf"),
@@ -34,11 +36,18 @@ for module, names in {MEMBERS}.items():
 
 def run_without(*lines: str) -> subprocess.CompletedProcess[str]:
     """Runs a program where Python has only what it has on Windows."""
-    return subprocess.run([sys.executable, "-c", "\n".join([WITHOUT, *lines])], capture_output=True, text=True)
+    program = "\n".join([WITHOUT, *lines])
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
+
+
+RESEARCH = [
+    f"research.{name}"
+    for name in ("evaluate", "experiments.cli", "experiments.tracker", "load", "soak", "speculation", "warmstart.cli")
+]
 
 
 def test_every_program_imports() -> None:
-    names = [module for module, _ in COMMANDS.values()] + ["runtime.serve.load", "runtime.serve.soak"]
+    names = [*(module for module, _ in COMMANDS.values()), *RESEARCH]
     done = run_without(f"for name in {names}:", "    importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
 

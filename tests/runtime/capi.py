@@ -45,8 +45,8 @@ TEST: Signatures = {  # of subkv_test.h
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
     from converter import adaptive
-    from runtime.experiments import live, sketch
-    from runtime.warmstart import planter
+    from research.experiments import live, sketch
+    from research.warmstart import planter
 
     return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
 

@@ -15,7 +15,7 @@ from engine import SUBKV, C, Refused, agree, distance, last_error, observe_value
 from numpy.typing import NDArray
 from test_variants import exact_layout, shape_of
 
-from runtime.warmstart.planter import Planted, Planter
+from research.warmstart.planter import Planted, Planter
 from subkv import Llama
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine import memory

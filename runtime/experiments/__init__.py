@@ -1,1 +1,0 @@
-"""The papers' experiments in one command: `python -m runtime.experiments` (runtime/experiments/cli.py)."""

@@ -1,0 +1,7 @@
+"""Fixtures of references.py."""
+
+from __future__ import annotations
+
+from references import calibration, reference, text
+
+__all__ = ["calibration", "reference", "text"]
