@@ -156,7 +156,7 @@ def test_shapes_are_measured(name: str, shapes: set[str], tmp_path: Path) -> Non
     rows = TABLES[name].measure(lab)
     assert {row["shape"] for row in rows} == shapes
     assert {"f16", "subkv random"} <= {row["cache"] for row in rows}
-    assert sum(command.startswith("python -m runtime.shapes") for command in lab.commands) == len(shapes)
+    assert sum(command.startswith("python -m research.shapes") for command in lab.commands) == len(shapes)
     page = render.page(TABLES[name], {**made_up(name, rows), "commands": lab.commands})
     assert page.count("| cache, tokens/s |") == len(shapes)
 

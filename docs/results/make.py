@@ -179,10 +179,10 @@ class Lab:
     def shape(self, name: str, *words: str) -> tuple[str, ...]:
         """Options of programs for a model with random weights and its bases; made once, as sidecar().
 
-        name: of its files. words: what runtime.shapes is told.
+        name: of its files. words: what research.shapes is told.
         """
         model, bases = f"{name}.gguf", f"{name}-bases.gguf"
-        command = ("python", "-m", "runtime.shapes", *words, "-o", model, "--bases", bases)
+        command = ("python", "-m", "research.shapes", *words, "-o", model, "--bases", bases)
         if (self.folder / bases).exists():
             self._record(command, None)
         else:

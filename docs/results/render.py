@@ -19,7 +19,7 @@ Numbers = dict[str, str]  # key → text that documents quote
 Column = tuple[str, Callable[[Row], str]]  # title, cell
 
 DEFAULT = "default.gguf"  # bases at the budget that convert takes by itself
-RANDOM = "subkv random"  # bases of runtime.shapes
+RANDOM = "subkv random"  # bases of research.shapes
 COLUMNS = 100  # of a document's lines; rows of tables may be longer
 FIELDS = {
     "name": str,

@@ -1,4 +1,4 @@
-"""Tables of speed for models of other shapes, with random weights: what runtime.shapes writes, measured by bench."""
+"""Tables of speed for models of other shapes, with random weights: what research.shapes writes, measured by bench."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SHAPES = {  # file → name in numbers, what tables say of it
     ),
 }
 OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
-SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: runtime.shapes' own
+SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: research.shapes' own
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
 SPARSE = ["qwen3.6-35b-a3b", "gpt-oss-20b"]  # kinds of layers alternate; experts
 DENSE = ["qwen3.6-27b"]  # likewise, without experts. gemma-4-31b is not measured: 8000 tokens take 11 minutes

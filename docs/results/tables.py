@@ -46,7 +46,7 @@ MODEL = "SmolLM2-135M-Instruct Q4_1 with the calibration that models/ holds at t
 FLOAT32 = "in a float32 model of transformers, without engine noise"
 SHAPES = (
     "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per coefficient, "
-    "by `runtime.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
+    "by `research.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
     "measured. Caches are filled with copies of evaluated cells (`subkv bench`). Medians ± standard deviation of "
     "interleaved repetitions in one process, 2 threads; the better of flash attention on and off."
 )

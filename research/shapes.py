@@ -1,6 +1,6 @@
 """A model of a given shape with random weights, and bases for it: to measure time and memory, never quality.
 
-    python -m runtime.shapes llama-3.2-1b -o model.gguf
+    python -m research.shapes llama-3.2-1b -o model.gguf
     subkv bench -m model.gguf --bases model.subkv-sidecar.gguf -ctk f16,q8_0,subkv -fa on,off
 
 Nothing is downloaded. What a token costs depends on the sizes and types of tensors and not on their values, as long as
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from research.shape_tensors import BLOCK, HEAD_SIZES, SHAPES, Shape, constant, is_matrix
 from runtime import options
-from runtime.shape_tensors import BLOCK, HEAD_SIZES, SHAPES, Shape, constant, is_matrix
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 

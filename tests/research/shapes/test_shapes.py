@@ -1,4 +1,4 @@
-"""runtime.shapes: models and bases of a shape load and run, have the sizes asked for, and say what they are."""
+"""research.shapes: models and bases of a shape load and run, have the sizes asked for, and say what they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from gguf import GGMLQuantizationType, GGUFReader
 
-from runtime import shapes
+from research import shapes
 from subkv.engine.llama import Llama
 from subkv.format import metadata
 from subkv.format.window import DEFAULT
