@@ -144,7 +144,7 @@ def test_every_shape_has_its_table_and_numbers() -> None:
         ("shapes_decode", {"llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"}),
         ("shapes_prefill", {"llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"}),
         ("shapes_deep", {"llama-3.2-1b"}),
-        ("shapes_hybrids", {"lfm2-350m", "qwen3.6-27b", "qwen3.6-35b-a3b", "gemma-4-31b", "gpt-oss-20b"}),
+        ("shapes_hybrids", {"lfm2-350m", "qwen3.6-27b", "qwen3.6-35b-a3b", "gpt-oss-20b"}),
         ("shapes_whole", {"llama-3.1-8b-whole"}),
         ("shapes_mla", {"deepseek-v2-lite"}),
     ],
