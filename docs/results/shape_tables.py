@@ -68,11 +68,10 @@ SHAPES = {  # file → name in numbers, what tables say of it
 OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
 SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: research.shapes' own
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
-SPARSE = ["qwen3.6-35b-a3b", "gpt-oss-20b"]  # kinds of layers alternate; experts
-DENSE = [
-    "lfm2-350m",
-    "qwen3.6-27b",
-]  # likewise, without experts. gemma-4-31b is not measured: 8000 tokens take 11 minutes
+# Kinds of layers alternate. With experts a token reads few weights, so large depths are filled in minutes. Left out is
+# gemma-4-31b, which takes 11 minutes for 8000 tokens.
+WITH_EXPERTS = ["qwen3.6-35b-a3b", "gpt-oss-20b"]
+WITHOUT = ["lfm2-350m", "qwen3.6-27b"]
 
 
 DEEP = "llama-3.2-1b"  # trained with 131072 tokens
@@ -83,7 +82,7 @@ def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS, flash: str =
     rows = []
     for name in shapes:
         shape, *sizes = SIZES.get(name, (name,))
-        small = SMALL[2:] if name in (*SPARSE, "qwen3.6-27b") else SMALL  # one turn of kinds stays whole
+        small = SMALL[2:] if name in (*WITH_EXPERTS, "qwen3.6-27b") else SMALL  # one turn of kinds stays whole
         model = lab.shape(name, shape, *lab.pick(sizes, small))
         for row in bench(lab, *words, "-fa", flash, model=model):
             cache = RANDOM if row["cache"] == "subkv" else row["cache"]
@@ -102,7 +101,7 @@ def hybrids(lab: Any) -> Rows:
     Flash attention off, and the larger depth of dense models, are left out: they take an hour each.
     """
     rows = []
-    for shapes, depths in ((SPARSE, "64,8000,32000"), (DENSE, "64,8000")):
+    for shapes, depths in ((WITH_EXPERTS, "64,8000,32000"), (WITHOUT, "64,8000")):
         size = lab.pick(("-n", "8", "-d", depths, "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
         rows += _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=shapes, flash="on")
     return rows
