@@ -19,8 +19,10 @@ _numbers = map(str, itertools.count())
 REPO = Path(__file__).resolve().parent.parent
 
 # Threads of OpenMP spin where they wait for each other, and take the processor from those they wait for: on 2 cores,
-# beside one other process, a test took eight times as long. libgomp reads this when it is loaded, later than here.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# beside one other process, a test took eight times as long. Alone, threads that sleep instead are a fifth slower.
+# libgomp reads this when it is loaded, later than here.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No wheel holds research/. What is installed comes first.
 if str(REPO) not in sys.path:
