@@ -179,7 +179,7 @@ class Lab:
     def shape(self, name: str, *words: str) -> tuple[str, ...]:
         """Options of programs for a model with random weights and its bases; made once, as sidecar().
 
-        name: of its files. words: what research.shapes is told.
+        name: of its files. words: arguments of research.shapes.
         """
         model, bases = f"{name}.gguf", f"{name}-bases.gguf"
         command = ("python", "-m", "research.shapes", *words, "-o", model, "--bases", bases)

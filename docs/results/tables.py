@@ -44,15 +44,20 @@ class Table:
 
 MODEL = "SmolLM2-135M-Instruct Q4_1 with the calibration that models/ holds at this commit"
 FLOAT32 = "in a float32 model of transformers, without engine noise"
-SHAPES = (
-    "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per coefficient, "
-    "by `research.shapes`: time and memory are those of real models of these shapes, quality is not there to be "
-    "measured. Caches are filled with copies of evaluated cells (`subkv bench`). Medians ± standard deviation of "
-    "interleaved repetitions in one process, 2 threads; the better of flash attention on and off."
-)
-EVALUATED = SHAPES.replace("copies of evaluated cells", "evaluated tokens").replace(
-    "; the better of flash attention on and off", ", flash attention on"
-)
+
+
+def _of_shapes(filled: str, flash: str) -> str:
+    """What stands above tables of research.shapes. filled: with what caches are."""
+    return (
+        "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per "
+        "coefficient, by `research.shapes`: time and memory are those of real models of these shapes, quality is not "
+        f"there to be measured. Caches are filled with {filled} (`subkv bench`). Medians ± standard deviation of "
+        f"interleaved repetitions in one process, 2 threads{flash}."
+    )
+
+
+SHAPES = _of_shapes("copies of evaluated cells", "; the better of flash attention on and off")
+EVALUATED = _of_shapes("evaluated tokens", ", flash attention on")
 LEFT_OUT = f"{SHAPES} q8_0 and q4_0 are left out: at depth they are slower than f16."
 REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
 

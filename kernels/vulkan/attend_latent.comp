@@ -34,8 +34,7 @@ shared float qs[ROWS * CHUNK];
 shared float weights[ROWS * TILE]; // logits before
 shared float tops[ROWS * PARTS];
 shared float keep[ROWS]; // what the sums so far are multiplied with
-shared uint  seen_by[THREADS];
-shared uint  any_seen;
+shared uint  visible[TILE / 32]; // a bit of every cell that some row sees
 
 // Coefficients from `first` on, CHUNK of them, of all cells.
 void stage(Head head, uint tile, uint first) {
@@ -87,22 +86,21 @@ void main() {
             seen = seen || bias[i] != -INFINITY;
         }
         barrier();
-        if (me == 0) {
-            any_seen = 0;
+        if (me < TILE / 32) {
+            visible[me] = 0;
         }
-        seen_by[me] = seen ? 1 : 0;
         barrier();
         if (seen) {
-            atomicOr(any_seen, 1);
+            atomicOr(visible[mine / 32], 1u << mine % 32);
+        }
+        barrier();
+        if ((visible[0] | visible[1]) == 0) {
+            continue;
         }
         const uint tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + head.tile;
         if (me < TILE) {
             const uint code = k_tiles[tile + me / 4] >> 8 * (me % 4) & 255u;
-            scale[me]       = (seen_by[me] | seen_by[me + TILE]) != 0 ? row_scale(code) : 0.0;
-        }
-        barrier();
-        if (any_seen == 0) {
-            continue;
+            scale[me]       = (visible[me / 32] >> me % 32 & 1u) != 0 ? row_scale(code) : 0.0;
         }
 
         float logit[HALF];

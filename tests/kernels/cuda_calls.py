@@ -27,7 +27,7 @@ class Shape:
     means: bool = False
     mask_half: bool = False
     picture: bool = False  # the last half of the tokens is one's: they share a position, no window has them
-    blind: bool = False  # nobody sees a cell of the last tile
+    blind: bool = False  # the mask hides all cells of the last tile
 
 
 class Call:
