@@ -199,7 +199,9 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
         warnings.simplefilter("always")
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
-    assert all("dropped the damaged entry" in str(warning.message) for warning in caught)
+    # objects that other tests left behind may be collected here: their ResourceWarning is none of this
+    reports = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert [report for report in reports if "dropped the damaged entry" not in report] == []
     for path in own_files(tmp_path / "cache"):  # stored anew
         assert named(path).name() == path.name
 
