@@ -12,7 +12,7 @@ COMMANDS = {
     "calibrate": ("converter.calibrate", "statistics of a model on text"),
     "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
     "evaluate": ("converter.evaluate", "KL divergence of layouts in float32"),
-    "chat": ("runtime.chat.program", "chat with a model"),
+    "chat": ("runtime.chat.cli", "chat with a model"),
     "bench": ("runtime.bench", "measure speed under different KV caches"),
     "serve": ("runtime.serve.cli", "answer OpenAI requests over HTTP"),
     "run": ("runtime.launch.cli", "run a program on llama.cpp's libraries with a compressed cache"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from subkv.base.errors import SubkvError, install
 from subkv.base.version import __version__
-from subkv.native.places import tell_early
+from subkv.native.paths import tell_early
 
 if TYPE_CHECKING:
     from subkv.engine.drafts import DraftModel, PromptLookup

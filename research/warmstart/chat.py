@@ -12,7 +12,7 @@ import click
 
 from research.warmstart import MAX_KL, MODES, THRESHOLD
 from runtime import options
-from runtime.chat.program import chat_options, run
+from runtime.chat.cli import chat_options, run
 from subkv.base.command import command, group
 from subkv.base.errors import concerning
 

@@ -29,7 +29,7 @@ def main(clearing: bool, yes: bool, form: str) -> None:
         return
     if yes:
         raise click.UsageError("-y: expected --clear-cache with it, found none")
-    from runtime.doctor.findings import report
+    from runtime.doctor.report import report
 
     found, broken = report()
     click.echo(json.dumps(found, indent=2) if form == "json" else "\n".join(lines(found)))
@@ -77,8 +77,8 @@ def _mib(size: int | None) -> str:
 
 def _clear(yes: bool) -> None:
     """Raises SubkvError about XDG_CACHE_HOME where the folder cannot be read."""
-    from runtime.doctor.findings import private
-    from runtime.doctor.kept import KINDS, cached, clear
+    from runtime.doctor.cache_folder import KINDS, cached, clear
+    from runtime.doctor.report import private
     from subkv.base.folders import cache_folder
 
     folder = cache_folder()

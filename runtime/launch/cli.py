@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from runtime.launch.environment import Asked, asked_options
-from runtime.launch.prepared import located, prepared, understood
+from runtime.launch.start import located, prepared, understood
+from runtime.launch.variables import Asked, asked_options
 from subkv.base.command import command
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.environment import Asked, asked_options, cache_variables, library_variables
+from runtime.launch.variables import Asked, asked_options, cache_variables, library_variables
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 

@@ -14,8 +14,8 @@ import click
 
 from runtime import demo, options
 from runtime.launch.arguments import Read
-from runtime.launch.environment import Asked, asked_options
-from runtime.launch.prepared import Start, located, prepared, understood
+from runtime.launch.start import Start, located, prepared, understood
+from runtime.launch.variables import Asked, asked_options
 from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
 

@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.serve.cli import ANSWERS, flags_context
-from runtime.serve.door import ApiError, body, disconnected, door, keys_of
+from runtime.serve.gateway import ApiError, body, disconnected, gateway, keys_of
 from runtime.serve.replica import STALL, LlamaServer, Request
 from runtime.serve.sessions import Load
 from subkv.base.errors import SubkvError
@@ -272,7 +272,7 @@ class Ingress:
         def forward(key: str, asked: bytes) -> Response:
             return Forwarded(self.engines, key, asked)
 
-        return door(forward, self.keys, self.given.max_body, self.given.timeout)
+        return gateway(forward, self.keys, self.given.max_body, self.given.timeout)
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from runtime.launch.prepared import Start
-from runtime.serve import tied
+from runtime.launch.start import Start
+from runtime.serve import die_with_parent
 from runtime.serve.cli import serve_start
 from subkv.base.errors import SubkvError
 
@@ -199,5 +199,13 @@ def _socket(folder: Path) -> Path:
 async def _run(start: Start) -> Process:
     """The process, tied to this thread. Its log goes where this process writes."""
     environment = {name: value for name, value in start.environment.items() if name not in ELSEWHERE}
-    command = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(start.path), *start.arguments]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        die_with_parent.__file__,
+        str(os.getpid()),
+        str(start.path),
+        *start.arguments,
+    ]
     return await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.scoring import log_softmax
+from runtime.tasks.grammar import Rules
 from runtime.tasks.kinds import SPARE, Sample, Task
-from runtime.tasks.rules import Rules
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
 from subkv.engine.context import Context, Logits

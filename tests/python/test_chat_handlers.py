@@ -18,7 +18,7 @@ import tiny_vision
 import subkv
 from subkv.base.errors import CacheError
 from subkv.native.library import lib_dir
-from subkv.native.places import mtmd_variable
+from subkv.native.paths import mtmd_variable
 
 if not mtmd_variable(lib_dir()):
     pytest.skip("libmtmd is built with llama.cpp's programs (-DSUBKV_PROGRAMS=ON)", allow_module_level=True)

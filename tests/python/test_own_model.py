@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import subkv
 from runtime import cli
-from runtime.opening import open_coded
+from runtime.model import open_coded
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, or_of_weights
 from subkv.engine.context import ContextOptions

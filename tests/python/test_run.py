@@ -19,11 +19,11 @@ from click.testing import CliRunner, Result
 
 from runtime import cli
 from runtime.launch import env
-from runtime.launch.environment import LIBRARY_PATH
+from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 from subkv.format import store
 from subkv.native.library import lib_dir
-from subkv.native.places import mtmd_variable
+from subkv.native.paths import mtmd_variable
 
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from runtime.chat import terminal
+from runtime.chat.cli import command_of
 from runtime.chat.completer import Completer
-from runtime.chat.program import command_of
 from subkv.base import container
 
 pexpect = pytest.importorskip("pexpect")

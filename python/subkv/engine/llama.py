@@ -43,7 +43,7 @@ from subkv.engine.drafts import (
     seen,
     with_room_for_drafts,
 )
-from subkv.engine.guarded import GuardedContext
+from subkv.engine.guarded_context import GuardedContext
 from subkv.engine.keywords import checked
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model

@@ -1,7 +1,7 @@
 """ctypes over runtime/native/subkv.h.
 
 libsubkv, libllama and ggml lie in one folder. llama_cpp has to bind exactly that libllama, and it decides when it is
-imported: the package therefore says where it is when it is imported itself (places.py). Importing this module loads
+imported: the package therefore says where it is when it is imported itself (paths.py). Importing this module loads
 nothing.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv.native.forks import survive_forks
-from subkv.native.places import LIB_PATH, SUFFIX, lib_dir, tell_llama_cpp
+from subkv.native.paths import LIB_PATH, SUFFIX, lib_dir, tell_llama_cpp
 
 _str = ctypes.c_char_p
 _ptr = ctypes.c_void_p

@@ -12,14 +12,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from runtime.doctor.cache_folder import KINDS, cached
 from runtime.doctor.formats import FORMATS
-from runtime.doctor.kept import KINDS, cached
-from runtime.doctor.probing import probe
+from runtime.doctor.probe import probe
 from runtime.launch.arguments import of_llama_cpp
 from subkv.base.errors import SubkvError
 from subkv.base.folders import cache_folder
 from subkv.base.version import __version__
-from subkv.native.places import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
+from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
 
 REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from runtime import options
 from runtime.launch import programs
 from runtime.launch.arguments import Read, hub_models, name_of, read
-from runtime.launch.environment import CACHE, OFF, Asked, cache_variables, library_variables, models_in
-from runtime.launch.environment import prepare as prepare_model
+from runtime.launch.variables import CACHE, OFF, Asked, cache_variables, library_variables, models_in
+from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import SubkvError, concerning
 
 

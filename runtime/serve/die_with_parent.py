@@ -1,6 +1,6 @@
 """Becomes a program that the kernel kills when the thread that started it ends (Linux; elsewhere it just runs).
 
-python tied.py PARENT PATH NAME [ARGUMENT]...
+python die_with_parent.py PARENT PATH NAME [ARGUMENT]...
 
 A replica that is killed cannot end its llama-server. Run as a file, so that it needs no package.
 """

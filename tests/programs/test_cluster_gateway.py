@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="needs the extra `cluster`")
 
 from starlette.responses import Response
 
-from runtime.serve.door import door, keys_of
+from runtime.serve.gateway import gateway, keys_of
 from runtime.serve.sessions import Load, QueuedTokens, session
 from subkv.base.errors import SubkvError
 
@@ -94,7 +94,7 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
             yield pieces[-1]
         await asyncio.Event().wait()
 
-    app = door(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
+    app = gateway(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -112,7 +112,7 @@ def test_what_comes_in() -> None:
         went_on.append((key, asked))
         return Response(b"an answer")
 
-    app = door(forward, ["secret"], *LIMITS)
+    app = gateway(forward, ["secret"], *LIMITS)
 
     async def work() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -140,7 +140,7 @@ def test_what_comes_in() -> None:
 )
 def test_what_needs_no_key(method: str, path: str, status: int) -> None:
     """What llama-server gives without one: its page, /health and what browsers ask before a request."""
-    app = door(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
+    app = gateway(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

@@ -350,7 +350,7 @@ def run(
     prompt = talk.first()
     # numpy and the native libraries: not for a --help
     from runtime.chat.conversation import Conversation
-    from runtime.opening import open_coded, open_llama
+    from runtime.model import open_coded, open_llama
     from subkv.engine.llama import Llama
     from subkv.engine.template import for_chat
 

@@ -17,7 +17,7 @@ from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, Window
 from subkv.native.library import LIB_PATH
-from subkv.native.places import mtmd_variable
+from subkv.native.paths import mtmd_variable
 
 CACHE = "SUBKV"  # off, auto, or the file with the bases
 AUTO, OFF = "auto", "off"

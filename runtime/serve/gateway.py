@@ -1,4 +1,4 @@
-"""The door of a cluster: API keys, sizes and times of bodies, and refusals in OpenAI's shape."""
+"""The gateway of a cluster: checks API keys, sizes and times of bodies, and refuses in the shape of OpenAI errors."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Guard:
             raise ApiError(413, f"expected at most {self.max_body} bytes of body, found {n}")
 
 
-def door(forward: Callable[[str, bytes], Response], keys: Sequence[str], max_body: int, timeout: float) -> Starlette:
+def gateway(forward: Callable[[str, bytes], Response], keys: Sequence[str], max_body: int, timeout: float) -> Starlette:
     """The application of an ingress: forward(session, body) makes the answer to a request that may come in.
 
     Keys are checked, and a body's size where it is told, before anything of it is read; all of it is there in time.

@@ -1,6 +1,6 @@
 """What the native libraries say of themselves, asked in a process of its own: one that they end is a finding, too.
 
-`python -m runtime.doctor.probing` loads them and prints one JSON object.
+`python -m runtime.doctor.probe` loads them and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def probe() -> dict[str, Any]:
     """What main() printed in a child; of a child that failed only `error`, one sentence."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "runtime.doctor.probing"],
+            [sys.executable, "-m", "runtime.doctor.probe"],
             capture_output=True,
             text=True,
             errors="replace",
