@@ -259,7 +259,8 @@ def as_object(m: Measurement, model: Model, asked: ContextOptions, bandwidth: fl
     kv_read_gbs: K/V rows that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts; null for
     prompts, where a row is read once for many tokens.
     """
-    from subkv.native.binding import C
+    from subkv.native.binding import C  # numpy and the native libraries: not for a --help
+    from subkv.native.library import llama_cpp_commit
 
     stats = m.config.context.stats
     n_tokens = m.n_prompt + m.n_gen * m.n_parallel
@@ -267,7 +268,7 @@ def as_object(m: Measurement, model: Model, asked: ContextOptions, bandwidth: fl
     median = statistics.median(samples_ts)
     cells = m.n_depth + m.n_gen / 2
     return {
-        "build_commit": "0c1e57098",
+        "build_commit": llama_cpp_commit(),
         "model_filename": str(model.path),
         "model_type": model.description(),
         "model_size": C.llama_model_size(model.handle),

@@ -106,8 +106,7 @@ def _facts() -> dict[str, Any]:
         "subkv_ops_name": (ctypes.c_char_p, [ctypes.c_int32]),
     }
     library.declare(lib, versions)
-    for name in ("ggml_version", "ggml_commit"):
-        getattr(base, name).restype = ctypes.c_char_p
+    base.ggml_version.restype = ctypes.c_char_p
     from subkv.native.binding import C
 
     C.llama_backend_init()  # loads backends that are libraries of their own
@@ -120,7 +119,7 @@ def _facts() -> dict[str, Any]:
     device_kernels = lib.subkv_device_kernel_name()
     return {
         "ggml": base.ggml_version().decode(),
-        "llama_cpp_commit": base.ggml_commit().decode(),
+        "llama_cpp_commit": library.llama_cpp_commit(),
         "kernel": kernel.decode() if kernel else None,
         "kernel_error": error,
         "kernels": [lib.subkv_ops_name(i).decode() for i in range(lib.subkv_ops_count())],

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from llama_source import read_version
 from tqdm import tqdm
 
 from runtime import bench
@@ -31,6 +32,7 @@ LLAMA_BENCH = {
     "type_k", "type_v", "n_gpu_layers", "flash_attn", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns",
     "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
 }  # fmt: skip
+PINNED = read_version(Path(__file__).resolve().parents[2] / "runtime" / "llama.cpp")
 OURS = {"kv_bytes_per_token", "kv_read_gbs", "read_bandwidth_gbs", "bpe", "median_ts"}
 
 
@@ -56,6 +58,7 @@ def test_json(tiny_model: Models, coded_model: Models) -> None:
     assert len(tests) == len(objects)
     for o in objects:
         assert o.keys() >= LLAMA_BENCH | OURS
+        assert o["build_commit"] == PINNED["commit"]
         assert len(o["samples_ns"]) == len(o["samples_ts"]) == 3
         n = o["n_prompt"] + o["n_gen"]
         assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])

@@ -194,6 +194,13 @@ def ggml() -> ctypes.CDLL:
     return ctypes.CDLL(str(lib_dir() / f"libggml-base{SUFFIX}"))
 
 
+def llama_cpp_commit() -> str:
+    """The commit of llama.cpp that the loaded libraries are built from."""
+    read = ggml().ggml_commit
+    read.restype, read.argtypes = _str, []
+    return str(read().decode())
+
+
 def last_error() -> str:
     """The reason of this thread's latest libsubkv failure, "" when there is none."""
     return (load().subkv_last_error() or b"").decode("utf-8", "replace")
