@@ -1,7 +1,7 @@
 """Pictures: bits against KLD, and per-layer sensitivities. Needs the extra `plot`.
 
-subkv plot RESULTS.json… -o frontier.png     from `subkv evaluate` and `subkv perplexity --compare`
-subkv plot calib.safetensors -o layers.png   a calibration that `subkv sensitivity` has added to
+subkv lab plot RESULTS.json… -o frontier.png     from `subkv lab evaluate` and `subkv perplexity --compare`
+subkv lab plot calib.safetensors -o layers.png   a calibration that `subkv lab sensitivity` has added to
 """
 
 from __future__ import annotations

@@ -28,11 +28,25 @@ def run(*arguments: Any) -> Result:
 def test_every_command_has_help() -> None:
     listing = run("--help")
     assert listing.exit_code == 0
-    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "tasks", "plot", "inspect", "cmake-dir"):
-        assert f"  {name} " in listing.stdout
+    for name in (*cli.COMMANDS, "lab"):
+        assert f"\n  {name} " in listing.stdout
         result = run(name, "--help")
         assert result.exit_code == 0
         assert result.stdout.startswith(f"Usage: subkv {name} ")
+    for name in cli.LAB:
+        assert f"\n  {name} " not in listing.stdout
+        assert f"\n  {name} " in run("lab", "--help").stdout
+        result = run("lab", name, "--help")
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"Usage: subkv lab {name} ")
+
+
+@pytest.mark.parametrize("name", cli.LAB)
+def test_old_names_of_lab_commands(name: str) -> None:
+    for arguments in ([name], [name, "--help"], [name, "-m", "model.gguf"]):
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"subkv {name}: unknown command; it is now `subkv lab {name}`\n"
 
 
 @pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])
