@@ -85,7 +85,7 @@ class Caches:
             if item not in options.FLASH:
                 raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
         specs = [f"{k}/{v}" for k, v in itertools.product(type_k, type_v)] if type_v else type_k
-        return cls(specs, [options.FLASH[item] for item in flash_attn], options.cache_asked(**more))
+        return cls(specs, [options.FLASH[item] for item in flash_attn], options.requested_cache(**more))
 
 
 @dataclasses.dataclass
@@ -366,7 +366,7 @@ cache_options = group(
         "--cache-type-k",
         "type_k",
         default="auto",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="T,T,…",
         help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
     ),
@@ -374,7 +374,7 @@ cache_options = group(
         "-ctv",
         "--cache-type-v",
         "type_v",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="T,T,…",
         help="V caches combined with every -ctk",
     ),
@@ -384,7 +384,7 @@ cache_options = group(
         "--flash-attn",
         "flash_attn",
         default="auto",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="on|off|auto,…",
         help="flash attention settings",
     ),

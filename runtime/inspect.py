@@ -92,17 +92,17 @@ def main(
     """
     # numpy and the native libraries: not for a --help
     from subkv.engine.memory import available_memory
-    from subkv.engine.sidecars import foreseen
+    from subkv.engine.sidecars import preview
     from subkv.format import metadata
-    from subkv.format.layout import Layout, present
+    from subkv.format.layout import Layout, has_layout
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
         kept = True
-        if not present(path):
-            found, kept = foreseen(path)
-            options.note(found.told)
+        if not has_layout(path):
+            found, kept = preview(path)
+            options.note(found.note)
             path = found.path
         with Layout(path) as read:
             layout = read.description

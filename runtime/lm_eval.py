@@ -65,7 +65,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         )
         self._held: list[int] = []  # tokens whose cells the context has
         self._path = model
-        print(cache_line(self._context.stats), *filter(None, [choice.told]), sep="\n")
+        print(cache_line(self._context.stats), *filter(None, [choice.note]), sep="\n")
 
     #
     # tokens

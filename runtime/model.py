@@ -9,7 +9,7 @@ from runtime import demo
 from runtime.options import gpu_layers, note
 from subkv.base.errors import CacheError, concerning
 from subkv.base.threads import default_threads
-from subkv.engine.cache import AUTO, CODED, CacheOptions, f16_instead, or_of_weights
+from subkv.engine.cache import AUTO, CODED, CacheOptions, f16_fallback, with_weight_bases
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.native.gguf import check_model_file
@@ -23,13 +23,13 @@ def open_coded(
     """As open_llama, but `auto` is a coded cache, with bases of the weights, of every model that has a use for one."""
     with concerning(model="model_path"):
         check_model_file(model)
-    wanted, why_not = or_of_weights(model, cache)
+    wanted, why_not = with_weight_bases(model, cache)
     try:
         llm = open_llama(model, n_gpu_layers, wanted, context, kind, **more)
     except CacheError as error:
         if why_not or wanted is cache or error.key != "kv_cache":
             raise
-        wanted, why_not = f16_instead(cache, error)  # an architecture that the engine refuses
+        wanted, why_not = f16_fallback(cache, error)  # an architecture that the engine refuses
         llm = open_llama(model, n_gpu_layers, wanted, context, kind, **more)
     if why_not:
         note(why_not)
@@ -52,7 +52,7 @@ def open_llama(
         coded = cache.type_v in (None, AUTO, CODED) and cache.bases is None
         model = demo.converted() if coded else demo.model_path()
     n_threads = default_threads(context.n_threads)
-    more |= cache.window.asked()
+    more |= cache.window.requested()
     llm = kind(
         model,
         kv_cache=cache.kv_cache,
@@ -72,5 +72,5 @@ def open_llama(
         progress=True,
         **more,
     )
-    llm.opened.check_text()
+    llm.loaded_model.check_text()
     return llm

@@ -44,7 +44,7 @@ class IntList(click.ParamType):  # type: ignore[type-arg]
         return numbers
 
 
-def listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str]:
+def split_commas(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str]:
     """A callback: what stands between commas."""
     return [item.strip() for item in value.split(",")] if value else []
 
@@ -246,7 +246,7 @@ window_options = stack(
 )
 
 
-def cache_asked(
+def requested_cache(
     type_k: str | None = None,
     type_v: str | None = None,
     bases: Path | None = None,
@@ -257,9 +257,9 @@ def cache_asked(
     """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
-    window_asked = Window.of(**window)
+    window_request = Window.of(**window)
     return CacheOptions(
-        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt, sidecar=sidecar
+        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_request, adapt=adapt, sidecar=sidecar
     )
 
 
@@ -267,7 +267,7 @@ def cache_options(*more: Option) -> Option:
     """`cache: CacheOptions`; more: --n-rollback where tokens may be taken back."""
     return group(
         "cache",
-        cache_asked,
+        requested_cache,
         click.option(
             "-ctk",
             "--cache-type-k",
@@ -299,7 +299,7 @@ def cache_options(*more: Option) -> Option:
     )
 
 
-def chosen_template(chat_template: str | None, chat_template_file: Path | None) -> str | None:
+def read_template(chat_template: str | None, chat_template_file: Path | None) -> str | None:
     """A Jinja template or a name of one; None: the model's own. Raises SubkvError about the file."""
     if chat_template_file is None:
         return chat_template
@@ -317,7 +317,7 @@ def chosen_template(chat_template: str | None, chat_template_file: Path | None) 
 
 template_options = group(
     "template",
-    chosen_template,
+    read_template,
     click.option(
         "--chat-template",
         envvar="LLAMA_ARG_CHAT_TEMPLATE",
@@ -354,8 +354,8 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     from subkv.engine.stats import cache_line  # numpy and the native libraries: not for a --help
 
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
-    if choice.told:
-        note(choice.told)
+    if choice.note:
+        note(choice.note)
     if choice.coded and stats.bpe >= 16:
         n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
         note(

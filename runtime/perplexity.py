@@ -251,7 +251,7 @@ def report(r: dict[str, Any]) -> str:
     Comparison,
     click.option(
         "--compare",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="T,T[:FILE],…",
         help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from subkv.base.errors import SubkvError, install
 from subkv.base.version import __version__
-from subkv.native.paths import tell_early
+from subkv.native.paths import set_library_path_early
 
 if TYPE_CHECKING:
     from subkv.engine.drafts import DraftModel, PromptLookup
@@ -23,7 +23,7 @@ __all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "
 
 # The one effect of an import: llama_cpp chooses its libllama when it is imported, and keeps it. Without this
 # `import subkv, llama_cpp` would bind it to another one, and subkv.Llama would come too late.
-tell_early()
+set_library_path_early()
 
 _LAZY = {
     "DraftModel": "subkv.engine.drafts",

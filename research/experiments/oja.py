@@ -149,7 +149,7 @@ def _caches(lab: Lab, r: int, learned: dict[tuple[int, int], Indices]) -> list[C
     """Caches of r coefficients in half precision; bases are not counted."""
     stats = _stats(lab)
     rows = 16.0 * r / lab.reference.d
-    window = Window(EXACT, EXACT, recent_bits=16).filled().bits(1, 0) / lab.fit().overhead.context
+    window = Window(EXACT, EXACT, recent_bits=16).with_defaults().bits(1, 0) / lab.fit().overhead.context
 
     def coder(name: str) -> Coder:
         def see(il: int, x: F32, moments: F64) -> F32:

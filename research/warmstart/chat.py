@@ -51,7 +51,7 @@ class WarmOptions:
             with planting.attach():
                 llm = stack.enter_context(open_llm())
             with concerning(path="warm_file", folder="warm_library"):
-                trained = Trained.load(self.warm_file, llm.opened)
+                trained = Trained.load(self.warm_file, llm.loaded_model)
                 library = Library(self.warm_library, trained)
                 n_prompts = len(library.entries())
             warm = WarmStart(llm, planting, trained, library, self.warm_start, self.warm_threshold, self.warm_kl)

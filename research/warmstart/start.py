@@ -87,7 +87,7 @@ class WarmStart:
         self.n_cells = trained.plan.shortest
         self.decision, self.problem = Decision(), ""
         self._n_said = 0
-        self._embed = embedder(trained.embedding, llm.opened, llm.n_threads)
+        self._embed = embedder(trained.embedding, llm.loaded_model, llm.n_threads)
         self._embedded: tuple[tuple[int, ...], F32] | None = None
         planting.bind(llm.ctx, llm._batch.batch, llm.cache_choice.coded)
 

@@ -233,7 +233,7 @@ def named_file(command: str, name: str) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Talk:
+class ChatInput:
     """What is said first, and where the rest comes from."""
 
     prompt: str | None
@@ -250,9 +250,9 @@ class Talk:
         return sys.stdin.read()
 
 
-talk_options = group(
-    "talk",
-    Talk,
+input_options = group(
+    "chat_input",
+    ChatInput,
     click.option("-p", "--prompt", metavar="TEXT", help="first message"),
     click.option(
         "-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)"
@@ -309,7 +309,7 @@ sampling_options = group(
 chat_options = stack(
     options.model_option(required=False, text="model file (GGUF) [default: the demo model]"),
     hf_option,
-    talk_options,
+    input_options,
     options.template_options,
     options.predict_option("most tokens per answer, -1: no limit"),
     options.cache_options(options.rollback_option),
@@ -328,7 +328,7 @@ chat_options = stack(
 def run(
     model: str | None,
     hf_repo: str | None,
-    talk: Talk,
+    chat_input: ChatInput,
     template: str | None,
     n_predict: int,
     cache: CacheOptions,
@@ -347,7 +347,7 @@ def run(
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
-    prompt = talk.first()
+    prompt = chat_input.first()
     # numpy and the native libraries: not for a --help
     from runtime.chat.conversation import Conversation
     from runtime.model import open_coded, open_llama
@@ -364,14 +364,14 @@ def run(
 
     with (opened or without_opening)(open_llm) as (llm, opening):
         options.note_cache(llm.kv_stats(), llm.cache_choice)
-        chosen, told = for_chat(llm.opened, template)
+        chosen, told = for_chat(llm.loaded_model, template)
         if told:
             options.note(told)
-        chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift, chosen), n_predict)
-        if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
+        chat = Chat(Conversation(llm, chat_input.system, sampling, opening, context_shift, chosen), n_predict)
+        if prompt is not None and not chat.guarded(chat.say, prompt) and chat_input.single_turn:
             raise click.exceptions.Exit(1)
-        if not talk.single_turn:
-            chat.loop(talk.simple_io)
+        if not chat_input.single_turn:
+            chat.loop(chat_input.simple_io)
 
 
 @contextlib.contextmanager

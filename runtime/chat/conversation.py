@@ -121,7 +121,7 @@ class Conversation:
         self.llm = llm
         self.shift = shift
         self.opening = opening
-        self.template = template or Template(llm.opened)
+        self.template = template or Template(llm.loaded_model)
         self.sampling = sampling
         self.n_regenerated = 0
         self.system = system
@@ -152,7 +152,7 @@ class Conversation:
         """Tokens at the start that a shift keeps: what any first message has in common, and the exact sinks."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         first, other = (
-            self.llm.opened.tokenize_chat(self.template.render([*system, {"role": "user", "content": text}]))
+            self.llm.loaded_model.tokenize_chat(self.template.render([*system, {"role": "user", "content": text}]))
             for text in ("1", "a")
         )
         return max(self.llm.longest_token_prefix(first, other), self.llm.kv_stats().n_sink)
@@ -193,7 +193,7 @@ class Conversation:
         """Tokens to append so that the model answers a message."""
         answers = self._answered()
         if not answers or not self.tokens:
-            return self.llm.opened.tokenize_chat(self.template.render([*self.messages, user]))
+            return self.llm.loaded_model.tokenize_chat(self.template.render([*self.messages, user]))
         # What follows the last answer in the rendered conversation: the end of that answer and the new message. The
         # answer itself stays as generated, in its cells.
         past = [dict(message) for message in self.messages]
@@ -205,7 +205,7 @@ class Conversation:
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text in the midst of a conversation, the template around it left out."""
-        tokens: list[int] = self.llm.opened.tokenize(
+        tokens: list[int] = self.llm.loaded_model.tokenize(
             text.encode("utf-8", "replace"), special=False, markup=True
         ).tolist()
         return tokens
@@ -266,10 +266,10 @@ class Conversation:
                     turn.prompt_seconds = first - start
                 turn.n_answer += 1
                 turn.answer_seconds = time.perf_counter() - first
-                if self.llm.opened.is_end(token):
+                if self.llm.loaded_model.is_end(token):
                     break
                 self.tokens.append(token)
-                piece = decoder.decode(self.llm.opened.piece(token))  # control tokens show nothing
+                piece = decoder.decode(self.llm.loaded_model.piece(token))  # control tokens show nothing
                 answer += piece
                 if piece:
                     yield piece

@@ -78,7 +78,7 @@ def _mib(size: int | None) -> str:
 def _clear(yes: bool) -> None:
     """Raises SubkvError about XDG_CACHE_HOME where the folder cannot be read."""
     from runtime.doctor.cache_folder import KINDS, cached, clear
-    from runtime.doctor.report import private
+    from runtime.doctor.report import hide_home
     from subkv.base.folders import cache_folder
 
     folder = cache_folder()
@@ -87,9 +87,9 @@ def _clear(yes: bool) -> None:
     except OSError as error:
         raise SubkvError("XDG_CACHE_HOME", f"cannot read {folder}: {error.strerror or error}") from error
     if not files:
-        click.echo(private(f"nothing to remove in {folder}"))
+        click.echo(hide_home(f"nothing to remove in {folder}"))
         return
-    click.echo(private(f"in {folder}:"))
+    click.echo(hide_home(f"in {folder}:"))
     for file in files:
         name = file.path.relative_to(folder).as_posix()
         click.echo(f"  {_mib(file.size):>9}  {name}  ({file.kind}: {KINDS[file.kind][0]})")
@@ -98,7 +98,7 @@ def _clear(yes: bool) -> None:
     gone, stayed = clear(files)
     click.echo(f"removed {len(gone)} files, {_mib(sum(file.size for file in gone))}")
     for sentence in stayed:
-        options.note(private(sentence))
+        options.note(hide_home(sentence))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from typing import Any
 from runtime.doctor.cache_folder import KINDS, cached
 from runtime.doctor.formats import FORMATS
 from runtime.doctor.probe import probe
-from runtime.launch.arguments import of_llama_cpp
+from runtime.launch.arguments import is_llama_cpp_program
 from subkv.base.errors import SubkvError
 from subkv.base.folders import cache_folder
 from subkv.base.version import __version__
-from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
+from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
 REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
@@ -66,11 +66,11 @@ def report() -> tuple[dict[str, Any], list[str]]:
         for name, kind in FORMATS.items()
     }
     found["broken"] = broken
-    shortened: dict[str, Any] = json.loads(private(json.dumps(found)))
+    shortened: dict[str, Any] = json.loads(hide_home(json.dumps(found)))
     return shortened, shortened["broken"]
 
 
-def private(text: str) -> str:
+def hide_home(text: str) -> str:
     """Text with the home folder as `~`, wherever a path in it begins."""
     for home in sorted({str(Path.home()), os.path.realpath(Path.home())}, key=len, reverse=True):
         if len(home) > 1:
@@ -149,7 +149,7 @@ def _libraries(broken: list[str]) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "files": [name for name in names if name.endswith(SUFFIX)],
-        "programs": [name for name in names if of_llama_cpp(name) and not name.endswith(SUFFIX)],
+        "programs": [name for name in names if is_llama_cpp_program(name) and not name.endswith(SUFFIX)],
     }
 
 
@@ -197,7 +197,7 @@ def environment() -> dict[str, str]:
     """Variables that are set and matter; of secrets only that they are set."""
     found = {}
     for name, value in sorted(os.environ.items()):
-        if name == LIB_PATH and value == told():
+        if name == LIB_PATH and value == own_library_path():
             continue
         ours = name == "SUBKV" or name.startswith("SUBKV_")
         if ours or re.fullmatch(OTHERS, name):

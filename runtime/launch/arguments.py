@@ -13,7 +13,7 @@ from pathlib import Path
 from subkv.base.errors import CacheError
 from subkv.base.files import open_regular
 
-MODEL, REPO, REPO_FILE, ELSEWHERE, FOLDER = "model", "repo", "repo_file", "elsewhere", "folder"
+MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V = "type_k", "type_v"
 # flag -> what its value is; environment variable -> the same
 FLAGS = {
@@ -24,10 +24,10 @@ FLAGS = {
     "--hf-repo": REPO,
     "-hff": REPO_FILE,
     "--hf-file": REPO_FILE,
-    "-mu": ELSEWHERE,
-    "--model-url": ELSEWHERE,
-    "-dr": ELSEWHERE,
-    "--docker-repo": ELSEWHERE,
+    "-mu": FROM_URL,
+    "--model-url": FROM_URL,
+    "-dr": FROM_URL,
+    "--docker-repo": FROM_URL,
     "--models-dir": FOLDER,
     "--models-preset": FOLDER,
     "-ctk": TYPE_K,
@@ -39,8 +39,8 @@ VARIABLES = {
     "LLAMA_ARG_MODEL": MODEL,
     "LLAMA_ARG_HF_REPO": REPO,
     "LLAMA_ARG_HF_FILE": REPO_FILE,
-    "LLAMA_ARG_MODEL_URL": ELSEWHERE,
-    "LLAMA_ARG_DOCKER_REPO": ELSEWHERE,
+    "LLAMA_ARG_MODEL_URL": FROM_URL,
+    "LLAMA_ARG_DOCKER_REPO": FROM_URL,
     "LLAMA_ARG_MODELS_DIR": FOLDER,
     "LLAMA_ARG_MODELS_PRESET": FOLDER,
     "LLAMA_ARG_CACHE_TYPE_K": TYPE_K,
@@ -50,14 +50,14 @@ OURS = ("subkv", "auto")  # cache types that upstream's parsers refuse
 MAGIC = b"GGUF"
 
 
-def name_of(program: str) -> str:
+def program_name(program: str) -> str:
     """A program's name without its folder."""
     return re.split(r"[/\\]", program)[-1].removesuffix(".exe")
 
 
-def of_llama_cpp(program: str) -> bool:
+def is_llama_cpp_program(program: str) -> bool:
     """Whether a program's name is one of llama.cpp's: llama-server, llama-bench, llama."""
-    return re.fullmatch(r"llama(-[\w.-]+)?", name_of(program)) is not None
+    return re.fullmatch(r"llama(-[\w.-]+)?", program_name(program)) is not None
 
 
 def is_gguf(path: Path) -> bool:
@@ -70,11 +70,11 @@ def is_gguf(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Read:
+class ProgramArguments:
     """What a command line and its environment say.
 
     arguments, environment: what the program gets, without cache types that it would refuse. models: files, as given.
-    repos, repo_file: models of the Hugging Face hub, and which file. elsewhere: the model comes from an address.
+    repos, repo_file: models of the Hugging Face hub, and which file. from_url: the model comes from an address.
     folder: of a router's models. type_k, type_v: names of cache types, None where none was given.
     """
 
@@ -83,14 +83,14 @@ class Read:
     models: tuple[Path, ...] = ()
     repos: tuple[str, ...] = ()
     repo_file: str | None = None
-    elsewhere: bool = False
+    from_url: bool = False
     folder: str | None = None
     type_k: str | None = None
     type_v: str | None = None
 
     @property
     def strict(self) -> bool:
-        """Whether coefficients were asked for by name: no other cache will do."""
+        """Whether coefficients were requested by name: no other cache will do."""
         return "subkv" in (self.type_k, self.type_v)
 
     @property
@@ -100,7 +100,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Flag:
     """A flag and its value: where they stand in the arguments, and how many these are."""
 
     kind: str
@@ -109,7 +109,7 @@ class _Given:
     n: int
 
 
-def _given(arguments: Sequence[str]) -> Iterator[_Given]:
+def _flags(arguments: Sequence[str]) -> Iterator[_Flag]:
     i = 0
     while i < len(arguments):
         name, equals, value = arguments[i].partition("=")
@@ -118,7 +118,7 @@ def _given(arguments: Sequence[str]) -> Iterator[_Given]:
         if kind is None or i + n > len(arguments):
             i += 1
             continue
-        yield _Given(kind, value if equals else arguments[i + 1], i, n)
+        yield _Flag(kind, value if equals else arguments[i + 1], i, n)
         i += n
 
 
@@ -133,15 +133,17 @@ def _one_type(key: str, values: Sequence[str], stock: Collection[str], lists: bo
     return counting[0] if counting else None
 
 
-def read(program: str, arguments: Sequence[str], environment: Mapping[str, str], stock: Collection[str]) -> Read:
+def read(
+    program: str, arguments: Sequence[str], environment: Mapping[str, str], stock: Collection[str]
+) -> ProgramArguments:
     """The meaning of the arguments of `program`; a flag goes before its variable. stock: llama.cpp's cache types.
 
     Another program than llama.cpp's may mean something else by -m: there only a file that is a GGUF is a model.
     Raises CacheError about `type_k` or `type_v`.
     """
-    theirs = of_llama_cpp(program)
-    lists = theirs and (name_of(program) == "llama-bench" or list(arguments[:1]) == ["bench"])
-    flags = list(_given(arguments))
+    theirs = is_llama_cpp_program(program)
+    lists = theirs and (program_name(program) == "llama-bench" or list(arguments[:1]) == ["bench"])
+    flags = list(_flags(arguments))
 
     def values(kind: str) -> list[str]:
         found = [flag.value for flag in flags if flag.kind == kind]
@@ -153,12 +155,12 @@ def read(program: str, arguments: Sequence[str], environment: Mapping[str, str],
     if None not in (type_k, type_v) and type_k != type_v and {type_k, type_v} & set(OURS):
         raise CacheError(TYPE_V, f"expected the same cache for K and V with {type_k!r}, found {type_v!r}")
     models, repos = values(MODEL), values(REPO) if theirs else []
-    elsewhere = theirs and bool(values(ELSEWHERE))
+    from_url = theirs and bool(values(FROM_URL))
     if lists:
         models, repos = ([one for value in found for one in value.split(",")] for found in (models, repos))
     elif theirs:
         models, repos = models[-1:], repos[-1:]
-        if elsewhere or repos:  # -m says where a download goes
+        if from_url or repos:  # -m says where a download goes
             models = []
     else:
         models = [value for value in models if is_gguf(Path(value))]
@@ -172,20 +174,20 @@ def read(program: str, arguments: Sequence[str], environment: Mapping[str, str],
         if kind in (TYPE_K, TYPE_V) and kept.get(name) in removed:
             del kept[name]
     files, folders = values(REPO_FILE), values(FOLDER)
-    return Read(
+    return ProgramArguments(
         tuple(left),
         kept,
         tuple(Path(model) for model in models if model),
         tuple(repo for repo in repos if repo),
         files[-1] if files else None,
-        elsewhere,
+        from_url,
         folders[-1] if folders else None,
         type_k,
         type_v,
     )
 
 
-def hub_models(found: Read) -> Read:
+def with_hub_models(found: ProgramArguments) -> ProgramArguments:
     """With the hub's models as local files: `-m FILE` instead of -hf, as our builds of llama.cpp download nothing.
 
     Raises SubkvError about `hf_repo`.
@@ -195,7 +197,7 @@ def hub_models(found: Read) -> Read:
     files = [hub.fetch(repo, found.repo_file) for repo in found.repos]
     words = [word for file in files for word in ("-m", str(file))]
     left, placed = list(found.arguments), False
-    for flag in reversed(list(_given(left))):
+    for flag in reversed(list(_flags(left))):
         if flag.kind in (REPO, REPO_FILE) or (flag.kind == MODEL and not found.models):
             here = flag.kind == REPO and not placed
             left[flag.at : flag.at + flag.n] = words if here else []

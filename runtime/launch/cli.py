@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from runtime.launch.start import located, prepared, understood
-from runtime.launch.variables import Asked, asked_options
+from runtime.launch.start import find_program, prepare_start, read_arguments
+from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command
 
 
 @command(context_settings={"allow_interspersed_args": False})
-@asked_options
+@request_options
 @click.option(
     "--prepare",
     type=click.Path(path_type=Path, exists=True),
@@ -23,14 +23,14 @@ from subkv.base.command import command
 )
 @click.argument("program", metavar="PROGRAM")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
-def main(asked: Asked, prepare: tuple[Path, ...], program: str, arguments: tuple[str, ...]) -> None:
+def main(request: CacheRequest, prepare: tuple[Path, ...], program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with coefficients in its KV cache: one of llama.cpp's, or Python on llama-cpp-python.
 
     The bases of the model that -m or -hf names are found, or derived from its weights; PROGRAM then replaces this
-    one. Its arguments are its own, except that -ctk subkv is understood here.
+    one. Its arguments are its own, except that -ctk subkv is read here.
     """
-    found = located(program, os.environ)
-    raise click.exceptions.Exit(prepared(found, understood(found, arguments), asked, prepare).execute())
+    found = find_program(program, os.environ)
+    raise click.exceptions.Exit(prepare_start(found, read_arguments(found, arguments), request, prepare).execute())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.variables import Asked, asked_options, cache_variables, library_variables
+from runtime.launch.variables import CacheRequest, cache_variables, library_variables, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
@@ -50,7 +50,7 @@ def _docker(name: str, value: str) -> str:
 LINES: dict[str, Callable[[str, str], str]] = {"sh": _sh, "fish": _fish, "systemd": _systemd, "docker": _docker}
 
 
-def written(variables: dict[str, str], form: str) -> bytes:
+def format_variables(variables: dict[str, str], form: str) -> bytes:
     """The variables in a format: a name of LINES, or json. Raises SubkvError about `form`."""
     if form == "json":
         return json.dumps(variables, indent=2).encode()
@@ -59,9 +59,9 @@ def written(variables: dict[str, str], form: str) -> bytes:
 
 @command()
 @options.model_option(required=False, text="model file (GGUF) whose bases are found, or derived from its weights")
-@asked_options
+@request_options
 @click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="whose syntax")
-def main(model: str | None, asked: Asked, form: str) -> None:
+def main(model: str | None, request: CacheRequest, form: str) -> None:
     """Print the variables that have programs keep coefficients: eval "$(subkv env -m model.gguf)".
 
     For services and containers (systemd, docker) the file with the bases is named, as these have a cache folder of
@@ -72,11 +72,11 @@ def main(model: str | None, asked: Asked, form: str) -> None:
     apart = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
-        variables, told = cache_variables(models, asked, fixed=apart)
+        variables, note = cache_variables(models, request, fixed=apart)
     found = library_variables(lib_dir(), {} if apart else os.environ) | variables
-    for line in told or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE makes those of one"]:
+    for line in note or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE makes those of one"]:
         options.note(line)
-    click.echo(written(found, form))
+    click.echo(format_variables(found, form))
 
 
 if __name__ == "__main__":

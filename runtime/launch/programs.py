@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runtime.launch.arguments import of_llama_cpp
+from runtime.launch.arguments import is_llama_cpp_program
 from subkv.base.errors import SubkvError
 
 INSTALL = "in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . installs it"
@@ -26,14 +26,14 @@ def find(program: str, libraries: Path, search: str | None) -> Path:
 
     Raises SubkvError about `program`.
     """
-    if os.path.basename(program) == program and of_llama_cpp(program):
+    if os.path.basename(program) == program and is_llama_cpp_program(program):
         for folder in (libraries, libraries.parent / "bin"):
             path = folder / (program if program.endswith(ENDING) else f"{program}{ENDING}")
             if path.is_file() and os.access(path, os.X_OK):
                 return path
     found = shutil.which(program, path=search)
     if found is None:
-        if os.path.basename(program) == program and of_llama_cpp(program):
+        if os.path.basename(program) == program and is_llama_cpp_program(program):
             reason = (
                 f"expected one of llama.cpp's programs in {libraries} or on the PATH, found no {program}; {INSTALL}"
             )
@@ -91,9 +91,9 @@ def check(program: str, path: Path, libraries: Path, environment: Mapping[str, s
             check=False,
         )
         found = _LIBLLAMA.search(listed.stdout)
-        if listed.returncode or (found is None and not of_llama_cpp(program)):
+        if listed.returncode or (found is None and not is_llama_cpp_program(program)):
             return  # one that lacks a library says so itself; another may have no use for llama.cpp
-    elif not of_llama_cpp(program):
+    elif not is_llama_cpp_program(program):
         return
     if found is None:
         reason = "which brings a llama.cpp of its own"
@@ -101,7 +101,7 @@ def check(program: str, path: Path, libraries: Path, environment: Mapping[str, s
         reason = f"which loads {found[1]} from {found[2]}"
     else:
         return
-    remedy = f"; {INSTALL}" if of_llama_cpp(program) else ""
+    remedy = f"; {INSTALL}" if is_llama_cpp_program(program) else ""
     raise SubkvError(
         "program", f"expected a program that loads {libraries}/libllama.so, found {path}, {reason}{remedy}"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import programs
-from runtime.launch.arguments import Read, hub_models, name_of, read
-from runtime.launch.variables import CACHE, OFF, Asked, cache_variables, library_variables, models_in
+from runtime.launch.arguments import ProgramArguments, program_name, read, with_hub_models
+from runtime.launch.variables import CACHE, OFF, CacheRequest, cache_variables, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import SubkvError, concerning
 
@@ -27,10 +27,10 @@ class Start:
         return programs.execute(self.path, self.arguments, self.environment)
 
 
-def _unprepared(program: str, found: Read, others: bool) -> str:
+def _unprepared(program: str, found: ProgramArguments, others: bool) -> str:
     """Why no bases are derived for the arguments, and how to have them, unless those of others were."""
-    program = name_of(program)
-    if found.elsewhere:
+    program = program_name(program)
+    if found.from_url:
         why, what = "the model comes from an address", "FILE"
     elif found.folder is not None:
         why, what = f"{program} chooses models itself", "DIR"
@@ -49,14 +49,14 @@ def _prepare_others(paths: Sequence[Path]) -> None:
         for model in models_in(path):
             try:
                 with concerning(model="prepare", model_path="prepare"):
-                    options.note(f"{model.name}: {prepare_model(model).told}")
+                    options.note(f"{model.name}: {prepare_model(model).note}")
             except SubkvError as error:
                 if not path.is_dir() or error.key == "XDG_CACHE_HOME":
                     raise
                 options.note(f"{model.name}: {error.reason}")
 
 
-def _variables(program: str, found: Read, asked: Asked, others: bool) -> dict[str, str]:
+def _variables(program: str, found: ProgramArguments, request: CacheRequest, others: bool) -> dict[str, str]:
     """The variables that choose the cache; also reported on stderr. others: bases of other models were made.
 
     Raises SubkvError.
@@ -64,13 +64,13 @@ def _variables(program: str, found: Read, asked: Asked, others: bool) -> dict[st
     if found.ordinary:
         kinds = (found.type_k or "f16", found.type_v or found.type_k or "f16")
         name = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
-        for key in asked.flags():
+        for key in request.flags():
             raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
         options.note(f"KV cache: {name}, as the arguments say")
         return {CACHE: OFF}
     with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-        variables, told = cache_variables(found.models, asked, found.strict)
-    for line in told or [_unprepared(program, found, others)]:
+        variables, note = cache_variables(found.models, request, found.strict)
+    for line in note or [_unprepared(program, found, others)]:
         options.note(line)
     return variables
 
@@ -84,7 +84,7 @@ class Program:
     environment: dict[str, str]
 
 
-def located(program: str, environment: Mapping[str, str]) -> Program:
+def find_program(program: str, environment: Mapping[str, str]) -> Program:
     """The program of that name. Raises SubkvError about `program`."""
     # the native libraries: not for a --help
     from subkv.native.library import lib_dir
@@ -96,7 +96,7 @@ def located(program: str, environment: Mapping[str, str]) -> Program:
     return Program(program, path, with_libraries)
 
 
-def understood(program: Program, arguments: Sequence[str]) -> Read:
+def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
     """The arguments as far as they concern model and cache. Raises CacheError about `-ctk` or `-ctv`."""
     from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
 
@@ -104,11 +104,13 @@ def understood(program: Program, arguments: Sequence[str]) -> Read:
         return read(program.name, arguments, program.environment, STOCK_TYPES)
 
 
-def prepared(program: Program, found: Read, asked: Asked, prepare: Sequence[Path] = ()) -> Start:
+def prepare_start(
+    program: Program, found: ProgramArguments, request: CacheRequest, prepare: Sequence[Path] = ()
+) -> Start:
     """Bases are found or derived, and the cache is in the environment. Raises SubkvError."""
     if found.repos:
         with concerning(hf_repo="-hf"):
-            found = hub_models(found)
+            found = with_hub_models(found)
     _prepare_others(prepare)
-    environment = found.environment | _variables(program.name, found, asked, bool(prepare))
+    environment = found.environment | _variables(program.name, found, request, bool(prepare))
     return Start(program.path, [program.name, *found.arguments], environment)

@@ -28,7 +28,7 @@ LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform
 
 
 @dataclass(frozen=True)
-class Asked:
+class CacheRequest:
     """What a user asks of the caches of a program, as the flags of the same names."""
 
     bases: Path | None = None
@@ -36,12 +36,12 @@ class Asked:
     adapt: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """The environment's names of what was asked for. Raises CacheError about what no cache takes."""
-        for name, n in self.window.asked().items():
+        """The environment's names of what was requested. Raises CacheError about what no cache takes."""
+        for name, n in self.window.requested().items():
             most = MAX_SINK if name == "n_sink" else MAX_RECENT
             if n > most:
                 raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
-        found = {NUMBERS[name]: str(n) for name, n in self.window.asked().items()}
+        found = {NUMBERS[name]: str(n) for name, n in self.window.requested().items()}
         if self.adapt is not None:
             from subkv.format import adapt as adaptive  # native libraries: not for a --help
 
@@ -53,16 +53,16 @@ class Asked:
     def flags(self) -> list[str]:
         """Names of what only a coded cache has."""
         named = {"bases": self.bases, "adapt": self.adapt}
-        return [*(name for name, value in named.items() if value is not None), *self.window.asked()]
+        return [*(name for name, value in named.items() if value is not None), *self.window.requested()]
 
 
-def _asked(bases: Path | None, adapt: str | None, **window: int | None) -> Asked:
-    return Asked(bases, Window.of(**window), adapt)
+def _request(bases: Path | None, adapt: str | None, **window: int | None) -> CacheRequest:
+    return CacheRequest(bases, Window.of(**window), adapt)
 
 
-asked_options = group(
-    "asked",
-    _asked,
+request_options = group(
+    "request",
+    _request,
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
     options.window_options,
     options.rollback_option,
@@ -70,17 +70,17 @@ asked_options = group(
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The cache that a model will get. layout: the file with its bases, None: an ordinary one; told: one line."""
+class ModelCache:
+    """The cache that a model will get. layout: the file with its bases, None: an ordinary one; note: one line."""
 
     layout: Path | None
-    told: str
+    note: str
 
 
-def prepare(model: Path, strict: bool = False) -> Prepared:
+def prepare(model: Path, strict: bool = False) -> ModelCache:
     """Find the bases of a model, or make them of its weights and keep them where the library looks for them.
 
-    strict: coefficients were asked for by name; else a model for which no bases can be made gets an ordinary cache.
+    strict: coefficients were requested by name; else a model for which no bases can be made gets an ordinary cache.
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
     """
     # numpy and the native libraries: not for a --help
@@ -95,46 +95,46 @@ def prepare(model: Path, strict: bool = False) -> Prepared:
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return Prepared(None, f"KV cache: f16, as no bases can be made for {model}: {_cause(error)}")
-    assert choice.layout is not None  # CODED was asked for
-    if not choice.told:
-        return _in_file(choice.layout)
-    if choice.layout != store.beside(model) and choice.layout.parent != store.folder():
+        return ModelCache(None, f"KV cache: f16, as no bases can be made for {model}: {_cause(error)}")
+    assert choice.layout is not None  # CODED was requested
+    if not choice.note:
+        return _from_file(choice.layout)
+    if choice.layout != store.sidecar_path(model) and choice.layout.parent != store.folder():
         reason = f"expected a folder in which the bases of {model} can be kept, found {store.folder()}"
         raise SubkvError("XDG_CACHE_HOME", reason)
-    return Prepared(choice.layout, choice.told)
+    return ModelCache(choice.layout, choice.note)
 
 
-def _in_file(bases: Path) -> Prepared:
+def _from_file(bases: Path) -> ModelCache:
     """The cache by bases that need no search. Raises CacheError about `bases`, ModelFileError."""
     # numpy and the native libraries: not for a --help
     from subkv.engine import sidecars
     from subkv.engine.cache import CODED, CacheOptions, choose_cache
 
     choose_cache(bases, CacheOptions(CODED, bases=bases))
-    return Prepared(bases, f"bases: of {bases}, {sidecars.bits(bases)}")
+    return ModelCache(bases, f"bases: of {bases}, {sidecars.bits(bases)}")
 
 
 def cache_variables(
-    models: Sequence[Path], asked: Asked, strict: bool = False, fixed: bool = False
+    models: Sequence[Path], request: CacheRequest, strict: bool = False, fixed: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Variables that give these models the caches that were asked for, and lines that say which these are.
+    """Variables that give these models the caches that were requested, and lines that say which these are.
 
     strict: as prepare(). fixed: whoever reads the variables may not have this user's cache folder, so that the file of
-    a single model's bases is named. Raises as prepare() and Asked.variables().
+    a single model's bases is named. Raises as prepare() and CacheRequest.variables().
     """
-    found = asked.variables()
-    if asked.bases is not None:
-        prepared = [_in_file(asked.bases)]
+    found = request.variables()
+    if request.bases is not None:
+        prepared = [_from_file(request.bases)]
     else:
         prepared = [prepare(model, strict) for model in models]
     value, layout = AUTO, prepared[0].layout if len(prepared) == 1 else None
-    if layout is not None and (strict or fixed or asked.bases is not None):
+    if layout is not None and (strict or fixed or request.bases is not None):
         value = os.path.abspath(layout)
     several = len(prepared) > 1
     named = zip(models, prepared, strict=True) if several else [(None, one) for one in prepared]
-    told = [f"{model.name}: {one.told}" if model else one.told for model, one in named]
-    return {CACHE: value, **found}, told
+    note = [f"{model.name}: {one.note}" if model else one.note for model, one in named]
+    return {CACHE: value, **found}, note
 
 
 def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:

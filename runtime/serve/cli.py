@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from runtime import demo, options
-from runtime.launch.arguments import Read
-from runtime.launch.start import Start, located, prepared, understood
-from runtime.launch.variables import Asked, asked_options
+from runtime.launch.arguments import ProgramArguments
+from runtime.launch.start import Start, find_program, prepare_start, read_arguments
+from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
 
@@ -69,29 +69,29 @@ store_options = group(
 )
 
 
-def _cache(found: Read, arguments: Sequence[str]) -> list[str]:
+def _cache(found: ProgramArguments, arguments: Sequence[str]) -> list[str]:
     """-ctk subkv, unless the arguments choose a cache, or llama-server chooses the model."""
     chosen = found.type_k is not None or found.type_v is not None
     return [] if chosen or found.folder is not None or EMBEDS.intersection(arguments) else ["-ctk", "subkv"]
 
 
-def start(arguments: Sequence[str], asked: Asked, store: Mapping[str, str]) -> Start:
+def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:
     """llama-server with these arguments of its own, on the demo model if they name none. Raises SubkvError."""
-    program = located(SERVER, {**DEFAULTS, **_names(arguments, os.environ), **os.environ, **store})
+    program = find_program(SERVER, {**DEFAULTS, **_names(arguments, os.environ), **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
-    found = understood(program, arguments)
+    found = read_arguments(program, arguments)
     arguments = [*arguments, *_cache(found, arguments)]
-    if not (found.models or found.repos or found.elsewhere or found.folder is not None):
-        model = demo.model_path() if found.ordinary or asked.bases is not None else demo.converted()
+    if not (found.models or found.repos or found.from_url or found.folder is not None):
+        model = demo.model_path() if found.ordinary or request.bases is not None else demo.converted()
         arguments = [*arguments, "-m", str(model)]
-    return prepared(program, understood(program, arguments), asked)
+    return prepare_start(program, read_arguments(program, arguments), request)
 
 
 # -h and every other short option belong to llama-server
 SETTINGS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 serve_options = stack(
-    asked_options,
+    request_options,
     store_options,
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[LLAMA-SERVER'S OPTIONS]..."),
 )
@@ -99,19 +99,19 @@ serve_options = stack(
 
 @command(context_settings=SETTINGS)
 @serve_options
-def main(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> None:
+def main(request: CacheRequest, store: dict[str, str], arguments: tuple[str, ...]) -> None:
     """Serve a model over HTTP: llama-server with -ctk subkv, on the demo model where no other is named.
 
     All other options are llama-server's: -m or -hf, -c, -np, --host, --port, --api-key and so on.
     `subkv run llama-server --help` lists them.
     """
-    raise click.exceptions.Exit(start(arguments, asked, store).execute())
+    raise click.exceptions.Exit(start(arguments, request, store).execute())
 
 
 @command("flags", context_settings=SETTINGS)
 @serve_options
-def _flags(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> Start:
-    return start(arguments, asked, store)
+def _flags(request: CacheRequest, store: dict[str, str], arguments: tuple[str, ...]) -> Start:
+    return start(arguments, request, store)
 
 
 def flags_context(arguments: Sequence[str]) -> click.Context:

@@ -74,7 +74,7 @@ def share(r: dict[str, Any], base: bool) -> str:
 @click.option("--seed", type=click.IntRange(min=0), default=1, help="of the first text; the next one has the next")
 @click.option(
     "--compare",
-    callback=options.listed,
+    callback=options.split_commas,
     metavar="T,T[:FILE],…",
     default="f16,q8_0,q4_0,subkv",
     help="caches, the first is the base",

@@ -1,4 +1,4 @@
-"""A JSON schema as rules: which tokens may come next in a text that fits it."""
+"""A JSON schema as a grammar: which tokens may come next in a text that fits it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llama_cpp.llama_grammar import json_schema_to_gbnf
 Allowed = npt.NDArray[np.bool_]  # [n_vocab]
 
 
-class Rules:
+class Grammar:
     """llama.cpp's grammar of a schema, at some point of a text; `with` frees it. Raises ValueError."""
 
     def __init__(self, vocab: Any, schema: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Rules:
         """This token has come."""
         C.llama_sampler_accept(self._sampler, token)
 
-    def __enter__(self) -> Rules:
+    def __enter__(self) -> Grammar:
         return self
 
     def __exit__(self, *_: object) -> None:

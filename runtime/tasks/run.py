@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.scoring import log_softmax
-from runtime.tasks.grammar import Rules
+from runtime.tasks.grammar import Grammar
 from runtime.tasks.kinds import SPARE, Sample, Task
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
@@ -120,21 +120,21 @@ def answered(context: Context, cut: Sequence[Part]) -> Outcome:
 #
 
 
-def allowed(rules: Rules, row: Row) -> int:
+def allowed(grammar: Grammar, row: Row) -> int:
     """The likeliest token that may follow."""
     token = int(row.argmax())
-    return token if rules.admits(token) else int(np.where(rules.allowed(), row, -np.inf).argmax())
+    return token if grammar.admits(token) else int(np.where(grammar.allowed(), row, -np.inf).argmax())
 
 
 def written(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most: int) -> list[int]:
     """At most `most` tokens of a JSON that fits, the likeliest at every step; row: logits of the first."""
     found: list[int] = []
-    with Rules(model.vocab, schema) as rules:
+    with Grammar(model.vocab, schema) as grammar:
         while len(found) < most:
-            token = allowed(rules, row)
+            token = allowed(grammar, row)
             if model.is_end(token):
                 break
-            rules.accept(token)
+            grammar.accept(token)
             found.append(token)
             row = reader.read(np.array([token], np.int32), 0)[0]
     return found
@@ -143,12 +143,12 @@ def written(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most
 def followed(model: Model, rows: Logits, said: list[int], schema: dict[str, Any]) -> list[int]:
     """What would be written in the place of each token of a JSON, up to the first other one."""
     found: list[int] = []
-    with Rules(model.vocab, schema) as rules:
+    with Grammar(model.vocab, schema) as grammar:
         for row, token in zip(rows, said, strict=False):
-            found.append(allowed(rules, row))
+            found.append(allowed(grammar, row))
             if found[-1] != token:
                 break
-            rules.accept(token)
+            grammar.accept(token)
     return found
 
 

@@ -127,7 +127,7 @@ def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path,
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_home: Path) -> None:
     """Calibration, sensitivities, correction and plan; what comes out is found without being named."""
-    keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.KNOWN else {})
+    keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.SUPPORTED else {})
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
     said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
     # llama.cpp looks at a length of values that files of this one need not have, and that its rows have not

@@ -289,7 +289,7 @@ def test_templates_that_refuse(monkeypatch: pytest.MonkeyPatch, llm: Llama) -> N
         ask(conversation, "Hello")
     monkeypatch.setattr("subkv.engine.model.C.llama_model_chat_template", lambda *_: None)
     with pytest.raises(SubkvError, match="expected a chat template in the model's metadata, found none"):
-        Template(llm.opened)
+        Template(llm.loaded_model)
 
 
 def test_ctrl_c_asks_once_and_insists_twice() -> None:

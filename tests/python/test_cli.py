@@ -116,14 +116,14 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     assert result.stderr.startswith("bases: none yet; -ctk subkv makes these, from the weights alone, 6.")
     assert result.stderr.endswith(f"predicted as good as q8_0; `subkv convert {model}`: smaller at the same quality\n")
     assert "bases made of the weights alone, without a calibration" in result.stdout
-    foreseen = json.loads(run("inspect", model, "-o", "json").stdout)
-    assert foreseen["path"] is None
+    preview = json.loads(run("inspect", model, "-o", "json").stdout)
+    assert preview["path"] is None
     assert not cache_home.exists()  # nothing was kept
     made = choose_cache(model, CacheOptions("subkv")).layout
     assert made is not None
     assert f", made by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
-    assert json.loads(run("inspect", model, "-o", "json").stdout) == {**foreseen, "path": str(made)}
-    beside = Path(shutil.copy(made, store.beside(model)))
+    assert json.loads(run("inspect", model, "-o", "json").stdout) == {**preview, "path": str(made)}
+    beside = Path(shutil.copy(made, store.sidecar_path(model)))
     try:
         assert run("inspect", model).stderr.startswith("bases: made without a calibration for this model, ")
         assert json.loads(run("inspect", model, "-o", "json").stdout)["path"] == str(beside)
@@ -143,15 +143,15 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     ],
 )
 def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str], tiny_model: Models) -> None:
-    choice = choose_cache(tiny_model("llama"), options.cache_asked(*flags))
+    choice = choose_cache(tiny_model("llama"), options.requested_cache(*flags))
     assert (choice.name_k, choice.name_v) == names
 
 
 @pytest.mark.parametrize("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
-    asked = options.cache_asked(*flags, adapt="v", n_sink=3)
+    asked = options.requested_cache(*flags, adapt="v", n_sink=3)
     choice = choose_cache(coded_model(), asked)
-    assert (choice.name, choice.adapt, choice.window.asked()) == ("subkv", "v", {"n_sink": 3})
+    assert (choice.name, choice.adapt, choice.window.requested()) == ("subkv", "v", {"n_sink": 3})
 
 
 def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ def test_nothing_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert (found["HF_TOKEN"], found["LLAMA_API_KEY"]) == ("(set)", "(set)")
     assert found["SUBKV_STROE"] == "x  (unknown to this version)"
     assert "UNRELATED" not in found
-    assert report.private(found["SUBKV_STORE"]) == "~/prompts"
-    assert report.private(f"{tmp_path}x {tmp_path}:{tmp_path}/a") == f"{tmp_path}x ~:~/a"
+    assert report.hide_home(found["SUBKV_STORE"]) == "~/prompts"
+    assert report.hide_home(f"{tmp_path}x {tmp_path}:{tmp_path}/a") == f"{tmp_path}x ~:~/a"
 
 
 def test_kinds_of_cached_files(filled: Path) -> None:

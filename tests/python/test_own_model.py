@@ -14,7 +14,7 @@ import subkv
 from runtime import cli
 from runtime.model import open_coded
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, or_of_weights
+from subkv.engine.cache import CacheOptions, choose_cache, with_weight_bases
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.format.layout import Layout
@@ -112,7 +112,7 @@ def test_what_was_asked_by_name_stays(tiny_model: Models, coded_model: Models) -
         (tiny_model(), CacheOptions(bases=coded_model())),
         (coded_model(), CacheOptions(window=Window(n_recent=16))),
     ):
-        assert or_of_weights(model, asked) == (asked, "")
+        assert with_weight_bases(model, asked) == (asked, "")
 
 
 def test_other_programs_stay_with_f16(tiny_model: Models, cache_home: Path) -> None:

@@ -160,7 +160,7 @@ def test_bases_of_the_weights_are_made_where_the_library_finds_them(model: Path,
     assert said.startswith("bases: from the weights alone, ") and "bits per element" in said
     assert shown["env"]["SUBKV"] == "auto"
     before = made.stat().st_mtime_ns
-    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # asked for by name: this file, or no context
+    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # requested by name: this file, or no context
     assert shown["env"]["SUBKV"] == str(made)
     assert made.stat().st_mtime_ns == before
 
@@ -226,9 +226,9 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
     assert "choose" not in said and "use an ordinary cache" not in said
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
-    shutil.copy(model, store.beside(model))  # what is beside a model has to be its sidecar
+    shutil.copy(model, store.sidecar_path(model))  # what is beside a model has to be its sidecar
     assert refused(shows, "-m", model).startswith(
-        f"--bases: expected a sidecar of this version in {store.beside(model)}"
+        f"--bases: expected a sidecar of this version in {store.sidecar_path(model)}"
     )
 
 
@@ -366,7 +366,7 @@ def unit(line: str) -> str:
 
 
 def test_fish_quotes() -> None:
-    got = env.written({"A": "it's a \\ and $HOME\n"}, "fish")
+    got = env.format_variables({"A": "it's a \\ and $HOME\n"}, "fish")
     assert got == b"set -gx A 'it\\'s a \\\\ and $HOME\n'"
     if shutil.which("fish"):
         done = subprocess.run(["fish", "-c", f"{got.decode()}; printf %s $A"], capture_output=True, check=True)
@@ -376,11 +376,11 @@ def test_fish_quotes() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="names of files: Windows has text only")
 def test_names_that_are_no_text() -> None:
     value = os.fsdecode(b"/models/\xff.gguf")
-    assert env.written({"A": value}, "sh") == b"export A='/models/\xff.gguf'"
-    assert json.loads(env.written({"A": value}, "json")) == {"A": value}
+    assert env.format_variables({"A": value}, "sh") == b"export A='/models/\xff.gguf'"
+    assert json.loads(env.format_variables({"A": value}, "json")) == {"A": value}
     for form in ("systemd", "docker"):
         with pytest.raises(SubkvError, match=r"form: A: expected a value in UTF-8, found b'/models/\\xff.gguf'"):
-            env.written({"A": value}, form)
+            env.format_variables({"A": value}, form)
 
 
 def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,12 +94,12 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
 def test_later_turns(tiny_model: Models, given: str) -> None:
     """What follows an answer is found in what any template renders."""
     with Llama(tiny_model(), n_ctx=512, verbose=False) as llm:
-        template = Template(llm.opened, given)
+        template = Template(llm.loaded_model, given)
         conversation = Conversation(llm, "be short", Sampling(temp=0.0), template=template)
         for text in ("Hello.", "Why?"):
             "".join(conversation.ask(text, 4, lambda: False, Turn()))
         rendered = template.render([*conversation.messages[:-1]])
-        said = b"".join(llm.opened.piece(token, special=True) for token in conversation.tokens).decode(
+        said = b"".join(llm.loaded_model.piece(token, special=True) for token in conversation.tokens).decode(
             "utf-8", "replace"
         )
         assert rendered.split("Why?")[1] in said

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def default_threads(asked: int | None = None) -> int:
-    """`asked` as llama.cpp reads -t: None or not positive means all processors that this process may use."""
-    if asked is not None and asked > 0:
-        return asked
+def default_threads(requested: int | None = None) -> int:
+    """`requested` as llama.cpp reads -t: None or not positive means all processors that this process may use."""
+    if requested is not None and requested > 0:
+        return requested
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -24,7 +24,7 @@ def default_threads(asked: int | None = None) -> int:
 def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     """Read and set how many threads numpy's OpenBLAS has; None where numpy has another library for matrices."""
     module = importlib.import_module("numpy.linalg._umath_linalg")  # linked with it, and searching it searches both
-    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # on Windows a library has to be asked itself
+    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # on Windows a library has to be requested itself
     for file in (str(module.__file__), *map(str, wheel.glob("*openblas*"))):
         library = ctypes.CDLL(file)
         for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "")):

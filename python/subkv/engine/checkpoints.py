@@ -37,16 +37,16 @@ class Checkpoints:
         self._context, self._seq, self._n_bytes, self._sliding = context, seq, n_bytes, sliding
         self.floor = 0  # with fewer tokens some of what their successor attends to would be missing
         self._held: list[Checkpoint] = []
-        self._parted = 0  # where a text went on otherwise and no checkpoint was
-        self._torn = False  # a restored state has cells behind it that may not be its own
-        self._passing: Checkpoint | None = None
+        self._divergence = 0  # where a text went on otherwise and no checkpoint was
+        self._inconsistent = False  # a restored state has cells behind it that may not be its own
+        self._temporary: Checkpoint | None = None
 
     def forget(self) -> None:
         """The sequence was emptied or replaced."""
         self._held.clear()
-        self._torn, self.floor = False, 0
+        self._inconsistent, self.floor = False, 0
 
-    def moved(self, n: int) -> None:
+    def positions_changed(self, n: int) -> None:
         """The cells have other positions now, n of them: no state fits them; what was missing is missing still."""
         floor = n if self.floor else 0
         self.forget()
@@ -67,32 +67,34 @@ class Checkpoints:
     def _restored(self, n: int) -> None:
         self.floor = n if self._sliding else 0
 
-    def reach(self, n: int) -> int:
-        """How many of the first n tokens, fewer than are held, cut(n) would leave."""
+    def restorable(self, n: int) -> int:
+        """How many of the first n tokens, fewer than are held, rewind(n) would leave."""
         return max((point.n_tokens for point in self._held if point.n_tokens <= n), default=0)
 
-    def cut(self, n: int, exactly: bool = False) -> int:
+    def rewind(self, n: int, exactly: bool = False) -> int:
         """Remove the cells from position n on, or from an earlier checkpoint on. Returns how many are left.
 
         exactly: from position n on, or none where neither the cache nor a checkpoint has what that takes.
         """
         memory = C.llama_get_memory(self._context)
         n_held: int = C.llama_memory_seq_pos_max(memory, self._seq) + 1
-        if n_held <= n and not self._torn:
+        if n_held <= n and not self._inconsistent:
             return n_held
-        simple = n > 0 and n >= self.floor and not self._torn and C.llama_memory_seq_rm(memory, self._seq, n, -1)
-        if exactly and not simple and self.reach(n) < n:
+        simple = (
+            n > 0 and n >= self.floor and not self._inconsistent and C.llama_memory_seq_rm(memory, self._seq, n, -1)
+        )
+        if exactly and not simple and self.restorable(n) < n:
             return n_held
         self._held = [point for point in self._held if point.n_tokens <= n]
         if simple:
             return n
-        self._parted = n
+        self._divergence = n
         while self._held:
             point = self._held[-1]
-            self._torn = True
+            self._inconsistent = True
             done = C.llama_state_seq_set_data_ext(self._context, point.state, len(point.state), self._seq, PARTIAL)
             if done == len(point.state) and C.llama_memory_seq_rm(memory, self._seq, point.n_tokens, -1):
-                self._torn = False
+                self._inconsistent = False
                 self._restored(point.n_tokens)
                 return point.n_tokens
             self._held.pop()
@@ -100,34 +102,34 @@ class Checkpoints:
         self.forget()
         return 0
 
-    def part(self, n: int) -> None:
+    def mark_divergence(self, n: int) -> None:
         """Another text is known to go on otherwise after the first n tokens: a place for a checkpoint."""
-        self._parted = n
+        self._divergence = n
 
-    def stops(self, first: int, end: int) -> list[int]:
+    def pauses(self, first: int, end: int) -> list[int]:
         """Where to pause, to take() a checkpoint, while tokens [first, end) of a text are evaluated."""
         if end - first < 2:
             return []
-        wanted = {self._parted, end - 1, *range(first - first % SPACING + SPACING, end, SPACING)}
+        wanted = {self._divergence, end - 1, *range(first - first % SPACING + SPACING, end, SPACING)}
         return sorted(n for n in wanted if first < n < end)
 
     def due(self, n: int) -> bool:
         """Whether a text that grows token by token should have one after its first n."""
-        lasting = (point.n_tokens for point in self._held if point is not self._passing and point.n_tokens <= n)
+        lasting = (point.n_tokens for point in self._held if point is not self._temporary and point.n_tokens <= n)
         return n - max(lasting, default=0) >= SPACING
 
     def take_for_draft(self, n: int) -> None:
         """take(n), up to the next such one; for good where one is due."""
-        if n <= self.reach(n):
+        if n <= self.restorable(n):
             return
         due = self.due(n)
-        self._held = [point for point in self._held if point is not self._passing]
+        self._held = [point for point in self._held if point is not self._temporary]
         self.take(n)
-        self._passing = None if due or self.reach(n) < n else self._held[-1]
+        self._temporary = None if due or self.restorable(n) < n else self._held[-1]
 
     def take(self, n: int) -> None:
         """Keep the state after the first n tokens, which is the present one."""
-        if n <= self.reach(n):
+        if n <= self.restorable(n):
             return
         size = C.llama_state_seq_get_size_ext(self._context, self._seq, PARTIAL)
         if not 0 < size <= self._n_bytes:  # bases that follow the text cannot go back
@@ -144,4 +146,4 @@ class Checkpoints:
 
     def _worth(self, point: Checkpoint) -> int:
         """Tokens that would have to be evaluated again without it."""
-        return point.n_tokens - self.reach(point.n_tokens - 1)
+        return point.n_tokens - self.restorable(point.n_tokens - 1)

@@ -154,7 +154,7 @@ class Context:
         recurrent state has no mark there; all cells are still there then.
         """
         marks = self._marks.get(seq)
-        if not (marks.cut(pos, exactly=True) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
+        if not (marks.rewind(pos, exactly=True) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
             raise CacheError(
                 "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )

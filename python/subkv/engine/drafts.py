@@ -162,7 +162,7 @@ class DraftModel(LlamaDraftModel):
         other = np.flatnonzero(self._held[seq, :n] != ids[:n])
         n = int(other[0]) if other.size else n
         if (points := self._points[seq]) is not None:
-            n = points.cut(n)
+            n = points.rewind(n)
         elif not C.llama_memory_seq_rm(context.memory, seq, n, -1):
             n = 0
             C.llama_memory_seq_rm(context.memory, seq, -1, -1)
@@ -204,18 +204,18 @@ class DraftStats:
     n_drafts: int = 0
 
 
-class Drafting(LlamaDraftModel):
+class CheckedDrafts(LlamaDraftModel):
     """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted.
 
-    n_most: tokens that a draft is cut to. alone: the Llama's; nobody may close or replace the model while it works.
+    n_most: tokens that a draft is cut to. exclusive: the Llama's; nobody may close or replace the model while it works.
     """
 
     def __init__(
-        self, model: LlamaDraftModel, n_vocab: int, n_most: int, alone: Callable[[], AbstractContextManager[None]]
+        self, model: LlamaDraftModel, n_vocab: int, n_most: int, exclusive: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.model = model
         self.stats = DraftStats()
-        self._n_vocab, self._n_most, self._alone = n_vocab, n_most, alone
+        self._n_vocab, self._n_most, self._exclusive = n_vocab, n_most, exclusive
         self.n_latest = 0  # tokens of the latest draft, until they are evaluated
 
     @property
@@ -224,7 +224,7 @@ class Drafting(LlamaDraftModel):
         return _length(self.model)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        with self._alone():
+        with self._exclusive():
             found = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
         found = found[: min(self.num_pred_tokens or self._n_most, self._n_most)]
         wrong = np.flatnonzero((found < 0) | (found >= self._n_vocab))  # a padding of its vocabulary
@@ -245,13 +245,13 @@ class Drafting(LlamaDraftModel):
         self.stats.n_accepted += bool(accepted)
 
 
-def drafting(given: Any) -> Any:
+def as_draft_model(given: Any) -> Any:
     """The draft_model argument as a LlamaDraftModel or None; a path is a DraftModel's. Raises SubkvError."""
     if isinstance(given, (str, os.PathLike)):
         return DraftModel(given)
     if given is not None and not callable(given):
         raise SubkvError("draft_model", f"expected a path or a LlamaDraftModel, found {type(given).__name__}")
-    return given.model if isinstance(given, Drafting) else given
+    return given.model if isinstance(given, CheckedDrafts) else given
 
 
 def _length(model: Any) -> int:
@@ -278,12 +278,12 @@ def check_rollback(n_draft: int, n_rollback: int | None, stacklevel: int = 3) ->
 
 def with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
     """The choice with n_rollback for drafts of n_draft tokens: rejected tails are as long."""
-    asked = choice.window.asked().get("n_rollback")
+    requested = choice.window.requested().get("n_rollback")
     if choice.coded:
-        check_rollback(n_draft, asked, stacklevel=4)
-    return choice.with_rollback(n_draft) if asked is None and n_draft > N_ROLLBACK else choice
+        check_rollback(n_draft, requested, stacklevel=4)
+    return choice.with_rollback(n_draft) if requested is None and n_draft > N_ROLLBACK else choice
 
 
-def seen(tokens: Sequence[int]) -> Tokens:
+def as_tokens(tokens: Sequence[int]) -> Tokens:
     """Tokens as draft models take them."""
     return np.fromiter(tokens, np.intc, len(tokens))

@@ -153,7 +153,7 @@ class Folder:
 
     def write(self, entry: Entry) -> None:
         """Store an entry completely or not at all, also when the process or the machine stops at any moment."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # entries tell what was asked
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # entries tell what was requested
         name = entry.name()
         with replacing(self.path / name) as handle:
             for piece in entry.container().pieces():

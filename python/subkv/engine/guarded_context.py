@@ -33,7 +33,7 @@ class GuardedContext(internals.LlamaContext):
         context.checkpoints = Checkpoints(context.ctx) if recurrent and context.memory is not None else None
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """No other thread may use the context inside the block, nor close it. CacheError where one does."""
         if not self.lock.acquire(blocking=False):
             raise CacheError(
@@ -55,7 +55,7 @@ class GuardedContext(internals.LlamaContext):
                 f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
                 "and devices do not survive a fork; create another Llama there",
             )
-        with self.alone():
+        with self.exclusive():
             super().decode(batch)
 
     def kv_cache_clear(self) -> None:
@@ -73,7 +73,7 @@ class GuardedContext(internals.LlamaContext):
             if done and self.checkpoints is not None and seq_id <= 0:
                 self.checkpoints.forget()
             return done
-        return self.checkpoints.cut(max(p0, 0)) > 0 or p0 <= 0
+        return self.checkpoints.rewind(max(p0, 0)) > 0 or p0 <= 0
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
         """Move positions [p0, p1). Raises CacheError where the cache refuses; nothing has moved then."""
@@ -83,7 +83,7 @@ class GuardedContext(internals.LlamaContext):
                 "expected a cache whose positions can move, found one on a GPU, with bases that follow the text, or of "
                 "a model whose positions are not plain numbers; evaluate the tokens again or use kv_cache='f16'",
             )
-        with self.alone():
+        with self.exclusive():
             if shift == 0:  # llama.cpp does not ask the coded half then
                 return
             if self.checkpoints is not None:

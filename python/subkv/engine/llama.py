@@ -34,13 +34,13 @@ from subkv.engine.cache import (
     flash_attention,
 )
 from subkv.engine.drafts import (
-    Drafting,
+    CheckedDrafts,
     DraftModel,
     DraftStats,
+    as_draft_model,
+    as_tokens,
     check_rollback,
     draft_length,
-    drafting,
-    seen,
     with_room_for_drafts,
 )
 from subkv.engine.guarded_context import GuardedContext
@@ -106,7 +106,7 @@ class Llama(llama_cpp.Llama):
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
-        draft = drafting(kwargs.pop("draft_model", None))
+        draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback)
         where = None if bases is None else Path(bases)
@@ -143,7 +143,7 @@ class Llama(llama_cpp.Llama):
             if self.lora_path and not self._lora_adapter:  # the parent goes on without
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         GuardedContext.adopt(self._ctx, recurrent=self._is_recurrent or self._is_hybrid)
-        self.opened = Model(path, arguments["n_gpu_layers"], self._model.model)
+        self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
         self._kv_log = log
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
@@ -158,7 +158,7 @@ class Llama(llama_cpp.Llama):
         self._draft_with(draft)
         stats = self.kv_stats()
         if verbose:
-            print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
+            print(cache_line(stats), *filter(None, [choice.note]), sep="\n", file=sys.stderr)
 
     @classmethod
     def from_pretrained(
@@ -182,9 +182,9 @@ class Llama(llama_cpp.Llama):
             path = hub.fetch(repo_id, filename, more=more, cache_dir=cache_dir, local_dir=local_dir)
         return cls(path, **kwargs)
 
-    _drafts: Drafting | None = None
+    _drafts: CheckedDrafts | None = None
     _n_texts = 1  # that drafts are asked for
-    opened: Model  # this model, as the programs see one: metadata, tokens
+    loaded_model: Model  # this model, as the programs see one: metadata, tokens
     _unpooled = False  # known once there is a context
     _clean = True  # no cell has seen tokens that are gone since, as after discard()
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
@@ -198,7 +198,7 @@ class Llama(llama_cpp.Llama):
 
     @draft_model.setter
     def draft_model(self, given: Any) -> None:
-        model = drafting(given)
+        model = as_draft_model(given)
         if model is not None:
             check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
         self._draft_with(model)
@@ -214,11 +214,11 @@ class Llama(llama_cpp.Llama):
             raise CacheError(
                 "draft_model", "expected cells that can go back, found recurrent state and bases that follow the text"
             )
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             if isinstance(model, DraftModel):
-                model.open(self.opened, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
+                model.open(self.loaded_model, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
             self._close_drafts()
-            self._drafts = Drafting(model, self._n_vocab, self.n_batch - 1, self._ctx.alone)
+            self._drafts = CheckedDrafts(model, self._n_vocab, self.n_batch - 1, self._ctx.exclusive)
 
     def _close_drafts(self) -> None:
         drafts, self._drafts = self._drafts, None
@@ -233,7 +233,7 @@ class Llama(llama_cpp.Llama):
         """A guess of what follows `tokens`, as many as fit the context; to be evaluated behind the last of them."""
         if self._drafts is None:
             return []
-        guess: list[int] = self._drafts(seen(tokens)).tolist()
+        guess: list[int] = self._drafts(as_tokens(tokens)).tolist()
         return guess[: max(self._n_ctx - 1 - len(tokens), 0)]  # a full context is the caller's matter
 
     def count_draft(self, accepted: bool) -> None:
@@ -306,7 +306,7 @@ class Llama(llama_cpp.Llama):
             with concerning(model="lora_path"):
                 adapter = None if not lora else [sha256([Path(lora)]), self.lora_scale]
             self._identity = {
-                **states.identity(self.opened, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
+                **states.identity(self.loaded_model, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
                 "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
                 "lora": adapter,
             }
@@ -330,7 +330,7 @@ class Llama(llama_cpp.Llama):
         exact rows kept for it, or in recurrent state), what it has no checkpoint of is evaluated again, so the result
         is the same either way.
         """
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             self._eval(list(tokens), 0 if self._drafts is None else self._drafts.evaluated(len(tokens) - 1))
 
     def _eval(self, tokens: list[int], n_draft: int) -> None:
@@ -380,14 +380,14 @@ class Llama(llama_cpp.Llama):
         where the cache refuses: a coded one keeps its first n_sink tokens and needs its last n_recent. All is evaluated
         again then. Recurrent state forgets nothing: refused before anything changes.
         """
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a shift of tokens")
             shift.discard(self, n_keep, n_discard, self._logits_all)
             self._clean = False
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:
         """As the parent's: a token from the logits of the last eval. idx: of which token, of those with logits."""
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             end = self.n_tokens
             if idx is None or idx + 1 == end or self._sampler is None:
                 token: int = super().sample(*args, idx=idx, **kwargs)
@@ -400,14 +400,14 @@ class Llama(llama_cpp.Llama):
             self.count_draft(token == self.input_ids[idx + 1])
             return token
 
-    def reach(self, n: int) -> int:
+    def restorable(self, n: int) -> int:
         """How many of the first n tokens need not be evaluated again by checkpoints alone, where later ones go."""
-        return self._ctx.checkpoints.reach(n) if self._ctx.checkpoints is not None else 0
+        return self._ctx.checkpoints.restorable(n) if self._ctx.checkpoints is not None else 0
 
     def keep(self, n: int) -> int:
         """Drop the cells from position n on; n_tokens, which is returned, is how many are left: less than n where the
         cache cannot give up just those."""
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             self._pictures.seen(self.n_tokens)
             self.n_tokens = n
             self.n_tokens = self._drop_tail()
@@ -424,7 +424,7 @@ class Llama(llama_cpp.Llama):
             return self.n_tokens
         first = self._pictures.last_cell(self.n_tokens)
         if self._ctx.checkpoints is not None:
-            n_left = self._ctx.checkpoints.cut(self.n_tokens)
+            n_left = self._ctx.checkpoints.rewind(self.n_tokens)
             return self.n_tokens if n_left > first else n_left
         last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
         done = last >= first and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
@@ -441,7 +441,7 @@ class Llama(llama_cpp.Llama):
             points.take(first)
         elif n_draft:
             points.take_for_draft(first)
-        for stop in points.stops(first, end):
+        for stop in points.pauses(first, end):
             self._evaluate_on(tokens[self.n_tokens - first : stop - first])
             points.take(stop)
         self._evaluate_on(tokens[self.n_tokens - first :], 1 + n_draft)
@@ -474,7 +474,7 @@ class Llama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a state, which is of tokens")
             return states.save(self, self.identity(), self._logits_all)
 
@@ -484,7 +484,7 @@ class Llama(llama_cpp.Llama):
         Raises StateError with the reason when it belongs to another one, or has more tokens than fit. The context is
         then unchanged or empty, never half restored.
         """
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             states.load(self, self.identity(), state, self._logits_all)
             self._pictures.told(self.n_tokens)
             self._clean = True
@@ -500,7 +500,7 @@ class Llama(llama_cpp.Llama):
         context = self.__dict__.get("_ctx")
         in_use = isinstance(context, GuardedContext) and context.ctx is not None
         with (
-            context.alone() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
+            context.exclusive() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
             contextlib.nullcontext() if loud else captured_log(forward=False),
         ):
             self._close_drafts()
@@ -514,7 +514,7 @@ class Llama(llama_cpp.Llama):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__() | self._given
-        state["draft_model"] = drafting(self._drafts)
+        state["draft_model"] = as_draft_model(self._drafts)
         if self._choice.coded:
             del state["type_k"], state["type_v"]
         return state

@@ -122,7 +122,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         """
         llm = self._context()
         tokens = _prompt(key)
-        own = max(self._usable(llm._input_ids, tokens), llm.reach(common_prefix(llm._input_ids, tokens)))
+        own = max(self._usable(llm._input_ids, tokens), llm.restorable(common_prefix(llm._input_ids, tokens)))
         while True:
             saved, name = self._best(tokens, self._heads())
             if saved <= own:

@@ -25,11 +25,11 @@ _LEAST_BITS = 6.25  # of them; the default budget was 4.75 once
 
 
 @dataclass(frozen=True)
-class Found:
+class Sidecar:
     """A sidecar, and one line that says what is in use."""
 
     path: Path
-    told: str
+    note: str
 
 
 def command(model: Path) -> str:
@@ -37,9 +37,9 @@ def command(model: Path) -> str:
     return f"subkv convert {shlex.quote(str(model))}"
 
 
-def nothing_found(model: Path) -> str:
+def no_bases_note(model: Path) -> str:
     """What the user of an ordinary cache may want to know."""
-    why = store.unreadable()
+    why = store.why_unreadable()
     prepared = f"none can be looked for ({why})" if why else "none were prepared"
     return (
         f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is less than half as large at "
@@ -47,11 +47,11 @@ def nothing_found(model: Path) -> str:
     )
 
 
-def calibrated(model: Path) -> Found | None:
+def find_calibrated(model: Path) -> Sidecar | None:
     """The sidecar of a model that `convert` has prepared. Raises CacheError about `bases`, ModelFileError."""
-    near = store.beside(model)
+    near = store.sidecar_path(model)
     beside = os.path.exists(near)
-    if not beside and (store.unreadable() or not store.folder().is_dir()):
+    if not beside and (store.why_unreadable() or not store.folder().is_dir()):
         return None
     with Gguf(model) as base:
         entry = store.entry(base)
@@ -63,47 +63,47 @@ def calibrated(model: Path) -> Found | None:
         n_tokens = layout.description["calibration"]["tokens"]
     day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
     made = f"calibrated on {n_tokens} tokens" if n_tokens else "made without a calibration"
-    return Found(path, f"bases: {made} for this model, {day}, {bits(path)} ({path})")
+    return Sidecar(path, f"bases: {made} for this model, {day}, {bits(path)} ({path})")
 
 
-def of_weights(model: Path, keep: bool) -> Found:
+def from_weights(model: Path, keep: bool) -> Sidecar:
     """Bases made of the weights alone, now or by an earlier call. keep: look in the store, and put them there.
 
     Raises CacheError about `kv_cache` where they cannot be made.
     """
     with Gguf(model) as base:
         entry = store.entry(base)
-    why = store.unreadable() if keep else ""
+    why = store.why_unreadable() if keep else ""
     path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
     if path is None or not _usable(path, entry.content):
         path, kept = _make(model, path, entry, kept)
-    return Found(
+    return Sidecar(
         path, f"bases: from the weights alone, {_quality(path)}{kept}; -ctk f16: without bases; {_gain(model)}"
     )
 
 
-def foreseen(model: Path) -> tuple[Found, bool]:
+def preview(model: Path) -> tuple[Sidecar, bool]:
     """What -ctk subkv takes for a model that carries no bases, and whether it is there already; nothing is written.
 
-    Bases of the weights that nobody has made yet are made for this process alone. Raises as calibrated() and
-    of_weights() do.
+    Bases of the weights that nobody has made yet are made for this process alone. Raises as find_calibrated() and
+    from_weights() do.
     """
-    found = calibrated(model)
+    found = find_calibrated(model)
     if found is not None:
         return found, True
     with Gguf(model) as base:
         entry = store.entry(base)
-    path = None if store.unreadable() else entry.named(_ENDING)
+    path = None if store.why_unreadable() else entry.named(_ENDING)
     if path is not None and _usable(path, entry.content):
-        told = f"bases: from the weights alone, {_quality(path)}, made by an earlier -ctk subkv ({path})"
-        return Found(path, f"{told}; {_gain(model)}"), True
-    path = of_weights(model, keep=False).path
-    told = f"bases: none yet; -ctk subkv makes these, from the weights alone, {_quality(path)}"
-    return Found(path, f"{told}; {_gain(model)}"), False
+        note = f"bases: from the weights alone, {_quality(path)}, made by an earlier -ctk subkv ({path})"
+        return Sidecar(path, f"{note}; {_gain(model)}"), True
+    path = from_weights(model, keep=False).path
+    note = f"bases: none yet; -ctk subkv makes these, from the weights alone, {_quality(path)}"
+    return Sidecar(path, f"{note}; {_gain(model)}"), False
 
 
-def _quality(of_weights: Path) -> str:
-    return f"{bits(of_weights)}, predicted as good as q8_0"
+def _quality(from_weights: Path) -> str:
+    return f"{bits(from_weights)}, predicted as good as q8_0"
 
 
 def _gain(model: Path) -> str:
@@ -130,7 +130,7 @@ def _usable(path: Path, content: str) -> bool:
         return False
 
 
-class _Held:
+class _Temporary:
     """Sidecars of this process alone, by the model's content: for stores that cannot be written. Removed at its end."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Held:
         return Path(self._folder.name) / f"{entry.content}.gguf"
 
 
-_held = _Held()
+_temporary = _Temporary()
 
 
 def _make(model: Path, path: Path | None, entry: store.Entry, why: str) -> tuple[Path, str]:
@@ -161,7 +161,7 @@ def _make(model: Path, path: Path | None, entry: store.Entry, why: str) -> tuple
                 if error.key not in ("XDG_CACHE_HOME", "store"):
                     raise
                 why = f", not kept ({error.reason})"
-        path = _held.path(entry)
+        path = _temporary.path(entry)
         if not path.exists():
             datafree.sidecar(model, path)
     except SubkvError as error:

@@ -94,5 +94,5 @@ def for_chat(model: Model, given: str | None) -> tuple[Template, str]:
     """
     if given is not None or C.llama_model_chat_template(model.handle, None):
         return Template(model, given), ""
-    told = "chat template: the model has none, ChatML is taken; --chat-template gives another"
-    return Template(model, DEFAULT), told
+    note = "chat template: the model has none, ChatML is taken; --chat-template gives another"
+    return Template(model, DEFAULT), note

@@ -36,7 +36,7 @@ class Layout:
         self.handle = None
 
 
-def present(path: str | os.PathLike[str]) -> bool:
+def has_layout(path: str | os.PathLike[str]) -> bool:
     """Whether a GGUF carries subkv.* keys. Raises CacheError about `path` when it cannot be read."""
     found: int = library.load().subkv_layout_present(os.fsencode(path))
     if found < 0:

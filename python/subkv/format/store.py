@@ -1,4 +1,4 @@
-"""Where a model's sidecar lies: beside it, or in the user's cache folder under the model's content.
+"""Where a model's sidecar is stored: beside the model, or in the user's cache folder under the model's content.
 
 A model is known by its content (Gguf.content), never by its path or times: renamed, linked, split and merged copies
 share an entry.
@@ -25,7 +25,7 @@ def stem(model: Path) -> str:
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", model.name)
 
 
-def beside(model: Path) -> Path:
+def sidecar_path(model: Path) -> Path:
     """Where --sidecar writes: M.gguf -> M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf."""
     return model.with_name(f"{stem(model)}.subkv-sidecar.gguf")
 
@@ -35,7 +35,7 @@ def folder() -> Path:
     return cache_folder() / "sidecars"
 
 
-def unreadable() -> str:
+def why_unreadable() -> str:
     """Why nothing can be looked up in the store; "" where it can, or where there is none yet."""
     try:
         with os.scandir(folder()):
@@ -84,7 +84,7 @@ class Entry:
             folder().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder()}: {error.strerror or error}") from error
-        why = unreadable()
+        why = why_unreadable()
         if why:
             raise SubkvError("XDG_CACHE_HOME", why)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from subkv.base.errors import CacheError, SubkvError
 
-AS_FILE = -1  # a number that was not asked for: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
+AS_FILE = -1  # a number that was not requested: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16  # defaults; N_ROLLBACK is libsubkv's
 MAX_SINK, MAX_RECENT = 4096, 65536  # FORMAT.md §1
 RECENT_BITS, STEP_BITS = 10, 16  # of an element, and of a head's row besides
@@ -27,25 +27,25 @@ class Window:
 
     @classmethod
     def of(cls, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None) -> Window:
-        """None: not asked for. Raises CacheError for what is no number of tokens."""
+        """None: not requested. Raises CacheError for what is no number of tokens."""
         given = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
         for key, n in given.items():
             if n is not None and not 0 <= n < 2**31:
                 raise CacheError(key, f"expected 0 or more tokens, found {n}")
         return cls(**{key: AS_FILE if n is None else n for key, n in given.items()})
 
-    def filled(
+    def with_defaults(
         self,
         n_sink: int = N_SINK,
         n_recent: int = N_RECENT,
         n_rollback: int = N_ROLLBACK,
         recent_bits: int = RECENT_BITS,
     ) -> Window:
-        """With these numbers where none was asked for."""
-        return Window(**{**vars(Window(n_sink, n_recent, n_rollback, recent_bits)), **self.asked()})
+        """With these numbers where none was requested."""
+        return Window(**{**vars(Window(n_sink, n_recent, n_rollback, recent_bits)), **self.requested()})
 
-    def asked(self) -> dict[str, int]:
-        """The numbers that were asked for, by name."""
+    def requested(self) -> dict[str, int]:
+        """The numbers that were requested, by name."""
         return {name: n for name, n in vars(self).items() if n != AS_FILE}
 
     def with_rollback(self, n_rollback: int) -> Window:
@@ -65,4 +65,4 @@ class Window:
         return 16 * elements * self.n_sink + recent * (self.n_recent + self.n_rollback)
 
 
-DEFAULT = Window().filled()
+DEFAULT = Window().with_defaults()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv.native.forks import survive_forks
-from subkv.native.paths import LIB_PATH, SUFFIX, lib_dir, tell_llama_cpp
+from subkv.native.paths import LIB_PATH, SUFFIX, lib_dir, set_library_path
 
 _str = ctypes.c_char_p
 _ptr = ctypes.c_void_p
@@ -143,7 +143,7 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
     """Imports llama_cpp so that it uses libllama of `folder`; returns llama_cpp's own handle of it."""
     loaded = sys.modules.get("llama_cpp.llama_cpp")
     if loaded is None:
-        tell_llama_cpp(folder)
+        set_library_path(folder)
         try:
             from llama_cpp import llama_cpp as loaded  # type: ignore[no-redef]
         except RuntimeError as error:  # it found the library

@@ -14,7 +14,7 @@ MTMD_LIB_PATH = "MTMD_CPP_LIB"  # and that of libmtmd, which reads pictures
 SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: libraries built by hand instead of the installed ones
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-_told: str | None = None  # the value of LIB_PATH that is of this module
+_own_path: str | None = None  # the value of LIB_PATH that is of this module
 
 
 def lib_dir() -> Path:
@@ -34,16 +34,16 @@ def lib_dir() -> Path:
     )
 
 
-def tell_llama_cpp(folder: Path) -> None:
+def set_library_path(folder: Path) -> None:
     """Have `import llama_cpp` take the libllama of this folder, here and in processes that are started from here.
 
     Raises ImportError where the user's environment names another folder.
     """
-    global _told
+    global _own_path
     found = os.environ.get(LIB_PATH)
-    if found is not None and found != _told and Path(found).resolve() != folder:
+    if found is not None and found != _own_path and Path(found).resolve() != folder:
         raise ImportError(f"{LIB_PATH}: expected {folder} or no value, found {found}; unset it to use subkv")
-    os.environ[LIB_PATH] = _told = str(folder)
+    os.environ[LIB_PATH] = _own_path = str(folder)
     os.environ.update({name: value for name, value in mtmd_variable(folder).items() if name not in os.environ})
 
 
@@ -52,13 +52,13 @@ def mtmd_variable(folder: Path) -> dict[str, str]:
     return {MTMD_LIB_PATH: str(folder)} if (folder / f"libmtmd{SUFFIX}").is_file() else {}
 
 
-def told() -> str | None:
-    """The value of LLAMA_CPP_LIB_PATH that tell_llama_cpp() has set in this process, if it has."""
-    return _told
+def own_library_path() -> str | None:
+    """The value of LLAMA_CPP_LIB_PATH that set_library_path() has set in this process, if it has."""
+    return _own_path
 
 
-def tell_early() -> None:
-    """tell_llama_cpp() on `import subkv`; what stands in the way is said when the libraries are loaded."""
+def set_library_path_early() -> None:
+    """set_library_path() on `import subkv`; what stands in the way is said when the libraries are loaded."""
     if "llama_cpp.llama_cpp" not in sys.modules and LIB_PATH not in os.environ:
         with contextlib.suppress(ImportError):
-            tell_llama_cpp(lib_dir())
+            set_library_path(lib_dir())

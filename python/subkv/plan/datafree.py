@@ -79,7 +79,7 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             found.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
     unhooked = base.get(f"{arch}.attention.key_length_mla") is not None and not joint
     if unhooked or not found:
-        reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.KNOWN)}"
+        reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.SUPPORTED)}"
         if not unhooked:
             reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
         raise CacheError(
@@ -100,7 +100,7 @@ def plan(base: Base, options: Options) -> Result:
     options.window.check()
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     budgeted = replace(options, kv_bits=kv_bits)
-    window = options.window.filled(recent_bits=recent_bits(budgeted, mla.is_latent(base)))
+    window = options.window.with_defaults(recent_bits=recent_bits(budgeted, mla.is_latent(base)))
     layers = shapes(base)
     usual = largest_context(base) if options.kv_bits is None else default_context(base)
     context = options.bpe_context or usual

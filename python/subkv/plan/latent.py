@@ -35,7 +35,7 @@ WHY = "bases from the weights alone read it"
 
 
 def heads(
-    shape: LayerShape, latent: F64, turned: F64, in_bytes: bool = True, narrow: bool = False
+    shape: LayerShape, latent: F64, rotated: F64, in_bytes: bool = True, narrow: bool = False
 ) -> list[budget.Head]:
     """What the planner sees of a layer, of the importance of its coefficients: the latent, then the others.
 
@@ -44,7 +44,7 @@ def heads(
     both = budget.held_bits(shape.d_k, in_bytes, narrow)
     found = [budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow))]
     if shape.d_k > shape.d_v:
-        found.append(budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True))
+        found.append(budget.Head(shape.d_k - shape.d_v, rotated, held=both, joined=True))
     return found
 
 
@@ -113,8 +113,8 @@ def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
     matrix = base.matrix(names[2], WHY)
     if len(latent) != shape.d_v or matrix.shape != (shape.d_k, len(norm)):
         return 1.0, 1.0
-    turned = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
-    found = float(np.mean(latent**2)), float(np.mean(np.sum(turned**2, axis=1))) if len(turned) else 1.0
+    rotated = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
+    found = float(np.mean(latent**2)), float(np.mean(np.sum(rotated**2, axis=1))) if len(rotated) else 1.0
     return found if all(0.0 < x < np.inf for x in found) else (1.0, 1.0)
 
 

@@ -7,16 +7,16 @@ from subkv.format.arrays import F32
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base
 
-# Architectures. Of those of CHOSEN an indexer chooses the cells that a token attends to.
-CHOSEN = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
-KNOWN = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *CHOSEN)
+# Architectures. Of those of SPARSE an indexer chooses the cells that a token attends to.
+SPARSE = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
+SUPPORTED = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *SPARSE)
 WHY = "bases of latent attention (MLA) need it"
 
 
 def is_latent(base: Base) -> bool:
     """Whether the model's attention is latent, in a form that the engine computes."""
     arch = base.get("general.architecture")
-    return arch in KNOWN and base.get(f"{arch}.attention.key_length_mla") is not None
+    return arch in SUPPORTED and base.get(f"{arch}.attention.key_length_mla") is not None
 
 
 def sizes(base: Base) -> tuple[int, int]:

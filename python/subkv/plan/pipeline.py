@@ -204,7 +204,7 @@ class Fit:
             _check_latent(options)
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         check_window(options.window, calibration)
-        window = options.window.filled(recent_bits=recent_bits(options, self.latent))
+        window = options.window.with_defaults(recent_bits=recent_bits(options, self.latent))
         self.settings = Settings(options.codec, basis_k, basis_v, options.gamma, window, options.adapt)
         self.notes: list[SubkvError] = []
         # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
@@ -335,7 +335,7 @@ class Fit:
             return 1.0
         return float(measured.correction ** (1.0 - near) * measured.correction0**near)
 
-    def tells(self, kind: str) -> bool:
+    def is_meaningful(self, kind: str) -> bool:
         """Whether a stock type's error says anything about quality: MEANINGLESS. False also where it cannot be told."""
         error = self._of_stock(kind)
         return error is not None and 0.0 < error <= MEANINGLESS * self._lost
@@ -345,7 +345,7 @@ class Fit:
         need more bits than the type's; None: cannot tell, or the type's error tells nothing.
         """
         target = self.stock_error(kind)
-        if target is None or not self.tells(kind):
+        if target is None or not self.is_meaningful(kind):
             return None
         least, most = budget.budget_range(self.heads, self.overhead)
         high = most.total - max(most.rows - stock.BITS[kind], 0.0)

@@ -71,9 +71,9 @@ ALSO_HALVES = (
     *("qwen4exp", "seed_oss", "smallthinker"),
 )
 # Latent attention, whose rows turn from behind the latent on, in neighbours, or not at all.
-TURNED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
-STILL_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
-UNTURNED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
+ROTATED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
+UNROTATED_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
+UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
 # More of HALVES, and some without rotation, whose keys transformers orders as llama.cpp does.
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
 
@@ -152,9 +152,9 @@ class Pairs:
 def pairs(base: Base, d: int) -> Pairs | None:
     """The rotary pairs of keys of size d; None where the model has none, or of a kind that is not understood here."""
     arch, latent = base.get("general.architecture"), mla.is_latent(base)
-    if latent and arch in STILL_LATENT:
+    if latent and arch in UNROTATED_LATENT:
         return Pairs.none(d)
-    neighbours = arch in NEIGHBOURS or (latent and arch in TURNED_LATENT)
+    neighbours = arch in NEIGHBOURS or (latent and arch in ROTATED_LATENT)
     if not (neighbours or arch in HALVES) or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         return None
     n_rot = int(base.get(f"{arch}.rope.dimension_count") or d)
@@ -190,7 +190,7 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
     """
     arch = base.get("general.architecture")
     out = np.arange(d)
-    if arch in UNTURNED:
+    if arch in UNROTATED:
         return out
     n_rot = base.get(f"{arch}.rope.dimension_count") or d
     if isinstance(n_rot, int) and n_rot > d:  # where windows slide heads may be smaller

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
-from subkv.plan.positions import UNTURNED, partners, rotation
+from subkv.plan.positions import UNROTATED, partners, rotation
 
 DIRECTIONS = 16  # of the residual stream that are kept
 POWER = 4  # of the Gram matrix
@@ -71,7 +71,7 @@ class Weights:
         self._base, self._span, self._map = base, float(span), mapped
         arch = base.get("general.architecture")
         self._trained = float(base.get(f"{arch}.context_length") or span)
-        self._still = arch in UNTURNED
+        self._unrotated = arch in UNROTATED
         self._stream = self._directions(shapes)
 
     def _vector(self, name: str) -> F64 | None:
@@ -140,9 +140,9 @@ class Weights:
 
     def energies(self, shape: LayerShape) -> Energies | None:
         """Of one layer; None where the weights, or how positions turn keys, are not known."""
-        turning = partners(self._base, shape.d_k)
+        partner = partners(self._base, shape.d_k)
         sides = [self._side(shape, side) for side in "kq"]
-        if self._stream is None or turning is None:
+        if self._stream is None or partner is None:
             return None
         first = np.arange(shape.n_head_kv)
         group = first[:, None] * shape.n_group + np.arange(min(shape.n_group, QUERIES))
@@ -153,16 +153,16 @@ class Weights:
                 return None
             read.append(found)
         (k, mean), (q, q_mean) = read
-        k, q, of_bias = (_shared(x, turning) for x in (k, _group_mean(q, shape), _group_mean(q_mean**2, shape)))
+        k, q, of_bias = (_shared(x, partner) for x in (k, _group_mean(q, shape), _group_mean(q_mean**2, shape)))
         # keys and queries of a pair grow together: what both estimates say is better than either
         both = np.sqrt(k * q)
         both /= np.maximum(both.sum(axis=1, keepdims=True), 1e-300)
         k, q = both * k.sum(axis=1, keepdims=True), both * q.sum(axis=1, keepdims=True) + of_bias
-        near, far = self._turned(mean, self._span), self._turned(mean, self._trained)
+        near, far = self._mean_rotated(mean, self._span), self._mean_rotated(mean, self._trained)
         if near is None or far is None:
             near = far = np.zeros_like(mean)
         # less the mean near by, which far away leaves something
-        rest = _shared(np.maximum(_shared(mean**2, turning) - 2.0 * near * far + near**2, 0.0), turning)
+        rest = _shared(np.maximum(_shared(mean**2, partner) - 2.0 * near * far + near**2, 0.0), partner)
         return Energies(k, q, near, rest)
 
     def _squares(self, side: _Side, shape: LayerShape, name: str, heads: NDArray[np.int64]) -> tuple[F64, F64] | None:
@@ -196,9 +196,9 @@ class Weights:
         weight = (weight if weight.size == d else weight.reshape(-1, d)[heads]) / np.sqrt(np.maximum(size, 1e-300))
         return square * weight**2, mean * weight
 
-    def _turned(self, means: F64, span: float) -> F64 | None:
+    def _mean_rotated(self, means: F64, span: float) -> F64 | None:
         """Mean of means [n, d] over all positions in [0, span]; None where it is not known how they turn."""
-        if self._still or not means.any():
+        if self._unrotated or not means.any():
             return means
         turn = rotation(self._base, means.shape[1])
         return None if turn is None else turn.vector(means, span)
@@ -237,9 +237,9 @@ def _orthonormal(x: F32) -> F32:
     return out
 
 
-def _shared(squares: F64, turning: NDArray[np.int64]) -> F64:
+def _shared(squares: F64, partner: NDArray[np.int64]) -> F64:
     """Mean squares [heads, d] of coordinates that turn in pairs."""
-    out: F64 = 0.5 * (squares + squares[:, turning])
+    out: F64 = 0.5 * (squares + squares[:, partner])
     return out
 
 

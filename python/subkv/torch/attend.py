@@ -95,7 +95,7 @@ def _over_cells(a: Tensor, b: Tensor) -> Tensor:
     return out.unflatten(2, a.shape[2:4])
 
 
-class Sight:
+class Visibility:
     """Which cells the queries of the last n cells see, by kind; no cell is of two kinds to a query.
 
     mask: as of attend(). at: some of the queries. Results are bool, [b or 1, queries, cells].
@@ -145,9 +145,9 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
     """
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
     softmax = _Softmax(q, n_kv, cells.sink_v.shape[-1], cells.codec_v.rank, how)
-    sight = Sight(cells, mask, n)
+    visibility = Visibility(cells, mask, n)
     if cells.sink_k.shape[2]:
-        softmax.add_exact(slice(0, n), cells.sink_k, cells.sink_v, sight.sinks(slice(0, n)))
+        softmax.add_exact(slice(0, n), cells.sink_k, cells.sink_v, visibility.sinks(slice(0, n)))
 
     # coded cells: the query is projected once, and a cell dequantized once for all queries
     codec = cells.codec_k
@@ -160,11 +160,11 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
         c = codec.decode(cells.rows_k[:, low:high])
         logits = _over_cells(projected[..., at, :], c.mT) + of_mean[..., at, :]
         values = cells.codec_v.decode(cells.rows_v[:, low:high])
-        softmax.add(at, logits, sight.coded(at, low, high), values, True)
+        softmax.add(at, logits, visibility.coded(at, low, high), values, True)
 
     for low in range(0, n if cells.n_recent else 0, QUERIES):
         at = slice(low, min(low + QUERIES, n))
-        here, seen = sight.recent(at)
+        here, seen = visibility.recent(at)
         softmax.add_exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], seen)
 
     return softmax.output(cells.codec_v.decode_basis)

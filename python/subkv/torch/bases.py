@@ -50,18 +50,18 @@ def load(
             converted = handle.read(4) == b"GGUF"
     except OSError as error:
         raise CacheError("path", f"expected a GGUF or a calibration, found none at {path}: {error.strerror}") from error
-    asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
+    requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
     if converted:
-        for name, value in {"kv_bits": kv_bits, **asked}.items():
+        for name, value in {"kv_bits": kv_bits, **requested}.items():
             if value is not None:
                 raise CacheError(name, f"expected none with a converted file, which has its layout, found {value}")
         described = metadata.read(Path(path))
         if described["adapt"]:
             LOG.warning("subkv.adapt: bases stay as calibrated with transformers, found %s", described["adapt"])
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
-        n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).filled()
+        n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).with_defaults()
     else:
-        window = replace(DEFAULT, **asked)
+        window = replace(DEFAULT, **requested)
         with concerning(calibration="path"):
             calibration = read_calibration(Path(path))
             result = convert(ModelFacts(model, calibration.arch), calibration, Options(kv_bits=kv_bits, window=window))
@@ -85,8 +85,8 @@ def from_weights(
     """Arguments and errors of SubspaceCache.from_model."""
     config = _config(model)
     arch = _arch(config.model_type)
-    asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
-    facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **asked)
+    requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
+    facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **requested)
     result = datafree.plan(facts, Options(kv_bits=kv_bits, window=window))
     for note in result.notes:
         LOG.warning("%s", note)
