@@ -1,4 +1,4 @@
-"""`subkv env`: the variables that `subkv run` sets, for shells, services and containers."""
+"""`subkv env`: prints the variables that `subkv run` sets, for shells, services and containers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _fish(name: str, value: str) -> str:
 
 
 def _check(name: str, value: str) -> None:
-    """Refuse what a file of one variable per line cannot say. Raises SubkvError about `form`."""
+    """Reject a value that does not fit on one line. Raises SubkvError about `form`."""
     if any(character < " " or character == "\x7f" for character in value):
-        found = f"expected a value without line ends and control characters, found {value!r}"
-        raise SubkvError("form", f"{name}: {found}")
+        reason = f"expected a value without line ends and control characters, found {value!r}"
+        raise SubkvError("form", f"{name}: {reason}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -58,25 +58,25 @@ def format_variables(variables: dict[str, str], form: str) -> bytes:
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF) whose bases are found, or derived from its weights")
+@options.model_option(required=False, text="model file (GGUF); its bases are looked up, or derived from its weights")
 @request_options
-@click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="whose syntax")
+@click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="syntax")
 def main(model: str | None, request: CacheRequest, form: str) -> None:
-    """Print the variables that have programs keep coefficients: eval "$(subkv env -m model.gguf)".
+    """Print the variables that give programs a coded cache: eval "$(subkv env -m model.gguf)".
 
-    For services and containers (systemd, docker) the file with the bases is named, as these have a cache folder of
-    their own.
+    For systemd and docker, the variables name the file with the bases, because services and containers have another
+    cache folder.
     """
     from subkv.native.library import lib_dir  # native libraries: not for a --help
 
-    apart = form in ("systemd", "docker")
+    service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
-        variables, note = cache_variables(models, request, fixed=apart)
-    found = library_variables(lib_dir(), {} if apart else os.environ) | variables
-    for line in note or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE makes those of one"]:
+        variables, notes = cache_variables(models, request, name_bases=service)
+    variables = library_variables(lib_dir(), {} if service else os.environ) | variables
+    for line in notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]:
         options.note(line)
-    click.echo(format_variables(found, form))
+    click.echo(format_variables(variables, form))
 
 
 if __name__ == "__main__":

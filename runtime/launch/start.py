@@ -1,4 +1,4 @@
-"""What `subkv run` and `subkv serve` start: a program's file, its arguments, and an environment with a cache in it."""
+"""Prepares what `subkv run` and `subkv serve` start: a program's file, arguments and environment."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from subkv.base.errors import SubkvError, concerning
 
 @dataclass(frozen=True)
 class Start:
-    """A program that is ready to run. arguments: the first is the program's name, as execve takes them."""
+    """A program that is ready to run. arguments: as for execve, the first is the program's name."""
 
     path: Path
     arguments: list[str]
     environment: dict[str, str]
 
     def execute(self) -> int:
-        """Replace this process by the program; on Windows wait for it and return its exit code. Raises SubkvError."""
+        """Replace this process by the program; on Windows, wait for it and return its exit code. Raises SubkvError."""
         return programs.execute(self.path, self.arguments, self.environment)
 
 
-def _unprepared(program: str, found: ProgramArguments, others: bool) -> str:
-    """Why no bases are derived for the arguments, and how to have them, unless those of others were."""
+def _no_model_note(program: str, read: ProgramArguments, others: bool) -> str:
+    """A line for arguments that name no model file. others: bases of other models were derived."""
     program = program_name(program)
-    if found.from_url:
-        why, what = "the model comes from an address", "FILE"
-    elif found.folder is not None:
+    if read.from_url:
+        why, what = "the program downloads its model", "FILE"
+    elif read.folder is not None:
         why, what = f"{program} chooses models itself", "DIR"
     else:
         why, what = "the arguments name no model", "FILE"
     line = "KV cache: subkv for every model that has bases, f16 for others"
-    return line if others else f"{line}, as {why}; `subkv run --prepare {what} {program} …` makes bases first"
+    return line if others else f"{line}, because {why}; `subkv run --prepare {what} {program} …` derives bases first"
 
 
 def _prepare_others(paths: Sequence[Path]) -> None:
-    """Make the bases of models that are not among the arguments; in a folder one that is refused does not stop others.
+    """Derive bases of models that the arguments do not name. In a folder, a refused model does not stop the others.
 
     Raises SubkvError about `prepare`.
     """
@@ -56,28 +56,28 @@ def _prepare_others(paths: Sequence[Path]) -> None:
                 options.note(f"{model.name}: {error.reason}")
 
 
-def _variables(program: str, found: ProgramArguments, request: CacheRequest, others: bool) -> dict[str, str]:
-    """The variables that choose the cache; also reported on stderr. others: bases of other models were made.
+def _variables(program: str, read: ProgramArguments, request: CacheRequest, others: bool) -> dict[str, str]:
+    """The variables that choose the cache, which is also logged to stderr. others: as _no_model_note().
 
     Raises SubkvError.
     """
-    if found.ordinary:
-        kinds = (found.type_k or "f16", found.type_v or found.type_k or "f16")
+    if read.ordinary:
+        kinds = (read.type_k or "f16", read.type_v or read.type_k or "f16")
         name = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
         for key in request.flags():
             raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
-        options.note(f"KV cache: {name}, as the arguments say")
+        options.note(f"KV cache: {name}, from the arguments")
         return {CACHE: OFF}
     with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-        variables, note = cache_variables(found.models, request, found.strict)
-    for line in note or [_unprepared(program, found, others)]:
+        variables, notes = cache_variables(read.models, request, read.strict)
+    for line in notes or [_no_model_note(program, read, others)]:
         options.note(line)
     return variables
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program that was found, and the environment in which it uses our libraries."""
+    """A program, its file, and the environment in which it uses our libraries."""
 
     name: str
     path: Path
@@ -85,7 +85,7 @@ class Program:
 
 
 def find_program(program: str, environment: Mapping[str, str]) -> Program:
-    """The program of that name. Raises SubkvError about `program`."""
+    """Look up a program by name. Raises SubkvError about `program`."""
     # the native libraries: not for a --help
     from subkv.native.library import lib_dir
 
@@ -97,7 +97,7 @@ def find_program(program: str, environment: Mapping[str, str]) -> Program:
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
-    """The arguments as far as they concern model and cache. Raises CacheError about `-ctk` or `-ctv`."""
+    """Read model and cache types from the arguments. Raises CacheError about `-ctk` or `-ctv`."""
     from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
 
     with concerning(type_k="-ctk", type_v="-ctv"):
@@ -105,12 +105,12 @@ def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArgumen
 
 
 def prepare_start(
-    program: Program, found: ProgramArguments, request: CacheRequest, prepare: Sequence[Path] = ()
+    program: Program, arguments: ProgramArguments, request: CacheRequest, prepare: Sequence[Path] = ()
 ) -> Start:
-    """Bases are found or derived, and the cache is in the environment. Raises SubkvError."""
-    if found.repos:
+    """Look up or derive the bases and add the cache to the environment. Raises SubkvError."""
+    if arguments.repos:
         with concerning(hf_repo="-hf"):
-            found = with_hub_models(found)
+            arguments = with_hub_models(arguments)
     _prepare_others(prepare)
-    environment = found.environment | _variables(program.name, found, request, bool(prepare))
-    return Start(program.path, [program.name, *found.arguments], environment)
+    environment = arguments.environment | _variables(program.name, arguments, request, bool(prepare))
+    return Start(program.path, [program.name, *arguments.arguments], environment)

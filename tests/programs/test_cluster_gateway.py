@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="needs the extra `cluster`")
 
 from starlette.responses import Response
 
-from runtime.serve.gateway import gateway, keys_of
+from runtime.serve.gateway import gateway, read_keys
 from runtime.serve.sessions import Load, QueuedTokens, session
 from subkv.base.errors import SubkvError
 
@@ -155,14 +155,14 @@ def test_what_needs_no_key(method: str, path: str, status: int) -> None:
 def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> None:
     path = tmp_path / "keys"
     with pytest.raises(SubkvError, match="api_key_file: cannot read"):
-        keys_of(path)
+        read_keys(path)
     path.write_bytes(text)
     if found is not None:
-        assert keys_of(path) == found
+        assert read_keys(path) == found
     else:
         with pytest.raises(SubkvError, match="api_key_file: "):
-            keys_of(path)
-    assert keys_of(None) == []
+            read_keys(path)
+    assert read_keys(None) == []
 
 
 def test_tokens_that_wait() -> None:

@@ -195,7 +195,7 @@ def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: 
 def test_an_ordinary_cache(shows: Path, model: Path) -> None:
     shown, said = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0")
     assert shown["env"]["SUBKV"] == "off" and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
-    assert said == "KV cache: q8_0/q4_0, as the arguments say\n"
+    assert said == "KV cache: q8_0/q4_0, from the arguments\n"
     assert not store.folder().exists()
     said = refused("--n-recent", 64, shows, "-ctk", "q8_0")
     assert said == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
@@ -222,7 +222,7 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
     assert refused(shows, "-m", tmp_path / "none.gguf").startswith("-m: expected a GGUF file, found no file")
     mamba = tiny_model("mamba")
     shown, said = run(shows, "-m", mamba)
-    assert said.startswith(f"KV cache: f16, as no bases can be made for {mamba}: ") and said.count("\n") == 1
+    assert said.startswith(f"KV cache: f16, because bases cannot be derived for {mamba}: ") and said.count("\n") == 1
     assert "choose" not in said and "use an ordinary cache" not in said
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
@@ -237,16 +237,14 @@ def test_a_cache_folder_that_cannot_be_written(shows: Path, model: Path, tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("")
     said = refused(shows, "-m", model, XDG_CACHE_HOME=str(blocked))
-    assert said.startswith(
-        f"XDG_CACHE_HOME: expected a folder in which the bases of {model} can be kept, found {blocked}"
-    )
+    assert said.startswith(f"XDG_CACHE_HOME: expected a folder that can store the bases of {model}, found {blocked}")
 
 
 def test_a_program_without_a_model(shows: Path) -> None:
     for given, why in (
         ([], "the arguments name no model; `subkv run --prepare FILE "),
         (["--models-dir", "models"], "chooses models itself; `subkv run --prepare DIR "),
-        (["-mu", "https://example.com/a.gguf"], "the model comes from an address; `subkv run --prepare FILE "),
+        (["-mu", "https://example.com/a.gguf"], "the program downloads its model; `subkv run --prepare FILE "),
     ):
         shown, said = run(shows, *given)
         assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == given
