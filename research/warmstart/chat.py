@@ -108,6 +108,6 @@ warm_options = group(
 @command("chat")
 @chat_options
 @warm_options
-def main(warm: WarmOptions, **asked: Any) -> None:
+def main(warm: WarmOptions, **arguments: Any) -> None:
     """Chat with a model as `subkv chat` does; answers may begin warm."""
-    run(**asked, opened=None if warm.warm_start == "off" else warm.opened)
+    run(**arguments, open_model=None if warm.warm_start == "off" else warm.opened)

@@ -92,7 +92,7 @@ class WarmStart:
         planting.bind(llm.ctx, llm._batch.batch, llm.cache_choice.coded)
 
     #
-    # what a conversation asks for (runtime/chat/conversation.py, Opening)
+    # what a conversation asks for (runtime/chat/conversation.py, FirstTokens)
     #
 
     def begin(self, prompt: Sequence[int], n_held: int, sampler: Any) -> Iterator[int]:
@@ -132,7 +132,7 @@ class WarmStart:
             except SubkvError as error:
                 self.problem = _said(error)
 
-    def told(self) -> tuple[str, list[str]]:
+    def report(self) -> tuple[str, list[str]]:
         """For the user: a mark for the status line, "" for none, and sentences about what went otherwise."""
         mark, sentences, error = "", [], self.decision.error
         if error is None:

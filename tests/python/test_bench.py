@@ -256,7 +256,7 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["-p", "0", "-n", "0"], 2, "-p, -n: expected something to measure"),
+        (["-p", "0", "-n", "0"], 2, "-p, -n: expected a length above 0"),
         (["-p", "x"], 2, "expected numbers separated by commas, found 'x'"),
         (["-d", "-5"], 2, "expected numbers that are not negative"),
         (["-fa", "sometimes"], 2, "-fa: expected on, off or auto, found 'sometimes'"),

@@ -115,7 +115,7 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("bases: none yet; -ctk subkv makes these, from the weights alone, 6.")
     assert result.stderr.endswith(f"predicted as good as q8_0; `subkv convert {model}`: smaller at the same quality\n")
-    assert "bases made of the weights alone, without a calibration" in result.stdout
+    assert "bases derived from the weights, without a calibration" in result.stdout
     preview = json.loads(run("inspect", model, "-o", "json").stdout)
     assert preview["path"] is None
     assert not cache_home.exists()  # nothing was kept
@@ -183,7 +183,7 @@ def test_demo_is_converted_once(
     assert first.stat().st_mtime_ns == before
     first.write_bytes(first.read_bytes()[:-100])  # damaged: made again
     assert check_model_file(demo.converted()) == first
-    assert "truncated; it is made again" in capsys.readouterr().err
+    assert "truncated; converting it again" in capsys.readouterr().err
 
 
 def test_demo_cache_that_cannot_be_written(

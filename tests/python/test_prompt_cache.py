@@ -349,7 +349,7 @@ def test_every_damage_is_noticed(tokens: Any, state: bytes, data: st.DataObject)
 def test_a_container_that_is_none(tmp_path: Path) -> None:
     """A state of an earlier version is a ZIP: refused, as any other file."""
     (tmp_path / "old").write_bytes(b"PK\x03\x04" + bytes(60))
-    with pytest.raises(StateError, match=r"path: expected a file written by /save, found something else in .*b'PK"):
+    with pytest.raises(StateError, match=r"path: expected a file written by /save, found another format in .*b'PK"):
         read(tmp_path / "old", "/save")
     with pytest.raises(StateError, match="path: cannot read"):
         read(tmp_path / "none", "/save")

@@ -63,7 +63,7 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         written.append(output)
 
     monkeypatch.setattr(datafree, "sidecar", sidecar)
-    monkeypatch.setattr(sidecars, "_held", sidecars._Held())  # later tests of this process are not to find `made` there
+    monkeypatch.setattr(sidecars, "_temporary", sidecars._Temporary())  # not kept for later tests
     return written
 
 

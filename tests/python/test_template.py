@@ -128,11 +128,11 @@ def test_chat_refuses(bare: Path, tmp_path: Path) -> None:
         (
             ("--chat-template-file", tmp_path / "latin.jinja"),
             1,
-            "--chat-template-file: expected UTF-8 text, found byte 4",
+            "--chat-template-file: expected UTF-8 text, found an invalid byte at 4",
         ),
     ):
         result = chat(bare, *flags)
         assert result.exit_code == code
         assert result.stderr.splitlines()[-1].startswith(said)
     both = chat(bare, "--chat-template", "chatml", "--chat-template-file", tmp_path / "none")
-    assert both.exit_code == 2 and "expected it or --chat-template-file, found both" in both.stderr
+    assert both.exit_code == 2 and "expected either it or --chat-template-file, found both" in both.stderr

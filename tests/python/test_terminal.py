@@ -145,7 +145,7 @@ def test_a_history_that_cannot_be_written_is_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert terminal.history_file("chat_history") is None
-    assert capsys.readouterr().err.startswith("XDG_STATE_HOME: messages are not remembered, cannot write ")
+    assert capsys.readouterr().err.startswith("XDG_STATE_HOME: the message history is not saved: cannot write ")
 
 
 def test_no_editor_without_its_library_or_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:

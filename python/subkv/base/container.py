@@ -154,7 +154,7 @@ def read(path: Path, writer: str, max_state: int | None = None) -> Container:
         raise StateError("path", f"cannot read {path}: {error.strerror or error}") from error
     except ContainerError as error:
         raise StateError(
-            "path", f"expected a file written by {writer}, found something else in {path} ({error})"
+            "path", f"expected a file written by {writer}, found another format in {path} ({error})"
         ) from error
 
 

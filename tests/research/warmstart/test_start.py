@@ -68,7 +68,7 @@ def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_pat
         remember(start, A)
         said = answer(start, B, 8)
         assert start.decision.error is None
-        mark, sentences = start.told()
+        mark, sentences = start.report()
         assert mark.endswith(" similar, first 2 tokens") and not sentences
         held = start.llm.input_ids[: start.llm.n_tokens].tolist()
         assert held == [*B, *said[:7]]
@@ -111,7 +111,7 @@ def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
             decision = start.first(tokens)
             assert decision.error is not None and decision.cause == cause
             assert decision.error.reason.startswith(reason)
-            assert start.told() == ("", [f"warm start: cold; {decision.error}"])
+            assert start.report() == ("", [f"warm start: cold; {decision.error}"])
         remember(start, A)
         start.threshold = 0.999999
         decision = start.first(B)
@@ -184,7 +184,7 @@ def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -
         start.problem = "of an earlier prompt"
         answer(start, longer, 2)
         assert str(start.decision.error) == f"prefix: {T} of {T + 20} tokens are in the cache already"
-        assert start.told() == ("", [])
+        assert start.report() == ("", [])
 
 
 def test_hidden_states_embed(tiny_model: Models) -> None:
