@@ -1,6 +1,6 @@
 """subkv: llama.cpp whose KV cache holds coefficients.
 
-An import only names the folder of our libllama for llama_cpp; `subkv.Llama` loads the native libraries,
+The import only tells llama_cpp the folder of our libllama. `subkv.Llama` loads the native libraries;
 `subkv.SubspaceCache` needs the extra `torch`.
 """
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "SubspaceCache", "__version__"]
 
-# The one effect of an import: llama_cpp chooses its libllama when it is imported, and keeps it. Without this
-# `import subkv, llama_cpp` would bind it to another one, and subkv.Llama would come too late.
+# llama_cpp loads its libllama when it is imported. Without this call, `import subkv, llama_cpp` would load another one.
 set_library_path_early()
 
 _LAZY = {

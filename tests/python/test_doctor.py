@@ -183,5 +183,5 @@ def test_clear_leaves_what_is_in_use(filled: Path) -> None:
         done = run("--clear-cache", "-y")
     left = {file.path.name for file in cache_folder.cached(filled)}
     assert left == {Path(name).name for name in FILES if MODEL in name} | {writing.name}
-    assert f"found process {os.getpid()} at it" in done.stderr
+    assert f"process {os.getpid()} is doing that now" in done.stderr
     assert f"{writing.name}: kept: it may still be written" in done.stderr

@@ -162,7 +162,7 @@ def test_two_at_once(model: Path, tmp_path: Path) -> None:
     linked = tmp_path / "other.gguf"
     linked.symlink_to(model)
     with exclusive(entry.lock, "prepare it"):
-        expected = f"{linked}: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
+        expected = f"{linked}: cannot prepare other.gguf: process {os.getpid()} is doing that now"
         refused(run(linked), expected)
         assert choose_cache(model).name == "f16", "programs run meanwhile, as before"
     assert run(linked).exit_code == 0

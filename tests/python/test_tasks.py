@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from runtime.tasks import kinds, run
 from runtime.tasks.cli import main, table
-from runtime.tasks.harness import asked
+from runtime.tasks.harness import questions_and_answers
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions
@@ -42,7 +42,7 @@ def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
     if kind not in ("count", "tools"):
         assert all(answer.strip() in sample.pieces[0] for answer in answers)
     if kind == "count":
-        for before, answer in asked(sample):
+        for before, answer in questions_and_answers(sample):
             word = before.rpartition("from ")[2].removesuffix(":")
             assert sample.pieces[0].count(f"from {word}.") == int(answer)
 
@@ -54,13 +54,13 @@ def test_variables_are_followed() -> None:
     for step in sample.pieces[0].split("Let ")[1:]:
         name, _, value = step.split(".")[0].partition(" = ")
         values[name] = values.get(value, value)
-    for before, answer in asked(sample):
+    for before, answer in questions_and_answers(sample):
         assert values[before.split()[-2]] == answer.strip()
 
 
 def test_calls_are_right_and_fit_their_schema() -> None:
     sample = kinds.parse("tools").sample(0, 2000, len)
-    for before, answer in asked(sample):
+    for before, answer in questions_and_answers(sample):
         call = json.loads(answer)
         arguments = call["arguments"]
         assert (
