@@ -168,7 +168,7 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
             else:
                 context.decode(tokens.take(n), config.depth, n - 1, seq=seq if adaptive else n_parallel)
                 if not adaptive:
-                    context.adopt(n_parallel, seq)
+                    context.move_sequence(n_parallel, seq)
             context.synchronize()
             bar.update(n)
         config.depth += n

@@ -201,7 +201,7 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
     assert (again, n_evaluated) == (text, len(DOCUMENT))
     # objects that other tests left behind may be collected here: their ResourceWarning is none of this
     reports = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert [report for report in reports if "dropped the damaged entry" not in report] == []
+    assert [report for report in reports if "removed the damaged entry" not in report] == []
     for path in own_files(tmp_path / "cache"):  # stored anew
         assert named(path).name() == path.name
 
@@ -233,7 +233,7 @@ def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama]
     for path in own_files(tmp_path / "cache"):
         entry = named(path)
         folder.write(Entry(entry.identity, entry.tokens, entry.state[: len(entry.state) // 2]))
-    with pytest.warns(UserWarning, match="dropped the damaged entry"):
+    with pytest.warns(UserWarning, match="removed the damaged entry"):
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
 
@@ -266,7 +266,7 @@ def test_a_full_disk_is_one_warning(cached: Callable[..., Llama], tmp_path: Path
     llm = cached()
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.warns(UserWarning, match="prompt cache .*: cannot write: .*; going on without") as caught:
+        with pytest.warns(UserWarning, match="prompt cache .*: cannot write: .*; continuing without it") as caught:
             texts = [answer(llm, DOCUMENT + question)[0] for question in QUESTIONS]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
