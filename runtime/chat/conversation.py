@@ -19,7 +19,7 @@ import numpy as np
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama
-from subkv.engine.shift import forgettable
+from subkv.engine.shift import removable
 from subkv.engine.template import Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
@@ -167,7 +167,7 @@ class Conversation:
         n_keep, n_recent = self._n_kept(), self.llm.kv_stats().n_recent  # their exact rows are needed
         n_left, n_discard = len(self.tokens) - n_keep, 0
         while n_keep + n_left - n_discard + n_tokens >= self.llm.n_ctx():
-            more = forgettable(n_left - n_discard, n_recent)
+            more = removable(n_left - n_discard, n_recent)
             if more <= 0:
                 return False
             n_discard += more

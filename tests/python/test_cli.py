@@ -113,7 +113,7 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     model = tiny_model("llama")
     result = run("inspect", model)
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("bases: none yet; -ctk subkv makes these, from the weights alone, 6.")
+    assert result.stderr.startswith("bases: none yet; -ctk subkv derives these from the weights, 6.")
     assert result.stderr.endswith(f"predicted as good as q8_0; `subkv convert {model}`: smaller at the same quality\n")
     assert "bases derived from the weights, without a calibration" in result.stdout
     preview = json.loads(run("inspect", model, "-o", "json").stdout)
@@ -121,11 +121,11 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     assert not cache_home.exists()  # nothing was kept
     made = choose_cache(model, CacheOptions("subkv")).layout
     assert made is not None
-    assert f", made by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
+    assert f", stored by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
     assert json.loads(run("inspect", model, "-o", "json").stdout) == {**preview, "path": str(made)}
     beside = Path(shutil.copy(made, store.sidecar_path(model)))
     try:
-        assert run("inspect", model).stderr.startswith("bases: made without a calibration for this model, ")
+        assert run("inspect", model).stderr.startswith("bases: derived without a calibration for this model, ")
         assert json.loads(run("inspect", model, "-o", "json").stdout)["path"] == str(beside)
     finally:
         beside.unlink()

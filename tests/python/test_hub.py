@@ -172,7 +172,7 @@ def test_chat(program: Callable[..., Any], with_model: dict[str, str], a_hub: hu
     for repo in ("me/tiny:F32", "me/split"):
         done = program("runtime.chat", "-hf", repo, *talk, **with_model)
         assert done.returncode == 0, done.stderr
-        assert "KV cache: subkv, " in done.stderr and "bases: from the weights alone, " in done.stderr
+        assert "KV cache: subkv, " in done.stderr and "bases: from the weights, " in done.stderr
     done = program("runtime.chat", *talk, **with_model, LLAMA_ARG_HF_REPO="me/nobody")
     assert done.returncode == 1
     assert done.stderr == "-hf: unknown repository me/nobody; a private one needs HF_TOKEN\n"

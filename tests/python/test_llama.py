@@ -14,7 +14,7 @@ from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
 from subkv.engine.keywords import STALE
 from subkv.engine.llama import Llama
-from subkv.engine.shift import forgettable
+from subkv.engine.shift import removable
 
 Models = Callable[..., Path]
 
@@ -224,7 +224,7 @@ def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> N
     """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
     turns = np.zeros(room, dtype=int)
     for _ in range(20):
-        gone = forgettable(room, n_recent)
+        gone = removable(room, n_recent)
         turns = np.concatenate([turns[gone:] + 1, np.zeros(gone, dtype=int)])
         assert turns.max() == 1 + (turns[0] > 1) and (turns > 1).sum() <= room % 2
 

@@ -157,7 +157,7 @@ def test_bases_of_the_weights_are_made_where_the_library_finds_them(model: Path,
     shown, said = run(shows, "-m", model)
     (made,) = store.folder().iterdir()
     assert made.name.endswith(".weights.gguf")
-    assert said.startswith("bases: from the weights alone, ") and "bits per element" in said
+    assert said.startswith("bases: from the weights, ") and "bits per element" in said
     assert shown["env"]["SUBKV"] == "auto"
     before = made.stat().st_mtime_ns
     shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # requested by name: this file, or no context

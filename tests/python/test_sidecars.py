@@ -218,7 +218,7 @@ def test_store_that_cannot_be_looked_into(
     assert choice.name == "f16"
     assert why in choice.note
     coded = choose_cache(model, CacheOptions("subkv"))
-    assert f", not kept ({why}" in coded.note
+    assert f", not stored ({why}" in coded.note
     assert coded.layout is not None and coded.layout.parent != stored.parent
 
 
@@ -226,7 +226,7 @@ def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path)
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None
     assert choice.layout.parent == cache_home / "subkv" / "sidecars"
-    assert choice.note.startswith("bases: from the weights alone, ")
+    assert choice.note.startswith("bases: from the weights, ")
     assert f"subkv convert {model}" in choice.note
     assert choose_cache(model, CacheOptions("subkv")).layout == choice.layout
     assert choose_cache(model).name == "f16"  # only calibrated ones are used unasked
@@ -266,7 +266,7 @@ def test_store_that_cannot_be_written(
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None
     assert not choice.layout.is_relative_to(cache_home)
-    assert ", not kept (cannot " in choice.note
+    assert ", not stored (cannot " in choice.note
     with subkv.Llama(model, kv_cache="subkv", n_ctx=256, verbose=False) as llm:
         llm.eval([1, 2, 3])
         assert llm.kv_stats().type_k == "subkv"
@@ -336,7 +336,7 @@ def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
 def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
     for flags, name, told in (
         ([], "subkv", "bases: calibrated on "),
-        (["--no-sidecar"], "subkv", "bases: from the weights alone, "),
+        (["--no-sidecar"], "subkv", "bases: from the weights, "),
         (["--no-sidecar", "-ctk", "f16"], "f16", ""),
         (["-ctk", "q8_0"], "q8_0", ""),
     ):

@@ -403,7 +403,7 @@ class Llama(llama_cpp.Llama):
         return self._ctx.checkpoints.restorable(n) if self._ctx.checkpoints is not None else 0
 
     def keep(self, n: int) -> int:
-        """Remove the cells from position n on. Returns the new n_tokens, less than n if the cache had to remove more."""
+        """Remove the cells from position n on. Returns the new n_tokens, possibly less than n."""
         with self._ctx.exclusive():
             self._pictures.update(self.n_tokens)
             self.n_tokens = n
