@@ -181,7 +181,7 @@ def test_chat(program: Callable[..., Any], with_model: dict[str, str], a_hub: hu
     a_hub.requests.clear()
     done = program("runtime.chat", "-hf", "me/tiny:F32", *talk, **with_model, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
-    assert "me/tiny:F32: HF_HUB_OFFLINE is set; an earlier download of tiny-F32.gguf is taken" in done.stderr
+    assert "me/tiny:F32: HF_HUB_OFFLINE is set; using an earlier download of tiny-F32.gguf" in done.stderr
     assert not a_hub.requests
 
 

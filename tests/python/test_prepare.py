@@ -271,7 +271,7 @@ def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
 def test_locks_end_with_their_block(tmp_path: Path) -> None:
     for _ in range(2):
         with exclusive(tmp_path / "lock", "do it"):
-            found = rf"^lock: expected nobody else to do it, found process {os.getpid()}"
+            found = rf"^lock: cannot do it: process {os.getpid()}"
             with pytest.raises(SubkvError, match=found), exclusive(tmp_path / "lock", "do it"):
                 pass
 

@@ -248,7 +248,9 @@ def test_a_program_without_a_model(shows: Path) -> None:
     ):
         shown, said = run(shows, *given)
         assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == given
-        assert said.startswith("KV cache: subkv for every model that has bases, f16 for others, as ") and why in said
+        assert (
+            said.startswith("KV cache: subkv for every model that has bases, f16 for others, because ") and why in said
+        )
         assert said.count("\n") == 1
 
 
@@ -269,7 +271,7 @@ def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: 
     assert len([path for path in store.folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
     assert shown["env"]["SUBKV"] == "auto"
     _, said = run("--prepare", model, shows)
-    assert said.startswith("m.gguf: bases: from the weights alone") and "--prepare" not in said
+    assert said.startswith("m.gguf: bases: from the weights") and "--prepare" not in said
     assert refused("--prepare", folder / "damaged.gguf", shows).startswith("--prepare: ")
     (tmp_path / "empty").mkdir()
     assert refused("--prepare", tmp_path / "empty", shows).startswith("--prepare: expected a folder with models (GGUF)")
@@ -288,7 +290,7 @@ def test_a_split_model_is_its_first_file(tiny_model: Models, shows: Path, tmp_pa
 
     first = tiny.build(tmp_path / "s.gguf", split_tensors=8)
     shown, said = run(shows, "-m", first)
-    assert said.startswith("bases: from the weights alone")
+    assert said.startswith("bases: from the weights")
     later = sorted(tmp_path.glob("s-*.gguf"))[1]
     assert refused(shows, "-m", later).startswith("-m: expected the first file of a split model")
 
@@ -298,7 +300,7 @@ def test_a_model_of_the_hub(model: Path, shows: Path, tmp_path: Path) -> None:
     with hub.serving({"me/a": {"a-Q4_0.gguf": model, "a-Q8_0.gguf": b"GGUF"}}) as served:
         where = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hub")}
         shown, said = run(shows, "-hf", "me/a:Q4_0", "-c", 64, **where)
-        assert said.splitlines()[-1].startswith("bases: from the weights alone")
+        assert said.splitlines()[-1].startswith("bases: from the weights")
         flag, path, *rest = shown["argv"]
         assert flag == "-m" and Path(path).read_bytes() == model.read_bytes() and rest == ["-c", "64"]
         assert "-hf: expected quant Q2_K in me/a" in refused(shows, "-hf", "me/a:Q2_K", **where)
@@ -384,7 +386,7 @@ def test_names_that_are_no_text() -> None:
 def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIBRARY_PATH, "/before")
     result = env_of("-m", model)
-    assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights alone")
+    assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights")
     (made,) = store.folder().iterdir()
     assert result.stdout.splitlines() == [
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",

@@ -296,7 +296,7 @@ def stamped(sidecar: Path, output: Path, **values: Any) -> None:
     ("damage", "found"),
     [
         ({CONTENT_KEY: ("str", "0" * 64)}, "found that of another one"),
-        ({CONTENT_KEY: ("str", "")}, "found one that does not say which model"),
+        ({CONTENT_KEY: ("str", "")}, "found one without the digest of its model"),
         ({"subkv.version": ("u32", 5)}, "expected a sidecar of this version"),
         (None, "expected a sidecar of this version"),
     ],

@@ -76,7 +76,7 @@ def test_answers_are_cut_at_tokens(tiny_model: Models) -> None:
         sample = kinds.Sample(("the cat is on", " the mat", " and in the", " house"))
         cut = run.parts(model, sample)
         spelled = [b"".join(map(model.piece, part.tokens.tolist())).decode() for part in cut]
-        assert spelled == list(sample.pieces) and [part.asked for part in cut] == [False, True, False, True]
+        assert spelled == list(sample.pieces) and [part.is_answer for part in cut] == [False, True, False, True]
 
 
 def test_right_is_what_greedy_generation_says(tiny_model: Models) -> None:

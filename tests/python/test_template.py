@@ -108,7 +108,7 @@ def test_chat(bare: Path, tiny_model: Models, tmp_path: Path) -> None:
     own = chat(tiny_model())
     assert own.exit_code == 0 and "chat template" not in own.stderr
     assert chat(bare).stdout == own.stdout
-    assert "chat template: the model has none, ChatML is taken" in chat(bare).stderr
+    assert "chat template: the model has none, using ChatML" in chat(bare).stderr
     assert chat(tiny_model(), "--chat-template", "chatml").stdout == own.stdout
     file = tmp_path / "template.jinja"
     file.write_text(OURS)
@@ -121,7 +121,7 @@ def test_chat_refuses(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.jinja").write_bytes(b"{{ '\xff' }}")
     for flags, code, said in (
         (("--chat-template", "nonsense"), 1, "--chat-template: expected a Jinja template or one of "),
-        (("--chat-template", "{{ x"), 1, "--chat-template: expected a Jinja template, found one that cannot be read"),
+        (("--chat-template", "{{ x"), 1, "--chat-template: invalid Jinja template"),
         (("--chat-template-file", tmp_path / "none"), 1, "--chat-template-file: cannot read "),
         (
             ("--chat-template-file", tmp_path / "latin.jinja"),
