@@ -1,6 +1,6 @@
 """A strict unified-diff applier for one file: no fuzz, no offsets, exact context.
 
-It stands in for `patch` and `git apply`, which a fresh machine may not have, and refuses what they would guess about.
+It replaces `patch` and `git apply`, which may be missing on a machine, and rejects diffs that they would apply fuzzily.
 """
 
 from __future__ import annotations

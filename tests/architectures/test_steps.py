@@ -134,7 +134,7 @@ def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_ho
     assert ("own cache types stay uncorrected: V cache type q4_0" in said) == (arch == "kimi-linear")
     assert "no sensitivities" not in said and "predicted KLD: " in said
     # of rows of random weights that long the held-out ones are not like the others
-    none = "4.5 by default, since none is predicted to be as good as q8_0 and smaller"
+    none = "4.5 by default, because no smaller budget is predicted to be as good as q8_0"
     assert (none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's") in said
     found = choose_cache(model).layout
     assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
