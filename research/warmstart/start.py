@@ -1,4 +1,4 @@
-"""Warm starts of a subkv.Llama: whether to, the first tokens, and what is remembered for later prompts.
+"""Warm starts of a subkv.Llama: whether to, the first tokens, and the library of earlier prompts.
 
     planting = Planting()
     with planting.attach():
@@ -217,7 +217,7 @@ class WarmStart:
         rows = self.planting.rows()
         if any(len(k) != len(tokens) for k in rows.k):
             raise SubkvError(
-                "library", f"expected rows of {len(tokens)} tokens, found {len(rows.k[0])}; not remembered"
+                "library", f"expected rows of {len(tokens)} tokens, found {len(rows.k[0])}; not stored"
             )
         summary = summarise(rows.k, rows.v, self.trained.plan, self.trained.frame)
         with concerning(folder="warm_library"):

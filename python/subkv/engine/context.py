@@ -125,7 +125,7 @@ class Context:
         """Append copies of the n cells before position `pos` to a sequence that ends there; only if can_repeat.
 
         spare: a sequence without cells, as afterwards. The copies are cells of their own at positions that follow;
-        coded keys are turned to them before the next decode, others stay as they were. Raises CacheError; the sequence
+        coded keys are rotated to them before the next decode. Raises CacheError; the sequence
         has then not grown.
         """
         C.llama_memory_seq_cp(self.memory, seq, spare, pos - n, pos)
