@@ -216,9 +216,7 @@ class WarmStart:
         """Put the prompt whose rows were recorded in the library."""
         rows = self.planting.rows()
         if any(len(k) != len(tokens) for k in rows.k):
-            raise SubkvError(
-                "library", f"expected rows of {len(tokens)} tokens, found {len(rows.k[0])}; not stored"
-            )
+            raise SubkvError("library", f"expected rows of {len(tokens)} tokens, found {len(rows.k[0])}; not stored")
         summary = summarise(rows.k, rows.v, self.trained.plan, self.trained.frame)
         with concerning(folder="warm_library"):
             self.library.add(tokens, self._embedding(tokens), summary)

@@ -1,4 +1,4 @@
-"""The gateway of a cluster: checks API keys, sizes and times of bodies, and refuses in the shape of OpenAI errors."""
+"""The gateway of a cluster: checks API keys, sizes and times of bodies; errors have OpenAI's format."""
 
 from __future__ import annotations
 

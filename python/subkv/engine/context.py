@@ -124,9 +124,9 @@ class Context:
     def repeat(self, n: int, pos: int, seq: int, spare: int) -> None:
         """Append copies of the n cells before position `pos` to a sequence that ends there; only if can_repeat.
 
-        spare: a sequence without cells, as afterwards. The copies are cells of their own at positions that follow;
-        coded keys are rotated to them before the next decode. Raises CacheError; the sequence
-        has then not grown.
+        spare: an empty sequence, which is empty again afterwards. The copies are separate cells at the next positions.
+        Coded keys are rotated to these before the next decode, other keys are not. Raises CacheError; then the sequence
+        is unchanged.
         """
         C.llama_memory_seq_cp(self.memory, seq, spare, pos - n, pos)
         state = np.empty(C.llama_state_seq_get_size(self.handle, spare), np.uint8)

@@ -162,9 +162,9 @@ NORMS_PLUS_1 = ("gemma", "qwen3next", "qwen35")  # in transformers their norms m
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """A parameter [rows, columns], or one of a vector as a row, in GGUF's order; a subkv.native.gguf.Rows.
+    """A parameter [rows, columns], or a vector [rows, 1], in GGUF's order; a subkv.native.gguf.Rows.
 
-    index: [rows] its rows in llama.cpp's order. plus: what GGUF adds to it.
+    index: [rows] order of the rows in GGUF. plus: constant that GGUF adds to the values.
     """
 
     weight: Any
