@@ -142,7 +142,7 @@ def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models
 
 
 def test_a_model_without_a_kv_cache_is_refused(tiny_model: Models, coded_model: Models) -> None:
-    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache .* choose f16"):
+    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache, .* choose f16"):
         Llama(tiny_model("mamba"), bases=coded_model(), n_ctx=N_CTX, verbose=False)
 
 

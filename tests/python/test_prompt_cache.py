@@ -201,7 +201,7 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
     assert (again, n_evaluated) == (text, len(DOCUMENT))
     # objects that other tests left behind may be collected here: their ResourceWarning is none of this
     reports = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert [report for report in reports if "removed the damaged entry" not in report] == []
+    assert [report for report in reports if "skipped the damaged entry" not in report] == []
     for path in own_files(tmp_path / "cache"):  # stored anew
         assert named(path).name() == path.name
 
@@ -222,7 +222,7 @@ def test_damaged_entries_that_stay_are_not_used(
     with pytest.warns(UserWarning) as caught:
         assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
     told = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
-    assert told[:-1] == [["dropped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
+    assert told[:-1] == [["skipped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
     assert told[-1] == ["cannot", "write:", "Operation"]
 
 
@@ -233,7 +233,7 @@ def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama]
     for path in own_files(tmp_path / "cache"):
         entry = named(path)
         folder.write(Entry(entry.identity, entry.tokens, entry.state[: len(entry.state) // 2]))
-    with pytest.warns(UserWarning, match="removed the damaged entry"):
+    with pytest.warns(UserWarning, match="skipped the damaged entry"):
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
 

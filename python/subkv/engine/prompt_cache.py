@@ -139,7 +139,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
             except (ContainerError, StateError) as error:
                 self.entries.discard(name)
                 warnings.warn(
-                    f"prompt cache {self.entries.path}: removed the damaged entry {name}: {error}", stacklevel=2
+                    f"prompt cache {self.entries.path}: skipped the damaged entry {name}: {error}", stacklevel=2
                 )
             except OSError as error:
                 self._warn("read", error)

@@ -123,7 +123,7 @@ def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
         data[-100] ^= 1
         file.write_bytes(data)
         decision = start.first(B)
-        dropped = f"removed the damaged entry {file.name}: checksum of the state differs"
+        dropped = f"skipped the damaged entry {file.name}: checksum of the state differs"
         assert str(decision.error) == f"warm_library: {dropped}"
         assert not file.exists()
         expected = cold(start.llm, B, 3)
