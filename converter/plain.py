@@ -33,7 +33,7 @@ class Cost:
         """Of a file's layout, FORMAT.md §5."""
         from subkv.format.window import Window
 
-        window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).filled()
+        window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).with_defaults()
         n_heads = sum(layer["n_head_kv"] * (1 + bool(layer["v"])) for layer in layout["layers"])
         bits = window.bits(elements(layout), n_heads)
         return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], bits // 8)

@@ -12,7 +12,7 @@ import jinja2
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.base.heap import return_freed
-from subkv.engine.cache import CacheOptions, beside, choose_cache
+from subkv.engine.cache import CacheOptions, also_attach, choose_cache
 from subkv.engine.context import Context, ContextOptions, Logits
 from subkv.engine.memory import require_weights
 from subkv.engine.model import Model
@@ -58,7 +58,7 @@ class Session:
     def _made(self) -> Context:
         """An empty context, observed."""
         try:
-            with beside(self._observer.attach):
+            with also_attach(self._observer.attach):
                 return self.model.context(self._choice, self._options)
         except CacheError as error:
             if error.key != "kv_cache":

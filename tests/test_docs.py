@@ -15,7 +15,7 @@ import click
 import pytest
 from each import each
 
-from runtime.cli import COMMANDS
+from runtime.cli import COMMANDS, LAB
 from runtime.cli import main as subkv
 from subkv.native.library import lib_dir
 
@@ -204,7 +204,7 @@ def test_flags_exist(page: Path) -> None:
     if not server_flags():
         pytest.skip("llama-server: not built (SUBKV_PROGRAMS=ON)")
     text = FENCE.sub("", page.read_text("utf-8"))
-    modules = [*(module for module, _ in COMMANDS.values()), *RESEARCH]
+    modules = [*(module for module, _ in (COMMANDS | LAB).values()), *RESEARCH]
     every = {flag for module in modules for flag in flags_of(module)} | server_flags()
     scripts = [REPO / script for script in re.findall(r"[\w/]+\.py", page.read_text("utf-8"))]
     sources = "".join(script.read_text("utf-8") for script in scripts if script.is_file())
@@ -218,7 +218,7 @@ def flags_of(module: str) -> set[str]:
     return {flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)}
 
 
-@each("command", COMMANDS)
+@each("command", [*COMMANDS, *(f"lab {name}" for name in LAB)])
 def test_every_command_is_documented(command: str) -> None:
     text = "".join(page.read_text("utf-8") for page in GUIDES)
     assert re.search(rf"(subkv|python -m runtime\.) ?{command}\b", text)

@@ -129,22 +129,22 @@ def test_the_stream_is_found_where_weights_read_it(tiny_model: Models) -> None:
 @each(("arch", "apart"), [("llama", 1), ("qwen2", 16), ("gemma2", 16), ("gpt-oss", 16), ("bloom", 0)])
 def test_coordinates_that_turn_together_share_their_energy(tiny_model: Models, arch: str, apart: int) -> None:
     with Gguf(tiny_model(arch)) as base:
-        turning, found = partners(base, 32), energies(base)
-    assert turning is not None
-    assert set(abs(turning - np.arange(32))) == {apart}
-    rest = found.k[:, turning]
+        partner, found = partners(base, 32), energies(base)
+    assert partner is not None
+    assert set(abs(partner - np.arange(32))) == {apart}
+    rest = found.k[:, partner]
     if arch != "bloom":
         np.testing.assert_allclose(found.k, rest)
-        np.testing.assert_allclose(found.q, found.q[:, turning])
+        np.testing.assert_allclose(found.q, found.q[:, partner])
 
 
 def test_partial_rotation(tiny_model: Models) -> None:
     with Gguf(tiny_model("qwen2")) as base:
-        turning = partners(Changed(base, dimension_count=8), 32)
+        partner = partners(Changed(base, dimension_count=8), 32)
         assert partners(Changed(base, dimension_count=7), 32) is None
         assert partners(Changed(base, architecture="unheard of"), 32) is None
-    assert turning is not None
-    assert turning.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)]
+    assert partner is not None
+    assert partner.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)]
 
 
 def test_norms_of_heads_take_the_size_away(tiny_model: Models) -> None:
@@ -364,7 +364,7 @@ def test_latent_attention(tiny_model: Models, tmp_path: Path) -> None:
         assert np.allclose(product, np.diag(np.diag(product)), atol=2e-3)
 
 
-@each("arch", mla.KNOWN)
+@each("arch", mla.SUPPORTED)
 def test_latent_attention_of_every_form(tiny_model: Models, arch: str) -> None:
     """Linear layers have no rows, drafting ones are not coded, and not every file tells the size of values."""
     with Gguf(tiny_model("deepseek2", n_layer=3)) as base:

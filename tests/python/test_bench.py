@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from each import each
+from llama_source import read_version
 from tqdm import tqdm
 
 from runtime import bench
@@ -32,6 +33,7 @@ LLAMA_BENCH = {
     "type_k", "type_v", "n_gpu_layers", "flash_attn", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns",
     "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
 }  # fmt: skip
+PINNED = read_version(Path(__file__).resolve().parents[2] / "runtime" / "llama.cpp")
 OURS = {"kv_bytes_per_token", "kv_read_gbs", "read_bandwidth_gbs", "bpe", "median_ts"}
 
 
@@ -57,6 +59,7 @@ def test_json(tiny_model: Models, coded_model: Models) -> None:
     assert len(tests) == len(objects)
     for o in objects:
         assert o.keys() >= LLAMA_BENCH | OURS
+        assert o["build_commit"] == PINNED["commit"]
         assert len(o["samples_ns"]) == len(o["samples_ts"]) == 3
         n = o["n_prompt"] + o["n_gen"]
         assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])
@@ -254,7 +257,7 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
 @each(
     ("arguments", "code", "message"),
     [
-        (["-p", "0", "-n", "0"], 2, "-p, -n: expected something to measure"),
+        (["-p", "0", "-n", "0"], 2, "-p, -n: expected a length above 0"),
         (["-p", "x"], 2, "expected numbers separated by commas, found 'x'"),
         (["-d", "-5"], 2, "expected numbers that are not negative"),
         (["-fa", "sometimes"], 2, "-fa: expected on, off or auto, found 'sometimes'"),

@@ -15,7 +15,7 @@ from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
 from subkv.engine.keywords import STALE
 from subkv.engine.llama import Llama
-from subkv.engine.shift import forgettable
+from subkv.engine.shift import removable
 
 Models = Callable[..., Path]
 
@@ -143,7 +143,7 @@ def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models
 
 
 def test_a_model_without_a_kv_cache_is_refused(tiny_model: Models, coded_model: Models) -> None:
-    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache .* choose f16"):
+    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache, .* choose f16"):
         Llama(tiny_model("mamba"), bases=coded_model(), n_ctx=N_CTX, verbose=False)
 
 
@@ -225,7 +225,7 @@ def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> N
     """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
     turns = np.zeros(room, dtype=int)
     for _ in range(20):
-        gone = forgettable(room, n_recent)
+        gone = removable(room, n_recent)
         turns = np.concatenate([turns[gone:] + 1, np.zeros(gone, dtype=int)])
         assert turns.max() == 1 + (turns[0] > 1) and (turns > 1).sum() <= room % 2
 

@@ -116,7 +116,7 @@ def test_what_needs_no_model(answer: str) -> None:
 def test_refusals(bases: str, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     with pytest.raises(click.ClickException, match="--store: expected a folder, found the file"):
         serve_start(["-m", bases, "--store", bases])
-    with pytest.raises(click.UsageError, match="--store-mib: expected --store beside it, found none"):
+    with pytest.raises(click.UsageError, match="--store-mib: expected --store with it, found none"):
         serve_start(["-m", bases, "--store-mib", "5"])
     with pytest.raises(click.ClickException, match="--bases: expected a coefficient cache"):
         serve_start(["-m", bases, "--bases", bases, "-ctk", "q8_0"])

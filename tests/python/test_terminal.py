@@ -13,8 +13,8 @@ import pytest
 from each import each
 
 from runtime.chat import terminal
+from runtime.chat.cli import command_of
 from runtime.chat.completer import Completer
-from runtime.chat.program import command_of
 from subkv.base import container
 
 pexpect = pytest.importorskip("pexpect")
@@ -146,7 +146,7 @@ def test_a_history_that_cannot_be_written_is_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert terminal.history_file("chat_history") is None
-    assert capsys.readouterr().err.startswith("XDG_STATE_HOME: messages are not remembered, cannot write ")
+    assert capsys.readouterr().err.startswith("XDG_STATE_HOME: the message history is not saved: cannot write ")
 
 
 def test_no_editor_without_its_library_or_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_an_unreachable_default_is_refused(measured: Path, tiny_model: Callable[
     """Ranks too low for q8_0's quality at any budget: no budget is made up."""
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--rank-k", "8", "--rank-v", "8")
     assert result.exit_code == 1
-    assert "--kv-bits: expected a budget, since none reaches the quality of q8_0 with these ranks" in result.output
+    assert "--kv-bits: expected a budget, because none reaches the quality of q8_0 with these ranks" in result.output
 
 
 def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
@@ -153,7 +153,7 @@ def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
     write_calibration(path, replace(stats, layers=(layer, *stats.layers[1:])))
     result = run_convert(tiny_model("llama"), path, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
     assert result.exit_code == 0, result.output
-    assert "4.5 by default, since none is predicted to be as good as q8_0 and smaller" in result.output
+    assert "4.5 by default, because no smaller budget is predicted to be as good as q8_0" in result.output
 
 
 def test_a_window_that_was_not_measured_is_noted(

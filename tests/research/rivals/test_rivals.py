@@ -140,8 +140,8 @@ def test_kvquant_before_rope() -> None:
     """A key that positions alone turn is one constant per channel before RoPE, so it costs nothing to quantize."""
     turn = turning(64)
     constant = np.broadcast_to(gaussian(2, 1, 64), (2, 300, 64)).astype(np.float32)
-    turned = kvquant.unturned(constant, turn, 4, back=False)
-    np.testing.assert_allclose(kvquant.unturned(turned, turn, 4), constant, atol=1e-5)
+    turned = kvquant.unrotated(constant, turn, 4, back=False)
+    np.testing.assert_allclose(kvquant.unrotated(turned, turn, 4), constant, atol=1e-5)
     assert np.abs(turned - constant).max() > 0.5
     keys, _ = made("kvquant:2", known(2, 64, turn)).seen(0, turned, constant, 4)
     np.testing.assert_allclose(keys, turned, atol=2e-3)
