@@ -106,6 +106,14 @@ def _stock(name_k: str, name_v: str, asked: CacheOptions) -> CacheChoice:
     return choice
 
 
+def ordinary(kind: str) -> CacheChoice:
+    """One of STOCK_TYPES for K and V, whatever bases the model has."""
+    return _stock(kind, kind, CacheOptions())
+
+
+ORDINARY = ordinary("f16")
+
+
 def choose_cache(model: Path, asked: CacheOptions = CacheOptions()) -> CacheChoice:
     """Resolve what the user asked for.
 

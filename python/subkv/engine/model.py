@@ -29,15 +29,22 @@ class Model:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], n_gpu_layers: int = 0, handle: Any = None, mapped: bool = True
+        self,
+        path: str | os.PathLike[str],
+        n_gpu_layers: int = 0,
+        handle: Any = None,
+        mapped: bool = True,
+        checked: bool = False,
     ) -> None:
         """handle: of a model that somebody else has checked, loaded and will free; None: the model is loaded.
 
         mapped: the file's pages are memory; where llama.cpp rearranges weights they are there twice. False: read once.
+        checked: somebody else has opened the file as check_model_file() does.
         """
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
-            check_model_file(self.path)
+            if not checked:
+                check_model_file(self.path)
             with captured_log(forward=False):  # a backend that is a library of its own says that it was loaded
                 C.llama_backend_init()
             params = C.llama_model_default_params()
