@@ -19,6 +19,7 @@ from preparing import left, refused, run
 
 import subkv
 from converter import builtin, resume
+from converter.cli import main as convert
 from converter.corpus import Corpus, Text
 from converter.resume import SAVED
 from converter.sensitivity_stage import SensitivityRequest
@@ -33,6 +34,8 @@ from subkv.engine.cache import choose_cache
 from subkv.format import store
 from subkv.format.calibration import TextSource
 from subkv.format.metadata import read
+from subkv.native import gguf
+from subkv.native.binding import C
 from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
@@ -55,6 +58,39 @@ def test_one_command_prepares(model: Path, cache_home: Path, tmp_path: Path) -> 
     assert read(choice.layout)["calibration"]["text"].startswith("built-in ")
     with subkv.Llama(model, n_ctx=256, verbose=False) as llm:
         assert llm.kv_stats().n_layer_coded == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--embed"], ["--sidecar"]])
+def test_the_model_is_opened_and_loaded_once(
+    flags: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all stages together, with sensitivities; and its bytes are hashed once."""
+    opened, loaded, hashed = [], [], []
+    open_one, load, blocks = Gguf._open, C.llama_model_load_from_file, gguf.blocks
+
+    def counted_open(self: Gguf, path: Path) -> tuple[int, int]:
+        if path == model:
+            opened.append(path)
+        return open_one(self, path)
+
+    def counted_load(path: bytes, params: Any) -> Any:
+        loaded.append(path)
+        return load(path, params)
+
+    def counted_blocks(files: list[Path], what: str, progress: bool) -> Any:
+        hashed.append(what)
+        return blocks(files, what, progress)
+
+    monkeypatch.setattr(Gguf, "_open", counted_open)
+    monkeypatch.setattr(C, "llama_model_load_from_file", counted_load)
+    monkeypatch.setattr(gguf, "blocks", counted_blocks)
+    arguments = [str(model), "-c", "320", "-t", "1", "--n-recent", "16", *flags]
+    result = CliRunner().invoke(convert, arguments)
+    assert result.exit_code == 0, result.output
+    assert "predicted KLD" in result.stdout
+    assert opened == [model]
+    assert loaded == [os.fsencode(model)]
+    assert hashed == ["hashing m.gguf", *(["writing m.subkv.gguf"] if "--embed" in flags else [])]
 
 
 def test_another_budget_needs_no_calibration(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
