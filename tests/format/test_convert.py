@@ -184,7 +184,7 @@ def test_conversion_is_reproducible(run: Callable[..., Result], tmp_path: Path) 
 def test_dry_run_prints_and_writes_nothing(run: Callable[..., Result], tmp_path: Path) -> None:
     result = run("--dry-run", "-o", "/none/such/place")
     assert result.exit_code == 0, result.output
-    assert "dry run: nothing was written" in result.output
+    assert "dry run: no bases were written" in result.output
     assert "bits per element at 4096 tokens: rows " in result.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
 

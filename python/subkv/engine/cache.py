@@ -106,6 +106,14 @@ def _stock(name_k: str, name_v: str, requested: CacheOptions) -> CacheChoice:
     return choice
 
 
+def ordinary(kind: str) -> CacheChoice:
+    """A choice of one of STOCK_TYPES for K and V, whatever bases the model has."""
+    return _stock(kind, kind, CacheOptions())
+
+
+ORDINARY = ordinary("f16")
+
+
 def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
     """Choose the cache that the user requests.
 
