@@ -2,11 +2,12 @@
 // encode -> attend -> combine -> store_window that replace llama.cpp's K/V store and attention.
 #pragma once
 
-#include "adaptive.h"
+#include "chunked.h"
 #include "device.h"
 #include "hook.h"
 #include "layout.h"
 #include "planter.h"
+#include "request.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 #include "window.h"
@@ -22,7 +23,7 @@ namespace subkv {
 struct LayerNodes {
     const LayerCodec *      codec;
     const Window *          window;
-    AdaptiveLayer *         adaptive; // nullptr: bases are static
+    ChunkedLayer *          chunked; // nullptr: bases are static
     std::atomic<uint64_t> * n_zero_rows;
     int32_t                 n_head;
     int32_t                 owner;                 // whose rows these are: the layer itself, or the one that it reads
@@ -52,9 +53,9 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 
 class Cache final : public CacheHook {
 public:
-    // each of layout, observer and planter may be null, not all of them
-    Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-          const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter);
+    // each of the request's layout, observer and planter may be null, not all of them
+    Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer,
+          std::shared_ptr<Planter> planter);
 
     bool                                                 coded() const override { return layout_ != nullptr; }
     size_t                                               row_bytes(int32_t il, bool value) const override;
@@ -74,7 +75,7 @@ public:
     bool    ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
     void    refuse(const char * what) const override;
     void    report(const std::string & reason) const override;
-    bool    goes_back() const override { return !adaptive_; }
+    bool    goes_back() const override { return !chunked_; }
 
     int64_t       n_slots() const override { return window_.n_slots(); }
     void          rotations(int32_t * by) const override { window_.rotations(by); }
@@ -101,11 +102,11 @@ public:
     // Why bases belong to another model than that of this cache; "": they fit.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
-    void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
-    int32_t          n_seq() const { return window_.n_seq(); }
-    const auto &     devices() const { return devices_; } // see subkv_context_devices
-    const Layout *   layout() const { return layout_.get(); }
-    const Adaptive * adaptive() const { return adaptive_.get(); }
+    void                 stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    int32_t              n_seq() const { return window_.n_seq(); }
+    const auto &         devices() const { return devices_; } // see subkv_context_devices
+    const Layout *       layout() const { return layout_.get(); }
+    const ChunkedBases * chunked() const { return chunked_.get(); }
 
     // subkv_read_rows; t: the K or V tensor of the layer, il coded, head one of its KV heads.
     int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
@@ -129,7 +130,7 @@ private:
     uint32_t                      n_cells_;
     uint32_t                      n_stream_;
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
-    std::unique_ptr<Adaptive>     adaptive_;               // null: bases are static
+    std::unique_ptr<ChunkedBases> chunked_;                // null: bases are static
     std::string                   devices_;
     std::atomic<uint64_t>         n_zero_rows_{ 0 };
 

@@ -1,4 +1,4 @@
-// llama-subkv.cpp: adapts llama.cpp's internals to hook.h. Part of libllama; all logic lives in libsubkv.
+// llama-subkv.cpp: between llama.cpp's internals and hook.h. Part of libllama; all logic lives in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
@@ -112,7 +112,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     }
     const auto & hparams = kv.hparams;
 
-    // llama.cpp appends a layer that is not the file's: it chooses adapters, and stays ordinary
+    // llama.cpp appends a layer that is not the file's: it chooses LoRA weights, and stays ordinary
     const bool has_router = hparams.router_layer >= 0;
 
     subkv::CacheDesc desc;

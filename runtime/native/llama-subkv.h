@@ -133,7 +133,7 @@ struct llama_subkv {
     };
 
     // A stored state: everything that decides which bytes a token leaves in it, `content` being the model's; whether that
-    // is all (no adapters, no planted rows); how long a tail of a restored sequence can be removed without a checkpoint,
+    // is all (no LoRA, no planted rows); how long a tail of a restored sequence can be removed without a checkpoint,
     // -1: any.
     static std::string state_identity(const llama_context & ctx, const std::string & content);
     static bool        storable(const llama_context & ctx);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import re
 from typing import Any
 
@@ -21,7 +20,7 @@ class KVStats:
     type_k: str
     type_v: str
     n_cells: int
-    bytes_kv: int  # rows, exact window, adaptive bases and ordinary layers
+    bytes_kv: int  # rows, exact window, chunks and ordinary layers
     bytes_f16: int  # the same context with an f16 cache
     bytes_per_token: int  # rows of one cell, all layers but those with a sliding window, which do not grow
     bpe: float
@@ -30,8 +29,8 @@ class KVStats:
     bytes_window: int = 0
     bytes_stock: int = 0
     bytes_bases: int = 0
-    bytes_adapt: int = 0  # adaptive bases and sketches as held now
-    n_chunks: int = 0  # adaptive bases alive, all heads
+    bytes_chunks: int = 0  # bases that follow the text, and their sketches, as held now
+    n_chunks: int = 0  # such bases alive, all heads
     n_layer_coded: int = 0
     n_zero_rows: int = 0
     n_sink: int = 0
@@ -39,34 +38,6 @@ class KVStats:
     n_rollback: int = 0
     window_kinds: int = 0  # equal where the exact rows of two windows are held alike, as halves or integers
     fingerprint: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptStats:
-    """Adaptive bases of one layer's keys or values, over its heads.
-
-    residuals: relative, of every head's latest block.
-    """
-
-    il: int
-    side: str  # "k" or "v"
-    n_chunks: int  # bases alive
-    n_opened: int
-    n_refused: int  # candidates that did not gain enough
-    residuals: tuple[float, ...]
-
-
-def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
-    """Layers and sides whose bases follow the text."""
-    found = []
-    for il, side in itertools.product(range(n_layer), "kv"):
-        heads: list[_lib.AdaptStats] = []
-        while native().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := _lib.AdaptStats()):
-            heads.append(raw)
-        if heads:
-            sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
-            found.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
-    return found
 
 
 def cache_line(stats: KVStats) -> str:
@@ -101,7 +72,7 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
-        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_adapt + raw.bytes_stock,
+        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_chunks + raw.bytes_stock,
         kernel=" and ".join(kernels),
         fingerprint=fingerprint.decode() if fingerprint else None,
         **{name: getattr(raw, name) for name in same},
