@@ -5,9 +5,9 @@
 All caches live in one process and take turns within every repetition, so that a busy machine slows all of them alike.
 Each context is filled to a depth once; after a repetition its tail is removed again. Filling evaluates batches
 that do not see each other, joins them to one sequence, and appends copies of its cells until the depth is reached (each
-batch is evaluated where cells cannot be copied: adaptive bases, sliding windows, recurrent layers): the cells hold
-other numbers than those of a real text, which no time depends on, and a cache whose prefill is slow at depth, or a
-model that is slow itself, can be measured there too.
+batch is evaluated where cells cannot be copied: bases that follow the text, sliding windows, recurrent layers): the
+cells hold other numbers than those of a real text, which no time depends on, and a cache whose prefill is slow at
+depth, or a model that is slow itself, can be measured there too.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
 
     Once there are two batches, what follows the first of them, which has the sinks, is copied where it can be. The last
     cell is decoded, before which keys of copies are turned to their positions.
-    With adaptive bases in the sequence itself: sequences then have cells of their own, and every token is attended to
-    by the bases that follow it.
+    With bases that follow the text, in the sequence itself: sequences then have cells of their own, and every token is
+    attended to by the bases that follow it.
     """
     context = config.context
-    adaptive = context.choice.adaptive
+    separate = context.choice.follows_text  # sequences have cells of their own
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth
@@ -167,8 +167,8 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
             if repeated:
                 context.repeat(n, config.depth, seq, spare=n_parallel)
             else:
-                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if adaptive else n_parallel)
-                if not adaptive:
+                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if separate else n_parallel)
+                if not separate:
                     context.adopt(n_parallel, seq)
             context.synchronize()
             bar.update(n)
@@ -442,7 +442,7 @@ def open_configs(
     for spec, fa in itertools.product(caches.specs, caches.flash):
         # a tail of coded cells can only be removed while their exact rows are kept
         choice = parse_cache(spec, model.path, caches.asked).with_rollback(tests.longest)
-        n_seq = tests.parallel + (not choice.adaptive)  # the last one serves fill()
+        n_seq = tests.parallel + (not choice.follows_text)  # the last one serves fill()
         try:
             made = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:

@@ -16,6 +16,7 @@ from runtime.doctor.formats import FORMATS
 from runtime.doctor.kept import KINDS, cached
 from runtime.doctor.probing import probe
 from runtime.launch.arguments import of_llama_cpp
+from runtime.launch.environment import READ
 from subkv.base.errors import SubkvError
 from subkv.base.folders import cache_folder
 from subkv.base.version import __version__
@@ -23,8 +24,8 @@ from subkv.native.places import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
 
 REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
-    *("SUBKV", "SUBKV_SINK", "SUBKV_RECENT", "SUBKV_ROLLBACK", "SUBKV_ADAPT", "SUBKV_STORE", "SUBKV_STORE_MIB"),
-    *("SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
+    *READ,
+    *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
 }
 OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine import sidecars
@@ -50,6 +51,11 @@ class CacheOptions:
     adapt: str | None = None
     sidecar: bool = True
 
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of subkv.Llama."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "window"]
+        return {**{name: getattr(self, name) for name in names}, **self.window.asked()}
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheChoice:
@@ -73,9 +79,13 @@ class CacheChoice:
         return self.layout is not None
 
     @property
-    def adaptive(self) -> bool:
+    def follows_text(self) -> bool:
         """Whether bases follow the text; then every sequence needs cells of its own."""
         return self.adapt not in (None, adaptive.NONE)
+
+    def identity(self) -> dict[str, Any]:
+        """What of it decides what a cell holds, besides what libsubkv reports (KVStats)."""
+        return {"adapt": self.adapt}
 
     @property
     def name(self) -> str:

@@ -204,7 +204,7 @@ class Llama(llama_cpp.Llama):
         if model is None:
             self._close_drafts()
             return
-        if self._ctx.checkpoints is not None and self._choice.adaptive:
+        if self._ctx.checkpoints is not None and self._choice.follows_text:
             raise CacheError(
                 "draft_model", "expected cells that can go back, found recurrent state and bases that follow the text"
             )

@@ -1,8 +1,8 @@
 """Saved contexts: what a state is bound to, saving and restoring.
 
-A state is what llama.cpp writes (cells and, of a coded cache, its exact window and adaptive bases) plus the tokens. It
-costs the rows of the cells in use (`kv_stats().bytes_per_token` each), the whole window (`bytes_window`) and some 20
-bytes a cell; the logits, which llama_cpp keeps beside it, only where logits_all asked for them.
+A state is what llama.cpp writes (cells and, of a coded cache, its exact window and bases that follow the text) plus the
+tokens. It costs the rows of the cells in use (`kv_stats().bytes_per_token` each), the whole window (`bytes_window`) and
+some 20 bytes a cell; the logits, which llama_cpp keeps beside it, only where logits_all asked for them.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def weights_digest(model: Model) -> str:
 def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_ctx: int) -> dict[str, Any]:
     """Everything that decides what a cell holds for a token, and how: equal for two contexts whose states fit both.
 
-    params: llama_context_params. What an adapter or overridden metadata change is the caller's to add.
+    params: llama_context_params. What LoRA weights or overridden metadata change is the caller's to add.
     """
     trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {
         "model": weights_digest(model),
         **{name: getattr(stats, name) for name in _STATS},
-        "adapt": choice.adapt,
+        **choice.identity(),
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
         "long_rope": bool(trained) and n_ctx > int(trained),  # models that rotate long contexts otherwise
