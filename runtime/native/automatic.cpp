@@ -164,7 +164,7 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
         return ordinary(desc, "its type was requested; SUBKV=auto replaces f16");
     }
     const CacheRequest request = request_of(layout);
-    auto               cache   = std::make_shared<Cache>(desc, request, nullptr, nullptr);
+    auto               cache   = std::make_shared<Cache>(desc, request, nullptr);
     if (!desc.no_alloc) {
         cache_made = true;
         report(desc, *cache, file);

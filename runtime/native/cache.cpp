@@ -16,9 +16,8 @@ static int32_t or_default(int32_t value, int32_t fallback) {
     return value < 0 ? fallback : value;
 }
 
-Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer,
-             std::shared_ptr<Planter> planter) :
-    layout_(request.layout), observer_(observer), planter_(std::move(planter)),
+Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer) :
+    layout_(request.layout), observer_(observer),
     window_(layout_ ? or_default(request.n_sink, layout_->n_sink) : 0,
             layout_ ? or_default(request.n_recent, layout_->n_recent) : 0, or_default(request.n_rollback, N_ROLLBACK),
             layout_ ? desc.n_seq_max : 0),
@@ -433,14 +432,9 @@ ggml_tensor * Cache::build_attn(const AttnBuild & b) {
     return out;
 }
 
-void Cache::build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
-                            ggml_tensor *& v, const Inputs & in, float scale) {
-    if (planter_ && k) {
-        planter_->build(ctx, il, k, v, in.tokens);
-    }
-    if (observes(il)) {
-        build_observe_node(*observer_, ctx, gf, owner(il), q, k, v, in, scale);
-    }
+void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                          ggml_tensor * v, const Inputs & in, float scale) {
+    build_observe_node(*observer_, ctx, gf, owner(il), q, k, v, in, scale);
 }
 
 void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const {

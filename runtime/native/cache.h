@@ -6,7 +6,6 @@
 #include "device.h"
 #include "hook.h"
 #include "layout.h"
-#include "planter.h"
 #include "request.h"
 #include "subkv.h"
 #include "subkv/ops.h"
@@ -53,9 +52,8 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 
 class Cache final : public CacheHook {
 public:
-    // each of the request's layout, observer and planter may be null, not all of them
-    Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer,
-          std::shared_ptr<Planter> planter);
+    // the request's layout or the observer may be null
+    Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer);
 
     bool                                                 coded() const override { return layout_ != nullptr; }
     size_t                                               row_bytes(int32_t il, bool value) const override;
@@ -81,13 +79,13 @@ public:
     void          rotations(int32_t * by) const override { window_.rotations(by); }
     void          rotated() override;
     void          shift_keys(const ShiftBuild & b) override;
-    bool          wants(int32_t il) const override { return planter_ || observes(il); }
+    bool          observes(int32_t il) const override { return observer_ && owner(il) >= 0; }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
     void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                              const CellReader & cells) override;
     ggml_tensor * build_attn(const AttnBuild & b) override;
-    void          build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
-                                  ggml_tensor *& v, const Inputs & in, float scale) override;
+    void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, const Inputs & in, float scale) override;
 
     std::string           state_identity() const override;
     void                  state_write_head(StateWriter & w, int32_t seq) const override;
@@ -120,11 +118,9 @@ private:
     int32_t owner(int32_t il) const;
     // Makes the nodes of a layer that has, or reads, rows of `codec`.
     void add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec);
-    bool observes(int32_t il) const { return observer_ && owner(il) >= 0; }
 
     std::shared_ptr<const Layout> layout_;
     subkv_observer *              observer_;
-    std::shared_ptr<Planter>      planter_;
     std::map<int32_t, int32_t>    owners_; // layers of this cache, not those of a sliding half beside it: see owner()
     Window                        window_;
     uint32_t                      n_cells_;

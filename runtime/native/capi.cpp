@@ -1,14 +1,12 @@
-// capi.cpp: attaching layouts, observers and planters to the next context, and what a context can tell.
+// capi.cpp: attaching layouts and observers to the next context, and what a context can tell.
 #include "automatic.h"
 #include "capi.h"
 #include "error.h"
 #include "hook.h"
 #include "observer.h"
-#include "planter.h"
 #include "request.h"
 #include "subkv_test.h"
 
-#include <algorithm>
 #include <stdexcept>
 
 using namespace subkv;
@@ -23,15 +21,12 @@ struct Pending {
 
 thread_local Pending pending;
 
-// Apart from the rest: it outlasts dry runs, which come before the context that it is meant for, each with its layout.
-thread_local std::shared_ptr<Planter> planting;
-
 // Runs inside llama_init_from_model, on the thread that called it.
 std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     if (desc.sliding) {
         return nullptr;
     }
-    if (!pending.cache.layout && !pending.observer && !planting) {
+    if (!pending.cache.layout && !pending.observer) {
         return pending.ordinary ? nullptr : automatic_cache(desc);
     }
     if (!desc.none.empty()) { // who asked for a cache finds out, and cancels
@@ -40,22 +35,12 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     const Pending request = std::move(pending);
     pending               = {};
     pending.ordinary      = request.ordinary;
-    const auto planter    = planting;
-    if (!desc.no_alloc) {
-        planting = nullptr;
-    }
     try {
         const std::string & why = desc.unsupported.empty() ? desc.unobserved : desc.unsupported;
         if (!request.cache.layout && !why.empty()) {
-            const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
-            throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + why);
+            throw std::runtime_error("model " + desc.arch + ": cannot be calibrated because " + why);
         }
-        if (planter && std::any_of(desc.layers.begin(), desc.layers.end(), [](auto & l) { return l.latent; })) {
-            throw std::runtime_error("model " + desc.arch +
-                                     ": cannot have K/V rows planted because its attention is multi-head latent (MLA): "
-                                     "its values are part of its keys");
-        }
-        return std::make_shared<Cache>(desc, request.cache, request.observer, planter);
+        return std::make_shared<Cache>(desc, request.cache, request.observer);
     } catch (const std::exception & e) {
         set_error("%s", e.what());
         throw;
@@ -111,17 +96,6 @@ extern "C" bool subkv_observe(subkv_observer * obs) {
         return false;
     }
     pending.observer = obs;
-    subkv_register();
-    return true;
-}
-
-extern "C" bool subkv_plant(subkv_planter * planter) {
-    const bool waits = planting != nullptr;
-    planting         = planter ? planter->p : nullptr;
-    if (!planter && waits) {
-        set_error("planter: a context with a K/V cache expected, none was created");
-        return false;
-    }
     subkv_register();
     return true;
 }

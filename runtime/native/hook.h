@@ -46,7 +46,7 @@ struct CacheDesc {
     std::string             arch;
     std::string             model_path;  // of its first file; empty: unknown, the model was read from a stream
     std::string             unsupported; // why this cache cannot hold coefficients; empty: it can
-    std::string             unobserved;  // why its rows can be neither observed nor planted; empty: they can
+    std::string             unobserved;  // why its rows cannot be observed; empty: they can
     std::string             none;        // why there is no K/V cache, of which the rest would tell; empty: there is one
     int32_t                 n_layer;
     uint32_t                n_cells; // per stream
@@ -126,7 +126,7 @@ struct SharedRows {
     int32_t       n_readers = 0;       // yet to come; behind the last one fresh rows go to the window
 };
 
-// Input tensors of a graph that has coded, observed or planted layers; filled before every run of the graph.
+// Input tensors of a graph that has coded or observed layers; filled before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
     // I32 [4, n_tokens]: position (-1 of a picture's, which sees sinks exactly, and is seen so by no token), stream, cell,
@@ -216,7 +216,7 @@ public:
 
     bool carried_out = true; // the last copy_seq, add or refuse()d call, to which llama.cpp's callers get no answer
 
-    // false: rows stay ordinary, the layers are only observed or planted
+    // false: rows stay ordinary, the layers are only observed
     virtual bool coded() const = 0;
     // bytes beside the cells, by the type of buffer that holds them
     virtual const std::map<ggml_backend_buffer_type_t, size_t> & bytes_beside() const = 0;
@@ -256,15 +256,15 @@ public:
     // Does an exact window of earlier fit the cells that are held now? false: bases follow the text.
     virtual bool goes_back() const = 0;
 
-    virtual bool          wants(int32_t il) const = 0; // this layer is observed or planted; of a sliding half, too
+    virtual bool          observes(int32_t il) const = 0; // of a sliding half, too
     virtual Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) = 0;
     virtual void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                                      const CellReader & cells)                                               = 0;
     virtual ggml_tensor * build_attn(const AttnBuild & b) = 0; // F32 [d_v * n_head, n_tokens]
-    // Called before anything reads k and v (as in AttnBuild); may put tensors in their place that everything reads then.
-    // Both are nullptr in a layer that reads another one's rows.
-    virtual void build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
-                                 ggml_tensor *& v, const Inputs & in, float scale) = 0;
+    // Of an observed layer: shows q, k and v (as in AttnBuild) to the observer. k and v are nullptr in a layer that reads
+    // another one's rows.
+    virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                               ggml_tensor * v, const Inputs & in, float scale) = 0;
 
     // The head comes before any cell is touched and throws when the state belongs to another layout, or, of a partial one,
     // to cells at other positions; it gives state_read_window() what tells such apart. The window comes after the cells and

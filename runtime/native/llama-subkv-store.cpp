@@ -81,7 +81,7 @@ bool llama_subkv::storable(const llama_context & ctx) {
     if (model.subkv_path.empty() || !model.loras.empty() || !ctx.get_memory()) {
         return false;
     }
-    for (const auto * kv : caches.all()) { // rows that are planted are no model's
+    for (const auto * kv : caches.all()) { // an observer sees every token
         if (kv && kv->subkv_hook && !kv->subkv_hook->coded()) {
             return false;
         }

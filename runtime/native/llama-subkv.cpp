@@ -382,13 +382,13 @@ bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {
     return mctx->kv->subkv_hook && mctx->kv->subkv_hook->row_bytes(il, false) > 0;
 }
 
-void llama_subkv::intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                            ggml_tensor *& k, ggml_tensor *& v, float scale, int il) {
+void llama_subkv::observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                          ggml_tensor * k, ggml_tensor * v, float scale, int il) {
     const auto & hook = mctx->kv->subkv_hook;
-    if (!hook || !hook->wants(il)) {
+    if (!hook || !hook->observes(il)) {
         return;
     }
-    hook->build_intercept(g.ctx0, g.gf, il, q, k, v, inputs(g, mctx)->tensors, logit_scale(g, scale));
+    hook->build_observe(g.ctx0, g.gf, il, q, k, v, inputs(g, mctx)->tensors, logit_scale(g, scale));
 }
 
 ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,

@@ -15,7 +15,6 @@ import capi
 import pytest
 
 from research.experiments.sketch import SketchParams
-from research.warmstart.planter import Planted
 from subkv.format.adapt import HeadStats, Params
 from subkv.native import library as _lib
 
@@ -33,7 +32,6 @@ STRUCTURES = {
     "subkv_stats": _lib.Stats,
     "subkv_observed": _lib.Observed,
     "subkv_sketch_params": SketchParams,
-    "subkv_planted": Planted,
     "subkv_adapt_params": Params,
     "subkv_adapt_stats": HeadStats,
 }

@@ -49,9 +49,8 @@ def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
     from converter import adaptive
     from research.experiments import live
-    from research.warmstart import planter
 
-    return {**live.SIGNATURES, **adaptive.PROJECT, **planter.SIGNATURES}
+    return {**live.SIGNATURES, **adaptive.PROJECT}
 
 
 def adapt() -> Signatures:
