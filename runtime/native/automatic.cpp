@@ -111,7 +111,7 @@ std::atomic<bool> cache_made{ false };
 void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
     size_t rows = 0;
     for (const auto & layer : desc.layers) {
-        rows += cache.row_bytes(layer.il, false) + cache.row_bytes(layer.il, true);
+        rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
     }
     subkv_stats stats;
     cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);

@@ -28,9 +28,13 @@ Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observe
     for (const auto & reader : desc.readers) {
         owners_[reader.il] = reader.owner;
     }
-    if (!layout_) {
-        return;
+    if (layout_) {
+        code(desc, request);
     }
+    facts_ = facts_made();
+}
+
+void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
     check(desc);
     if (request.chunks.any()) {
         ChunkedBases::check(request.chunks, *layout_, window_.n_recent(), window_.n_rollback(), desc);
@@ -188,17 +192,35 @@ void Cache::check(const CacheDesc & desc) const {
     }
 }
 
-size_t Cache::row_bytes(int32_t il, bool value) const {
-    if ((size_t) il >= nodes_.size() || !nodes_[(size_t) il]) {
-        return 0;
-    }
-    const auto & nodes = *nodes_[(size_t) il];
+size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
     const auto & codec = *nodes.codec;
     if (value && codec.latent) {
         return 0;
     }
     const bool chunks = nodes.chunked && nodes.chunked->covers(value); // a byte for every head's
     return (value ? codec.v_row_bytes : codec.k_row_bytes) + (chunks ? (size_t) codec.n_head_kv : 0);
+}
+
+CacheFacts Cache::facts_made() const {
+    CacheFacts made;
+    made.coded        = layout_ != nullptr;
+    made.shifts       = !chunked_;
+    made.goes_back    = !chunked_;
+    made.n_sink       = window_.n_sink();
+    made.n_rollback   = window_.n_recent() > 0 ? window_.n_rollback() : -1;
+    made.n_slots      = window_.n_slots();
+    made.identity     = identity();
+    made.bytes_beside = window_.bytes_by_type();
+    for (const auto & [il, owner] : owners_) {
+        made.layers[il].observed = observer_ != nullptr;
+    }
+    for (size_t il = 0; il < nodes_.size(); ++il) {
+        if (nodes_[il]) {
+            made.layers[(int32_t) il].k = row_bytes(*nodes_[il], false);
+            made.layers[(int32_t) il].v = row_bytes(*nodes_[il], true);
+        }
+    }
+    return made;
 }
 
 void Cache::settle() const {
@@ -298,7 +320,7 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     if (!window_.ready(tokens, cells)) {
         return false;
     }
-    if (chunked_ && !causal) {
+    if (chunked_ && !causal()) {
         set_error(
             "decode: a causal mask expected, since bases that follow the text code a token when it leaves the exact "
             "window, and one that lets tokens see later ones found (some models see pictures so); use static bases");
@@ -336,24 +358,12 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     return true;
 }
 
-void Cache::refuse(const char * what) const {
-    set_error(
-        "%s: a subkv cache can shift positions, not divide them; remove the sequence and decode it again with new "
-        "positions, or use an ordinary cache type (-ctk f16)",
-        what);
-}
-
-std::string Cache::why_no_shift() const {
-    return chunked_ ? "its bases follow the text by position" : "";
-}
-
 bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     clear_error(); // who asked for a void function finds in it whether it was refused
-    const std::string reason = why_no_shift();
-    if (!reason.empty()) {
-        set_error("seq_add: positions in this subkv cache cannot be shifted because %s; remove the sequence and decode "
-                  "it again with new positions, or use an ordinary cache type (-ctk f16)",
-                  reason.c_str());
+    if (chunked_) {
+        set_error("seq_add: positions in this subkv cache cannot be shifted because its bases follow the text by "
+                  "position; remove the sequence and decode it again with new positions, or use an ordinary cache type "
+                  "(-ctk f16)");
         return false;
     }
     const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };
@@ -378,7 +388,7 @@ void Cache::rotated() {
     }
 }
 
-void Cache::shift_keys(const ShiftBuild & b) {
+void Cache::build(const ShiftBuild & b) {
     auto & nodes = *nodes_[(size_t) b.il];
     if (!nodes.shifted) {
         build_shift_node(nodes, b);
@@ -458,7 +468,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
             out.n_layer_coded++;
             out.n_layer_device += node->device ? 1 : 0;
             out.n_zero_rows += node->device ? node->device->n_zero_rows() : 0;
-            out.bytes_per_token += row_bytes(node->owner, false) + row_bytes(node->owner, true);
+            out.bytes_per_token += row_bytes(*node, false) + row_bytes(*node, true);
         }
     }
     out.window_kinds = window_.kinds();

@@ -29,7 +29,7 @@ static StateWindow state_window(const Window & window, const ChunkedBases * chun
              window.kinds() };
 }
 
-std::string Cache::state_identity() const {
+std::string Cache::identity() const {
     if (!layout_) {
         return "observed";
     }
@@ -41,7 +41,7 @@ std::string Cache::state_identity() const {
     return text + " " + std::to_string(s.kinds);
 }
 
-void Cache::state_write_head(StateWriter & w, int32_t seq) const {
+void Cache::write_head(StateWriter & w, int32_t seq) const {
     const StateWindow s = state_window(window_, chunked_.get(), seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
@@ -50,7 +50,7 @@ void Cache::state_write_head(StateWriter & w, int32_t seq) const {
     w.write(moves.data(), moves.size() * sizeof(uint64_t));
 }
 
-std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool partial) const {
+std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partial) const {
     const StateWindow want = state_window(window_, chunked_.get(), seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
@@ -94,7 +94,7 @@ static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
     return seq < 0 ? std::pair{ 0u, n_stream } : std::pair{ (uint32_t) seq, (uint32_t) seq + 1 };
 }
 
-void Cache::state_write_window(StateWriter & w, int32_t seq) const {
+void Cache::write_window(StateWriter & w, int32_t seq) const {
     window_.state_write(w, seq);
     const auto [first, last] = streams(seq, n_stream_);
     for (uint32_t stream = first; chunked_ && stream < last; ++stream) {
@@ -102,8 +102,7 @@ void Cache::state_write_window(StateWriter & w, int32_t seq) const {
     }
 }
 
-void Cache::state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                              const CellReader & cells) {
+void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells) {
     try {
         window_.state_read(r, seq, moves, cells);
         const auto [first, last] = streams(seq, n_stream_);

@@ -51,7 +51,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
 
 const Cache * subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
     const auto * cache = static_cast<const Cache *>(llama_subkv_of(ctx, bytes_stock, bytes_coded));
-    return cache && cache->coded() ? cache : nullptr;
+    return cache && cache->facts().coded ? cache : nullptr;
 }
 
 const Cache * subkv::coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq) {

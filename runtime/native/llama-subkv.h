@@ -155,6 +155,7 @@ struct llama_subkv {
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);
+    static bool coded(const llama_kv_cache & kv);
 
     // llm_graph_context::build_attn. An observer first sees q, k and v after RoPE, before the Hadamard rotation
     // of quantized caches. Then all of a coded layer's, up to the output projection; null: not coded, upstream goes on.

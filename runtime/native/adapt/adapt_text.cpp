@@ -1,6 +1,5 @@
-// adapt_text.cpp: see adapt_text.h.
-#include "adapt_text.h"
-
+// adapt_text.cpp: how bases follow the text, as users write it: `none`, `v`, `kv,length=512,gain=0.9`.
+#include "chunked.h"
 #include "error.h"
 #include "layout_keys.h"
 
@@ -112,7 +111,8 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
     return sides;
 }
 
-ChunkRequest parse_adapt(const std::string & text) {
+// Names that `text` leaves out get their defaults. Throws Invalid.
+static ChunkRequest parse_adapt(const std::string & text) {
     subkv_adapt_params params;
     const int32_t      sides = parse(text, params);
     return { (sides & 1) != 0, (sides & 2) != 0, adapt_params(params) };

@@ -24,8 +24,9 @@ struct ChunkRequest {
     bool any() const { return k || v; }
 };
 
-// What subkv_cache_params or the environment (automatic.h) and the file ask for. Throws std::runtime_error, Invalid.
+// What `params` ask for. Throws std::runtime_error, with the error set.
 ChunkRequest chunks_asked(const subkv_cache_params & params);
+// What the environment (automatic.h) asks for, or else the file. Throws Invalid.
 ChunkRequest chunks_of_environment(const Layout & layout);
 
 // One head and side within one stream.
