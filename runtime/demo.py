@@ -54,7 +54,7 @@ def converted() -> Path:
     Raises SubkvError.
     """
     # numpy and the native libraries: not for a --help
-    from converter.cli import convert_file
+    from converter.conversion import convert_file
     from subkv.format.metadata import VERSION, generator
     from subkv.native.gguf import check_model_file
     from subkv.plan.pipeline import Options

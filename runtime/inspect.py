@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from converter import plain
-from converter.tables import mean_bits, shortened, span
+from converter.tables import Cost, elements, mean_bits, sentences, shortened, span
 from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import concerning
@@ -61,7 +60,7 @@ def summary(layout: dict[str, Any]) -> list[str]:
         f"codec {layout['codec']}, basis K {layout['basis_k']}, basis V {layout['basis_v']}, gamma {layout['gamma']}",
         f"coded layers: {len(layout['layers'])} of {layout['block_count']} ({layout['arch']})",
         f"exact window: {layout['n_sink']} first and {layout['n_recent']} last tokens",
-        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * plain.elements(layout)}); "
+        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * elements(layout)}); "
         f"bases: {layout['bytes_bases'] / 2**20:.2f} MiB",
         f"bits per element at {layout['bpe_context']} tokens: {layout['bits_per_element']:.3f} everything counted, "
         f"{layout['bits_per_element_rows']:.3f} rows alone",
@@ -124,8 +123,8 @@ def main(
         click.echo(line)
     with Gguf(model) as opened:
         weights = opened.n_bytes if opened.n_tensors else 0
-    cost, predicted = plain.Cost.of_layout(layout), metadata.read_predicted(path)
-    for line in plain.sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
+    cost, predicted = Cost.of_layout(layout), metadata.read_predicted(path)
+    for line in sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
         click.echo(line)
 
 

@@ -15,8 +15,8 @@ from promises import examine
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
-from converter.lockstep import compare
-from subkv.engine.cache import CacheOptions
+from converter.sensitivity_correction import compare
+from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
 from subkv.format import metadata
 from subkv.plan import datafree, mla
@@ -68,7 +68,8 @@ def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
         n = 1 if arch in ("kimi-linear", "kimi-k3", "bailingmoe3", "dots3note", "glm5-next") else 2
         d_k = 64 if arch == "glm5-next" else 80  # the latent alone: nothing of its keys turns
         assert [(layer["d_k"], layer["d_v"], layer["v"]) for layer in described["layers"]] == [(d_k, 64, [])] * n
-    caches = [CacheOptions("subkv", bases=tmp_path / bases) for bases in ("bases.gguf", "weights.gguf")]
+    names = ("bases.gguf", "weights.gguf")
+    caches = [choose_cache(model, CacheOptions("subkv", bases=tmp_path / name)) for name in names]
     tokens = random.Random(5).choices(range(40, 130), k=320)
     with Model(model) as opened:
         assert all(0.0 <= kld < 0.5 for kld in compare(opened, caches, tokens, 1))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
+from each import each
 from gguf import GGUFReader
 
 from converter.cli import default_output
@@ -183,14 +184,14 @@ def test_conversion_is_reproducible(run: Callable[..., Result], tmp_path: Path) 
 def test_dry_run_prints_and_writes_nothing(run: Callable[..., Result], tmp_path: Path) -> None:
     result = run("--dry-run", "-o", "/none/such/place")
     assert result.exit_code == 0, result.output
-    assert "dry run: nothing was written" in result.output
+    assert "dry run: no bases were written" in result.output
     assert "bits per element at 4096 tokens: rows " in result.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
 
 
-@pytest.mark.parametrize("codec", ["int8", "banded"])
-@pytest.mark.parametrize("basis", [("pca", "pca"), ("query-aware", "output-aware")])
-@pytest.mark.parametrize("gamma", ["calibrated", "sqrt", "one"])
+@each("codec", ["int8", "banded"])
+@each("basis", [("pca", "pca"), ("query-aware", "output-aware")])
+@each("gamma", ["calibrated", "sqrt", "one"])
 def test_every_method(
     run: Callable[..., Result], base: Path, tmp_path: Path, codec: str, basis: tuple[str, str], gamma: str
 ) -> None:
@@ -199,7 +200,7 @@ def test_every_method(
     budget = ["--kv-bits", "5"] if codec == "banded" else []
     args = ["--codec", codec, "--basis-k", basis[0], "--basis-v", basis[1], "--gamma", gamma, *budget]
     args += ["--rank-k", "24", "--rank-v", "16", "--n-sink", "8", "--n-recent", "64", "--bpe-context", "5000"]
-    result = CliRunner().invoke(convert, ["--bases", str(bases), str(base), *args])
+    result = CliRunner().invoke(convert, ["--bases", str(bases), str(base), "-y", *args])
     assert result.exit_code == 0, result.output
     described = read(base.with_name("m.subkv.gguf"))
     names = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}
@@ -314,7 +315,7 @@ def refused(result: Result, sentence: str, code: int = 1) -> None:
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "sentence"),
     [
         ({"arch": "qwen2"}, "subkv.calibration.arch: expected 'llama' as in the model, found 'qwen2'"),
@@ -332,7 +333,7 @@ def test_calibration_of_another_model(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "sentence"),
     [
         (["--kv-bits", "1"], "--kv-bits: expected "),

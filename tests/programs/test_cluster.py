@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import pytest
+from each import each
 
 httpx = pytest.importorskip("httpx", reason="needs the extra `cluster`")
 pytest.importorskip("ray.serve", reason="needs the extra `cluster`")
@@ -273,7 +274,7 @@ def test_the_store_is_down(front: Front) -> None:
     assert again["tokens"] == expected["tokens"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "sentence"),
     [
         ({"replicas": 3}, "replicas: unknown argument; expected one of flags"),

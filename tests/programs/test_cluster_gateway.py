@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from each import each
 
 pytest.importorskip("starlette", reason="needs the extra `cluster`")
 
@@ -57,7 +58,7 @@ def test_a_stream_is_resumed_where_it_began() -> None:
     assert of(b"", query=b"conv_id=\xff%ff&=&&") and not of(b"", query=b"from=100")
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"7", b"{}", b'{"messages": 3}', b'{"messages": []}', b'{"prompt": ""}'],
 )
@@ -74,7 +75,7 @@ def run(work: Callable[[], Any]) -> Any:
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize(
+@each(
     ("headers", "most", "status", "n_read"),
     [
         ({}, 100, 401, 0),
@@ -124,7 +125,7 @@ def test_what_comes_in() -> None:
     assert went_on == [(key, b"{}"), ("", b"")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "path", "status"),
     [
         ("GET", "/", 200),

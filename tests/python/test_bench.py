@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 from llama_source import read_version
 from tqdm import tqdm
 
@@ -185,8 +186,8 @@ def stopped_at(n: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench, "generate", stopping)
 
 
-@pytest.mark.parametrize("form", ["md", "csv", "json"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@each("form", ["md", "csv", "json"])
+@each(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_bench_that_is_stopped_shows_what_it_has(
     tiny_model: Models, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, form: str
 ) -> None:
@@ -223,8 +224,8 @@ def test_a_bench_that_is_stopped_before_it_has_anything(
     assert result.stderr.splitlines()[-1] == "stopped by SIGTERM after 0 of 5 runs"
 
 
-@pytest.mark.parametrize("flash_attn", ["on", "off"])
-@pytest.mark.parametrize("cache", ["f16", "q8_0", "subkv"])
+@each("flash_attn", ["on", "off"])
+@each("cache", ["f16", "q8_0", "subkv"])
 def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash_attn: str) -> None:
     """As many cells at the same positions, in states of the same size; every copy lies in a cell of its own."""
     if (cache, flash_attn) == ("q8_0", "off"):
@@ -253,7 +254,7 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
                 copied.decode(tokens.take(1), 0, 0, seq=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "code", "message"),
     [
         (["-p", "0", "-n", "0"], 2, "-p, -n: expected a length above 0"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
 from runtime.chat.terminal import Interrupts
@@ -388,7 +389,7 @@ def test_environment_variables(program: Program, tiny_model: Models) -> None:
     assert done.stderr.startswith("KV cache: q8_0, 8.50 bits per element")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "code", "message"),
     [
         (["-m", "missing.gguf"], 1, "-m: expected a GGUF file, found no file missing.gguf"),

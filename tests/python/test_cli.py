@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 from gguf import GGUFWriter
 
 from runtime import cli, demo, options
@@ -132,7 +133,7 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     assert json.loads(run("inspect", coded_model(), "-o", "json").stdout)["path"] == str(coded_model())
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "names"),
     [
         ((None, None), ("f16", "f16")),
@@ -147,7 +148,7 @@ def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str
     assert (choice.name_k, choice.name_v) == names
 
 
-@pytest.mark.parametrize("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
+@each("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
     asked = options.requested_cache(*flags, adapt="v", n_sink=3)
     choice = choose_cache(coded_model(), asked)

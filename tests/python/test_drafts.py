@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from opening import N_CTX, last_logits, opened, prompt
 
 from subkv import DraftModel, PromptLookup
@@ -59,8 +60,8 @@ def test_a_lookup_guesses_what_followed_last_time() -> None:
         assert lookup(ids(*text)).size == 0
 
 
-@pytest.mark.parametrize("cache", ["subkv", "f16"])
-@pytest.mark.parametrize("n_draft", [1, 10, 48, 100])
+@each("cache", ["subkv", "f16"])
+@each("n_draft", [1, 10, 48, 100])
 def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> None:
     path = coded_model()
     with opened(path, kv_cache=cache) as llm:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
@@ -82,7 +83,7 @@ def test_window_arguments_reach_the_cache(coded_model: Models) -> None:
         assert (stats.n_sink, stats.n_recent, stats.n_rollback) == (2, 24, 8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"kv_cache": "q3_k"}, "kv_cache: expected one of auto, subkv, f32"),
@@ -218,8 +219,8 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
                 llm.discard(10, 0)
 
 
-@pytest.mark.parametrize("room", [256, 257, 4092])
-@pytest.mark.parametrize("n_recent", [0, 128])
+@each("room", [256, 257, 4092])
+@each("n_recent", [0, 128])
 def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> None:
     """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
     turns = np.zeros(room, dtype=int)

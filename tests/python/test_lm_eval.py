@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip install '.[eval]')")
 
@@ -103,7 +104,7 @@ def test_chats_use_the_models_template(lm: Any) -> None:
     assert "im_start" in lm.chat_template(True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({}, "--model_args: expected model=FILE and cache, n_ctx or threads, found no model"),

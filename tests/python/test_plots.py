@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from converter.plots import layers
 from converter.plots.frontier import frontier, frontier_figure
@@ -171,7 +172,7 @@ def test_command_writes_a_picture_of_all_files(drawn: None, tmp_path: Path, name
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         (None, "RESULTS.json: cannot read PATH: No such file or directory"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from opening import prompt
@@ -186,7 +187,7 @@ def test_refusals(cached: Callable[..., Llama], tmp_path: Path) -> None:
 #
 
 
-@pytest.mark.parametrize("where", ["head", "tokens", "state", "end", "cut", "empty"])
+@each("where", ["head", "tokens", "state", "end", "cut", "empty"])
 def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Path, where: str) -> None:
     text, _ = answer(cached(), DOCUMENT)
     for path in own_files(tmp_path / "cache"):

@@ -16,6 +16,7 @@ from typing import Any
 import hub
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from runtime import cli
 from runtime.launch import env
@@ -329,7 +330,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: Path) -> None:
     bases = tmp_path / name / "bases.gguf"
     bases.parent.mkdir()

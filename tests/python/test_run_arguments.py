@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from each import each
 
 from runtime.launch import programs
 from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, read, with_hub_models
@@ -24,7 +25,7 @@ def found(program: str, *arguments: str, **environment: str) -> ProgramArguments
     return read(program, arguments, environment, STOCK)
 
 
-@pytest.mark.parametrize(
+@each(
     "name, theirs",
     [
         ("llama-server", True),
@@ -45,7 +46,7 @@ def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
 #
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         ["-ctk", "subkv"],
@@ -57,9 +58,8 @@ def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
         ["-ctk", "q8_0", "-ctk", "subkv"],  # the last one counts
         ["-ctk", "subkv", "--cache-type-v", "subkv"],
     ],
-    ids=" ".join,
 )
-@pytest.mark.parametrize("program", ["llama-server", "nice"])
+@each("program", ["llama-server", "nice"])
 def test_subkv_is_taken_out(program: str, given: list[str]) -> None:
     parsed = found(program, "-c", "64", *given, "--port", "0")
     assert parsed.arguments == ("-c", "64", "--port", "0")

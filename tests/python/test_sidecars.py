@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 from click.testing import CliRunner
+from each import each
 from gguf import GGUFReader, GGUFWriter
 
 import subkv
@@ -291,8 +292,8 @@ def stamped(sidecar: Path, output: Path, **values: Any) -> None:
         output.write_bytes(opened.metadata_with(values))
 
 
-@pytest.mark.parametrize("where", ["store", "beside"])
-@pytest.mark.parametrize(
+@each("where", ["store", "beside"])
+@each(
     ("damage", "found"),
     [
         ({CONTENT_KEY: ("str", "0" * 64)}, "found that of another one"),

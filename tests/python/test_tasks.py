@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from runtime.tasks import kinds, run
 from runtime.tasks.cli import main, table
@@ -30,7 +31,7 @@ def tasks(*arguments: Any) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("kind", kinds.MAKERS)
+@each("kind", kinds.MAKERS)
 def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
     task = kinds.parse(kind)
     sample = task.sample(3, 3000, len)
@@ -153,7 +154,7 @@ def test_the_harness_gets_the_same_answers(coded_model: Models, tmp_path: Path) 
     assert found["subkv_induction_1_200"]["acc,none"] == pytest.approx(row["right"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (("--tasks", "needl"), "unknown task 'needl'; expected one of needle, "),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 from runtime.chat import terminal
 from runtime.chat.cli import command_of
@@ -177,7 +178,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert lines(nothing) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "command"),
     [
         ("/read my file ", ("/read", "my file")),

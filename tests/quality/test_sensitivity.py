@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 from references import N_RECENT, evaluating
 
 from converter import caches, evaluate, sensitivity
@@ -163,8 +164,8 @@ def test_a_window_that_was_not_measured_is_noted(
     assert "--n-recent: expected at least 16, for which sensitivities were measured, found 8" in result.output
 
 
-@pytest.mark.parametrize("method", ["engine", "fisher"])
-@pytest.mark.parametrize(
+@each("method", ["engine", "fisher"])
+@each(
     ("arguments", "sentence"),
     [
         (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
@@ -276,7 +277,7 @@ def test_evaluate_adaptive_bases(
     assert table.exit_code == 0 and " opened | refused | merged |" in table.output
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "sentence"),
     [
         (["--kv-bits", "x"], "expected numbers separated by commas, found 'x'"),

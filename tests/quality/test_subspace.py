@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from converter.cli import convert_file  # noqa: E402
+from converter.conversion import convert_file  # noqa: E402
 from converter.scoring import log_softmax  # noqa: E402
 from subkv import SubspaceCache  # noqa: E402
 from subkv.base.errors import CacheError, SubkvError  # noqa: E402

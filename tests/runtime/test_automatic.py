@@ -13,6 +13,7 @@ from typing import Any
 
 import engine
 import pytest
+from each import each
 from gguf import GGUFReader
 
 from subkv.format import store
@@ -244,7 +245,7 @@ def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
     assert not refused["made"] and "f16 expected with a subkv cache" in refused["log"][0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("variables", "why"),
     [
         ({"SUBKV_RECENT": "x"}, "SUBKV_RECENT: expected a number from 0 to 65536, found 'x'"),

@@ -66,14 +66,14 @@ class Context:
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq_max
-        params.kv_unified = options.n_seq_max > 1 and not choice.adaptive  # adaptive bases: separate cells
+        params.kv_unified = options.n_seq_max > 1 and not choice.follows_text  # else separate cells
         params.n_batch = min(options.n_batch, options.n_ctx)
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)
         params.flash_attn_type = flash_attention(options.flash_attn, choice)
         params.type_k, params.type_v = choice.type_k, choice.type_v
         params.no_perf = True
-        require_memory(path, choice, params, n_gpu_layers)
+        require_memory(path, choice, params, n_gpu_layers, model)
         with captured_log(forward=False) as log, attached(choice):
             self.handle = C.llama_init_from_model(model, params)
             if not self.handle:

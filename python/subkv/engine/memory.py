@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, attached
 from subkv.engine.stats import context_stats
-from subkv.native.binding import C, captured_log
+from subkv.native.binding import C, captured_log, model_meta
 from subkv.native.gguf import Gguf
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
@@ -76,16 +77,16 @@ def _fields(text: str) -> dict[str, int]:
     return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
 
 
-def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0) -> None:
+def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0, model: Any = None) -> None:
     """Reject a context that does not fit. Raises CacheError with the sizes.
 
-    params: llama_context_params. There is no check if layers are on a GPU (its memory is not counted) or if
-    $LLAMA_ARG_FIT is off.
+    params: llama_context_params. model: llama.cpp's handle if the model is loaded already. There is no check if layers
+    are on a GPU (its memory is not counted) or if $LLAMA_ARG_FIT is off.
     """
     if os.environ.get(FIT, "").lower() in ("off", "0", "false") or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
     free = available_memory()
-    numbers = _numbers(path)
+    numbers = _numbers_of_file(path) if model is None else _numbers_of_model(model)
     n_ctx = params.n_ctx or numbers.get("context_length", 0)
     if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
@@ -106,19 +107,17 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     )
 
 
-def require_weights(path: Path, choice: CacheChoice, params: Any, more: dict[str, float]) -> None:
-    """Reject a model whose weights and context do not fit in memory together. Raises SubkvError with the sizes.
+def require_beside(base: Gguf, choice: CacheChoice, params: Any, sizes: dict[str, float]) -> None:
+    """Reject a model whose `sizes` and context do not fit in memory together. Raises SubkvError with the sizes.
 
-    more: further memory in bytes, by name. Otherwise as require_memory().
+    sizes: bytes by name, of weights that will be read into memory and of further memory. Otherwise as require_memory().
     """
     if os.environ.get(FIT, "").lower() in ("off", "0", "false"):
         return
     free = available_memory()
-    with Gguf(path) as file:
-        sizes = {"weights": float(file.n_bytes), **more}
-    if free is None or sum(sizes.values()) + _bound(_numbers(path), params.n_ctx, params.n_ubatch) <= free:
+    if free is None or sum(sizes.values()) + _bound(_numbers(base.get), params.n_ctx, params.n_ubatch) <= free:
         return
-    sizes |= needed(path, choice, params, params.n_ctx)
+    sizes = sizes | needed(base.path, choice, params, params.n_ctx)
     total = sum(sizes.values())
     if total > free:
         listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
@@ -129,12 +128,24 @@ def require_weights(path: Path, choice: CacheChoice, params: Any, more: dict[str
         )
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The metadata that bound a model's cache, if present."""
-    with Gguf(path, split=False) as file:
-        arch = file.get("general.architecture")
-        values = {name: file.get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
+def _numbers(get: Callable[[str], Any]) -> dict[str, int]:
+    """The metadata that bound a model's cache, if present. get: returns the value of a key."""
+    arch = get("general.architecture")
+    values = {name: get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
     return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def _numbers_of_file(path: Path) -> dict[str, int]:
+    with Gguf(path, split=False) as file:
+        return _numbers(file.get)
+
+
+def _numbers_of_model(handle: Any) -> dict[str, int]:
+    def get(key: str) -> str | int:
+        value = model_meta(handle, key)
+        return int(value) if value.isdigit() else value
+
+    return _numbers(get)
 
 
 def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:

@@ -29,15 +29,22 @@ class Model:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], n_gpu_layers: int = 0, handle: Any = None, mapped: bool = True
+        self,
+        path: str | os.PathLike[str],
+        n_gpu_layers: int = 0,
+        handle: Any = None,
+        mapped: bool = True,
+        checked: bool = False,
     ) -> None:
         """handle: of a model that the caller has loaded and will free; None: load the model.
 
         mapped: map the file into memory; weights that llama.cpp repacks are then in memory twice. False: read it.
+        checked: the caller has opened the file as check_model_file() does.
         """
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
-            check_model_file(self.path)
+            if not checked:
+                check_model_file(self.path)
             with captured_log(forward=False):  # separate backend libraries log that they are loaded
                 C.llama_backend_init()
             params = C.llama_model_default_params()

@@ -160,6 +160,7 @@ class Gguf:
         """split False: open only this file, even of a split model."""
         self.path = Path(path)
         self._opened: list[int] = []  # contexts of `files`
+        self._content = ""
         try:
             self._c = _gguf()
             position = self._open(self.path)
@@ -278,13 +279,15 @@ class Gguf:
     def content(self) -> str:
         """Hex digest of the model's content, FORMAT.md §1.1: equal for copies, links, split and merged files.
 
-        It reads metadata, the table of tensors, and three samples of 4096 bytes per tensor, which takes milliseconds.
-        Raises ModelFileError about `model`.
+        It reads metadata, the table of tensors, and three samples of 4096 bytes per tensor, once, which takes
+        milliseconds. Raises ModelFileError about `model`.
         """
-        digest = ctypes.create_string_buffer(65)
-        if not load().subkv_model_content(os.fsencode(self.path), digest):
-            raise ModelFileError("model", last_error())
-        return digest.value.decode()
+        if not self._content:
+            digest = ctypes.create_string_buffer(65)
+            if not load().subkv_model_content(os.fsencode(self.path), digest):
+                raise ModelFileError("model", last_error())
+            self._content = digest.value.decode()
+        return self._content
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
         """The file's metadata section (header, keys, tensor infos, padding) with `values` set."""
@@ -328,12 +331,18 @@ def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path
     tensors (sidecars). Raises ModelFileError about `model`.
     """
     with Gguf(path, split=weights) as file:
-        if weights and not file.n_tensors:
-            raise ModelFileError(
-                "model",
-                f"expected a model with weights, found a GGUF without tensors: {path} (a sidecar only gives bases)",
-            )
+        if weights:
+            check_weights(file)
         return file.path
+
+
+def check_weights(file: Gguf) -> None:
+    """Refuse a GGUF without tensors. Raises ModelFileError about `model`."""
+    if not file.n_tensors:
+        raise ModelFileError(
+            "model",
+            f"expected a model with weights, found a GGUF without tensors: {file.path} (a sidecar only gives bases)",
+        )
 
 
 def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
@@ -353,23 +362,22 @@ def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
 def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a copy of `base` (one file) with `values` in its metadata and the same tensor data.
 
-    SHA256_KEY is set here: the hash is computed during the copy, then the metadata, whose size is fixed, is written
-    again. progress: show a bar. Raises SubkvError if the file cannot be written.
+    SHA256_KEY is set here: the hash is computed while the data is copied, and written into the metadata at the end.
+    progress: show a bar. Raises SubkvError if the file cannot be written.
     """
-    draft = base.metadata_with({**values, SHA256_KEY: ("str", "0" * 64)})
+    unknown = "0" * 64
+    metadata = base.metadata_with({**values, SHA256_KEY: ("str", unknown)})
+    place = metadata.index(unknown.encode(), metadata.rindex(SHA256_KEY.encode()))
     digest = hashlib.sha256()
     skip = base.data_offset
     with atomic_file(output) as handle:
-        handle.write(draft)
+        handle.write(metadata)
         for block in blocks(base.files, f"writing {output.name}", progress):
             digest.update(block)
             handle.write(block[skip:])
             skip = max(skip - len(block), 0)
-        final = base.metadata_with({**values, SHA256_KEY: ("str", digest.hexdigest())})
-        if len(final) != len(draft):
-            raise RuntimeError("the metadata changed its size with the hash")
-        handle.seek(0)
-        handle.write(final)
+        handle.seek(place)
+        handle.write(digest.hexdigest().encode())
 
 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
