@@ -46,10 +46,11 @@ def _subkv() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What became of n rows.
+    """The coder's result for n rows.
 
-    seen [n, d]: what attention sees. chunk_of [n]: slot of a row's basis, 0: the static one. rho [n]: relative residual
-    of a row's block when it was coded, 0 where it was not coded as one. stats: fields of subkv_adapt_stats.
+    seen [n, d]: the rows as attention reads them. chunk_of [n]: slot of a row's basis, 0: the static one. rho [n]:
+    relative residual of a row's block when it was coded, 0 where it was not coded as one. stats: fields of
+    subkv_adapt_stats.
     """
 
     seen: F32
@@ -59,7 +60,7 @@ class Replayed:
 
 
 class ResearchLayout(Layout):
-    """A layout whose rows can be coded apart from a context."""
+    """A layout whose rows can be coded without a context."""
 
     def project(self, il: int, head: int, value: bool, x: F32) -> F32:
         """Coefficients [n, rank] of rows x [n, d], before they are quantized. Raises SubkvError."""
@@ -85,7 +86,7 @@ class ResearchLayout(Layout):
 
 
 def coded_sides(k: F32, v: F32, heads: Sequence[CodedHead], sides: str) -> tuple[F32, F32]:
-    """What attention sees of k, v [n_head_kv, n, d] of a coded layer; those of the two not in `sides` stay exact."""
+    """k, v [n_head_kv, n, d] of a coded layer as attention reads them; sides that are not in `sides` stay exact."""
     if "k" in sides:
         k = np.stack([reconstructed(rows, head.k, head.gamma) for rows, head in zip(k, heads, strict=True)])
     if "v" in sides:
@@ -95,11 +96,11 @@ def coded_sides(k: F32, v: F32, heads: Sequence[CodedHead], sides: str) -> tuple
 
 @dataclass(eq=False)
 class AdaptiveCoder:
-    """What attention sees through coded layers that adapt to the text; a Coder of reference.py.
+    """Coded layers that adapt to the text, as attention reads them; a Coder of reference.py.
 
-    Every call is a text of its own, from an empty cache. Rows are those at the end of the text: what a merge coded anew
-    late is seen so by early queries, too, which is the worse for it. sides: coded; adapted: those of them that adapt.
-    tau: of single heads, (il, head), instead of that of `params`.
+    Every call is a separate text, from an empty cache. Rows are those at the end of the text: early queries, too, read
+    rows that a merge has coded again later, which overestimates the error. sides: coded; adapted: those of them that
+    adapt. tau: of single heads, (il, head), instead of that of `params`.
     """
 
     layout: ResearchLayout
@@ -112,7 +113,7 @@ class AdaptiveCoder:
     _seen: list[tuple[int, int, dict[str, int]]] = field(default_factory=list, init=False)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._seen.clear()
 
     def __call__(self, il: int, k: F32, v: F32) -> tuple[F32, F32]:
@@ -162,7 +163,7 @@ class AdaptiveCoder:
 def loaded(
     base: Gguf, calibration: Calibration, settings: Settings, counted: Account, layers: Sequence[CodedLayer]
 ) -> Iterator[ResearchLayout]:
-    """Coded layers as libsubkv reads them from a file."""
+    """The coded layers, read by libsubkv from a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.gguf"
         write_sidecar(base, path, metadata.keys(layers, calibration, settings, counted))

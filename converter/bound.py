@@ -1,8 +1,8 @@
-"""What no code of single rows can beat: the rate-distortion bound of the measured statistics, in the planner's metric.
+"""The rate-distortion bound of the measured statistics, in the planner's metric: no code of single rows is better.
 
-A Gaussian row of covariance Σ whose error e costs eᵀ M e has at rate R, in bits, no less cost than reverse
-water-filling leaves on the eigenvalues λ of M^½ Σ M^½: Σ min(λ, θ) for R = ½ Σ log₂ max(λ/θ, 1). One water level θ for
-K and V of all heads and layers, since their costs add up. Rows that are not Gaussian, or that are coded with knowledge
+For a Gaussian row of covariance Σ whose error e costs eᵀ M e, the least cost at a rate of R bits is that of reverse
+water-filling on the eigenvalues λ of M^½ Σ M^½: Σ min(λ, θ) for R = ½ Σ log₂ max(λ/θ, 1). K and V of all heads and
+layers share one water level θ, since their costs add up. Rows that are not Gaussian, or that are coded with knowledge
 of their position or of other rows, can do better.
 """
 
@@ -23,7 +23,7 @@ def _spectrum(covariance: F64, cost: F64) -> F64:
 
 
 def spectrum(fit: Fit) -> F64:
-    """What every coefficient of the model costs if it is not coded at all, nats of KLD per token."""
+    """The cost of every coefficient of the model if it is not coded at all, nats of KLD per token."""
     parts = []
     for stats, layer in zip(fit.calibration.layers, fit.layers, strict=True):
         if isinstance(layer, latent.Fitted):

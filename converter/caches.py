@@ -1,4 +1,4 @@
-"""Caches under test in the float32 reference: what attention sees through them, and how that is scored."""
+"""Caches under test in the float32 reference: how attention reads its rows through them, and the scores."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from subkv.plan.pipeline import Fit, Options
 
 @dataclass
 class Cache:
-    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone. recent: what is seen of
-    the exact window's recent rows, None: what they are.
+    """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone. recent: coder of the
+    exact window's recent rows, None: they are exact.
 
     logits: of a chunk from its position on, where attention over the cells takes more than a coder.
     bound: bits per element at which the rate-distortion bound has the predicted KLD (bound.py).
-    adaptive: the coder, if its bases follow the text; what they cost is then in result(), at `context` tokens.
+    adaptive: the coder, if its bases follow the text; result() then counts their bits at `context` tokens.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Cache:
 
 
 def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
-    """What attention sees through coded layers. sides: which of k and v are coded; the others stay exact."""
+    """A coder for coded layers. sides: which of k and v are coded; the others stay exact."""
     heads = {layer.shape.il: layer.heads for layer in layers}
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
@@ -68,11 +68,11 @@ def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
 
 
 def recent_coder(fit: Fit) -> Coder | None:
-    """What attention sees of recent rows in the window of `fit`; None: what they are."""
+    """A coder for recent rows in the window of `fit`; None: they are exact."""
     if fit.settings.window.recent_bits == 16:
         return None
-    found = zip(fit.calibration.layers, fit.layers, strict=True)
-    return _recent_of({stats.shape.il: list(layer.mean) for stats, layer in found if not isinstance(layer, Latent)})
+    layers = zip(fit.calibration.layers, fit.layers, strict=True)
+    return _recent_of({stats.shape.il: list(layer.mean) for stats, layer in layers if not isinstance(layer, Latent)})
 
 
 def _recent_of(means: Mapping[int, Sequence[F16]]) -> Coder:
@@ -87,7 +87,7 @@ def _recent_of(means: Mapping[int, Sequence[F16]]) -> Coder:
 
 
 def stock_coder(kind: str, sides: str = "kv") -> Coder:
-    """What attention sees through one of llama.cpp's cache types."""
+    """A coder for one of llama.cpp's cache types."""
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
         k = stock.round_trip(kind, k, keys=True) if "k" in sides else k
@@ -97,7 +97,7 @@ def stock_coder(kind: str, sides: str = "kv") -> Coder:
 
 
 def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
-    """Rows for llama.cpp's types, each as it is and with the exact window of `fit`."""
+    """Rows for llama.cpp's types, each without and with the exact window of `fit`."""
     window = fit.settings.window
     caches = []
     for kind in kinds:
@@ -112,7 +112,7 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
 
 
 def coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
-    """A layout at a budget, and what it takes."""
+    """A layout at a budget, and its size."""
     plan, narrow = fit.plan(kv_bits), fit.narrow(kv_bits)
     layers, _ = fit.code(plan, narrow)
     return layers, fit.account(plan, narrow)
@@ -132,19 +132,19 @@ def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -
 
 
 def uncalibrated_cache(base: Gguf, kv_bits: float, options: Options, sides: str) -> Cache:
-    """A row of bases from the weights alone. options: whose window and context are taken."""
-    asked = Options(window=options.window, center_k=options.center_k, bpe_context=options.bpe_context, kv_bits=kv_bits)
-    found = datafree.plan(base, asked)
-    coder, window, counted = layer_coder(found.layers, sides), found.settings.window, found.counted
+    """A row of bases from the weights alone. options: for their window and context."""
+    plain = Options(window=options.window, center_k=options.center_k, bpe_context=options.bpe_context, kv_bits=kv_bits)
+    planned = datafree.plan(base, plain)
+    coder, window, counted = layer_coder(planned.layers, sides), planned.settings.window, planned.counted
     name = f"subkv {kv_bits:g} uncalibrated"
     cache = Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent)
     if window.recent_bits != 16:
-        cache.recent = _recent_of({layer.shape.il: [head.k.mean for head in layer.heads] for layer in found.layers})
+        cache.recent = _recent_of({layer.shape.il: [head.k.mean for head in layer.heads] for layer in planned.layers})
     return cache
 
 
 def adaptive_cache(fit: Fit, base: Gguf, kv_bits: float, sides: str, text: str, stack: contextlib.ExitStack) -> Cache:
-    """Our row at a budget with bases that adapt as `text` says (--adapt). `stack` closes what it opens."""
+    """Our row at a budget with bases that adapt. text: of --adapt. stack: closes the layout."""
     layers, counted = coded(fit, kv_bits)
     engine = stack.enter_context(loaded(base, fit.calibration, fit.settings, counted, layers))
     coder = AdaptiveCoder(engine, layers, sides, *parse(text))
@@ -178,7 +178,7 @@ def run(
 
 
 def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
-    """One JSON object, runtime.perplexity's names. chunks_*: per head that adapts and text, None if none does."""
+    """One JSON object with runtime.perplexity's names. chunks_*: per adapting head and text, None if none adapts."""
     adaptive = cache.adaptive
     bits = adaptive.bits(cache.context) if adaptive else 0.0
     counts = ("opened", "refused", "merged")

@@ -1,6 +1,6 @@
 """Text to calib.safetensors: run a GGUF on text and keep the second moments of queries, keys and values.
 
-CLI: python -m converter.calibrate; what it does is in observe.py.
+CLI: python -m converter.calibrate. The work is in statistics_stage.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def main(
     model: Path, corpus: Corpus, output: Path, yes: bool, in_file: Path | None, n_sink: int, held_out: int
 ) -> None:
     """Collect the statistics of MODEL on text, for `convert --bases`."""
-    from converter.observe import calibrate_file  # numpy and the native libraries: not for a --help
+    # numpy and the native libraries: not for a --help
+    from converter.source import Source
+    from converter.statistics_stage import collect_statistics
     from subkv.format.calibration import read_calibration, write_calibration
 
     texts = corpus.read()
@@ -37,8 +39,8 @@ def main(
     check_writable(output)
     check_not_input(output, (("-m", model), *(("-f", path) for path in corpus.files)))
     check_new(output, yes or output == in_file)
-    with concerning(earlier="in_file"):
-        result, notes = calibrate_file(model, corpus, texts, n_sink, held_out, earlier)
+    with concerning(earlier="in_file"), Source(model) as source:
+        result, notes = collect_statistics(source, corpus, texts, n_sink, held_out, earlier)
     write_calibration(output, result)
     for note in notes:
         click.echo(note, err=True)

@@ -1,4 +1,4 @@
-"""`convert`: prepare a model, or write bases into a copy. Also `python -m converter.cli` and `python -m converter`."""
+"""`convert`: the command line of conversion.py. Also `python -m converter.cli` and `python -m converter`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converter import hf, plain, tables
+from converter import hf, tables
 from converter.corpus import PATH, Corpus, corpus_options, yes_option
 from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
-from subkv.base.files import check_new, check_not_input, check_writable
+from subkv.base.files import check_new, check_not_input
 from subkv.base.hub import hf_option, model_given
 from subkv.format.window import AS_FILE, N_RECENT, N_SINK, RECENT_BITS, Window
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
 if TYPE_CHECKING:
-    from subkv.plan.pipeline import Options, Result
+    from subkv.plan.pipeline import Options
 
 
-def planned(n_sink: int, n_recent: int, recent_bits: int | None, **methods: Any) -> Options:
-    """Flags of `convert` and `evaluate` as what to plan. methods: fields of Options. Raises for what contradicts."""
+def options_from_flags(n_sink: int, n_recent: int, recent_bits: int | None, **methods: Any) -> Options:
+    """Options from the flags of `convert` and `evaluate`. methods: fields of Options. Raises for contradictions."""
     from subkv.format.adapt import parse  # numpy and the native libraries: not for a --help
     from subkv.plan.pipeline import Options
 
@@ -42,15 +42,13 @@ recent_bits_option = click.option(
     "--recent-bits",
     type=click.Choice([str(RECENT_BITS), "16"]),
     callback=lambda _context, _option, value: value and int(value),
-    help="Bits of the last positions' elements; 16: as f16 has them. [default: 10, for budgets from 6.5 on 16]",
+    help="Bits per element of the last positions; 16: f16. [default: 10, for budgets from 6.5 on 16]",
 )
 
 plan_options = group(
     "options",
-    planned,
-    click.option(
-        "--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: what equals q8_0's quality]"
-    ),
+    options_from_flags,
+    click.option("--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: as good as q8_0]"),
     click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded"),
     click.option("--rank-k", type=int, help="Most K coefficients per head. [default: the head size]"),
     click.option("--rank-v", type=int, help="Most V coefficients per head. [default: the head size]"),
@@ -66,7 +64,7 @@ plan_options = group(
     click.option("--n-recent", type=int, default=N_RECENT, help="Last positions kept exact."),
     recent_bits_option,
     click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]"),
-    click.option("--adapt", help="How bases follow the text by default, of k, v or kv: v,length=512. [default: not]"),
+    click.option("--adapt", help="Let bases of k, v or kv follow the text by default: v,length=512. [default: no]"),
 )
 
 
@@ -76,29 +74,31 @@ plan_options = group(
 @click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
 @corpus_options(
     "UTF-8 text to calibrate on. [default: built-in texts]",
-    "Most chunks, shared among the texts. [default: all, of the built-in texts enough: 8 or more]",
+    "Maximum chunks, distributed over the texts. [default: all; of the built-in texts 8 or more]",
     required=False,
 )
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
-    help="Time for sensitivities, after the calibration; 0: none. More of it later goes on. [default: what they need]",
+    help="Time limit for sensitivities; 0: none. A later run with a larger limit resumes. [default: no limit]",
 )
 @click.option(
-    "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights made of a folder. [default: auto, 16 bits]"
+    "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights of the GGUF for a folder. [default: auto, 16 bits]"
 )
 @click.option(
     "--quantize",
     type=click.Choice(TYPES, case_sensitive=False),
     metavar="TYPE",
-    help=f"Weights of a folder quantized by llama.cpp: {', '.join(TYPES)}.",
+    help=f"Quantize a folder's weights with llama.cpp: {', '.join(TYPES)}.",
 )
-@click.option("-o", "--output", type=PATH, help="Copy of the model to write, with bases; with --sidecar only those.")
+@click.option(
+    "-o", "--output", type=PATH, help="Copy of the model to write, with bases; with --sidecar only the bases."
+)
 @click.option("--embed", is_flag=True, help="Write the copy as MODEL.subkv.gguf; the default with --bases.")
 @click.option("--sidecar", is_flag=True, help="Write the sidecar beside the model: MODEL.subkv-sidecar.gguf.")
 @yes_option
 @plan_options
-@click.option("--dry-run", is_flag=True, help="Say what the cache would cost and give; write nothing for programs.")
+@click.option("--dry-run", is_flag=True, help="Report size and quality; write no bases.")
 @click.option("-v", "--verbose", is_flag=True, help="List all layers.")
 def main(
     model: Path | None,
@@ -116,33 +116,33 @@ def main(
     dry_run: bool,
     verbose: bool,
 ) -> None:
-    """Prepare MODEL for a cache of coefficients: calibrate, plan, and keep the bases where all programs find them.
+    """Prepare MODEL for a cache of coefficients: calibrate, plan, and store the bases where all programs find them.
 
-    With -o, --embed or --bases they go into the metadata of a copy of MODEL, whose weights stay byte-identical.
+    With -o, --embed or --bases they are written into the metadata of a copy of MODEL, whose weights stay
+    byte-identical.
 
-    MODEL is a GGUF, its name on the Hugging Face hub (-hf) or, with the extra torch, a Hugging Face folder, which
-    becomes one first.
+    MODEL is a GGUF, its name on the Hugging Face hub (-hf) or, with the extra torch, a Hugging Face folder, which is
+    converted to a GGUF first.
     """
     # here, so that --help loads neither numpy nor the native libraries
-    from converter.prepare import CalibrationRequest
-    from converter.sources import Sources, prepared
+    from converter.conversion import Conversion
+    from converter.stored_calibration import CalibrationRequest
     from subkv.engine.memory import available_memory
-    from subkv.native.gguf import Gguf
 
     if bases is not None and corpus.files:
         raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
     if bases is not None and minutes is not None:
-        raise click.UsageError("expected --bases with a calibration or --minutes to measure in, found both")
+        raise click.UsageError("expected --bases with a calibration or --minutes for sensitivities, found both")
     if sidecar and embed:
         raise click.UsageError("expected --sidecar or --embed, found both")
     if hf_repo and output is None and (sidecar or embed or bases is not None):
-        raise click.UsageError("-hf: expected -o FILE for what is not kept for all programs, found none")
+        raise click.UsageError("-hf: expected -o FILE with --sidecar, --embed or --bases, found none")
     named = f"-hf {hf_repo}" if hf_repo else f"-m {shlex.quote(str(model))}"
     model = model_given(model, hf_repo)
     if model is None:
         raise click.UsageError("expected MODEL or -hf USER/MODEL, found neither")
     if sidecar and model.is_dir():
-        raise SubkvError("sidecar", f"expected a GGUF as MODEL, which the sidecar goes with, found {model}")
+        raise SubkvError("sidecar", f"expected a GGUF as MODEL for a sidecar, found {model}")
     target = output
     if output is None and (sidecar or embed or bases is not None or model.is_dir()):
         target = default_output(model, sidecar, quantize)
@@ -150,37 +150,23 @@ def main(
         check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
         check_new(target, yes or dry_run)
     request = CalibrationRequest(corpus, options.window.n_sink, options.window.n_recent, minutes)
-    sources = Sources(model, bases, request, outtype, quantize)
-    with prepared(sources, target, copy=target is not None and not sidecar and not dry_run) as (base, calibration):
-        place = target or stored_sidecar(base)
-        sidecar = sidecar or target is None
-        result = convert_file(base, calibration, None if dry_run else place, options, sidecar, True, bases is None)
-        with Gguf(base) as opened:
-            weights = opened.n_bytes
+    conversion = Conversion(model, bases, request, options, target, sidecar, outtype, quantize, dry_run)
+    result, path, weights = conversion.run()
     for line in tables.layout(result, verbose):
         click.echo(line)
-    cost = plain.Cost.of_result(result)
-    for line in plain.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
+    cost = tables.Cost.of_result(result)
+    for line in tables.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
         click.echo(line)
     for note in result.notes:
         key = "files" if note.key == "calibration" and bases is None else note.key
         click.echo(sentence(SubkvError(key, note.reason)), err=True)
     if dry_run:
-        kept = "" if bases is not None else "; what was calibrated is kept for the next run"
-        click.echo(f"dry run: nothing was written{kept}")
+        kept = "" if bases is not None else "; the calibration is kept for the next run"
+        click.echo(f"dry run: no bases were written{kept}")
     else:
-        click.echo(f"wrote {place}")
+        click.echo(f"wrote {path}")
         if target is None:
-            click.echo(f"programs find it for {model} by themselves: subkv chat {named}")
-
-
-def stored_sidecar(model: Path) -> Path:
-    """Where the store has that of a GGUF."""
-    from subkv.format import store  # numpy and the native libraries: not for a --help
-    from subkv.native.gguf import Gguf
-
-    with Gguf(model) as base:
-        return store.entry(base).sidecar
+            click.echo(f"programs find it for {model} automatically: subkv chat {named}")
 
 
 def default_output(model: Path, sidecar: bool = False, quantize: str | None = None) -> Path:
@@ -190,40 +176,7 @@ def default_output(model: Path, sidecar: bool = False, quantize: str | None = No
         return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")
     from subkv.format import store  # the native libraries: not for a --help
 
-    return store.beside(model) if sidecar else model.with_name(f"{store.stem(model)}.subkv.gguf")
-
-
-def convert_file(
-    model: Path,
-    bases: Path,
-    output: Path | None,
-    options: Options,
-    sidecar: bool = False,
-    progress: bool = False,
-    hashed: bool = False,
-) -> Result:
-    """Convert `model` with the calibration `bases`; output None: only plan. progress: bars.
-
-    hashed: the calibration's hash was compared with the model's bytes, which a sidecar then need not do again. Raises
-    SubkvError; then no file was written.
-    """
-    from subkv.format import metadata  # numpy and the native libraries: not for a --help
-    from subkv.format.calibration import read_calibration
-    from subkv.native.gguf import SHA256_KEY, Gguf, write_copy, write_sidecar
-    from subkv.plan.pipeline import convert
-
-    calibration = read_calibration(bases)
-    with Gguf(model) as base:
-        if output is not None:
-            check_not_input(output, [*(("the model", file) for file in base.files), ("--bases", bases)])
-            check_writable(output)
-        result = convert(base, calibration, options, progress)
-        if output is not None:
-            values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
-            if hashed:
-                values[SHA256_KEY] = ("str", calibration.model_sha256)
-            (write_sidecar if sidecar else write_copy)(base, output, values, progress)
-    return result
+    return store.sidecar_path(model) if sidecar else model.with_name(f"{store.stem(model)}.subkv.gguf")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Texts and their chunks of tokens: what calibration, sensitivities and evaluation run a model on.
+"""Texts and their chunks of tokens, on which calibration, sensitivities and evaluation run a model.
 
-runtime.perplexity cuts as llama-perplexity does, whose numbers it is compared with: any bytes less their last newline,
-tokenized at once, at least two chunks without gaps, the first token of each replaced by BOS. Nothing here fits that.
+runtime.perplexity cuts differently, as llama-perplexity does, so that their numbers can be compared: any bytes without
+the last newline, tokenized at once, at least two chunks without gaps, the first token of each replaced by BOS.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 MIN_TOKENS = 64  # shortest text worth a chunk
 PIECE = 1 << 18  # bytes of text tokenized at once
-HELD_OUT = 8  # calibration holds every 8th chunk out
-INTERRUPTED = "interrupted: nothing was written"  # what programs that write one file say on Ctrl-C
+HELD_OUT = 8  # calibration holds out every 8th chunk
+INTERRUPTED = "interrupted: nothing was written"  # by programs that write one file, on Ctrl-C
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text to run a model on. source: provenance for the file. special: control tokens are written out in it."""
+    """A text to run a model on. source: provenance for the file. special: it contains names of control tokens."""
 
     source: TextSource
     data: bytes
@@ -37,7 +37,7 @@ class Text:
 
 
 class Tokenizer(Protocol):
-    """What cutting needs of a model."""
+    """A model as cut() uses it."""
 
     @property
     def bos(self) -> int | None:
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 def read_text(path: Path) -> Text:
     """Raises SubkvError about `files` for a missing or unreadable file and for bytes that are not UTF-8."""
-    from subkv.format.calibration import TextSource  # numpy, for which a --help does not wait
+    from subkv.format.calibration import TextSource  # numpy: not for a --help
 
     try:
         data = path.read_bytes()
@@ -84,8 +84,8 @@ def cut(
 ) -> list[tuple[int, ...]]:
     """At most `chunks` chunks of n_ctx tokens, an equal share from the start of every text, text after text.
 
-    The first token is BOS where the model adds one. Ends of texts are left out, but for one that is shorter than a
-    chunk: it is refused if `whole`, else it gives one short chunk if it has MIN_TOKENS tokens.
+    The first token is BOS where the model adds one. The rest of a text that does not fill a chunk is left out. A text
+    shorter than a chunk is refused if `whole`, else it gives one short chunk if it has MIN_TOKENS tokens.
     Raises SubkvError about `files` for a text that is too short, about `chunks` for a limit that leaves a text out.
     """
     if chunks is not None and chunks < len(texts):
@@ -126,7 +126,7 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Overwrite a file th
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a program runs a model on, and how. n_ctx: tokens per chunk; chunks None: all; threads None: all."""
+    """Texts and how to run a model on them. n_ctx: tokens per chunk; chunks None: all; threads None: all."""
 
     files: tuple[Path, ...]
     n_ctx: int
@@ -144,11 +144,11 @@ class Corpus:
 
 def corpus_options(
     text: str = "UTF-8 text to calibrate on.",
-    chunks: str = "Most chunks, shared among the texts. [default: all]",
+    chunks: str = "Maximum chunks, distributed over the texts. [default: all]",
     n_chunks: int | None = None,
     required: bool = True,
 ) -> Callable[..., Any]:
-    """-f, -c, --chunks and -t as one argument `corpus`. text, chunks: help; n_chunks: the default."""
+    """-f, -c, --chunks and -t as one argument `corpus`. text, chunks: help texts; n_chunks: the default."""
     return group(
         "corpus",
         Corpus,

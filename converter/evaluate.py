@@ -4,8 +4,8 @@
     python -m converter.evaluate -m M.gguf --bases calib.safetensors --held-out
 
 Chunks of n_ctx tokens, each from an empty cache; the second half of each is scored against the same model with exact
-keys and values, under runtime.perplexity's names. llama.cpp's cache types stand in the same table twice: as they are,
-and with the exact window of our rows ("+ window"). --adapt adds our rows with bases that follow the text.
+keys and values, under runtime.perplexity's names. The table has llama.cpp's cache types twice: without and with the
+exact window of our rows ("+ window"). --adapt adds our rows with bases that follow the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converter import tables
-from converter.cli import planned, recent_bits_option
+from converter.cli import options_from_flags, recent_bits_option
 from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
@@ -70,7 +70,7 @@ evaluate_options = stack(
     click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none."),
     group(
         "options",
-        planned,
+        options_from_flags,
         click.option("--basis-k", type=click.Choice(BASES_K), help="As of convert."),
         click.option("--basis-v", type=click.Choice(BASES_V), help="As of convert."),
         click.option("--center-k/--no-center-k", default=True, help="As of convert."),
@@ -86,7 +86,7 @@ evaluate_options = stack(
         "--adapt",
         multiple=True,
         metavar="SIDES[,NAME=VALUE...]",
-        help="A row more per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
+        help="Another row per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
     ),
     click.option("--plot", type=PATH, help="Draw bits against KLD (extra plot)."),
     click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md"),
@@ -108,9 +108,9 @@ def run(
     output: str,
     others: Others | None = None,
 ) -> None:
-    """What evaluate_options ask for.
+    """Evaluate. The other arguments are those of evaluate_options.
 
-    others: more caches for the table, made of a fit, the model, the sides that are coded, and the length of a chunk.
+    others: gives more caches for the table, from a fit, the model, the sides that are coded, and the length of a chunk.
     """
     if not corpus.files and not held_out:
         raise click.UsageError("-f: expected a text or --held-out, found neither")
@@ -147,7 +147,7 @@ def run(
     for how in adapt:
         parse(how)
     with contextlib.ExitStack() as opened:
-        if adapt:  # the window of these holds halves: like is to be compared with like
+        if adapt:  # their window holds halves, so all windows do
             options = replace(options, window=replace(options.window, recent_bits=16))
         with Gguf(model) as base:
             fit = Fit(base, calibration, options, progress=True)
@@ -180,9 +180,9 @@ def run(
 
 @command("evaluate", interrupted=INTERRUPTED)
 @evaluate_options
-def main(**asked: Any) -> None:
+def main(**arguments: Any) -> None:
     """KLD of layouts and of llama.cpp's cache types in float32."""
-    run(**asked)
+    run(**arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sensitivities by backpropagation: what an error in a cached key or value does to the next-token distributions.
+"""Sensitivities by backpropagation: the effect of errors in cached keys or values on next-token distributions.
 
 For small errors δ the KLD of a distribution p from its disturbed self is ½ δᵀ F δ with the Fisher information
 F = E_y [g gᵀ], g = ∂ ln p(y)/∂(cached vector), y drawn from p (for example Amari, Natural Gradient Works Efficiently in
@@ -74,7 +74,7 @@ def _gradients(
     leaves: dict[int, Any] = {}
 
     def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-        # Separate zeros on the coded and on the exact reading of a cell tell their gradients apart.
+        # Separate zeros on the coded and on the exact reading of a cell separate their gradients.
         zeros = [torch.zeros_like(x, requires_grad=True) for x in (k, k, v, v)]
         leaves[il] = zeros
 
@@ -103,7 +103,7 @@ def _gradients(
 
 
 def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
-    """The calibration's bases as `convert` would fit them. Raises SubkvError for what convert would refuse."""
+    """The calibration's bases as `convert` would fit them. Raises SubkvError where convert would."""
     options = Options(window=Window(calibration.n_skip, n_recent), bpe_context=ROWS_ONLY)
     return Fit(base, calibration, options, progress=True)
 
@@ -111,11 +111,12 @@ def probe(base: Gguf, calibration: Calibration, n_recent: int) -> Fit:
 def with_corrections(
     reference: Reference, base: Gguf, calibration: Calibration, chunks: Sequence[Sequence[int]], n_threads: int
 ) -> Calibration:
-    """The calibration with its predictions corrected by what is measured on `chunks`, text that did not enter it.
+    """The calibration with its predictions corrected by measurements on `chunks`, text that did not enter it.
 
     Second order, with errors taken as independent of how much a cell is attended, predicts too little where attention
-    is rare and decisive (SmolLM2: 2.0 times beyond a window of 128 tokens, right without a window). One layout and q8_0
-    are therefore run for real. A factor that cannot be measured (a KLD of zero, a head size that q8_0 refuses) stays 1.
+    is rare and decisive (SmolLM2: half of the KLD beyond a window of 128 tokens, all of it without a window). So one
+    layout and q8_0 are run for real. A factor that cannot be measured (a KLD of zero, a head size that q8_0 refuses)
+    stays 1.
     """
     assert calibration.sensitivity is not None
     fit = probe(base, calibration, calibration.sensitivity.n_recent)
@@ -124,8 +125,8 @@ def with_corrections(
     if predicted is not None:
         caches.append(Cache(TARGET, stock_coder(TARGET), 0.0, 0.0, predicted=predicted))
     run(reference, caches, chunks, n_threads, progress=True)
-    found: dict[str, Any] = {}
+    factors: dict[str, Any] = {}
     for name, cache in zip(("correction", "correction0"), caches, strict=False):
         kld = cache.scores.summary()["mean_kld"]
-        found[name] = kld / cache.predicted if kld > 0.0 and cache.predicted else 1.0
-    return replace(calibration, sensitivity=replace(calibration.sensitivity, **found), sha256="")
+        factors[name] = kld / cache.predicted if kld > 0.0 and cache.predicted else 1.0
+    return replace(calibration, sensitivity=replace(calibration.sensitivity, **factors), sha256="")

@@ -1,7 +1,7 @@
-"""A Hugging Face folder to a GGUF: llama.cpp's own converter and quantizer, with the disk space told before.
+"""A Hugging Face folder to a GGUF, by llama.cpp's own converter and quantizer; disk space is checked first.
 
-The converter is the pinned llama.cpp's convert_hf_to_gguf.py, which the build puts beside the libraries together with
-the gguf package it needs. Both run as processes of their own. Nothing is downloaded. Extra `torch`.
+The converter is the pinned llama.cpp's convert_hf_to_gguf.py, which the build copies beside the libraries, with the
+gguf package that it needs. Both run as separate processes. Nothing is downloaded. Extra `torch`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from subkv.base.errors import SubkvError, need_packages
@@ -28,7 +28,7 @@ _REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.
 
 
 def converter_path() -> Path:
-    """llama.cpp's converter beside the libraries. Raises SubkvError when it is not there."""
+    """llama.cpp's converter in the folder of the libraries. Raises SubkvError when it is missing."""
     library.load()  # names missing libraries
     path = library.lib_dir() / "llama.cpp" / "convert_hf_to_gguf.py"
     if not path.is_file():
@@ -61,24 +61,24 @@ def _count_safetensors(path: Path) -> int:
 
 
 def check_space(output: Path, n_weights: int, outtype: str, quantize: str | None, copy: bool) -> None:
-    """Refuse a disk on which the files that exist at one time do not fit. Raises SubkvError with the arithmetic.
+    """Refuse a disk on which the files that exist at one time do not fit. Raises SubkvError with the sum.
 
-    They lie beside `output`. copy: the last GGUF will be copied there, too.
+    The files are in the folder of `output`. copy: `output` will be a copy of the last GGUF.
     """
     folder = output.parent
-    made = last = (f"as {outtype}", OUTTYPES[outtype] * n_weights)
+    whole = last = (f"as {outtype}", OUTTYPES[outtype] * n_weights)
     moments = []
     if quantize is not None:
         # a mixture of types is named by its most frequent one; embeddings and some layers get more
         bits = int(re.findall(r"\d", quantize)[0]) + 2
         last = (f"as {quantize}", bits / 8 * n_weights)
-        moments.append([made, last])
+        moments.append([whole, last])
     moments.append([last, ("with bases", last[1])] if copy else [last])
     at_once = max(moments, key=lambda files: sum(size for _, size in files))
     needed = sum(size for _, size in at_once)
     free = shutil.disk_usage(folder).free
     if free < needed:
-        terms = " + ".join(f"{size / MIB:.0f} MiB {what}" for what, size in at_once)
+        terms = " + ".join(f"{size / MIB:.0f} MiB {name}" for name, size in at_once)
         raise SubkvError(
             "output",
             f"expected about {needed / MIB:.0f} MiB free in {folder} for {n_weights / 1e6:.1f} million weights "
@@ -94,6 +94,32 @@ def check_packages(folder: Path) -> None:
     need_packages("torch", names)
 
 
+def check(folder: Path, outtype: str, quantize: str | None, output: Path, copy: bool) -> None:
+    """Refuse everything about a folder that can be refused before the long run. copy: as check_space()."""
+    n_weights = count_weights(folder)
+    check_packages(folder)
+    converter_path()
+    if quantize is not None and OUTTYPES[outtype] < 2:
+        raise SubkvError("quantize", f"expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
+    check_space(output, n_weights, outtype, quantize, copy)
+
+
+def convert(
+    folder: Path, outtype: str, quantize: str | None, n_threads: int, work: Path, announce: Callable[[str], None]
+) -> Path:
+    """The folder's GGUF in the folder `work`; of two, only the last stays on the disk. announce: called per step."""
+    announce(f"llama.cpp's converter: {folder} to a GGUF, {outtype}")
+    whole = work / "model.gguf"
+    to_gguf(folder, outtype, whole)
+    if quantize is None:
+        return whole
+    announce(f"llama.cpp's quantizer: {quantize}")
+    quantized = work / f"model-{quantize}.gguf"
+    to_quantized(whole, quantize, n_threads, quantized)
+    whole.unlink()
+    return quantized
+
+
 def to_gguf(folder: Path, outtype: str, target: Path) -> None:
     """Run llama.cpp's converter. Raises SubkvError with the converter's own reason."""
     command = [sys.executable, str(converter_path()), str(folder), "--outfile", str(target), "--outtype", outtype]
@@ -106,10 +132,10 @@ def to_quantized(source: Path, quantize: str, n_threads: int, target: Path) -> N
     _run(command, f"quantizing to {quantize}", "quantize", f"llama.cpp's quantizer refuses {quantize}")
 
 
-def _run(command: Sequence[str], what: str, key: str, refused: str) -> None:
-    """Run a program whose stderr tells how far it is, behind a progress bar; an exception in here ends it.
+def _run(command: Sequence[str], step: str, key: str, refused: str) -> None:
+    """Run a program that reports its progress on stderr, behind a progress bar; an exception here ends it.
 
-    Raises SubkvError about `key`, `refused` and the program's reason, when it fails.
+    Raises SubkvError about `key`, with `refused` and the program's reason, when it fails.
     """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     lines: deque[str] = deque(maxlen=200)  # searched for its reason
@@ -122,14 +148,13 @@ def _run(command: Sequence[str], what: str, key: str, refused: str) -> None:
         encoding="utf-8",
         errors="replace",
     )
-    with process, progress_bar(what, 100, "%") as bar:
+    with process, progress_bar(step, 100, "%") as bar:
         try:
             assert process.stderr is not None
             for line in process.stderr:  # \r ends a line, too
                 lines.append(line.rstrip())
-                found = _POSITION.match(line)
-                if found:
-                    percent, i, n = found.groups()
+                if position := _POSITION.match(line):
+                    percent, i, n = position.groups()
                     bar.update((int(percent) if percent else 100 * int(i) // int(n)) - bar.n)
         except BaseException:
             process.kill()
@@ -137,5 +162,5 @@ def _run(command: Sequence[str], what: str, key: str, refused: str) -> None:
     if process.returncode != 0:
         status = process.returncode
         ended = f"it was ended by signal {-status}" if status < 0 else f"exit status {status} without a reason"
-        reasons = (found[1] or found[2] for found in map(_REASON.match, reversed(lines)) if found)
+        reasons = (match[1] or match[2] for match in map(_REASON.match, reversed(lines)) if match)
         raise SubkvError(key, f"{refused}: {next(reasons, ended)}")

@@ -1,7 +1,7 @@
 """llama.cpp's quantizer as a program: python -m converter.quantize SOURCE TARGET TYPE N_THREADS
 
-A program of its own (converter.hf runs it) because the function cannot be stopped: ending the process is what Ctrl-C
-does. llama.cpp's log, with a line for every tensor, goes to stderr.
+A separate program, run by converter.hf, because the function cannot be stopped: Ctrl-C ends the process. llama.cpp's
+log, with a line for every tensor, goes to stderr.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from subkv.format.calibration import Calibration
 from subkv.native.gguf import Gguf
 from subkv.plan.positions import halves_of_neighbours
 
-Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> what attention sees of them
+Coder = Callable[[int, F32, F32], tuple[F32, F32]]  # (il, k, v) [n_head_kv, n, d] -> as attention reads them
 
 QUERIES = 256  # query rows per piece: bounds the score matrix
 NAME = "subkv_reference"
-# what changes attention or logits in ways that this module does not follow: members of a config, arguments of attention
+# members of a config and arguments of attention that change attention or logits in unsupported ways
 UNSUPPORTED = (
     *("attn_logit_softcapping", "attn_logit_softcap", "final_logit_softcapping"),
     *("logit_scale", "logits_scaling"),
@@ -34,8 +34,8 @@ EXTRAS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
 
 def _not_here(reason: str) -> SubkvError:
-    """A model that this module does not follow, and what does."""
-    engine = "`subkv perplexity --compare f16,q8_0,subkv` compares caches in the engine, and takes it"
+    """A model that this module does not support, and the program that does."""
+    engine = "`subkv perplexity --compare f16,q8_0,subkv` compares caches in the engine, which supports it"
     return SubkvError("model", f"{reason}; {engine}")
 
 
@@ -75,7 +75,7 @@ def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, 
 
 
 class Reference:
-    """One model in float32. Raises SubkvError when it cannot be loaded or has attention that is not understood.
+    """One model in float32. Raises SubkvError when it cannot be loaded or its attention is not supported.
 
     n_layer, n_head, n_head_kv, d: attention shapes. key_order: [d] index into a key of transformers for every
     coordinate of llama.cpp's key; the identity until `match` has found it.
@@ -95,7 +95,7 @@ class Reference:
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
             if not path.exists():
                 raise SubkvError("model", f"expected a GGUF or a Hugging Face folder, found nothing at {path}")
-            with Gguf(path) as base:  # refuses what is not a whole GGUF with a better sentence than transformers'
+            with Gguf(path) as base:  # refuses what is not a whole GGUF with a better message than transformers'
                 if len(base.files) > 1:
                     raise SubkvError(
                         "model",
@@ -126,7 +126,7 @@ class Reference:
         self._probe()
 
     def _probe(self) -> None:
-        """Raises SubkvError for a model whose layers do not all call our attention with what it understands."""
+        """Raises SubkvError unless all layers call our attention with arguments that it supports."""
         seen = set()
 
         def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
@@ -199,9 +199,9 @@ class Reference:
     def coded_logits(
         self, tokens: Sequence[int], first: int, coder: Coder, n_sink: int, n_recent: int, recent: Coder | None = None
     ) -> F32:
-        """As logits(), with all keys and values outside the exact window replaced by what `coder` makes of them.
+        """As logits(), with all keys and values outside the exact window replaced by those of `coder`.
 
-        recent: makes of those in the window, but for sinks, what is held; None: it holds them as they are.
+        recent: coder of those in the window except sinks; None: they are exact.
         """
         import torch
 
@@ -256,7 +256,7 @@ class Reference:
 
 
 def _uneven(moments: F64) -> F64:
-    """Second moments [n, d, d] less what an isotropic distribution of the same energy has: what tells models apart."""
+    """Second moments [n, d, d] less those of an isotropic distribution of equal energy: the differences of models."""
     d = moments.shape[-1]
     even = np.trace(moments, axis1=1, axis2=2)[:, None, None] / d * np.eye(d)
     return moments - even + np.finfo(np.float64).tiny

@@ -1,4 +1,4 @@
-"""What errors in cached keys and values do to the residual stream: exact attention over the rows of one text, in numpy.
+"""The effect of errors in cached keys and values on the residual stream: exact attention over one text, in numpy.
 
 A query with weights α over the cells reads o = Σ α_i v_i. Errors ε_i of values and κ_i of keys add, to first order,
 Σ α_i ε_i and Σ α_i s (q·κ_i)(v_i − o) to it, and W_o times that to the stream. Heads of a group read the same cells.
@@ -63,13 +63,13 @@ def metrics(
     rows: Rows, shape: LayerShape, gram: Gram, window: Window, values: F32 | None = None, joint: bool = False
 ) -> dict[str, F64]:
     """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
-    of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Every row is coded in steps of its own,
-    so errors grow with sizes(), C on average. Those of different cells are independent, but equal tokens of the first
-    layer, known by their equal values, are coded alike: values, and keys but for what their positions turn.
+    of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Every row has quantization steps of its
+    own, so errors grow with sizes(), C on average. Errors of different cells are independent, except that equal tokens
+    of the first layer, detected by their equal values, have equal errors in values, and in keys up to their rotation.
 
-    gram: W_o,hᵀ W_o,h' of two heads of a group. values: what heads make of a row before it reads them, [n_head, d,
-    d_v]; None: they are read as they are. k, v count errors in cells outside the exact window, k0, v0 in all but the
-    sinks. joint: a value is a part of its key's row, and has its steps.
+    gram: W_o,hᵀ W_o,h' of two heads of a group. values: [n_head, d, d_v], by which heads multiply a row before they
+    read it; None: they read the row itself. k, v count errors in cells outside the exact window, k0, v0 in all except
+    the sinks. joint: a value is a part of its key's row, with the same steps.
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
     sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}
@@ -108,20 +108,20 @@ def metrics(
                     cost -= np.einsum("td,td->t", out[i] @ metric, mean if values is None else w @ own[j])
                     cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
                     k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
-                    for side, found in (("k", k), ("v", both_read * shared[window_less][i][j - i])):
-                        sums[side + window_less][g] += found if i == j else found + found.T
+                    for side, part in (("k", k), ("v", both_read * shared[window_less][i][j - i])):
+                        sums[side + window_less][g] += part if i == j else part + part.T
     return sums
 
 
 def sizes(rows: F32) -> F32:
     """[n] norms of rows [n, d], their mean square 1."""
     squares = np.einsum("nd,nd->n", rows, rows)
-    found: F32 = np.sqrt(squares / max(float(squares.mean()), float(np.finfo(np.float32).tiny)))
-    return found
+    norms: F32 = np.sqrt(squares / max(float(squares.mean()), float(np.finfo(np.float32).tiny)))
+    return norms
 
 
 def alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    """An order of the rows in which equal ones are neighbours, and where each kind begins; None: no two are equal."""
+    """An order of the rows in which equal ones are neighbours, and the start of each kind; None: no two are equal."""
     _, kind = np.unique(v, axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     order = np.argsort(kind, kind="stable")
@@ -136,7 +136,7 @@ def _coded_parts(
     near: F32 | None,
     kinds: tuple[NDArray[np.intp], NDArray[np.intp]] | None,
 ) -> list[F32]:
-    """What errors in the coded cells are weighed by, for the softmax weights [T, n] of every head. size: of the cells;
+    """Weights of errors in the coded cells, from the softmax weights [T, n] of every head. size: of the cells;
     near: 1 for those that count, None: all do; kinds: of alike()."""
     out = []
     for a in read:

@@ -1,4 +1,4 @@
-"""Work that can be interrupted: partial sums of a calibration on disk, and going on from them."""
+"""Work that can be interrupted: a calibration's partial sums on disk, from which a later run resumes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from subkv.base.files import remove
 from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
-KEPT = "what has been done is kept: the same command goes on from there"
+SAVED = "progress is saved; run the same command again to resume"
 EVERY = 20.0  # seconds between checkpoints; writing one takes well below a second
 
 
-class Stopping:
-    """Ctrl-C inside the block sets `pressed` and says so; a second one is a KeyboardInterrupt.
+class Interrupt:
+    """The first Ctrl-C inside the block only sets `pressed` and is reported; the second one raises KeyboardInterrupt.
 
-    For work that wants to write down what is done first. Threads but the main one get no signals, and change nothing.
+    For work that saves its progress first. Only the main thread gets signals; in others this does nothing.
     """
 
     def __init__(self) -> None:
         self.pressed = False
         self._before: Any = None
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._press)
         return self
@@ -43,21 +43,21 @@ class Stopping:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
-        note("stopping behind the tokens that are being read; Ctrl-C again stops at once")
+        note("stopping after the current tokens; Ctrl-C again stops at once")
 
 
-class Keeper(Protocol):
-    """What a calibration asks of whoever keeps what it has done."""
+class CheckpointStore(Protocol):
+    """Where the statistics stage saves its progress."""
 
     def load(self, total: int) -> tuple[int, Calibration | None]:
         """How many of `total` batches are done, and their sums."""
 
     def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
-        """So many batches are done; sums None: cannot be gone on from here. May raise KeyboardInterrupt."""
+        """So many batches are done; sums None: no run can resume here. May raise KeyboardInterrupt."""
 
 
-class NoKeeper:
-    """Everything is done at once or not at all."""
+class NoCheckpoints:
+    """Saves nothing."""
 
     def load(self, total: int) -> tuple[int, Calibration | None]:
         return 0, None
@@ -67,56 +67,56 @@ class NoKeeper:
 
 
 class Checkpoints:
-    """Partial sums as files NAME.DONE-of-TOTAL.part: each is a calibration, whole or not there; the last counts.
+    """Partial sums as files NAME.DONE-of-TOTAL.part: each is a calibration, complete or absent; the last one counts.
 
-    From load() to the end of the block Ctrl-C waits for the batch that is running; then what is done is written, and
-    KeyboardInterrupt raised. A second one is that at once.
+    From load() to the end of the block, Ctrl-C waits for the current batch, saves the sums and raises
+    KeyboardInterrupt. A second Ctrl-C raises it at once.
     """
 
     def __init__(self, name: Path) -> None:
         self._name = name
-        self._stopping = contextlib.ExitStack()
+        self._interrupts = contextlib.ExitStack()
         self._written = time.monotonic()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.close()
+        self._interrupts.close()
 
     def _path(self, done: int, total: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{done:06d}-of-{total:06d}.part")
 
-    def _found(self) -> list[Path]:
+    def _files(self) -> list[Path]:
         return sorted(self._name.parent.glob(f"{glob.escape(self._name.name)}.*.part"))
 
     def load(self, total: int) -> tuple[int, Calibration | None]:
         self._total = total
-        self._stop = self._stopping.enter_context(Stopping())
-        for path in reversed(self._found()):
+        self._interrupt = self._interrupts.enter_context(Interrupt())
+        for path in reversed(self._files()):
             done = int(path.name.split(".")[-2].partition("-")[0])
             if path != self._path(done, total):
                 continue
             try:
                 return done, read_calibration(path)
             except SubkvError as error:
-                note(f"note: {path} cannot be gone on from ({error}); what it held is done again")
+                note(f"note: {path} cannot be resumed ({error}); starting over")
         return 0, None
 
     def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
-        stop = self._stop.pressed
+        stop = self._interrupt.pressed
         if sums is not None and (stop or time.monotonic() - self._written > EVERY):
             write_calibration(self._path(done, self._total), sums())
-            for path in self._found():
+            for path in self._files():
                 if path != self._path(done, self._total):
                     remove(path)
             self._written = time.monotonic()
         if stop:
-            if self._found():
-                note(KEPT)
+            if self._files():
+                note(SAVED)
             raise KeyboardInterrupt
 
     def clear(self) -> None:
-        """Remove all files: the whole is written."""
-        for path in self._found():
+        """Remove all files, after the whole calibration is written."""
+        for path in self._files():
             remove(path)

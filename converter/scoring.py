@@ -40,6 +40,15 @@ def log_softmax(logits: F32) -> F64:
     return x
 
 
+def mean_kld(exact: F32, other: F32) -> float:
+    """Mean KLD of rows of logits [n, n_vocab] from the exact ones, nats."""
+    total = 0.0
+    for i in range(0, len(exact), ROWS):
+        log_p = log_softmax(exact[i : i + ROWS])
+        total += float(np.sum(np.exp(log_p) * (log_p - log_softmax(other[i : i + ROWS]))))
+    return total / len(exact)
+
+
 @dataclasses.dataclass
 class Scores:
     """Per-token results of one cache over everything scored so far; the base's columns are empty without a base."""

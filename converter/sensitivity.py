@@ -1,14 +1,15 @@
-"""Measure what errors in the cache do to a model's next-token distributions and add it to a calibration.
+"""Measure the effect of errors in the cache on a model's next-token distributions, and add it to a calibration.
 
     python -m converter.sensitivity -m M.gguf --bases calib.safetensors -f TEXT -o calib.safetensors
 
-Methods and units: sensing.py (in the engine, the default), fisher.py (by backpropagation: the yardstick; extra `torch`,
-memory for the model in float32). The result lets `convert` choose bases and bits by their effect on the output
-(kld-aware) and predict the KLD of a layout.
+Methods and units: sensitivity_trials.py (in the engine, the default), fisher.py (by backpropagation, to check the
+former; extra `torch`, memory for the model in float32). With the result, `convert` chooses bases and bits by their
+effect on the output (kld-aware) and predicts the KLD of a layout.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ TOO_FEW = {ENGINE: 1, FISHER: 2}  # chunks in all
 @command("sensitivity", interrupted=INTERRUPTED)
 @model_option("GGUF model; a Hugging Face folder with method fisher.")
 @bases_option("Calibration of the model to add to.")
-@corpus_options("UTF-8 text.", f"Most chunks. [default: {CHUNKS[ENGINE]}; fisher: {CHUNKS[FISHER]}]")
+@corpus_options("UTF-8 text.", f"Maximum chunks. [default: {CHUNKS[ENGINE]}; fisher: {CHUNKS[FISHER]}]")
 @click.option("-o", "--output", required=True, type=PATH, help="May be the same as --bases.")
 @click.option("--method", type=click.Choice([ENGINE, FISHER]), default=ENGINE, help="fisher needs the extra torch.")
 @click.option("--minutes", type=click.FloatRange(0.0, min_open=True), help="Time for method engine. [default: all]")
@@ -40,7 +41,7 @@ TOO_FEW = {ENGINE: 1, FISHER: 2}  # chunks in all
     "--n-recent",
     default=N_RECENT,
     type=click.IntRange(0, MAX_RECENT),
-    help="Exact window that convert will be given, or a smaller one.",
+    help="Exact window of the later conversion, or a smaller one.",
 )
 def main(
     model: Path, bases: Path, corpus: Corpus, output: Path, method: str, minutes: float | None, n_recent: int
@@ -54,7 +55,7 @@ def main(
     if corpus.n_ctx <= n_recent + calibration.n_skip:
         raise SubkvError("n_ctx", f"expected more than the exact window of {n_recent} tokens, found {corpus.n_ctx}")
     if method == ENGINE:
-        result = _sensed(model, calibration, corpus, texts, n_recent, minutes)
+        result = _engine(model, calibration, corpus, texts, n_recent, minutes)
     elif minutes is None:
         result = _fisher(model, calibration, corpus, texts, n_recent)
     else:
@@ -73,27 +74,28 @@ def _pieces(corpus: Corpus, pieces: list[tuple[int, ...]], method: str) -> list[
     return pieces
 
 
-def _sensed(
+def _engine(
     model: Path, calibration: Calibration, corpus: Corpus, texts: list[Text], n_recent: int, minutes: float | None
 ) -> Calibration:
     """In the engine."""
-    from converter.sense import sense
+    from converter.sensitivity_stage import measure_sensitivities
     from converter.session import Session
-    from subkv.native.gguf import Gguf
+    from converter.source import Source
     from subkv.plan.pipeline import check_model
 
     if model.is_dir():
         raise SubkvError("model", f"expected a GGUF for method {ENGINE}, found a folder: --method {FISHER} takes it")
-    with Gguf(model) as base:
-        check_model(base, calibration)
-        trained = base.get(f"{calibration.arch}.context_length")
-        if trained and corpus.n_ctx > trained:
-            raise SubkvError("n_ctx", f"expected at most the trained {trained} tokens, found {corpus.n_ctx}")
+    with Source(model) as source:
+        check_model(source.gguf, calibration)
+        if source.n_ctx_train and corpus.n_ctx > source.n_ctx_train:
+            raise SubkvError("n_ctx", f"expected at most the trained {source.n_ctx_train} tokens, found {corpus.n_ctx}")
         chunks = corpus.chunks or CHUNKS[ENGINE]
         chunks += min(chunks, HELD_BACK[ENGINE])
-        with Session(model, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
+        with Session(source, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
             pieces = _pieces(corpus, cut(session, texts, corpus.n_ctx, chunks), ENGINE)
-            return sense(session, base, calibration, pieces, n_recent, corpus.n_threads, minutes, progress=True)
+            return measure_sensitivities(
+                session, calibration, pieces, n_recent, corpus.n_threads, minutes, progress=True
+            )
 
 
 def _fisher(model: Path, calibration: Calibration, corpus: Corpus, texts: list[Text], n_recent: int) -> Calibration:
@@ -102,21 +104,21 @@ def _fisher(model: Path, calibration: Calibration, corpus: Corpus, texts: list[T
     from converter.reference import Reference, check_length, check_shapes
     from subkv.native.gguf import Gguf
 
-    if not model.is_dir():  # before minutes are spent on what could not be used
-        with Gguf(model) as base:
+    with contextlib.ExitStack() as opened:
+        base = None if model.is_dir() else opened.enter_context(Gguf(model))
+        if base is not None:  # before minutes are spent on a calibration that cannot be used
             fisher.probe(base, calibration, n_recent)
-    reference = Reference(model, corpus.n_threads)
-    check_length(reference, corpus.n_ctx)
-    check_shapes(reference, calibration)
-    chunks = (corpus.chunks or CHUNKS[FISHER]) + HELD_BACK[FISHER]
-    pieces = _pieces(corpus, cut(reference, texts, corpus.n_ctx, chunks), FISHER)
-    reference.match(calibration, pieces[0])
-    pieces, held_back = pieces[: -HELD_BACK[FISHER]], pieces[-HELD_BACK[FISHER] :]
-    result = fisher.measure(reference, calibration, pieces, n_recent, progress=True)
-    if model.is_dir():
-        click.echo("note: predictions stay uncorrected: that needs the model as a GGUF", err=True)
-        return result
-    with Gguf(model) as base:
+        reference = Reference(model, corpus.n_threads)
+        check_length(reference, corpus.n_ctx)
+        check_shapes(reference, calibration)
+        chunks = (corpus.chunks or CHUNKS[FISHER]) + HELD_BACK[FISHER]
+        pieces = _pieces(corpus, cut(reference, texts, corpus.n_ctx, chunks), FISHER)
+        reference.match(calibration, pieces[0])
+        pieces, held_back = pieces[: -HELD_BACK[FISHER]], pieces[-HELD_BACK[FISHER] :]
+        result = fisher.measure(reference, calibration, pieces, n_recent, progress=True)
+        if base is None:
+            click.echo("note: predictions are not corrected: that needs the model as a GGUF", err=True)
+            return result
         return fisher.with_corrections(reference, base, result, held_back, corpus.n_threads)
 
 

@@ -1,4 +1,4 @@
-"""`subkv inspect M.gguf`: bases and layout that a file carries, as a table, JSON or plot."""
+"""`subkv inspect M.gguf`: the bases and the layout of a file as a table, JSON or plot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from converter import plain
-from converter.tables import mean_bits, shortened, span
+from converter.tables import Cost, elements, mean_bits, sentences, shortened, span
 from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import concerning
@@ -25,7 +24,7 @@ def layer_table(layout: dict[str, Any]) -> list[str]:
         size = f"{layer['d_k']}/{layer['d_v']}"
         ranks, bits = [span([head["rank"] for head in side]) if side else "-" for side in (k, v)], ["-", "-"]
         for i, (side, d) in enumerate(((k, "d_k"), (v, "d_v"))):
-            if side:  # values of a latent layer are part of its keys
+            if side:  # a latent layer stores its values in its keys
                 bits[i] = f"{mean_bits([head['row_bytes'] for head in side], layer[d]):.2f}"
         lines.append(
             f"{layer['il']:>5} {layer['n_head_kv']:>5} {size:>9} {ranks[0]:>7} {bits[0]:>6} "
@@ -46,9 +45,9 @@ def band_table(layout: dict[str, Any]) -> list[str]:
 
 
 def _provenance(calibration: dict[str, Any]) -> str:
-    """What the bases were made of."""
+    """The source of the bases."""
     if not calibration["tokens"]:
-        return "bases made of the weights alone, without a calibration"
+        return "bases derived from the weights, without a calibration"
     names = calibration["text"].split(",")
     built_in = all(name.startswith("built-in ") for name in names)
     return (
@@ -61,7 +60,7 @@ def summary(layout: dict[str, Any]) -> list[str]:
         f"codec {layout['codec']}, basis K {layout['basis_k']}, basis V {layout['basis_v']}, gamma {layout['gamma']}",
         f"coded layers: {len(layout['layers'])} of {layout['block_count']} ({layout['arch']})",
         f"exact window: {layout['n_sink']} first and {layout['n_recent']} last tokens",
-        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * plain.elements(layout)}); "
+        f"bytes per token: {layout['bytes_per_token']} (f16: {2 * elements(layout)}); "
         f"bases: {layout['bytes_bases'] / 2**20:.2f} MiB",
         f"bits per element at {layout['bpe_context']} tokens: {layout['bits_per_element']:.3f} everything counted, "
         f"{layout['bits_per_element_rows']:.3f} rows alone",
@@ -76,34 +75,34 @@ def summary(layout: dict[str, Any]) -> list[str]:
     "--bases",
     type=options.PATH,
     metavar="FILE",
-    help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
+    help="calibration (calib.safetensors); --plot also shows its spectra and sensitivities",
 )
-@options.context_option(None, "context in tokens to say the cost of [default: what the file was planned for]")
+@options.context_option(None, "context in tokens for the cost [default: the context that the file was planned for]")
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
 @click.option("-v", "--verbose", is_flag=True, help="all layers")
-@click.option("--plot", type=options.PATH, metavar="FILE.png", help="draw bits per coefficient")
+@click.option("--plot", type=options.PATH, metavar="FILE.png", help="plot the bits per coefficient")
 @options.form_option("text", "json")
 def main(
     model: str, bases: Path | None, n_ctx: int | None, bands: bool, verbose: bool, plot: Path | None, form: str
 ) -> None:
-    """Show what a converted model or a sidecar costs and gives: bases, layout, memory.
+    """Show bases, layout and memory of a converted model or a sidecar.
 
-    Of another model: the same of the bases that -ctk subkv would take, and where those come from.
+    For any other model: those of the bases that -ctk subkv would use, and their source.
     """
     # numpy and the native libraries: not for a --help
     from subkv.engine.memory import available_memory
-    from subkv.engine.sidecars import foreseen
+    from subkv.engine.sidecars import preview
     from subkv.format import metadata
-    from subkv.format.layout import Layout, present
+    from subkv.format.layout import Layout, has_layout
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
-        kept = True
-        if not present(path):
-            found, kept = foreseen(path)
-            options.note(found.told)
-            path = found.path
+        stored = True
+        if not has_layout(path):
+            sidecar, stored = preview(path)
+            options.note(sidecar.note)
+            path = sidecar.path
         with Layout(path) as read:
             layout = read.description
     if bases is not None and plot is None:
@@ -116,7 +115,7 @@ def main(
         figure.write_figure(layers.layout_figure(layout, calibration), plot)
         options.note(f"wrote {plot}")
     if form == "json":
-        click.echo(json.dumps({"path": str(path) if kept else None, **layout}, indent=2))
+        click.echo(json.dumps({"path": str(path) if stored else None, **layout}, indent=2))
         return
     head, *rows = (band_table if bands else layer_table)(layout)
     click.echo(head)
@@ -124,8 +123,8 @@ def main(
         click.echo(line)
     with Gguf(model) as opened:
         weights = opened.n_bytes if opened.n_tensors else 0
-    cost, predicted = plain.Cost.of_layout(layout), metadata.read_predicted(path)
-    for line in plain.sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
+    cost, predicted = Cost.of_layout(layout), metadata.read_predicted(path)
+    for line in sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
         click.echo(line)
 
 

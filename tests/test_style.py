@@ -52,21 +52,6 @@ def test_imports() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SAME_ROLE = {"bases", "cache", "evaluate", "report"}
-# Modules of one name, by what they are everywhere: what a program's folder starts with, and its flags.
-ROLES = {"__init__", "__main__", "cli"}
-
-
-def test_names() -> None:
-    """No two modules of one name, unless they are the same role in sibling rooms (ROLES and those listed here)."""
-    modules: dict[str, list[str]] = {}
-    for folder in ("converter", "runtime", "research", "python/subkv"):
-        for path in (REPO / folder).rglob("*.py"):
-            modules.setdefault(path.stem, []).append(str(path.relative_to(REPO)))
-    twice = {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in ROLES}
-    assert set(twice) <= SAME_ROLE, twice
-
-
 def test_cpp() -> None:
     assert CPP
     done = subprocess.run(

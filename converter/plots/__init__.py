@@ -1,1 +1,1 @@
-"""Pictures of what was measured. Extra `plot`."""
+"""Plots of measurements. Extra `plot`."""

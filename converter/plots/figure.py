@@ -1,4 +1,4 @@
-"""Figures and their files, whole or not at all; the suffix says the format (png without one). Extra `plot`."""
+"""Figures and their files, complete or absent; the suffix selects the format (default: png). Extra `plot`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DPI = 150
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of this size in inches that no window system and no global state knows of."""
+    """An empty figure of this size in inches, without a window system and without global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -24,9 +24,9 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check(plot: Path) -> None:
-    """Refuse what cannot be drawn before a long run is spent on it: no matplotlib, an unknown suffix, no such folder.
+    """Refuse a plot that cannot be drawn, before a long run: no matplotlib, an unknown suffix, no such folder.
 
-    Raises SubkvError about `plot`, as all that draws does.
+    Raises SubkvError about `plot`, as all functions that draw do.
     """
     if _kind(plot) not in new_figure(1, 1).canvas.get_supported_filetypes():
         raise SubkvError("plot", f"expected a file name that ends in .png, .svg or .pdf, found {plot.name}")

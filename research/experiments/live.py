@@ -21,7 +21,7 @@ from research.experiments.bounds import F64
 from research.experiments.grids import Column, Rows, framed, grid, grouped
 from runtime import options
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import MIB, CacheChoice, beside
+from subkv.engine.cache import MIB, CacheChoice, also_attach
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.model import Model
 from subkv.engine.observer import SAMPLE, UBATCH, ObservedLayer, Observer
@@ -257,7 +257,7 @@ def measure(model: Model, choice: CacheChoice, tokens: I32, every: int, n_thread
     ends = [*range(every, n, every), n]
     options_ = ContextOptions(n, every, UBATCH, n_threads)
     with contextlib.closing(ResearchLayout(choice.layout)) as layout, contextlib.closing(Observer(0)) as observer:
-        with beside(observer.attach):
+        with also_attach(observer.attach):
             context = model.context(choice, options_)
         with context:
             options.note(cache_line(context.stats))

@@ -22,7 +22,7 @@ from research.warmstart.planter import Planter
 from research.warmstart.pooled import Plan
 from research.warmstart.trained import HeadShape, Placed
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import beside
+from subkv.engine.cache import also_attach
 from subkv.engine.context import decode_batch
 from subkv.engine.observer import PAUSE, SAMPLE, Observer
 from subkv.native.binding import C
@@ -69,7 +69,7 @@ class Planting:
     @contextlib.contextmanager
     def attach(self) -> Iterator[None]:
         """The next context that this thread creates inside the block is this one's. Raises as Planter.attach."""
-        with self.planter.attach(), beside(self.observer.attach):
+        with self.planter.attach(), also_attach(self.observer.attach):
             yield
 
     def bind(self, handle: Any, batch: Any, coded: bool = False) -> None:

@@ -15,8 +15,8 @@ from promises import examine
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
-from converter.lockstep import compare
-from subkv.engine.cache import CacheOptions
+from converter.sensitivity_correction import compare
+from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
 from subkv.format import metadata
 from subkv.plan import datafree, mla
@@ -56,7 +56,7 @@ def test_layers_that_only_predict_further_tokens_are_counted(tmp_path: Path) -> 
     prepare(virtual.write(tmp_path / "model.gguf", "mimo2", context_length=8192), tmp_path)
 
 
-@pytest.mark.parametrize("arch", mla.KNOWN)
+@pytest.mark.parametrize("arch", mla.SUPPORTED)
 def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
     """Calibrated and converted, and from the weights alone; DeepSeek's as in GLM-4.7-Flash, with a drafting layer."""
     drafting = NEXTN if arch == "deepseek2" else {}
@@ -68,7 +68,8 @@ def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
         n = 1 if arch in ("kimi-linear", "kimi-k3", "bailingmoe3", "dots3note", "glm5-next") else 2
         d_k = 64 if arch == "glm5-next" else 80  # the latent alone: nothing of its keys turns
         assert [(layer["d_k"], layer["d_v"], layer["v"]) for layer in described["layers"]] == [(d_k, 64, [])] * n
-    caches = [CacheOptions("subkv", bases=tmp_path / bases) for bases in ("bases.gguf", "weights.gguf")]
+    names = ("bases.gguf", "weights.gguf")
+    caches = [choose_cache(model, CacheOptions("subkv", bases=tmp_path / name)) for name in names]
     tokens = random.Random(5).choices(range(40, 130), k=320)
     with Model(model) as opened:
         assert all(0.0 <= kld < 0.5 for kld in compare(opened, caches, tokens, 1))

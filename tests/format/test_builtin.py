@@ -65,13 +65,13 @@ def test_the_first_blocks_are_of_different_kinds_and_what_is_held_out_of_all() -
     assert kinds[-1] == "mixed"
 
 
-def test_measured_and_spared_blocks_are_both_of_many_kinds() -> None:
+def test_measured_and_unmeasured_blocks_are_both_of_many_kinds() -> None:
     texts = builtin.read()
-    spared = builtin.spared(texts)
-    assert len(spared) == builtin.BLOCKS and "mixed" in spared[HELD_OUT - 1].source.name
-    for blocks in (texts[: builtin.MEASURED], spared):
+    unmeasured = builtin.unmeasured(texts)
+    assert len(unmeasured) == builtin.BLOCKS and "mixed" in unmeasured[HELD_OUT - 1].source.name
+    for blocks in (texts[: builtin.MEASURED], unmeasured):
         assert len({text.source.name.split("-")[1] for text in blocks}) == len(blocks)
-    assert not set(texts[: builtin.MEASURED]) & set(spared)
+    assert not set(texts[: builtin.MEASURED]) & set(unmeasured)
 
 
 def test_chat_goes_through_the_template() -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from converter import corpus
 from converter.calibrate import main
 from converter.corpus import Text, read_text
-from converter.observe import Chunk, calibrate, observe, plan_chunks
 from converter.session import Session
+from converter.statistics_stage import Chunk, observe, plan_chunks, statistics_of
 from subkv.base.errors import SubkvError
 from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE
 from subkv.format.calibration import MAX_SAMPLES, TextSource, merge, read_calibration, write_calibration
@@ -120,7 +120,7 @@ def test_nothing_held_out_on_request() -> None:
 def test_statistics_equal_numpy() -> None:
     session = FakeSession(nonfinite=[40])
     source = text(9 * 127 + 5)
-    result, notes = calibrate(session, [source], 128, 4)
+    result, notes = statistics_of(session, [source], 128, 4)
     chunks = cut(FakeSession(), [source], 128, None)
     assert len(chunks) == 9
     held_out = 7
@@ -157,10 +157,10 @@ def test_batches_are_bounded_and_modes_follow_the_plan() -> None:
 def test_merged_runs_equal_one_run(tmp_path: Path) -> None:
     """Two texts in one run against one run each, merged: same moments to float32 storage."""
     a, b = text(8 * 127, seed=1, name="a"), text(5 * 127, seed=2, name="b")
-    one, _ = calibrate(FakeSession(), [a, b], 128, 4, held_out=0)
-    first, _ = calibrate(FakeSession(), [a], 128, 4, held_out=0)
+    one, _ = statistics_of(FakeSession(), [a, b], 128, 4, held_out=0)
+    first, _ = statistics_of(FakeSession(), [a], 128, 4, held_out=0)
     write_calibration(tmp_path / "first", first)
-    second, _ = calibrate(FakeSession(), [b], 128, 4, held_out=0)
+    second, _ = statistics_of(FakeSession(), [b], 128, 4, held_out=0)
     both = merge(read_calibration(tmp_path / "first"), second)
     assert both.tokens == one.tokens
     assert both.texts == one.texts
@@ -176,17 +176,17 @@ def test_models_that_cannot_be_coded() -> None:
             return []
 
     with pytest.raises(SubkvError, match=r"^model: expected layers with an ordinary K/V cache, found none in this"):
-        calibrate(Nothing(), [text(500)], 128, 4)
+        statistics_of(Nothing(), [text(500)], 128, 4)
     with pytest.raises(
         SubkvError, match=r"^model: layer 0: expected a key head size in multiples of 8 up to 576, found 12"
     ):
-        calibrate(FakeSession(d_k=12), [text(500)], 128, 4)
+        statistics_of(FakeSession(d_k=12), [text(500)], 128, 4)
     with pytest.raises(
         SubkvError, match=r"^model: layer 0: expected finite queries.*found NaN or infinity in every token"
     ):
-        calibrate(FakeSession(nonfinite=range(128)), [text(500)], 128, 4)
+        statistics_of(FakeSession(nonfinite=range(128)), [text(500)], 128, 4)
     with pytest.raises(SubkvError, match=r"^n_sink: expected at most 126 .shortest chunk less two., found 128$"):
-        calibrate(FakeSession(), [text(500)], 128, 128)
+        statistics_of(FakeSession(), [text(500)], 128, 128)
 
 
 def test_texts_are_read_strictly(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_interrupt_leaves_no_file(run: Callable[..., Result], tmp_path: Path, mo
         def decode(self, tokens: Any, first_pos: int) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("converter.observe.Session", Interrupted)
+    monkeypatch.setattr("converter.statistics_stage.Session", Interrupted)
     result = run()
     assert result.exit_code == 130
     assert "interrupted: nothing was written" in result.stderr
@@ -349,7 +349,7 @@ def test_interrupt_leaves_no_file(run: Callable[..., Result], tmp_path: Path, mo
 
 
 def test_sample_sets_of_several_runs_stay_bounded() -> None:
-    result, _ = calibrate(FakeSession(), [text(40 * 127)], 128, 4)
+    result, _ = statistics_of(FakeSession(), [text(40 * 127)], 128, 4)
     merged = merge(result, replace(result, tokens=1))
     for calibration in (result, merged):
         assert all(len(layer.ks) == len(layer.vs) == len(layer.qs) == MAX_SAMPLES for layer in calibration.layers)

@@ -13,11 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from converter.cli import main as convert
-from converter.decoded import Decoded
-from converter.lockstep import compare
+from converter.decoded_chunk import DecodedChunk
 from converter.residual import Rows, energy, gram_of, metrics
-from converter.sensing import Sensing
+from converter.sensitivity_correction import compare
+from converter.sensitivity_trials import SensitivityTrials
 from converter.session import Session
+from converter.source import Source
 from runtime.inspect import main as inspect
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
@@ -74,8 +75,9 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     plain = model.with_name("weights.gguf")
     datafree.sidecar(model, plain, Options(window=WINDOW, kv_bits=5.0, bpe_context=1000000))
     tokens = [int(t) for t in np.random.default_rng(2).integers(40, 130, 256)]
+    caches = [choose_cache(model, CacheOptions("subkv", bases=path)) for path in (found, plain)]
     with Model(model) as opened:
-        ours, theirs = compare(opened, [CacheOptions("subkv", bases=path) for path in (found, plain)], tokens, 1)
+        ours, theirs = compare(opened, caches, tokens, 1)
     assert 0.0 < ours < 0.5 * theirs
 
 
@@ -199,13 +201,13 @@ def test_what_nothing_reads_is_worth_nothing(base: Gguf, calibration: Calibratio
 
 
 def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibration: Calibration) -> None:
-    """Sensing changes rows in a saved state, in which values are a part of keys."""
+    """SensitivityTrials changes rows in a saved state, in which values are a part of keys."""
     tokens = [int(t) for t in np.random.default_rng(4).integers(40, 130, 250)]
-    with Session(model, 256, 1, 4) as session:
-        sensing = Sensing(session, base, calibration, [tokens], 16)
-        steps = sensing.steps()
+    with Source(model) as source, Session(source, 256, 1, 4) as session:
+        trials = SensitivityTrials(session, calibration, [tokens], 16)
+        steps = trials.steps()
         next(steps)
-        chunk = Decoded(session, tokens, latent=True)
+        chunk = DecodedChunk(session, tokens, latent=True)
         il = calibration.layers[1].shape.il
         keys, values = chunk.view(il, "k"), chunk.view(il, "v")
         assert np.array_equal(keys[..., :32], values) and np.shares_memory(keys, values)
@@ -223,12 +225,12 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
 
 
 def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> None:
-    """A key 100 positions later is the same key, turned as the calibration is spread."""
+    """A key 100 positions later is the same key, rotated as the calibration is spread."""
     tokens = [int(t) for t in np.random.default_rng(6).integers(40, 130, 8)]
     turn = rotation(base, 48)
     assert turn is not None and not turn.omega[:32].any() and turn.omega[32:].all()
     keys = []
-    with Session(model, 256, 1, 0) as session:
+    with Source(model) as source, Session(source, 256, 1, 0) as session:
         for first in (0, 100):
             session.clear()
             session.forget()
@@ -236,8 +238,8 @@ def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> No
             session.decode(tokens, first)
             keys.append(session.get(session.layers()[0], "ks")[:, 0])
     phase = np.exp(100j * turn.omega)
-    turned = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
-    np.testing.assert_allclose(turned, keys[1], atol=1e-3)
+    rotated = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
+    np.testing.assert_allclose(rotated, keys[1], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from calib_synthetic import FakeSession, text_bytes
 
 from converter import resume
 from converter.corpus import Text
-from converter.observe import calibrate, plan_batches, plan_chunks
 from converter.resume import Checkpoints
+from converter.statistics_stage import plan_batches, plan_chunks, statistics_of
 from subkv.format.calibration import Calibration, TextSource, read_calibration
 
 N_CTX = 600  # two batches
@@ -41,9 +41,9 @@ class Cut:
             raise KeyboardInterrupt
 
 
-def run(keeper: resume.Keeper | None = None) -> tuple[FakeSession, Calibration]:
+def run(checkpoints: resume.CheckpointStore | None = None) -> tuple[FakeSession, Calibration]:
     session = FakeSession()
-    return session, calibrate(session, [text(5 * (N_CTX - 1))], N_CTX, 4, held_out=2, keeper=keeper)[0]
+    return session, statistics_of(session, [text(5 * (N_CTX - 1))], N_CTX, 4, held_out=2, checkpoints=checkpoints)[0]
 
 
 def same(found: Calibration, expected: Calibration) -> None:
@@ -127,4 +127,4 @@ def test_damaged_checkpoints_are_done_again(
         session, found = run(checkpoints)
     assert len(session.batches) == 10
     same(found, run()[1])
-    assert "cannot be gone on from" in capsys.readouterr().err
+    assert "cannot be resumed" in capsys.readouterr().err

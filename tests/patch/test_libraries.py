@@ -13,6 +13,7 @@ from pathlib import Path
 
 import capi
 import pytest
+from each import each
 
 from research.experiments.sketch import SketchParams
 from research.warmstart.planter import Planted
@@ -61,7 +62,7 @@ def test_every_function_is_declared(name: str) -> None:
     assert found == {name: len(arguments) for name, (_, arguments) in HEADERS[name].items()}
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@each("name", STRUCTURES)
 def test_structures(name: str) -> None:
     match = re.search(rf"struct {name} \{{(.*?)\}} {name};", header("subkv") + header("subkv_research"), re.S)
     assert match

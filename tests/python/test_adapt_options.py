@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from each import each
 
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, parse
@@ -16,7 +17,7 @@ def test_what_is_written_is_what_is_asked_for() -> None:
     assert parse("kv,length=256,gain=0.5,kind=fd") == ("kv", Adapt(length=256, gain=0.5, kind="fd"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("", "expected k, v or kv, found ''"),

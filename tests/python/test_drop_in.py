@@ -245,7 +245,7 @@ def test_sizes_of_a_coded_cache(coded_model: Models) -> None:
         assert stats.n_cells == N_CTX
         assert stats.bytes_f16 == 2 * n_elements * N_CTX
         assert stats.bytes_codes == stats.bytes_per_token * N_CTX
-        window = Window(stats.n_sink, stats.n_recent, stats.n_rollback).filled()
+        window = Window(stats.n_sink, stats.n_recent, stats.n_rollback).with_defaults()
         assert stats.bytes_window == window.bits(n_elements, n_elements // tiny.DIMS["head_size"]) // 8
         assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window
         assert stats.bpe == pytest.approx(8 * stats.bytes_kv / (n_elements * N_CTX))

@@ -176,7 +176,7 @@ def test_a_plain_model_is_calibrated_too(tiny_model: Callable[..., Path], text_f
     ("arguments", "sentence"),
     [
         (["--quantize", "Q8_0", "--outtype", "q8_0"], "--quantize: expected weights of 16 or 32 bits to quantize, "),
-        (["--sidecar"], "--sidecar: expected a GGUF as MODEL, which the sidecar goes with, found "),
+        (["--sidecar"], "--sidecar: expected a GGUF as MODEL for a sidecar, found "),
         (["-o", "none/o.gguf"], "-o: cannot write none/o.gguf: "),
         (["-f", "none.txt"], "-f: expected a text file, found no file at none.txt"),
     ],

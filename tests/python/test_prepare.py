@@ -1,4 +1,4 @@
-"""`convert MODEL` alone: what it keeps, what programs find, going on after an interrupt, and every refusal."""
+"""`convert MODEL` alone: what it keeps, what programs find, resuming after an interrupt, and every refusal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from preparing import left, refused, run
 
 import subkv
 from converter import builtin, resume
+from converter.cli import main as convert
 from converter.corpus import Corpus, Text
-from converter.effort import LESS, WHOLE, Effort
-from converter.prepare import CalibrationRequest
-from converter.resume import KEPT
-from converter.sensed import Measuring
+from converter.resume import SAVED
+from converter.sensitivity_stage import SensitivityRequest
+from converter.sensitivity_trials import FULL, REDUCED, Scope
 from converter.session import Session
+from converter.stored_calibration import CalibrationRequest
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.base.locks import exclusive
@@ -33,6 +34,8 @@ from subkv.engine.cache import choose_cache
 from subkv.format import store
 from subkv.format.calibration import TextSource
 from subkv.format.metadata import read
+from subkv.native import gguf
+from subkv.native.binding import C
 from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
@@ -57,9 +60,42 @@ def test_one_command_prepares(model: Path, cache_home: Path, tmp_path: Path) -> 
         assert llm.kv_stats().n_layer_coded == 2
 
 
+@pytest.mark.parametrize("flags", [[], ["--embed"], ["--sidecar"]])
+def test_the_model_is_opened_and_loaded_once(
+    flags: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all stages together, with sensitivities; and its bytes are hashed once."""
+    opened, loaded, hashed = [], [], []
+    open_one, load, blocks = Gguf._open, C.llama_model_load_from_file, gguf.blocks
+
+    def counted_open(self: Gguf, path: Path) -> tuple[int, int]:
+        if path == model:
+            opened.append(path)
+        return open_one(self, path)
+
+    def counted_load(path: bytes, params: Any) -> Any:
+        loaded.append(path)
+        return load(path, params)
+
+    def counted_blocks(files: list[Path], what: str, progress: bool) -> Any:
+        hashed.append(what)
+        return blocks(files, what, progress)
+
+    monkeypatch.setattr(Gguf, "_open", counted_open)
+    monkeypatch.setattr(C, "llama_model_load_from_file", counted_load)
+    monkeypatch.setattr(gguf, "blocks", counted_blocks)
+    arguments = [str(model), "-c", "320", "-t", "1", "--n-recent", "16", *flags]
+    result = CliRunner().invoke(convert, arguments)
+    assert result.exit_code == 0, result.output
+    assert "predicted KLD" in result.stdout
+    assert opened == [model]
+    assert loaded == [os.fsencode(model)]
+    assert hashed == ["hashing m.gguf", *(["writing m.subkv.gguf"] if "--embed" in flags else [])]
+
+
 def test_another_budget_needs_no_calibration(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(model).exit_code == 0
-    monkeypatch.setattr("converter.prepare.calibrate_file", None)
+    monkeypatch.setattr("converter.stored_calibration.collect_statistics", None)
     result = run(model, "--kv-bits", 5)
     assert result.exit_code == 0, result.output
     assert "by an earlier run" in result.stderr
@@ -103,7 +139,7 @@ def test_files_on_request(
 def test_dry_run_keeps_the_calibration(model: Path, cache_home: Path) -> None:
     result = run(model, "--dry-run")
     assert result.exit_code == 0, result.output
-    assert "dry run: nothing was written; what was calibrated is kept" in result.stdout
+    assert "dry run: no bases were written; the calibration is kept" in result.stdout
     assert left(cache_home) == ["calib.safetensors", "lock"]
     assert choose_cache(model).name == "f16"
 
@@ -128,14 +164,14 @@ def test_interrupted_runs_go_on(model: Path, cache_home: Path, monkeypatch: pyte
     result = run(model)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2:] == [
-        KEPT,
+        SAVED,
         "interrupted: no bases were written",
     ]
     assert left(cache_home) == ["calib.safetensors.000002-of-000004.part", "lock"]
     assert choose_cache(model).name == "f16"
     result = run(model.rename(model.with_name("renamed.gguf")))
     assert result.exit_code == 0, result.output
-    assert "going on after 256 of 512 tokens" in result.stderr
+    assert "resuming after 256 of 512 tokens" in result.stderr
     assert n == 4 + 2 + 2 + 2, "two more batches, and the speed, also for sensitivities"
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
@@ -162,7 +198,7 @@ def test_two_at_once(model: Path, tmp_path: Path) -> None:
     linked = tmp_path / "other.gguf"
     linked.symlink_to(model)
     with exclusive(entry.lock, "prepare it"):
-        expected = f"{linked}: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
+        expected = f"{linked}: cannot prepare other.gguf: process {os.getpid()} is doing that now"
         refused(run(linked), expected)
         assert choose_cache(model).name == "f16", "programs run meanwhile, as before"
     assert run(linked).exit_code == 0
@@ -257,7 +293,7 @@ def test_memory_is_refused_with_the_sum(model: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_converted_model(model: Path, coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converter.prepare.calibrate_file", None)
+    monkeypatch.setattr("converter.stored_calibration.collect_statistics", None)
     refused(run(coded_model()), "subkv.version: expected a base model without subkv keys, found them in ")
 
 
@@ -271,7 +307,7 @@ def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
 def test_locks_end_with_their_block(tmp_path: Path) -> None:
     for _ in range(2):
         with exclusive(tmp_path / "lock", "do it"):
-            found = rf"^lock: expected nobody else to do it, found process {os.getpid()}"
+            found = rf"^lock: cannot do it: process {os.getpid()}"
             with pytest.raises(SubkvError, match=found), exclusive(tmp_path / "lock", "do it"):
                 pass
 
@@ -286,10 +322,10 @@ def test_an_estimate_comes_first(model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_other_bytes_under_one_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's digest sees samples of the weights only."""
     assert run(model).exit_code == 0
-    monkeypatch.setattr("converter.prepare.sha256", lambda *_, **__: "1" * 64)
+    monkeypatch.setattr("converter.source.sha256", lambda *_, **__: "1" * 64)
     result = run(model)
     assert result.exit_code == 0, result.output
-    assert "is made again: it is of a file with other bytes than " in result.stderr
+    assert "is of a file with other bytes than " in result.stderr
     assert "earlier run" not in result.stderr
 
 
@@ -316,12 +352,12 @@ def test_every_kind_of_text_is_taken() -> None:
 
 def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
     def lengths(
-        n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True, effort: Effort = WHOLE
+        n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True, scope: Scope = FULL
     ) -> list[int]:
-        return Measuring(texts, n_ctx, 1, n_recent, None, Path(), short, effort).lengths
+        return SensitivityRequest(texts, n_ctx, 1, n_recent, None, Path(), short, scope).lengths
 
     assert lengths(128) == [512] * 5 + [2048] * 2
-    assert lengths(128, effort=LESS) == [512] * 5 + [LESS.far] * 2
+    assert lengths(128, scope=REDUCED) == [512] * 5 + [REDUCED.far] * 2
     assert lengths(400) == [1056] * 5 + [2048] * 2
     assert lengths(128, short=False) == [1088] * 7 and set(lengths(128, 320)) == {320}
     assert lengths(128, texts=[Text(TextSource("a", "0" * 64, 0), b"")]) == [1088] * 5

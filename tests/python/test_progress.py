@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from converter.session import Session
+from converter.source import Source
 from subkv.base import progress
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
@@ -61,7 +62,7 @@ def test_no_bar_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OPEN: dict[str, Callable[[Path], Any]] = {
     "engine": lambda path: Model(str(path)),
-    "calibrate": lambda path: Session(path, 64, 1, 4),
+    "calibrate": lambda path: Session(Source(path), 64, 1, 4),
     "Llama": lambda path: Llama(path, n_ctx=64, verbose=False, progress=True),
 }
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from engine import session
 
-from converter.lockstep import mean_kld
+from converter.scoring import mean_kld
 
 CALIBRATION = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.calib.safetensors"
 

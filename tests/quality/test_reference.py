@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from converter.cli import convert_file
+from converter.conversion import convert_file
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions

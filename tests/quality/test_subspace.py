@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from converter.cli import convert_file  # noqa: E402
+from converter.conversion import convert_file  # noqa: E402
 from converter.scoring import log_softmax  # noqa: E402
 from subkv import SubspaceCache  # noqa: E402
 from subkv.base.errors import CacheError, SubkvError  # noqa: E402
@@ -318,7 +318,7 @@ def test_bases_that_would_follow_the_text_do_not(
     options = dataclasses.replace(OPTIONS, adapt="v")
     convert_file(tiny_model("llama"), calibration("llama"), sidecar, options, sidecar=True)
     other = SubspaceCache.from_file(sidecar, model)
-    assert caplog.messages == ["subkv.adapt: bases stay as calibrated with transformers, found v"]
+    assert caplog.messages == ["subkv.adapt: bases are static with transformers, found v"]
     assert torch.equal(logits(model, other), logits(model, cache))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import SUBKV, Refused, agree, distance, last_error, session
 
 from subkv.native import library as _lib
@@ -187,7 +188,7 @@ def test_rows_that_are_not_finite_are_counted(model: engine.Model, text: list[in
         assert np.isfinite(s.decode(text[:20], 320)).all()
 
 
-@pytest.mark.parametrize(
+@each(
     ("adapt", "options", "message"),
     [
         ("v,block=32", {}, "block: expected at most n_recent less n_rollback, 16, .* found 32"),

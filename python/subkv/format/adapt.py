@@ -1,4 +1,4 @@
-"""Bases that follow the text: what a user may ask for (runtime/native/adapt.h says what each number does)."""
+"""Options of adaptive bases (described in runtime/native/adapt.h)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from subkv.base.errors import CacheError
 from subkv.native import library as _lib
 
-NONE = "none"  # what a user says to have static bases, whatever the file says
-SIDES = {"k": 1, "v": 2, "kv": 3}  # as subkv_cache_params.adapt
+NONE = "none"  # requests static bases, regardless of the file
+SIDES = {"k": 1, "v": 2, "kv": 3}  # subkv_cache_params.adapt
 KINDS = ("covariance", "fd", "oja")  # in the order of subkv.h
 
 
 @dataclass(frozen=True)
 class Adapt:
-    """When a head gets a new basis, and from which sketch; runtime/native/adapt.h has the details.
+    """When a head gets a new basis, and from which sketch; details in runtime/native/adapt.h.
 
-    kind: of the sketch; rank, rows: its r and ℓ, 0: by default; decay: of a row's weight per token; rate: Oja's η.
-    block: B; length: L, 0: never for its length; warm: W; max_chunks: J_max; tau: relative residual of a block that
-    asks for a new basis, 1: none does; gain: a new basis must bring it to this times the old one's, large: it is always
-    taken; reuse: 1: a block takes the best of the bases alive; merge: 1: at J_max the oldest chunks are merged, 0: no
-    more are opened. Defaults: the cheapest choice with most of the gain (converter/NOTES.md).
+    kind: of the sketch; rank, rows: its r and ℓ, 0: default; decay: of a row's weight per token; rate: Oja's η.
+    block: B; length: L, 0: unlimited; warm: W; max_chunks: J_max; tau: relative residual of a block that triggers a new
+    basis, 1: never; gain: a new basis is accepted if its residual is at most this times the old one's, large: always;
+    reuse: 1: a block uses the best present basis; merge: at J_max, 1 merges the oldest chunks, 0 opens no more.
+    Defaults: the cheapest choice with most of the gain (converter/NOTES.md).
     """
 
     kind: str = "covariance"
@@ -41,9 +41,9 @@ class Adapt:
 
 
 def parse(text: str) -> tuple[str, Adapt]:
-    """What adapts, "k", "v" or "kv", and how: `v` or `v,length=512,gain=0.9`, fields of Adapt.
+    """Parse `v` or `v,length=512,gain=0.9` (fields of Adapt) into the sides, "k", "v" or "kv", and an Adapt.
 
-    Raises CacheError; limits of the numbers are libsubkv's to check.
+    Raises CacheError; libsubkv checks the limits of the numbers.
     """
     params = _lib.CacheParams()
     if not _lib.load().subkv_adapt_parse(text.encode(), ctypes.byref(params)) or not params.adapt:
@@ -53,7 +53,7 @@ def parse(text: str) -> tuple[str, Adapt]:
     fields: Any = _lib.AdaptParams._fields_[1:]
     for name, kind in fields:
         value = getattr(params.adaptive, name)
-        given[name] = round(value, 6) if kind is ctypes.c_float else value  # single precision: 0.9 is to read 0.9
+        given[name] = round(value, 6) if kind is ctypes.c_float else value  # 0.9 stays 0.9
     return next(sides for sides, number in SIDES.items() if number == params.adapt), Adapt(**given)
 
 

@@ -15,14 +15,13 @@ import pytest
 from click.testing import CliRunner
 from preparing import left, run
 
-from converter import builtin, correcting, effort
+from converter import builtin, sensitivity_correction, sensitivity_trials
 from converter.cli import main as convert
-from converter.decoded import Unpredictable
-from converter.effort import LESS, WHOLE
-from converter.resume import KEPT
-from converter.sense import ahead
-from converter.sensing import LEAST, Sensing, n_trials
-from converter.trials import VERSION, Found
+from converter.decoded_chunk import Unpredictable
+from converter.resume import SAVED
+from converter.sensitivity_measurements import VERSION, Measurements
+from converter.sensitivity_stage import tokens_to_decode
+from converter.sensitivity_trials import FULL, LARGE, LEAST, REDUCED, SensitivityTrials, n_trials, scope_of
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import choose_cache
@@ -53,25 +52,27 @@ def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
 
 
 def test_less_of_a_large_model_is_decoded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert effort.effort(effort.LARGE) == WHOLE and effort.effort(effort.LARGE + 1) == LESS
-    assert n_trials(2) == n_trials(2, LESS) and n_trials(32) == 2 + 2 * 3 + 24 == n_trials(32, LESS) + 24 - LESS.spread
-    assert ahead([512] * 5 + [2048] * 2, 32) > ahead([512] * 5 + [LESS.far] * 2, 32, effort=LESS)
-    made, efforts = Sensing.__init__, []
+    assert scope_of(LARGE) == FULL and scope_of(LARGE + 1) == REDUCED
+    assert n_trials(2) == n_trials(2, REDUCED)
+    assert n_trials(32) == 2 + 2 * 3 + 24 == n_trials(32, REDUCED) + 24 - REDUCED.layers
+    far = [512] * 5 + [REDUCED.far] * 2
+    assert tokens_to_decode([512] * 5 + [2048] * 2, 32) > tokens_to_decode(far, 32, scope=REDUCED)
+    made, scopes = SensitivityTrials.__init__, []
 
-    def noted(self: Sensing, *args: Any) -> None:
+    def noted(self: SensitivityTrials, *args: Any) -> None:
         made(self, *args)
-        efforts.append(self.effort)
+        scopes.append(self.scope)
 
-    monkeypatch.setattr(Sensing, "__init__", noted)
-    monkeypatch.setattr(effort, "LARGE", 1)
+    monkeypatch.setattr(SensitivityTrials, "__init__", noted)
+    monkeypatch.setattr(sensitivity_trials, "LARGE", 1)
     assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
-    assert efforts == [LESS]
+    assert scopes == [REDUCED]
 
 
 def test_no_chunk_is_longer_than_the_trained_context(tiny_model: Models) -> None:
     result = CliRunner().invoke(convert, [str(tiny_model("gpt2")), "--chunks", "2", "-t", "1"])
     assert result.exit_code == 0, result.output
-    assert "chunks of 512 tokens, which the model was trained with, instead of 2048" in result.stderr
+    assert "chunks of 512 tokens (trained context) instead of 2048" in result.stderr
 
 
 def test_chunks_too_short_for_sensitivities(model: Path) -> None:
@@ -91,21 +92,21 @@ def test_a_text_too_short_for_sensitivities(model: Path, tmp_path: Path) -> None
 
 
 def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, tried = Sensing._try, []
+    attempt, tried = SensitivityTrials._try, []
 
-    def pressed(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+    def pressed(self: SensitivityTrials, chunk: Any, c: int, i: int, side: str) -> int:
         tried.append((c, i, side))
         if len(tried) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return attempt(self, chunk, c, i, side)
 
-    monkeypatch.setattr(Sensing, "_try", pressed)
+    monkeypatch.setattr(SensitivityTrials, "_try", pressed)
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 130
     assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
-    assert "going on after 4 of 6 sensitivities" in result.stderr  # two of them measure rounding
+    assert "resuming after 4 of 6 sensitivities" in result.stderr  # two of them measure rounding
     assert sorted(tried) == sorted(set(tried)), "nothing is measured twice"
     assert len(tried) == 4
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
@@ -113,7 +114,7 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
 
 def test_interrupted_corrections_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once Ctrl-C is pressed while predictions are corrected: what is measured is kept, and not measured again."""
-    cost, attempt, pressed, tried = correcting._cost, Sensing._try, [], []
+    cost, attempt, pressed, tried = sensitivity_correction._cost, SensitivityTrials._try, [], []
 
     def pressing(*arguments: Any) -> float:
         if not pressed:
@@ -121,19 +122,19 @@ def test_interrupted_corrections_go_on(model: Path, cache_home: Path, monkeypatc
         pressed.append(arguments)
         return cost(*arguments)
 
-    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+    def counted(self: SensitivityTrials, chunk: Any, c: int, i: int, side: str) -> int:
         tried.append((c, i, side))
         return attempt(self, chunk, c, i, side)
 
-    monkeypatch.setattr(correcting, "_cost", pressing)
-    monkeypatch.setattr(Sensing, "_try", counted)
+    monkeypatch.setattr(sensitivity_correction, "_cost", pressing)
+    monkeypatch.setattr(SensitivityTrials, "_try", counted)
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 130
-    assert KEPT in result.stderr and len(pressed) == 1, "at the next tokens, not at the end"
+    assert SAVED in result.stderr and len(pressed) == 1, "at the next tokens, not at the end"
     assert left(cache_home) == ["calib.safetensors", "calib.safetensors.16.sensing.npz", "lock"]
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
-    assert "going on after 6 of 6 sensitivities" in result.stderr and "predicted KLD" in result.stdout
+    assert "resuming after 6 of 6 sensitivities" in result.stderr and "predicted KLD" in result.stdout
     assert len(tried) == 4, "nothing is measured twice"
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
@@ -147,7 +148,7 @@ def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypat
     np.savez(kept, **old)
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
-    sentence = f"note: {kept} cannot be gone on from (expected chunks of 320, 320"
+    sentence = f"note: {kept} cannot be resumed (expected chunks of 320, 320"
     assert sentence in result.stderr and "predicted KLD" in result.stdout
 
 
@@ -155,7 +156,7 @@ def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypat
 def test_sensitivities_of_another_version_are_measured_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, version: int | None, found: Any
 ) -> None:
-    """Neither gone on from, nor believed that there was no more time or that nothing can be predicted."""
+    """Neither resumed, nor believed that there was no more time or that nothing can be predicted."""
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
     (kept,) = store.folder().glob("*.sensing.npz")
     with np.load(kept) as arrays:
@@ -164,7 +165,7 @@ def test_sensitivities_of_another_version_are_measured_again(
     np.savez(kept, **other, **({} if version is None else {"version": np.array(version)}))
     result = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"])
     assert result.exit_code == 0, result.output
-    sentence = f"note: {kept} cannot be gone on from (expected measurements of version {VERSION}, found {found}); "
+    sentence = f"note: {kept} cannot be resumed (expected measurements of version {VERSION}, found {found}); "
     assert sentence in result.stderr and "it says the same" not in result.stderr
     assert "there was time for" in result.stderr and "an earlier run had time for" not in result.stderr
 
@@ -179,21 +180,21 @@ def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monke
     else:
         values = {"minutes": 0.0, "version": VERSION, "lengths": [320] * builtin.MEASURED}
         np.savez(kept, **{name: np.array(value) for name, value in values.items()})
-        monkeypatch.setattr(Found, "of", classmethod(lambda *_: (_ for _ in ()).throw(error("damaged"))))
+        monkeypatch.setattr(Measurements, "restored", classmethod(lambda *_: (_ for _ in ()).throw(error("damaged"))))
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
     why = "" if isinstance(error, bytes) else "(damaged)"
-    assert f"cannot be gone on from {why}" in result.stderr and "predicted KLD" in result.stdout
+    assert f"cannot be resumed {why}" in result.stderr and "predicted KLD" in result.stdout
 
 
 def test_minutes_are_a_budget(tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, tried = Sensing._try, []
+    attempt, tried = SensitivityTrials._try, []
 
-    def counted(self: Sensing, chunk: Any, c: int, i: int, side: str) -> int:
+    def counted(self: SensitivityTrials, chunk: Any, c: int, i: int, side: str) -> int:
         tried.append((c, i, side))
         return attempt(self, chunk, c, i, side)
 
-    monkeypatch.setattr(Sensing, "_try", counted)
+    monkeypatch.setattr(SensitivityTrials, "_try", counted)
     command = [str(tiny_model(n_layer=4)), *SENSED]
     for note in (f"there was time for {LEAST} of 9 sensitivities", "an earlier run had time for"):
         result = CliRunner().invoke(convert, [*command, "--minutes", "1e-9"])
@@ -213,7 +214,7 @@ def test_sensitivities_that_fail_are_a_note(model: Path, monkeypatch: pytest.Mon
     def failing(*_: Any) -> None:
         raise SubkvError("model", "decoding failed: no reason")
 
-    monkeypatch.setattr(Sensing, "_try", failing)
+    monkeypatch.setattr(SensitivityTrials, "_try", failing)
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 0, result.output
     assert "no sensitivities: decoding failed: no reason\n" in result.stderr
@@ -224,11 +225,11 @@ def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch
     """Again only where there is more time than there was."""
     tried = []
 
-    def unpredictable(self: Sensing, *_: Any) -> None:
+    def unpredictable(self: SensitivityTrials, *_: Any) -> None:
         tried.append(self)
         raise Unpredictable("model", "it says the same")
 
-    monkeypatch.setattr(Sensing, "result", unpredictable)
+    monkeypatch.setattr(SensitivityTrials, "result", unpredictable)
     again = ", as an earlier run found"
     for minutes, tries, said in (("1e-9", 1, ""), ("1e-9", 1, again), ("9", 2, ""), ("8", 2, again)):
         found = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", minutes])

@@ -1,52 +1,83 @@
-"""Sensitivities measured in the engine: where an error in the cache goes by arithmetic, what it does there by trial.
+"""Trials of sensitivities in the engine: errors are followed to the residual stream by arithmetic, and beyond by noise.
 
 An error in a cached key or value adds to the residual stream what residual.py computes from queries, keys and values
-alone; that gives a head's matrix but for the factor from the stream's energy to nats. The factor is measured: noise in
-the cells of one layer's keys or values, put into a saved state, and the KLD of the tokens that are decoded after it.
-The state is restored for every trial, so that a trial costs SCORED tokens and not the text before them.
+alone. That gives a head's matrix except for the factor from the stream's energy to nats. The factor is measured: a
+trial puts noise into the cells of one layer's keys or values in a saved state, and takes the KLD of the tokens decoded
+after it. The state is restored for every trial, so a trial decodes SCORED tokens and not the text before them.
 
-Many short texts tell more of directions than a few long ones. But how much is read from beyond the exact window depends
-on how much there is: on average over many cells errors cancel, and what is fetched from far back must be there. So
-some chunks are longer: their beginnings are measured as the others are, and the matrices of every layer are scaled by
-what is read far into them, over what is read there.
+Many short texts show more directions than a few long ones. But how much is read from beyond the exact window depends on
+the number of cells there: on average over many cells errors cancel, and a cell far back is read only if it exists.
+So some chunks are longer. Their beginnings are measured as the other chunks are, and the matrices of every layer are
+scaled by the energy far into them over the energy near their beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.random import Generator
 
-from converter.decoded import QUERIES, SCORED, Decoded, Unpredictable, silent
-from converter.effort import WHOLE, Effort
-from converter.observe import spread
+from converter.decoded_chunk import QUERIES, SCORED, DecodedChunk, Spill, Unpredictable, ignore
 from converter.residual import SIDES, Rows, alike, energy, gram_of, metrics
+from converter.sensitivity_measurements import (
+    MOMENTS,
+    NEGLIGIBLE,
+    UNPREDICTABLE,
+    Measurements,
+    Trial,
+    evened,
+    smoothed,
+)
 from converter.session import Session
-from converter.spill import Spill
-from converter.trials import MOMENTS, SILENT, UNPREDICTABLE, Found, Trial, evened, smoothed
+from converter.statistics_stage import spread
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
-from subkv.native.gguf import Base
 from subkv.plan import mla
 from subkv.plan.costs import output_grams, output_weights
 
 TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
 FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same of noise that is too small to matter
-QUIET, LOUD = 0.25, 2.0  # a trial that costs less or more of TARGET is repeated with other noise
+LEAST_COST, MOST_COST = 0.25, 2.0  # times TARGET: a trial outside is repeated with other noise
 MOST_CHANGE = 100.0  # of its energy
-NEAR = 1.5  # times the energy that was wanted: texts differ by more, and finding out costs no trial
+NEAR = 1.5  # times the wanted energy: texts differ by more, and computing the energy takes no trial
 REPEATS = 2
 REPEATED = 1.4  # trials that one takes on average
-LEAST = 6  # trials that are made however little time there is: rounding, both sides of the first layer, and two more
+LEAST = 6  # trials made without any time limit: rounding, both sides of the first layer, and two more
 GRAMS = 1 << 30  # bytes: 270 MB of an 8B model, some GB of those whose groups have 64 heads
-CORRECTING = 128  # tokens that are scored for a correction, behind the cells of a longer text
+CORRECTING = 128  # tokens that are scored for a correction, after the cells of a longer text
 MOST_STRETCH = 2.0  # logarithm, of a layer that reads next to nothing in one of two places: four standard deviations
-APART = 3  # layers at the start whose factors stand apart
+APART = 3  # layers at the start whose factors differ from all others
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is decoded. far: tokens of each of builtin.LONGER, since reads from far back need a longer text. layers:
+    tried beyond the first ones. statistics: whether the statistics stage has enough tokens for large heads without
+    those that sensitivities add."""
+
+    far: int = 2048
+    layers: int = 24
+    statistics: bool = True
+
+
+FULL = Scope()
+REDUCED = Scope(far=1536, layers=12, statistics=False)
+LARGE = 1 << 30  # bytes of weights
+
+
+def scope_of(n_bytes: int) -> Scope:
+    """For weights of this size: large models take longest per token. converter/NOTES.md has the cost of REDUCED."""
+    return REDUCED if n_bytes > LARGE else FULL
+
+
+def n_trials(n_layer: int, scope: Scope = FULL) -> int:
+    """Length of SensitivityTrials.plan()."""
+    return len(_tried(n_layer, scope.layers)) + len(_floors(n_layer))
 
 
 def _floors(n_layer: int) -> list[int]:
@@ -54,15 +85,10 @@ def _floors(n_layer: int) -> list[int]:
     return sorted({0, n_layer - 1})
 
 
-def n_trials(n_layer: int, effort: Effort = WHOLE) -> int:
-    """How many trials Sensing.plan() has."""
-    return len(_tried(n_layer, effort.spread)) + len(_floors(n_layer))
-
-
-def _tried(n: int, spread: int) -> list[tuple[int, str]]:
-    """Layers and sides that are tried, best first: both sides of the first ones, which stand apart, and of at most
-    `spread` others keys and values in turn; the rest follows from its neighbours."""
-    others = sorted([i for i in _order(n) if i >= APART][:spread])
+def _tried(n: int, further: int) -> list[tuple[int, str]]:
+    """Layers and sides that are tried, best first: both sides of the first APART layers, and keys and values in turn of
+    at most `further` others; the rest is derived from its neighbours."""
+    others = sorted([i for i in _order(n) if i >= APART][:further])
     side = {i: "kv"[j % 2] for j, i in enumerate(others)}
     return [(i, s) for i in _order(n) for s in (side.get(i, "") if i >= APART else "kv")]
 
@@ -75,8 +101,8 @@ def _covariance(stats: LayerStats, side: str) -> F64:
 
 
 class Noise:
-    """Errors of one layer's side that cost every direction the same, as a planned quantizer's do: covariance
-    (Σ⁻¹ + M/θ)⁻¹ for rows of covariance Σ and metric M; θ sets how much."""
+    """Errors of one layer's side that cost the same in every direction, as those of a planned quantizer: covariance
+    (Σ⁻¹ + M/θ)⁻¹ for rows of covariance Σ and metric M; θ sets the cost."""
 
     def __init__(self, covariance: F64, metric: F64) -> None:
         """Both [n_head_kv, d, d]; metric per query."""
@@ -90,7 +116,7 @@ class Noise:
 
     @property
     def most(self) -> float:
-        """Energy in the stream of rows drawn anew, per query."""
+        """Energy in the stream when all rows are replaced by random ones, per query."""
         return float(sum(np.sum(weights) for weights in self.weights))
 
     def of(self, wanted: float) -> Callable[[int, Generator], F32]:
@@ -98,8 +124,8 @@ class Noise:
         gain, low, high = max(np.sqrt(wanted / self.most), 1.0), 1e-30, 1e30
         for _ in range(200):
             theta = float(np.sqrt(low * high))
-            found = sum(float(np.sum(w / (1.0 + w / theta))) for w in self.weights)
-            low, high = (theta, high) if found < wanted else (low, theta)
+            reached = sum(float(np.sum(w / (1.0 + w / theta))) for w in self.weights)
+            low, high = (theta, high) if reached < wanted else (low, theta)
 
         def draw(n: int, rng: Generator) -> F32:
             heads = [
@@ -111,45 +137,43 @@ class Noise:
         return draw
 
 
-class Sensing:
-    """Sensitivities of a calibration's layers, in steps: run steps() as far as there is time, then result().
+class SensitivityTrials:
+    """Sensitivities of a calibration's layers, in steps: run steps() as far as time allows, then result().
 
-    Every chunk adds to the matrices; the trials are shared among the chunks.
+    Every chunk adds to the matrices; the trials are distributed over the chunks.
     """
 
     def __init__(
         self,
         session: Session,
-        base: Base,
         calibration: Calibration,
         chunks: Sequence[Sequence[int]],
         n_recent: int,
-        found: Found | None = None,
+        measured: Measurements | None = None,
         texts: Sequence[TextSource] = (),
-        told: Callable[[int], None] = silent,
+        on_decoded: Callable[[int], None] = ignore,
         folder: Path | None = None,
-        effort: Effort = WHOLE,
+        scope: Scope = FULL,
     ) -> None:
-        """chunks: of more than n_recent + 2 SCORED + n_skip tokens. found: what an earlier run had. texts: of the
-        chunks, one each, if these are to enter the moments; those that the calibration names are in them.
-        told: called as tokens are decoded. folder: where what is needed again waits; None: in memory. effort: how many
-        layers are tried.
+        """chunks: of more than n_recent + 2 SCORED + n_skip tokens. measured: by an earlier run. texts: one per chunk
+        if the chunks are to enter the moments; the calibration has the cells of those that it names. on_decoded: called
+        as tokens are decoded. folder: for data that is needed again; None: it stays in memory. scope: layers to try.
         """
-        self.folder, self.effort = folder, effort
-        self.session, self.base, self.calibration, self.chunks = session, base, calibration, chunks
+        self.folder, self.scope = folder, scope
+        self.session, self.base, self.calibration, self.chunks = session, session.source.gguf, calibration, chunks
         self.texts = tuple(texts)
-        self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(base)
-        self.found = found or Found.none(calibration)
-        self.found.enter(calibration, texts)
-        self.told = told
+        self.window, self.latent = Window(calibration.n_skip, n_recent), mla.is_latent(self.base)
+        self.measured = measured or Measurements.empty(calibration)
+        self.measured.forget_entered(calibration, texts)
+        self.on_decoded = on_decoded
         self.near = min(map(len, chunks)) - SCORED  # cells that every chunk has
         self._grams: dict[int, Spill] = {}
-        self.held: dict[int, Decoded] = {}  # longer chunks, and the latest
+        self.kept: dict[int, DecodedChunk] = {}  # longer chunks, and the latest
 
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
         n = len(self.calibration.layers)
-        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_tried(n, self.effort.spread))]
+        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_tried(n, self.scope.layers))]
         floors = [(0, i, "") for i in _floors(n)]
         return floors + sorted(trials, key=lambda trial: trial[0])
 
@@ -160,75 +184,75 @@ class Sensing:
 
     @property
     def longer(self) -> list[int]:
-        """Chunks of whose second half no query is as near as the last ones of the shortest chunk."""
+        """Chunks whose second half begins after the last query of the shortest chunk."""
         return [c for c, tokens in enumerate(self.chunks) if (len(tokens) - CORRECTING) // 2 >= self.near]
 
-    def steps(self, late: Callable[[int], bool] = lambda tokens: False) -> Iterator[int]:
-        """Yields after every step the tokens that it decoded; found can be kept between any two.
+    def steps(self, too_late: Callable[[int], bool] = lambda tokens: False) -> Iterator[int]:
+        """Yields after every step the tokens that it decoded; `measured` can be saved between any two.
 
-        late: whether there is no time for so many tokens more; asked after LEAST trials. What is longer is worth more
-        than further trials, so there is time left for it.
+        too_late: whether so many further tokens exceed the time; called after LEAST trials. Longer chunks are worth
+        more than further trials, so time is reserved for them.
         """
-        tried = {(t.chunk, t.index, t.side) for t in self.found.trials}
+        tried = {(t.chunk, t.index, t.side) for t in self.measured.trials}
         for c, tokens in enumerate(self.chunks):
             left = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
-            if not left and c in self.found.done:
+            if not left and c in self.measured.done:
                 continue
-            behind = sum(len(self.chunks[other]) for other in self.longer if other > c)
-            if self._enough and late(len(tokens) + behind):
+            ahead = sum(len(self.chunks[other]) for other in self.longer if other > c)
+            if self._enough and too_late(len(tokens) + ahead):
                 continue
             chunk = self.decoded(c)
             yield len(tokens)
             for i, side in left:
-                if self._enough and late((1 + REPEATS) * SCORED + behind):
+                if self._enough and too_late((1 + REPEATS) * SCORED + ahead):
                     break
                 n_tried = self._try(chunk, c, i, side) if side else self._floor(chunk, c, i)
-                self.told(SCORED * n_tried)
+                self.on_decoded(SCORED * n_tried)
                 yield SCORED * n_tried
             del chunk  # its memory is free while the next one is decoded
 
     @property
     def _enough(self) -> bool:
-        return len(self.found.trials) >= LEAST
+        return len(self.measured.trials) >= LEAST
 
-    def decoded(self, c: int) -> Decoded:
-        """A chunk, which enters the matrices if it has not yet. Only the latest one's rows can be read."""
-        self.held = {other: chunk for other, chunk in self.held.items() if other in self.longer}
-        for earlier in self.held.values():
-            earlier.put_away(self.folder)
+    def decoded(self, c: int) -> DecodedChunk:
+        """A chunk, which enters the matrices if it has not yet. Only the rows of the latest one can be read."""
+        self.kept = {other: chunk for other, chunk in self.kept.items() if other in self.longer}
+        for earlier in self.kept.values():
+            earlier.spill(self.folder)
         longer = c in self.longer
         beginning = spread(self.near // 2, self.near, QUERIES) if longer else ()
         n_scored = CORRECTING if longer else SCORED
-        chunk = Decoded(self.session, self.chunks[c], n_scored, self.latent, beginning, self.told)
-        if c not in self.found.done:
+        chunk = DecodedChunk(self.session, self.chunks[c], n_scored, self.latent, beginning, self.on_decoded)
+        if c not in self.measured.done:
             self._accumulate(c, chunk)
-        self.held[c] = chunk
+        self.kept[c] = chunk
         return chunk
 
-    def _accumulate(self, c: int, chunk: Decoded) -> None:
-        """Errors in cells that are read over the first `near` ones count, in longer chunks as in others."""
+    def _accumulate(self, c: int, chunk: DecodedChunk) -> None:
+        """Errors in the first `near` cells count, in longer chunks as in others."""
         stretch = np.zeros((len(self.calibration.layers), len(SIDES)))
-        for stats, sums, logs in zip(self.calibration.layers, self.found.sums, stretch, strict=True):
+        for stats, sums, logs in zip(self.calibration.layers, self.measured.sums, stretch, strict=True):
             rows = chunk.rows(stats.shape.il, False)
             metrics_of = self._metrics(stats.shape)
-            found = metrics_of(rows.until(self.near))
-            for side, part in found.items():
+            beginning = metrics_of(rows.until(self.near))
+            for side, part in beginning.items():
                 sums[side] += part
             if c in self.longer:
                 near, far = len(rows.until(self.near).q), rows.beyond(self.near)
                 beyond = metrics_of(far)
-                energies = np.array([_energies(beyond, stats) / len(far.q), _energies(found, stats) / near])
+                energies = np.array([_energies(beyond, stats) / len(far.q), _energies(beginning, stats) / near])
                 if np.min(energies) > 0.0:
                     logs[:] = np.clip(np.log(energies[0] / energies[1]), -MOST_STRETCH, MOST_STRETCH)
         if c in self.longer:
-            self.found.stretches[c] = stretch
-        if c not in self.found.entered:
+            self.measured.stretches[c] = stretch
+        if c not in self.measured.entered:
             self._add_moments(chunk)
-        self.found.queries += int(np.sum(chunk.pos[: chunk.n_sampled] < self.near))
-        self.found.done.append(c)
+        self.measured.queries += int(np.sum(chunk.pos[: chunk.n_sampled] < self.near))
+        self.measured.done.append(c)
 
     def _metrics(self, shape: LayerShape) -> Callable[[Rows], dict[str, F64]]:
-        """residual.metrics() of any of a layer's rows: its weights are read once for all."""
+        """residual.metrics() of any rows of a layer, whose weights are read once."""
         if self.latent:
             output, values = mla.read_weights(self.base, shape)
             gram = gram_of(output, shape.n_head)
@@ -238,34 +262,34 @@ class Sensing:
         return lambda rows: metrics(rows, shape, lambda i, j: blocks[i // n, i % n, :, j % n], self.window)
 
     def _output_grams(self, shape: LayerShape) -> F32:
-        """output_grams() of a layer. Every chunk needs them; of the first layers they are kept, GRAMS bytes in all."""
+        """output_grams() of a layer. Every chunk needs them; those of the first layers are kept, up to GRAMS bytes."""
         if shape.il in self._grams:
             return self._grams[shape.il].array()
-        found = output_grams(self.base, shape)
-        if (len(self._grams) + 1) * found.nbytes <= GRAMS:
-            self._grams[shape.il] = Spill(self.folder, bytearray(), found)
-        return found
+        grams = output_grams(self.base, shape)
+        if (len(self._grams) + 1) * grams.nbytes <= GRAMS:
+            self._grams[shape.il] = Spill(self.folder, bytearray(), grams)
+        return grams
 
-    def _add_moments(self, chunk: Decoded) -> None:
-        """The cells of every text count alike: kinds of text differ more than parts of one do."""
+    def _add_moments(self, chunk: DecodedChunk) -> None:
+        """The cells of every text have the same weight: kinds of text differ more than parts of one text."""
         n = chunk.start - self.window.n_sink
         weight = (self.near - self.window.n_sink) / n
-        for stats, moments in zip(self.calibration.layers, self.found.moments, strict=True):
+        for stats, moments in zip(self.calibration.layers, self.measured.moments, strict=True):
             for side in "kv":
                 cells = chunk.view(stats.shape.il, side)[self.window.n_sink :].astype(np.float64).transpose(1, 0, 2)
                 moments[f"{side}2"] += weight * (cells.transpose(0, 2, 1) @ cells)
                 moments[f"{side}1"] += weight * cells.sum(axis=1)
-        self.found.cells += self.near - self.window.n_sink
+        self.measured.cells += self.near - self.window.n_sink
 
     def _noise(self, i: int, side: str) -> Noise:
         covariance = _covariance(self.calibration.layers[i], side)
-        metric = self.found.sums[i][f"{side}0"].astype(np.float64)
+        metric = self.measured.sums[i][f"{side}0"].astype(np.float64)
         if self.latent:  # an error in a value is one in its key, too
             d = self.calibration.layers[i].shape.d_v
-            metric[:, :d, :d] += self.found.sums[i]["v0" if side == "k" else "k0"][:, :d, :d]
-        return Noise(covariance, metric / self.found.queries)
+            metric[:, :d, :d] += self.measured.sums[i]["v0" if side == "k" else "k0"][:, :d, :d]
+        return Noise(covariance, metric / self.measured.queries)
 
-    def _noisy(self, chunk: Decoded, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
+    def _noisy(self, chunk: DecodedChunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
         """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d].
 
         Equal tokens of the first layer get equal noise, as they are coded alike.
@@ -282,19 +306,19 @@ class Sensing:
         noisy: F32 = cells.astype(np.float16).astype(np.float32)
         return noisy
 
-    def rounding(self, chunk: Decoded, c: int, i: int) -> float:
-        """What rounding alone costs SCORED tokens: noise too small to matter."""
+    def rounding(self, chunk: DecodedChunk, c: int, i: int) -> float:
+        """Cost of rounding alone on SCORED tokens: noise too small to matter."""
         noise = self._noise(i, "v")
         cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
         return chunk.kld((self.calibration.layers[i].shape.il, "v"), cells, SCORED)
 
-    def _floor(self, chunk: Decoded, c: int, i: int) -> int:
-        """Rounding as a trial; returns how many it took."""
-        self.found.trials.append(Trial(c, i, "", self.rounding(chunk, c, i), 0.0))
+    def _floor(self, chunk: DecodedChunk, c: int, i: int) -> int:
+        """Measures rounding. Returns the number of trials, 1."""
+        self.measured.trials.append(Trial(c, i, "", self.rounding(chunk, c, i), 0.0))
         return 1
 
-    def _try(self, chunk: Decoded, c: int, i: int, side: str) -> int:
-        """Returns how many trials it took."""
+    def _try(self, chunk: DecodedChunk, c: int, i: int, side: str) -> int:
+        """Measures noise. Returns the number of trials, with those that were repeated."""
         shape = self.calibration.layers[i].shape
         noise, output = self._noise(i, side), output_weights(self.base, shape)
         rows = chunk.rows(shape.il, True).until(chunk.start + SCORED)
@@ -302,7 +326,7 @@ class Sensing:
         most = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
 
         def noisy(wanted: float) -> tuple[F32, float]:
-            """The cells, and what the noise in them adds to the stream."""
+            """The cells, and the energy that their noise adds to the stream."""
             cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
             errors = {one: np.zeros_like(getattr(rows, one)) for one in ("kv" if self.latent else side)}
             for error in errors.values():  # of latent rows: a value's elements are the first of its key's
@@ -312,60 +336,60 @@ class Sensing:
 
         guess, n_tried = self._guess(c, i, side), 0
         wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
-        cells, moved = noisy(wanted)
-        if i >= APART and guess is not None and moved > 0.0 and not 1.0 / NEAR < moved / wanted < NEAR:
-            wanted *= wanted / moved
-            cells, moved = noisy(wanted)
+        cells, added = noisy(wanted)
+        if i >= APART and guess is not None and added > 0.0 and not 1.0 / NEAR < added / wanted < NEAR:
+            wanted *= wanted / added
+            cells, added = noisy(wanted)
         while True:
             n_tried += 1
             kld = chunk.kld((shape.il, side), cells, SCORED)
-            done = QUIET * TARGET < kld < LOUD * TARGET or (kld < TARGET and wanted >= most)
+            done = LEAST_COST * TARGET < kld < MOST_COST * TARGET or (kld < TARGET and wanted >= most)
             if done or n_tried > REPEATS:
                 break
             wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
-            cells, moved = noisy(wanted)
-        self.found.trials.append(Trial(c, i, side, kld, moved))
+            cells, added = noisy(wanted)
+        self.measured.trials.append(Trial(c, i, side, kld, added))
         return n_tried
 
     def _guess(self, c: int, i: int, side: str) -> float | None:
-        """Nats per half energy that the other trials let expect."""
-        known = self.found.factors()
+        """Expected nats per half the energy, from the other trials."""
+        known = self.measured.factors()
         if not known:
             return None
         factors, texts = smoothed(known, len(self.calibration.layers))
         return float(factors[side][i]) * texts.get(c, 1.0)
 
     def result(self) -> Calibration:
-        """The calibration with what is found; predictions are not corrected yet.
+        """The calibration with its sensitivities; predictions are not corrected yet.
 
-        Raises Unpredictable where no noise in the cache changes what the model says.
+        Raises Unpredictable where no noise in the cache changes the model's predictions.
         """
-        factors, _ = smoothed(self.found.factors(), len(self.calibration.layers))
+        factors, _ = smoothed(self.measured.factors(), len(self.calibration.layers))
         lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
-        if lost < SILENT:
+        if lost < NEGLIGIBLE:
             raise Unpredictable("model", UNPREDICTABLE)
         layers, moments = [], self._moments()
         gains = np.ones((len(moments.layers), len(SIDES)))
-        if self.found.stretches:
-            gains = np.exp(evened(np.mean(list(self.found.stretches.values()), axis=0)))
-        for i, (stats, sums) in enumerate(zip(moments.layers, self.found.sums, strict=True)):
+        if self.measured.stretches:
+            gains = np.exp(evened(np.mean(list(self.measured.stretches.values()), axis=0)))
+        for i, (stats, sums) in enumerate(zip(moments.layers, self.measured.sums, strict=True)):
             scaled = {
-                side: gain * factors[side[0]][i] * sums[side].astype(np.float64) / self.found.queries
+                side: gain * factors[side[0]][i] * sums[side].astype(np.float64) / self.measured.queries
                 for side, gain in zip(SIDES, gains[i], strict=True)
             }
             layers.append(replace(stats, sensitivity=LayerSensitivity(**scaled)))
-        tokens = SCORED * sum(trial.side != "" for trial in self.found.trials)
+        tokens = SCORED * sum(trial.side != "" for trial in self.measured.trials)
         n_ctx = max(len(chunk) for chunk in self.chunks)
-        measured = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
-        return replace(moments, layers=tuple(layers), sensitivity=measured, sha256="")
+        sensitivity = Sensitivity("engine", tokens, self.window.n_recent, n_ctx)
+        return replace(moments, layers=tuple(layers), sensitivity=sensitivity, sha256="")
 
     def _moments(self) -> Calibration:
-        """The calibration with the cells that were measured on in its moments, too: more kinds of text for nothing."""
-        n, layers = self.found.cells, []
-        new = sorted(set(self.found.done) - set(self.found.entered))
+        """The calibration with the measured cells in its moments: more kinds of text at no cost."""
+        n, layers = self.measured.cells, []
+        new = sorted(set(self.measured.done) - set(self.measured.entered))
         if not self.texts or not n:
             return self.calibration
-        for stats, sums in zip(self.calibration.layers, self.found.moments, strict=True):
+        for stats, sums in zip(self.calibration.layers, self.measured.moments, strict=True):
             tokens = stats.shape.tokens
             mixed = {
                 name: (tokens * getattr(stats, name) + sums[name].astype(np.float64)) / (tokens + n) for name in MOMENTS
@@ -376,13 +400,13 @@ class Sensing:
         return replace(self.calibration, layers=tuple(layers), texts=texts, tokens=tokens)
 
 
-def _energies(found: Mapping[str, F64], stats: LayerStats) -> F64:
-    """Of residual.metrics(): what errors as large as keys and values add to the stream, for each of SIDES."""
-    return np.array([np.sum(found[side] * _covariance(stats, side[0])) for side in SIDES])
+def _energies(metric: Mapping[str, F64], stats: LayerStats) -> F64:
+    """What errors as large as keys and values add to the stream, for each of SIDES. metric: residual.metrics()."""
+    return np.array([np.sum(metric[side] * _covariance(stats, side[0])) for side in SIDES])
 
 
 def _order(n: int) -> list[int]:
-    """All of n layers, so that any beginning is spread over the depth: the ends, then the middles of what is left."""
+    """All of n layers, so that any first few are spread over the depth: both ends, then the middle of every gap."""
     order, gaps = [0, n - 1] if n > 1 else [0], [(0, n - 1)]
     while gaps:
         low, high = gaps.pop(0)

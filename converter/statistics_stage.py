@@ -1,4 +1,4 @@
-"""Chunks of text to a calibration: the second moments of queries, keys and values, and sampled rows.
+"""Statistics of a model on text: second moments of queries, keys and values, and sampled rows.
 
 Every HELD_OUT-th chunk is held out: instead of entering the moments it gives a few sampled rows, on which gamma is
 calibrated.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text, cut
-from converter.resume import Keeper, NoKeeper
+from converter.resume import CheckpointStore, NoCheckpoints
 from converter.session import Session
+from converter.source import Source
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import duration, expect, note, progress_bar
 from subkv.engine.observer import ACCUMULATE, PAUSE, SAMPLE, UBATCH, ObservedLayer
@@ -32,7 +32,6 @@ from subkv.format.calibration import (
     thin,
 )
 from subkv.format.metadata import generator
-from subkv.native.gguf import Gguf, sha256
 
 MAX_SAMPLED_CHUNKS = 8  # held-out chunks that give samples; further ones enter the moments
 
@@ -52,10 +51,10 @@ def spread(low: int, high: int, n: int) -> tuple[int, ...]:
 
 
 def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: int) -> tuple[list[Chunk], str | None]:
-    """Decide what every chunk is for. Returns the chunks in the order to run and a note for the user, if any.
+    """Assign chunks to moments or samples. Returns the chunks in the order to run and a note for the user, if any.
 
-    held_out: every how many chunks one is held out, 0 never. A single chunk is run twice: for
-    the moments, then for the samples.
+    held_out: one of so many chunks is held out, 0: none. A single chunk is run twice: for the moments, then for the
+    samples.
     """
     n = len(token_chunks)
     if held_out == 0:
@@ -77,8 +76,8 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
 def plan_batches(chunks: Sequence[Chunk]) -> list[tuple[int, int, bool]]:
     """Chunk and first token of every batch, in order, and whether the run may be cut before it.
 
-    It may not inside a sampled chunk, whose keys are worth nothing without its queries, and not where either part
-    would have no moments.
+    It is never cut inside a sampled chunk, whose keys and queries belong together, nor where one part would have no
+    moments.
     """
     summed = [i for i, chunk in enumerate(chunks) if not chunk.key_pos]
     batches = []
@@ -100,7 +99,7 @@ def observe(
     """Decode all chunks, each from an empty cache. progress: a bar.
 
     first: batches that an earlier run has done, as plan_batches counts. after(done, cut) is called after each; cut:
-    another run can go on from there.
+    another run can resume there.
     """
     total = sum(len(chunk.tokens) for chunk in chunks)
     batches, moments = plan_batches(chunks), False
@@ -123,7 +122,7 @@ def observe(
         session.mode(PAUSE)
 
 
-def collect(session: Session) -> tuple[LayerStats, ...]:
+def collect_layers(session: Session) -> tuple[LayerStats, ...]:
     """All observed layers. Raises SubkvError when there is nothing to code, or a layer cannot be coded."""
     layers = session.layers()
     if not layers:
@@ -148,14 +147,14 @@ def _collect_layer(session: Session, layer: ObservedLayer) -> LayerStats:
         )
     scale = float(np.float32(layer.scale))
     shape = LayerShape(layer.il, layer.n_head, layer.n_head_kv, layer.d_k, layer.d_v, scale, layer.n_tokens)
-    found: dict[str, Any] = {what: session.get(layer, what) for what in ("k2", "q2", "v2", "k1", "q1", "v1")}
+    stats: dict[str, Any] = {name: session.get(layer, name) for name in ("k2", "q2", "v2", "k1", "q1", "v1")}
     limit = float(np.finfo(np.float16).max)
-    for what in ("ks", "vs", "qs"):
-        found[what] = thin(np.clip(session.get(layer, what), -limit, limit).astype(np.float16))
-    return LayerStats(shape, **found)
+    for name in ("ks", "vs", "qs"):
+        stats[name] = thin(np.clip(session.get(layer, name), -limit, limit).astype(np.float16))
+    return LayerStats(shape, **stats)
 
 
-def calibrate(
+def statistics_of(
     session: Session,
     texts: Sequence[Text],
     n_ctx: int,
@@ -164,31 +163,31 @@ def calibrate(
     held_out: int = HELD_OUT,
     model_sha256: str = "0" * 64,
     progress: bool = False,
-    keeper: Keeper | None = None,
-    foretell: Callable[[int, int], None] = lambda done, total: None,
+    checkpoints: CheckpointStore | None = None,
+    announce: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Calibration, list[str]]:
     """Run the texts, less their chunks' first n_sink positions, and return the statistics and notes for the user.
 
-    keeper: of what is done while it runs, and of what an earlier run has done. foretell: told before the run how many
-    of how many tokens are done.
+    checkpoints: partial sums, those of an earlier run included. announce: called before the run with the tokens that
+    are done and all tokens.
     """
-    keeper = keeper or NoKeeper()
+    checkpoints = checkpoints or NoCheckpoints()
     token_chunks = cut(session, texts, n_ctx, chunks, whole=False)
     shortest = min(len(tokens) for tokens in token_chunks)
     if n_sink > shortest - 2:
         raise SubkvError("n_sink", f"expected at most {shortest - 2} (shortest chunk less two), found {n_sink}")
     planned, remark = plan_chunks(token_chunks, n_sink, held_out)
     batches = plan_batches(planned)
-    first, earlier = keeper.load(len(batches))
+    first, earlier = checkpoints.load(len(batches))
     if earlier and earlier.model_sha256 != model_sha256:
-        note("note: what an earlier run has done was of a file with other bytes; it is done again")
+        note("note: the progress of an earlier run is of a file with other bytes; starting over")
         first, earlier = 0, None
     done = sum(len(chunk.tokens) for chunk in planned[: batches[first][0]]) + batches[first][1]
-    foretell(done, sum(len(chunk.tokens) for chunk in planned))
+    announce(done, sum(len(chunk.tokens) for chunk in planned))
 
     def sums() -> Calibration:
-        layers = collect(session)
-        found = Calibration(
+        layers = collect_layers(session)
+        own = Calibration(
             arch=session.arch,
             name=session.name,
             block_count=session.block_count,
@@ -200,9 +199,9 @@ def calibrate(
             generator=generator(),
             layers=layers,
         )
-        return merge(earlier, found) if earlier else found
+        return merge(earlier, own) if earlier else own
 
-    observe(session, planned, progress, first, lambda done, cut: keeper.reached(done, sums if cut else None))
+    observe(session, planned, progress, first, lambda done, cut: checkpoints.reached(done, sums if cut else None))
     calibration = sums()
     notes = [remark] if remark else []
     bad = sum(layer.n_nonfinite for layer in session.layers())
@@ -211,45 +210,44 @@ def calibrate(
     return calibration, notes
 
 
-def _foretell(session: Session, then: Callable[[float], float], done: int, total: int) -> None:
-    """Says what the run will take, unless that is a moment. then: seconds of what comes after it, by the speed."""
+def _announce(session: Session, later: Callable[[float], float], done: int, total: int) -> None:
+    """Reports how long the run will take, unless that is a moment. later: as collect_statistics."""
     speed = session.speed()
-    seconds, later = (total - done) / speed, then(speed)
+    seconds, rest = (total - done) / speed, later(speed)
     expect("calibrate", seconds)
     if done:
-        note(f"going on after {done} of {total} tokens")
+        note(f"resuming after {done} of {total} tokens")
     if seconds > 10:
-        after = f", sensitivities {duration(later)} more" if later else ""
+        after = f", sensitivities {duration(rest)} more" if rest else ""
         note(f"calibrating on {total - done} tokens takes {duration(seconds)}, at {speed:.0f} tokens per second{after}")
 
 
-def calibrate_file(
-    model: Path,
+def collect_statistics(
+    source: Source,
     corpus: Corpus,
     texts: Sequence[Text] | None,
     n_sink: int,
     held_out: int = HELD_OUT,
     earlier: Calibration | None = None,
-    keeper: Keeper | None = None,
-    then: Callable[[float], float] = lambda speed: 0.0,
-    spared: bool = False,
+    checkpoints: CheckpointStore | None = None,
+    later: Callable[[float], float] = lambda speed: 0.0,
+    separate: bool = False,
 ) -> tuple[Calibration, list[str]]:
-    """calibrate() of a GGUF on `texts`, at most corpus.chunks, with progress bars; says how long it will take.
+    """statistics_of() a GGUF on `texts`, at most corpus.chunks, with progress bars; reports how long it will take.
 
-    texts None: those of builtin.py, a chunk of each; spared: of those that sensitivities are not measured on.
-    earlier: a calibration of the same model, which the texts add to.
-    then: told the tokens per second, says how many seconds the work will take that comes after this.
+    texts None: those of builtin.py, a chunk of each; separate: without those that sensitivities are measured on.
+    earlier: a calibration of the same model, to which the texts are added. later: seconds of the stages after this one,
+    by the tokens per second.
     """
-    with Gguf(model) as base:  # refuses what is not a whole GGUF before minutes are spent on its hash
-        digest = sha256(base.files, progress=True)
-    with Session(model, corpus.n_ctx, corpus.n_threads, n_sink) as session:
+    digest = source.sha256()
+    with Session(source, corpus.n_ctx, corpus.n_threads, n_sink) as session:
         if texts is None:
             blocks = builtin.read(session.template)
-            texts = (builtin.spared(blocks) if spared else blocks)[: corpus.chunks]
+            texts = (builtin.unmeasured(blocks) if separate else blocks)[: corpus.chunks]
         if earlier:
             with concerning(calibration="earlier"):
                 check_mergeable(earlier, session.arch, session.name, session.block_count, n_sink)
-        result, notes = calibrate(
+        result, notes = statistics_of(
             session,
             texts,
             corpus.n_ctx,
@@ -258,8 +256,8 @@ def calibrate_file(
             held_out,
             digest,
             progress=True,
-            keeper=keeper,
-            foretell=functools.partial(_foretell, session, then),
+            checkpoints=checkpoints,
+            announce=functools.partial(_announce, session, later),
         )
     with concerning(calibration="earlier"):
         return merge(earlier, result) if earlier else result, notes

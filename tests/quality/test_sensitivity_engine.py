@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from converter import correcting, residual, sensitivity
+from converter import residual, sensitivity, sensitivity_correction
 from converter.corpus import cut, read_text
-from converter.decoded import SCORED, silent
-from converter.lockstep import compare
-from converter.observe import Chunk, collect, observe
-from converter.sense import ahead, n_measured, sense
-from converter.sensing import CORRECTING, LEAST, REPEATED, Sensing, n_trials
+from converter.decoded_chunk import SCORED
+from converter.sensitivity_correction import compare
+from converter.sensitivity_measurements import MOMENTS, Measurements, evened, smoothed
+from converter.sensitivity_stage import measure_sensitivities, n_measured, tokens_to_decode
+from converter.sensitivity_trials import CORRECTING, LEAST, REPEATED, SensitivityTrials, n_trials
 from converter.session import Session
-from converter.trials import MOMENTS, Found, evened, smoothed
+from converter.source import Source
+from converter.statistics_stage import Chunk, collect_layers, observe
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import CacheOptions
+from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.format import metadata
 from subkv.format.calibration import Calibration, LayerShape, TextSource, read_calibration
 from subkv.format.window import Window
@@ -144,16 +145,17 @@ def test_predicts_what_a_layout_costs_in_the_engine(
         predicted = fit.error(layers)
         values = metadata.keys(layers, found, fit.settings, fit.account(plan))
         write_sidecar(base, tmp_path / "layout.gguf", {**values, SHA256_KEY: ("str", "0" * 64)})
-    with Session(tiny_model("llama"), N_CTX, 1, found.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, found.n_skip) as session:
         chunk = cut(session, [read_text(text)], N_CTX, 8)[-1]
-        (kld,) = compare(session.model, [CacheOptions("subkv", bases=tmp_path / "layout.gguf")], chunk, 1)
+        cache = choose_cache(source.path, CacheOptions("subkv", bases=tmp_path / "layout.gguf"))
+        (kld,) = compare(session.model, [cache], chunk, 1)
     assert predicted is not None
     assert 0.5 < kld / predicted < 2.0
 
 
-def sensing_of(session: Session, base: Gguf, calibration: Calibration, text: Path, found: Found | None) -> Sensing:
+def trials_of(session: Session, calibration: Calibration, text: Path, found: Measurements | None) -> SensitivityTrials:
     chunks = cut(session, [read_text(text)], N_CTX, 2)
-    return Sensing(session, base, calibration, chunks, N_RECENT, found)
+    return SensitivityTrials(session, calibration, chunks, N_RECENT, found)
 
 
 def test_goes_on_where_it_was_stopped(
@@ -161,21 +163,22 @@ def test_goes_on_where_it_was_stopped(
 ) -> None:
     """After any number of steps: saved, read again and finished it is what it would have been without a stop."""
     stats = read_calibration(calibration("llama"))
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
-        whole = sensing_of(session, base, stats, text, None)
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
+        whole = trials_of(session, stats, text, None)
         assert sum(whole.steps()) >= whole.tokens
         for stop in (1, 3, 7):
-            part = sensing_of(session, base, stats, text, None)
+            part = trials_of(session, stats, text, None)
             for _ in zip(range(stop), part.steps(), strict=False):
                 pass
-            rest = sensing_of(session, base, stats, text, Found.of(part.found.arrays(), stats))
+            rest = trials_of(session, stats, text, Measurements.restored(part.measured.arrays(), stats))
             for _ in rest.steps():
                 pass
-            assert rest.found.trials == whole.found.trials
-            assert (rest.found.queries, rest.found.cells) == (whole.found.queries, whole.found.cells)
-            for a, b in zip(rest.found.sums + rest.found.moments, whole.found.sums + whole.found.moments, strict=True):
+            assert rest.measured.trials == whole.measured.trials
+            assert (rest.measured.queries, rest.measured.cells) == (whole.measured.queries, whole.measured.cells)
+            own, expected = rest.measured, whole.measured
+            for a, b in zip(own.sums + own.moments, expected.sums + expected.moments, strict=True):
                 assert all(np.array_equal(a[name], b[name]) for name in b)
-        assert not list(sensing_of(session, base, stats, text, whole.found).steps())
+        assert not list(trials_of(session, stats, text, whole.measured).steps())
 
 
 def test_measured_cells_enter_the_moments_once(
@@ -183,18 +186,18 @@ def test_measured_cells_enter_the_moments_once(
 ) -> None:
     """As if the observer had seen them; a calibration that names their text has them already."""
     stats = read_calibration(calibration("llama"))
-    source = TextSource("other", "1" * 64, 1)
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+    other = TextSource("other", "1" * 64, 1)
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         chunk = cut(session, [read_text(text)], N_CTX, 2)[1]
-        sensing = Sensing(session, base, stats, [chunk], N_RECENT, texts=[source])
-        for _ in sensing.steps():
+        trials = SensitivityTrials(session, stats, [chunk], N_RECENT, texts=[other])
+        for _ in trials.steps():
             pass
-        found = sensing.result()
-        again = Sensing(session, base, found, [chunk], N_RECENT, sensing.found, [source]).result()
-    with Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+        found = trials.result()
+        again = SensitivityTrials(session, found, [chunk], N_RECENT, trials.measured, [other]).result()
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         observe(session, [Chunk(chunk[:-SCORED])], progress=False)
-        seen = collect(session)
-    assert found.texts == (*stats.texts, source)
+        seen = collect_layers(session)
+    assert found.texts == (*stats.texts, other)
     assert found.tokens == stats.tokens + seen[0].shape.tokens
     for before, own, after, same in zip(stats.layers, seen, found.layers, again.layers, strict=True):
         share = before.shape.tokens / after.shape.tokens
@@ -212,16 +215,18 @@ def test_texts_measured_later_enter_the_moments_too(
     """A run that ends for lack of time writes what it has; the one that goes on from there adds the other texts."""
     stats = read_calibration(calibration("llama"))
     sources = [TextSource(name, name * 64, 1) for name in "012"]
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         chunks = cut(session, [read_text(text)], N_CTX, 3)
 
-        def run(start: Calibration, n_chunks: int, found: Found | None = None) -> tuple[Calibration, Found]:
-            kept = None if found is None else Found.of(found.arrays(), start)
-            sensing = Sensing(session, base, start, chunks, N_RECENT, kept, sources)
-            for _ in sensing.steps():
-                if len(sensing.found.done) == n_chunks and sensing.found.factors():
+        def run(
+            start: Calibration, n_chunks: int, saved: Measurements | None = None
+        ) -> tuple[Calibration, Measurements]:
+            kept = None if saved is None else Measurements.restored(saved.arrays(), start)
+            trials = SensitivityTrials(session, start, chunks, N_RECENT, kept, sources)
+            for _ in trials.steps():
+                if len(trials.measured.done) == n_chunks and trials.measured.factors():
                     break
-            return sensing.result(), sensing.found
+            return trials.result(), trials.measured
 
         whole, _ = run(stats, 3)
         first, kept = run(stats, 1)
@@ -235,7 +240,7 @@ def test_texts_measured_later_enter_the_moments_too(
                 for name in MOMENTS:
                     assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-5)
         with pytest.raises(ValueError, match="the cells of 1 texts, found 0"):
-            last.enter(stats, sources)
+            last.forget_entered(stats, sources)
 
 
 def test_longer_texts_scale_the_matrices(
@@ -246,18 +251,18 @@ def test_longer_texts_scale_the_matrices(
     Random weights read them about evenly, so that errors in values cancel more as their number grows.
     """
     stats = read_calibration(calibration("llama"))
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
-        sensing = Sensing(session, base, stats, [longer[:N_CTX], longer], N_RECENT)
-        assert sensing.longer == [1]
-        for _ in sensing.steps():
+        trials = SensitivityTrials(session, stats, [longer[:N_CTX], longer], N_RECENT)
+        assert trials.longer == [1]
+        for _ in trials.steps():
             pass
-        assert sensing.found.cells == 2 * (N_CTX - SCORED - stats.n_skip), "both texts count alike"
-        assert list(sensing.held) == [1]
-        scaled = sensing.result()
-        again = Found.of(sensing.found.arrays(), stats)
-        assert np.array_equal(again.stretches.pop(1), sensing.found.stretches[1])
-        same = Sensing(session, base, stats, sensing.chunks, N_RECENT, again).result()
+        assert trials.measured.cells == 2 * (N_CTX - SCORED - stats.n_skip), "both texts count alike"
+        assert list(trials.kept) == [1]
+        scaled = trials.result()
+        again = Measurements.restored(trials.measured.arrays(), stats)
+        assert np.array_equal(again.stretches.pop(1), trials.measured.stretches[1])
+        same = SensitivityTrials(session, stats, trials.chunks, N_RECENT, again).result()
     for one, other in zip(same.layers, scaled.layers, strict=True):
         assert one.sensitivity is not None and other.sensitivity is not None
         for side in residual.SIDES:
@@ -272,12 +277,12 @@ def test_beginnings_of_longer_chunks_are_measured_as_others_are(
 ) -> None:
     stats = read_calibration(calibration("llama"))
     found = []
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
         for chunks in ([longer[:N_CTX]], [longer[:N_CTX], longer]):
-            sensing = Sensing(session, base, stats, chunks, N_RECENT)
-            sensing.decoded(len(chunks) - 1)
-            found.append(sensing.found)
+            trials = SensitivityTrials(session, stats, chunks, N_RECENT)
+            trials.decoded(len(chunks) - 1)
+            found.append(trials.measured)
     one, other = found
     assert one.queries == other.queries
     for first, second in zip(one.sums, other.sums, strict=True):
@@ -289,23 +294,23 @@ def test_longer_chunks_wait_in_a_file(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     stats, found = read_calibration(calibration("llama")), []
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 2)
         for folder in (None, tmp_path):
-            sensing = Sensing(session, base, stats, [longer[0][:N_CTX], *longer], N_RECENT, folder=folder)
-            assert sensing.longer == [1, 2]
-            for _ in sensing.steps():
+            trials = SensitivityTrials(session, stats, [longer[0][:N_CTX], *longer], N_RECENT, folder=folder)
+            assert trials.longer == [1, 2]
+            for _ in trials.steps():
                 pass
-            found.append(correcting.corrected(sensing, [], 1, silent).sensitivity)
-        chunk, at = sensing.decoded(1), (stats.layers[0].shape.il, "v")
+            found.append(sensitivity_correction.corrected(trials, [], 1).sensitivity)
+        chunk, at = trials.decoded(1), (stats.layers[0].shape.il, "v")
         noisy = 1.5 * chunk.view(*at).astype(np.float32)
         with pytest.raises(SubkvError, match="cannot write to .*: No such file"):
-            chunk.put_away(tmp_path / "none")
+            chunk.spill(tmp_path / "none")
         klds = [chunk.kld(at, noisy)]
-        chunk.put_away(tmp_path)
-        klds += [chunk.kld(at, noisy), chunk.kld(at, noisy), chunk.spent([(at, noisy)])]
+        chunk.spill(tmp_path)
+        klds += [chunk.kld(at, noisy), chunk.kld(at, noisy), chunk.final_kld([(at, noisy)])]
         assert klds == [klds[0]] * 4 and klds[0] > 0.0
-        with pytest.raises(AssertionError, match="the last that could be asked"):
+        with pytest.raises(AssertionError, match="has discarded the state"):
             chunk.kld(at, noisy)
     assert found[0] == found[1]
     assert not list(tmp_path.iterdir())
@@ -315,9 +320,10 @@ def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
     assert n_measured([320] * 5) == 3 and n_measured([320] * 2) == 1
     assert n_measured([512] * 5 + [2048] * 2) == 7
     for lengths in ([320] * 5, [512] * 5 + [2048] * 2):
-        assert sum(lengths) < ahead(lengths, 2) < ahead(lengths, 30)
+        assert sum(lengths) < tokens_to_decode(lengths, 2) < tokens_to_decode(lengths, 30)
     trials = int(REPEATED * n_trials(2)) * SCORED
-    assert ahead([320] * 5, 2) == 5 * 320 + trials + 2 * (CORRECTING + SCORED) + 2 * correcting.n_stock(320)
+    correction = 2 * (CORRECTING + SCORED) + 2 * sensitivity_correction.n_stock(320)
+    assert tokens_to_decode([320] * 5, 2) == 5 * 320 + trials + correction
 
 
 def test_layers_are_evened_with_their_neighbours() -> None:
@@ -333,12 +339,12 @@ def test_little_time_gives_fewer_trials(
     stats = read_calibration(calibration("llama"))
     kept: list[int] = []
 
-    def keep(found: Found) -> None:
+    def keep(found: Measurements) -> None:
         kept.append(len(found.trials))
 
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), N_CTX, 1, stats.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         chunks = cut(session, [read_text(text)], N_CTX, 3)
-        found = sense(session, base, stats, chunks, N_RECENT, 1, 1e-9, keep=keep)
+        found = measure_sensitivities(session, stats, chunks, N_RECENT, 1, 1e-9, save=keep)
     assert kept == sorted(kept)
     assert kept[-1] == LEAST
     assert found.sensitivity is not None
@@ -364,24 +370,24 @@ def test_time_is_left_for_longer_chunks_and_the_correction(
 
         monkeypatch.setattr(Session, name, counted)
 
-    def compared(model: Any, caches: Any, chunk: Any, n_threads: int, told: Callable[[int], None]) -> list[float]:
+    def compared(model: Any, caches: Any, chunk: Any, n_threads: int, on_decoded: Callable[[int], None]) -> list[float]:
         now[0] += 2 * len(chunk)
-        told(2 * len(chunk))
+        on_decoded(2 * len(chunk))
         return [0.1]
 
     ticking("decode")
     ticking("logits")
-    monkeypatch.setattr("converter.sense.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(correcting, "compare", compared)
-    monkeypatch.setattr("converter.sensing.LEAST", 3)
+    monkeypatch.setattr("converter.sensitivity_stage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(sensitivity_correction, "compare", compared)
+    monkeypatch.setattr("converter.sensitivity_trials.LEAST", 3)
     done = []
-    with Gguf(tiny_model("llama")) as base, Session(tiny_model("llama"), 3 * N_CTX, 1, stats.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
         chunks = [*(longer[i : i + N_CTX] for i in (0, 200, 400, 500, 600)), longer]
-        whole = ahead([len(chunk) for chunk in chunks], 2)
+        whole = tokens_to_decode([len(chunk) for chunk in chunks], 2)
         for tokens in (1, whole * 3 // 4, 2 * whole):
-            now[0], found = 0, Found.none(stats)
-            result = sense(session, base, stats, chunks, N_RECENT, 1, tokens / 60, found)
+            now[0], found = 0, Measurements.empty(stats)
+            result = measure_sensitivities(session, stats, chunks, N_RECENT, 1, tokens / 60, found)
             assert result.sensitivity is not None and result.sensitivity.correction != 1.0
             assert now[0] < tokens or tokens == 1
             done.append(found)

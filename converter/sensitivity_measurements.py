@@ -1,4 +1,4 @@
-"""Trials of sensing.py: what is kept of them, and the factors of all layers that follow."""
+"""What the trials of sensitivities measure, as saved and resumed, and the factors of all layers derived from it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.decoded import Unpredictable
+from converter.decoded_chunk import Unpredictable
 from converter.residual import SIDES
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerStats, TextSource
 
-HEARD = 1.5  # times what rounding costs: a trial that costs less tells nothing
-SILENT = 1e-3  # nats: less is no effect to learn from
+AUDIBLE = 1.5  # times the cost of rounding: a trial that costs less shows nothing
+NEGLIGIBLE = 1e-3  # nats: a smaller effect cannot be measured
 UNPREDICTABLE = (
-    "expected a model whose next tokens depend on its cache, found one that says the same with noise in it, as with "
-    "random weights: nothing can be predicted"
+    "expected a model whose next tokens depend on its cache, found one that predicts the same with noise in it, as "
+    "with random weights: nothing can be predicted"
 )
-MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the cells that were measured on add
+MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the measured cells are added
 
-VERSION = 1  # of what Found keeps; another one for metrics, noise or chunks that are made in another way
+VERSION = 1  # of saved Measurements; increase it when metrics, noise or chunks change
 
 # Standard deviations of logarithms: of a trial, between texts, layers, the first three, and a layer's sides
 SD_TRIAL, SD_TEXTS, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.5, 0.5, 4.0, 0.6
@@ -30,8 +30,8 @@ SD_TRIAL, SD_TEXTS, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.5, 0.5, 4.0, 0.6
 
 @dataclass(frozen=True)
 class Trial:
-    """Noise in one layer's side ("k" or "v"): nats of KLD per scored token, and the squared norm that it adds to the
-    stream, exact. Side "": noise that is too small to matter."""
+    """Noise in one layer's side ("k" or "v"): its cost in nats of KLD per scored token, and energy, the exact squared
+    norm that it adds to the residual stream. Side "": noise that is too small to matter."""
 
     chunk: int
     index: int
@@ -41,13 +41,13 @@ class Trial:
 
 
 @dataclass
-class Found:
-    """What is measured so far. sums: per layer residual.metrics(), over `queries` queries of the chunks `done`.
+class Measurements:
+    """All measurements so far. sums: per layer residual.metrics(), over `queries` queries of the chunks `done`.
 
-    moments: per layer sums over `cells` cells, as the members of LayerStats of these names, of all of them but those
-    `entered`, whose cells the calibration has. stretches: of longer chunks, logarithms [layers, SIDES] of what errors
-    in cells add to the stream far into them, over what they add near the beginning. Matrices are float32, as in the
-    file that is made of them: of an 8B model that is 100 MB less.
+    moments: per layer sums over `cells` cells, named as the members of LayerStats, of the chunks `done` less those
+    `entered`, whose cells are in the calibration already. stretches: per longer chunk, logarithms [layers, SIDES] of
+    the energy that errors in cells add far into it over the energy that they add near its beginning. Matrices are
+    float32, as in the calibration's file: 100 MB less for an 8B model.
     """
 
     sums: list[dict[str, F32]]
@@ -60,7 +60,7 @@ class Found:
     stretches: dict[int, F64] = field(default_factory=dict)
 
     @classmethod
-    def none(cls, calibration: Calibration) -> Found:
+    def empty(cls, calibration: Calibration) -> Measurements:
         sums = [{side: np.zeros(_size(layer, side), np.float32) for side in SIDES} for layer in calibration.layers]
         moments = [
             {name: np.zeros_like(getattr(layer, name), np.float32) for name in MOMENTS} for layer in calibration.layers
@@ -68,7 +68,7 @@ class Found:
         return cls(sums, moments)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All of it, to be saved."""
+        """Everything, to be saved."""
         numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
         lists = {name: np.array(getattr(self, name), dtype=np.int64) for name in ("done", "entered")}
         lists["counts"] = np.array([self.queries, self.cells])
@@ -78,34 +78,34 @@ class Found:
         return {"trials": np.array(numbers).reshape(-1, 5)} | lists | stretches | parts
 
     @classmethod
-    def of(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Found:
-        """What arrays() was called on, for the same calibration. Raises what numpy does for anything else."""
-        found = cls.none(calibration)
-        found.queries, found.cells = (int(n) for n in arrays["counts"])
-        found.done, found.entered = ([int(chunk) for chunk in arrays[name]] for name in ("done", "entered"))
-        found.stretches = {int(name[8:]): arrays[name] for name in arrays if name.startswith("stretch.")}
+    def restored(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Measurements:
+        """From what arrays() returned, with the same calibration. Raises what numpy does for anything else."""
+        own = cls.empty(calibration)
+        own.queries, own.cells = (int(n) for n in arrays["counts"])
+        own.done, own.entered = ([int(chunk) for chunk in arrays[name]] for name in ("done", "entered"))
+        own.stretches = {int(name[8:]): arrays[name] for name in arrays if name.startswith("stretch.")}
         size = (len(calibration.layers), len(SIDES))
-        if any(logs.shape != size for logs in found.stretches.values()):
+        if any(logs.shape != size for logs in own.stretches.values()):
             raise ValueError(f"expected numbers of {size[0]} layers for every longer text, found others")
-        found.trials = [
-            Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(moved))
-            for c, i, side, kld, moved in arrays["trials"]
+        own.trials = [
+            Trial(int(c), int(i), " kv"[int(side)].strip(), float(kld), float(energy))
+            for c, i, side, kld, energy in arrays["trials"]
         ]
-        for layers in (found.sums, found.moments):
-            for i, own in enumerate(layers):
-                for name in own:
-                    own[name] += arrays[f"{i}.{name}"]
-        return found
+        for layers in (own.sums, own.moments):
+            for i, parts in enumerate(layers):
+                for name in parts:
+                    parts[name] += arrays[f"{i}.{name}"]
+        return own
 
-    def enter(self, calibration: Calibration, texts: Sequence[TextSource]) -> None:
-        """Forget the moments of those of the chunks' texts that the calibration names: their cells are in its own.
+    def forget_entered(self, calibration: Calibration, texts: Sequence[TextSource]) -> None:
+        """Forget the moments of those of the chunks' texts that the calibration names: it has their cells already.
 
         Raises ValueError for a calibration that names fewer than an earlier one.
         """
         named = [chunk for chunk, text in enumerate(texts) if text in calibration.texts]
         if not set(named) >= set(self.entered):
             raise ValueError(f"expected a calibration with the cells of {len(self.entered)} texts, found {len(named)}")
-        if named != self.entered:  # all that is measured: it was written with the result
+        if named != self.entered:  # all measured texts are: they were written with the result
             self.entered, self.cells = named, 0
             for moments in self.moments:
                 for part in moments.values():
@@ -113,16 +113,16 @@ class Found:
 
     @property
     def floor(self) -> float:
-        """What rounding alone costs, nats per token."""
+        """Cost of rounding alone, nats per token."""
         return max((t.kld for t in self.trials if not t.side), default=0.0)
 
     def factors(self) -> dict[tuple[int, int, str], float]:
-        """Nats per half the stream's energy, by chunk, layer and side, of the trials that were loud enough."""
+        """Nats per half the energy, by chunk, layer and side, of the trials that are AUDIBLE."""
         floors = {t.index: t.kld for t in self.trials if not t.side}
         known = {}
         for t in self.trials:
             floor = float(np.interp(t.index, sorted(floors), [floors[i] for i in sorted(floors)])) if floors else 0.0
-            if t.side and t.kld > max(HEARD * floor, SILENT) and t.energy > 0.0:
+            if t.side and t.kld > max(AUDIBLE * floor, NEGLIGIBLE) and t.energy > 0.0:
                 known[t.chunk, t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
         return known
 
@@ -134,9 +134,9 @@ def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
 
 def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tuple[dict[str, F64], dict[int, float]]:
     """Factors of all layers, per side [n_layer], and of the texts, by chunk, from those of the trials, which are
-    products of both: a text whose next tokens are certain makes little of any noise.
+    products of both: noise costs little in a text whose next tokens are certain.
 
-    Their logarithms change little from one layer to the next, the first two apart, and between a layer's keys and
+    Their logarithms change little from one layer to the next, except in the first two, and between a layer's keys and
     values. Raises Unpredictable where none is known.
     """
     if not factors:
@@ -146,7 +146,7 @@ def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tup
     normal, right = np.zeros((n, n)), np.zeros(n)
 
     def expect(value: float, sd: float, plus: Sequence[int], minus: int | None = None) -> None:
-        """The sum of some logarithms, less another one."""
+        """Adds an expectation of the sum of some logarithms, less another one."""
         row = np.zeros(n)
         row[list(plus)] = 1.0
         if minus is not None:
@@ -162,15 +162,15 @@ def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tup
         expect(0.0, SD_SIDES, [2 * i], 2 * i + 1)
         for at in (2 * i, 2 * i + 1) if i + 1 < n_layer else ():
             expect(0.0, SD_FIRST if i < 2 else SD_LAYERS, [at], at + 2)
-    found = np.exp(np.linalg.solve(normal, right))
-    sides = {"k": found[0 : 2 * n_layer : 2], "v": found[1 : 2 * n_layer : 2]}
-    return sides, {chunk: float(found[at]) for chunk, at in texts.items()}
+    solved = np.exp(np.linalg.solve(normal, right))
+    sides = {"k": solved[0 : 2 * n_layer : 2], "v": solved[1 : 2 * n_layer : 2]}
+    return sides, {chunk: float(solved[at]) for chunk, at in texts.items()}
 
 
 def evened(logs: F64) -> F64:
-    """Means [layers, …] with a layer's neighbours, of half its weight: two texts say little of one layer. The first
-    stands apart."""
+    """Means [layers, …] with a layer's neighbours, which have half its weight, because two texts are few for one layer.
+    The first layer is left as it is."""
     others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
-    found = logs.copy()
-    found[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0
-    return found
+    means = logs.copy()
+    means[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0
+    return means

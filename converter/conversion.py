@@ -1,0 +1,145 @@
+"""`convert` in one direction. Every stage gets what the one before it made:
+
+    MODEL ─▶ Source ─▶ statistics ─▶ sensitivities ─▶ plan ─▶ file
+
+1. hf.py makes a GGUF of a Hugging Face folder. source.py opens the GGUF, once for all stages.
+2. statistics_stage.py runs it on text: second moments of queries, keys and values.
+3. sensitivity_stage.py measures what errors in the cache cost. sensitivity_trials.py makes the trials, and
+   sensitivity_correction.py compares their prediction with the cost of a layout, which it plans for that.
+4. subkv.plan.pipeline plans: bases, and bits within the budget.
+5. subkv.native.gguf writes a copy of the model or a sidecar.
+
+Stages 2 and 3 share the loaded weights, which are freed before stage 4. stored_calibration.py keeps their results in
+the store and resumes them. With --bases both stages are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from converter import hf
+from converter.source import Source
+from converter.stored_calibration import CalibrationRequest, calibrated
+from subkv.base.errors import SubkvError
+from subkv.base.files import check_not_input, check_writable
+from subkv.format import metadata
+from subkv.format.calibration import read_calibration
+from subkv.native.gguf import SHA256_KEY, write_copy, write_sidecar
+from subkv.plan import pipeline
+from subkv.plan.pipeline import Options, Result, check_plain
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to do.
+
+    model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made, by `request`. output: None: the
+    model's sidecar in the store. sidecar: write only the bases. outtype, quantize: of a folder's weights; None: auto,
+    not quantized. dry_run: write nothing but the calibration.
+    """
+
+    model: Path
+    bases: Path | None
+    request: CalibrationRequest
+    options: Options
+    output: Path | None
+    sidecar: bool
+    outtype: str | None = None
+    quantize: str | None = None
+    dry_run: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether a copy of the GGUF will be written."""
+        return self.output is not None and not self.sidecar and not self.dry_run
+
+    def run(self) -> tuple[Result, Path, int]:
+        """The plan, the path of the file with the bases, and the bytes of the model's weights.
+
+        Reports every step of a folder on stderr. The GGUF of a folder is removed at the end. Raises SubkvError.
+        """
+        if self.output is not None and self.bases is None:
+            check_not_input(self.output, (("-f", path) for path in self.request.corpus.files))
+            check_writable(self.output)
+        with contextlib.ExitStack() as opened:
+            announce = self._steps()
+            path = self._folder_as_gguf(opened, announce) if self.model.is_dir() else self._checked_gguf()
+            source = opened.enter_context(Source(path))
+            self._check(source)  # before minutes are spent on what could not be written
+            bases = self.bases or opened.enter_context(calibrated(source, self.request))
+            announce("bases and layout")
+            output = self.output or source.entry.sidecar
+            sidecar = self.sidecar or self.output is None
+            result = convert_source(source, bases, None if self.dry_run else output, self.options, sidecar, True)
+            return result, output, source.n_bytes
+
+    def _steps(self) -> Callable[[str], None]:
+        """Reports the steps of a folder with their numbers; a GGUF has none that are worth counting."""
+        if not self.model.is_dir():
+            return lambda step: None
+        done, total = itertools.count(1), 2 + (self.quantize is not None) + (self.bases is None)
+        return lambda step: click.echo(f"step {next(done)} of {total}: {step}", err=True)
+
+    def _checked_gguf(self) -> Path:
+        for name in ("outtype", "quantize"):
+            if getattr(self, name) is not None:
+                raise SubkvError(name, f"expected a Hugging Face folder as MODEL, found {self.model}")
+        return self.model
+
+    def _folder_as_gguf(self, opened: contextlib.ExitStack, announce: Callable[[str], None]) -> Path:
+        """In a temporary folder beside the output, which `opened` removes."""
+        assert self.output is not None  # there is no other GGUF that bases could go with
+        texts, outtype = self.request.texts(), self.outtype or "auto"
+        check_writable(self.output)
+        hf.check(self.model, outtype, self.quantize, self.output, self.copies)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{self.output.name}.", suffix=".tmp", dir=self.output.parent)
+        work = Path(opened.enter_context(temporary))
+        path = hf.convert(self.model, outtype, self.quantize, self.request.corpus.n_threads, work, announce)
+        if self.bases is None:
+            names = ", ".join(text.source.name for text in texts) if texts else "built-in texts"
+            announce(f"calibrate on {names}")
+        return path
+
+    def _check(self, source: Source) -> None:
+        check_plain(source.gguf)
+        if self.copies and len(source.files) > 1:
+            raise SubkvError(
+                "model",
+                f"expected one file to copy, found a model split into {len(source.files)}; "
+                "without --embed or with --sidecar only its bases are written",
+            )
+
+
+def convert_file(
+    model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
+) -> Result:
+    """convert_source() of a GGUF."""
+    with Source(model) as source:
+        return convert_source(source, bases, output, options, sidecar, progress)
+
+
+def convert_source(
+    source: Source, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
+) -> Result:
+    """Plan with the calibration `bases`, and write; output None: only plan. progress: bars.
+
+    Raises SubkvError; then no file was written.
+    """
+    calibration = read_calibration(bases)
+    if output is not None:
+        check_not_input(output, [*(("the model", file) for file in source.files), ("--bases", bases)])
+        check_writable(output)
+    result = pipeline.convert(source.gguf, calibration, options, progress)
+    if output is not None:
+        values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
+        if sidecar:  # a copy is hashed as it is written
+            values[SHA256_KEY] = ("str", source.sha256(progress))
+        (write_sidecar if sidecar else write_copy)(source.gguf, output, values, progress)
+    return result

@@ -1,0 +1,316 @@
+"""The sensitivity stage: trials, then the correction of their predictions; on which text, for how long, resumed.
+
+sensitivity_trials.py makes the trials; sensitivity_correction.py corrects. An interrupted run, or one that ran out of
+time, saves its measurements, and a later run resumes from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converter import builtin
+from converter.corpus import Text, cut
+from converter.decoded_chunk import SCORED, Unpredictable
+from converter.resume import EVERY, SAVED, Interrupt
+from converter.sensitivity_correction import PLANNED, corrected, tokens_to_correct
+from converter.sensitivity_measurements import VERSION, Measurements
+from converter.sensitivity_trials import CORRECTING, FULL, REPEATED, Scope, SensitivityTrials, n_trials
+from converter.session import Session
+from converter.source import Source
+from subkv.base.errors import SubkvError
+from subkv.base.files import atomic_file
+from subkv.base.progress import duration, expect, note, progress_bar
+from subkv.format.calibration import Calibration, TextSource
+
+SHORT = 512  # tokens of most of builtin.MEASURED: many kinds, rather than long ones
+CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them are measured
+
+
+@dataclass(frozen=True)
+class SensitivityRequest:
+    """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: no
+    limit. checkpoint: file of interrupted work. short: as in CalibrationRequest. scope: for the model."""
+
+    texts: Sequence[Text] | None
+    n_ctx: int
+    n_threads: int
+    n_recent: int
+    minutes: float | None
+    checkpoint: Path
+    short: bool = True
+    scope: Scope = FULL
+
+    @property
+    def lengths(self) -> list[int]:
+        """Most tokens of every chunk."""
+        least = 2 * self.n_recent + 4 * SCORED
+        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT, LONG, self.scope.far))
+        if self.texts is not None:
+            return [long] * max(CHUNKS, len(self.texts))
+        if not self.short:
+            return [long] * builtin.MEASURED
+        return [short] * (builtin.MEASURED - len(builtin.LONGER)) + [far] * len(builtin.LONGER)
+
+
+def with_sensitivities(
+    source: Source, calibration: Calibration, request: SensitivityRequest
+) -> tuple[Calibration, bool]:
+    """The calibration with sensitivities, and whether there was time for all; incomplete measurements are saved.
+
+    Raises SubkvError where they cannot be measured, and KeyboardInterrupt after the measurements so far were saved.
+    """
+    with Session(source, max(request.lengths), request.n_threads, calibration.n_skip) as session:
+        chunks, texts = _chunks(session, request)
+        lengths = [len(chunk) for chunk in chunks]
+        texts_measured = texts[: n_measured(lengths)]
+        measurements = _saved(request.checkpoint, calibration, texts_measured, lengths)
+        measurements = measurements or Measurements.empty(calibration)
+        _announce(session, request, len(calibration.layers), measurements)
+        with Interrupt() as interrupt:
+            save = Saver(request.checkpoint, interrupt, lengths)
+            try:
+                result = measure_sensitivities(
+                    session,
+                    calibration,
+                    chunks,
+                    request.n_recent,
+                    request.n_threads,
+                    request.minutes,
+                    measurements,
+                    save,
+                    progress=True,
+                    texts=texts,
+                    folder=request.checkpoint.parent,
+                    scope=request.scope,
+                )
+            except SubkvError as error:
+                if interrupt.pressed:
+                    save(measurements)
+                if isinstance(error, Unpredictable):
+                    minutes = math.inf if request.minutes is None else request.minutes
+                    _write(request.checkpoint, measurements, lengths, minutes, error.reason)
+                raise
+            save(measurements)
+        n = n_trials(len(calibration.layers), request.scope)
+        complete = len(measurements.trials) >= n and len(measurements.done) >= n_measured(lengths)
+        if not complete:
+            _write(request.checkpoint, measurements, lengths, request.minutes or 0.0)
+            note(f"there was time for {len(measurements.trials)} of {n} sensitivities")
+        return result, complete
+
+
+def measure_sensitivities(
+    session: Session,
+    calibration: Calibration,
+    chunks: Sequence[Sequence[int]],
+    n_recent: int,
+    n_threads: int,
+    minutes: float | None = None,
+    measurements: Measurements | None = None,
+    save: Callable[[Measurements], None] = lambda measurements: None,
+    progress: bool = False,
+    texts: Sequence[TextSource] = (),
+    folder: Path | None = None,
+    scope: Scope = FULL,
+) -> Calibration:
+    """The calibration with sensitivities measured on the first n_measured() `chunks`, and corrected on the others.
+
+    If some chunks are more than twice as long as the others, all are measured, and predictions are corrected on the
+    longer ones.
+
+    session: with room for a chunk. minutes: limit for all of it; trials beyond LEAST that exceed it are left out, and
+    their layers get the factors of their neighbours. measurements: of an earlier run. save: called whenever tokens were
+    decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials. Raises SubkvError: about
+    `n_ctx` for chunks that are too short, about `output` where `folder` is full, Unpredictable where nothing can be
+    predicted.
+    """
+    start, n_ctx = time.monotonic(), min(map(len, chunks))
+    least = n_recent + calibration.n_skip + 4 * SCORED
+    if n_ctx < least:
+        raise SubkvError("n_ctx", f"expected chunks of at least {least} tokens with this exact window, found {n_ctx}")
+    lengths = [len(chunk) for chunk in chunks]
+    n = n_measured(lengths)
+    total, spent = tokens_to_decode(lengths, len(calibration.layers), measurements, scope), 0
+    with progress_bar("sensitivities", total, "tok", progress) as bar:
+
+        def on_decoded(tokens: int) -> None:
+            nonlocal spent
+            spent += tokens
+            bar.update(tokens)
+            save(trials.measured)
+
+        def too_late(tokens: int) -> bool:
+            if minutes is None or not spent:
+                return False  # the speed is unknown before anything is decoded
+            left = tokens + tokens_to_correct(lengths[n:], lengths)
+            passed = time.monotonic() - start
+            needed = passed * (1.0 + left / spent) + len(calibration.layers) / PLANNED
+            return needed > 60.0 * minutes
+
+        trials = SensitivityTrials(
+            session, calibration, chunks[:n], n_recent, measurements, texts[:n], on_decoded, folder, scope
+        )
+        for _ in trials.steps(too_late):
+            pass
+        return corrected(trials, chunks[n:], n_threads)
+
+
+def n_measured(lengths: Sequence[int]) -> int:
+    """How many of chunks of such lengths are measured, from the first on: all where longer ones correct predictions,
+    else all but two, or all but one of few."""
+    if max(lengths) - CORRECTING >= 2 * (min(lengths) - SCORED):
+        return len(lengths)
+    return len(lengths) - 2 if len(lengths) > 3 else len(lengths) - 1
+
+
+def tokens_to_decode(
+    lengths: Sequence[int], n_layer: int, measurements: Measurements | None = None, scope: Scope = FULL
+) -> int:
+    """Tokens that measure_sensitivities() decodes on chunks of such lengths. measurements: of an earlier run."""
+    done, n = measurements.done if measurements else [], n_measured(lengths)
+    again = max(lengths) if n == len(lengths) else 0  # longer chunks also correct predictions
+    chunks = sum(length for c, length in enumerate(lengths[:n]) if c not in done or length == again)
+    trials = n_trials(n_layer, scope) - (len(measurements.trials) if measurements else 0)
+    return chunks + int(REPEATED * trials) * SCORED + tokens_to_correct(lengths[n:], lengths)
+
+
+def _chunks(session: Session, request: SensitivityRequest) -> tuple[list[tuple[int, ...]], list[TextSource]]:
+    """Chunks to measure, then those of other text; and the texts of chunks whose cells the statistics do not have.
+
+    Raises SubkvError about `files`.
+    """
+    if request.texts is not None:
+        long = request.lengths[0]
+        chunks = cut(session, request.texts, long, len(request.lengths))
+        if len(chunks) < 2:
+            raise SubkvError("files", f"they need at least 2 chunks of {long} tokens, found 1")
+        return chunks, []
+    blocks = builtin.read(session.template)
+    order = sorted(range(builtin.MEASURED), key=lambda i: i in builtin.LONGER)
+    chunks = [
+        chunk
+        for i, n in zip(order, request.lengths, strict=True)
+        for chunk in cut(session, [blocks[i]], n, 1, whole=i not in builtin.LONGER)
+    ]
+    return chunks, [blocks[i].source for i in order] if request.short else []
+
+
+def expected_seconds(
+    request: SensitivityRequest, n_layer: int, speed: float, measurements: Measurements | None = None
+) -> float:
+    """Duration of with_sensitivities() after `measurements`, at so many tokens per second. Also tells the bar."""
+    tokens = tokens_to_decode(request.lengths, n_layer, measurements, request.scope)
+    limit = 60 * request.minutes if request.minutes is not None else math.inf
+    seconds = min(tokens / speed + n_layer / PLANNED, limit)
+    expect("sensitivities", seconds)
+    return seconds
+
+
+def _announce(session: Session, request: SensitivityRequest, n_layer: int, measurements: Measurements) -> None:
+    """Reports how long the run will take, unless that is a moment."""
+    trials = len(measurements.trials)
+    seconds = expected_seconds(request, n_layer, session.speed(), measurements)
+    if trials:
+        note(f"resuming after {trials} of {n_trials(n_layer, request.scope)} sensitivities")
+    if seconds > 10:
+        note(f"measuring sensitivities takes {duration(seconds)}")
+
+
+#
+# interrupted work
+#
+
+
+class Saver:
+    """Called as tokens are decoded: saves the measurements from time to time, and when the user wants to stop."""
+
+    def __init__(self, path: Path, interrupt: Interrupt, lengths: Sequence[int]) -> None:
+        self._path, self._interrupt, self._lengths = path, interrupt, lengths
+        self._written = time.monotonic()
+
+    def __call__(self, measurements: Measurements) -> None:
+        stop = self._interrupt.pressed
+        if stop or time.monotonic() - self._written > EVERY:
+            try:
+                _write(self._path, measurements, self._lengths)
+                if stop:
+                    note(SAVED)
+            except SubkvError as error:
+                if not stop:
+                    raise
+                note(f"progress is not saved: {error.reason}")
+            self._written = time.monotonic()
+        if stop:
+            raise KeyboardInterrupt
+
+
+def _write(
+    path: Path, measurements: Measurements, lengths: Sequence[int], minutes: float = 0.0, refused: str = ""
+) -> None:
+    """lengths: of the chunks. minutes: the limit of a run that reached it; 0: interrupted. refused: why there can be no
+    sensitivities."""
+    with atomic_file(path) as handle:
+        values = {"minutes": minutes, "refused": refused, "lengths": lengths, "version": VERSION}
+        arrays = {name: np.array(value) for name, value in values.items()}
+        np.savez(handle, allow_pickle=False, **arrays, **measurements.arrays())
+
+
+@contextlib.contextmanager
+def _opened(checkpoint: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
+    """The file that _write() wrote. Raises ValueError for that of another version, and what numpy does for a damaged
+    one."""
+    with np.load(checkpoint, allow_pickle=False) as arrays:
+        version = int(arrays["version"]) if "version" in arrays else "none"
+        if version != VERSION:
+            raise ValueError(f"expected measurements of version {VERSION}, found {version}")
+        yield arrays
+
+
+def _saved(
+    checkpoint: Path, calibration: Calibration, texts: Sequence[TextSource], lengths: Sequence[int]
+) -> Measurements | None:
+    """The measurements of an earlier run. texts: as in SensitivityTrials; lengths: of its chunks."""
+    try:
+        with _opened(checkpoint) as arrays:
+            if "lengths" not in arrays or arrays["lengths"].tolist() != list(lengths):
+                raise ValueError(f"expected chunks of {', '.join(map(str, lengths))} tokens, found others")
+            saved = Measurements.restored(arrays, calibration)
+        if not {*saved.done, *saved.stretches, *(trial.chunk for trial in saved.trials)} <= set(range(len(lengths))):
+            raise ValueError(f"expected numbers of {len(lengths)} chunks, found others")
+        saved.forget_entered(calibration, texts)
+        return saved
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # numpy and zipfile raise many kinds of errors about a damaged file
+        note(f"note: {checkpoint} cannot be resumed ({error}); measuring again")
+        return None
+
+
+def minutes_spent(checkpoint: Path) -> float | None:
+    """The limit that was too short for all sensitivities; 0: of an interrupted run; None: all are measured."""
+    try:
+        with _opened(checkpoint) as arrays:
+            return float(arrays["minutes"])
+    except FileNotFoundError:
+        return None
+    except Exception:  # damaged, or of another version: as in _saved, which reports it
+        return 0.0
+
+
+def known_refusal(checkpoint: Path, minutes: float | None) -> str:
+    """Why an earlier run with at least this limit found that there can be no sensitivities; empty: none found that."""
+    try:
+        with _opened(checkpoint) as arrays:
+            enough = (math.inf if minutes is None else minutes) <= float(arrays["minutes"])
+            return str(arrays["refused"]) if enough else ""
+    except Exception:  # no such file, or one that cannot be resumed: as in minutes_spent
+        return ""

@@ -1,0 +1,218 @@
+"""The calibration of a model in the store: statistics, then sensitivities, each made unless it is there.
+
+Finished work is kept under the model's content and the settings: the same command resumes an interrupted run, and a
+later one with another budget plans again in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from converter import builtin
+from converter.corpus import HELD_OUT, Corpus, Text
+from converter.resume import Checkpoints
+from converter.sensitivity_correction import PLANNED
+from converter.sensitivity_stage import (
+    SensitivityRequest,
+    expected_seconds,
+    known_refusal,
+    minutes_spent,
+    with_sensitivities,
+)
+from converter.sensitivity_trials import scope_of
+from converter.source import Source
+from converter.statistics_stage import collect_statistics
+from subkv.base.errors import SubkvError, concerning
+from subkv.base.files import check_writable, remove, remove_stale
+from subkv.base.locks import exclusive
+from subkv.base.progress import note, overall
+from subkv.format import store
+from subkv.format.calibration import Calibration, read_calibration, write_calibration
+from subkv.format.metadata import generator
+from subkv.plan.pipeline import TOKENS_PER_RANK
+
+HASHED = 1e9  # bytes per second: a first guess, which the bar corrects as it goes
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """How to calibrate. corpus without files: the built-in texts. n_sink: positions left out at the start of a chunk.
+
+    n_recent: of the exact window. minutes: limit for sensitivities; 0: no sensitivities; None: no limit.
+    short: chunks of the built-in texts may be shorter than requested, because statistics hold at all positions.
+    head_size: for which chunks must be long enough all the same; 0: unknown, or sensitivities will add tokens.
+    """
+
+    corpus: Corpus
+    n_sink: int
+    n_recent: int
+    minutes: float | None = None
+    short: bool = True
+    head_size: int = 0
+
+    def texts(self) -> list[Text] | None:
+        """None: the built-in ones. Raises SubkvError as read_text does."""
+        return self.corpus.read() or None
+
+    @property
+    def separate(self) -> bool:
+        """Whether statistics leave out the texts of sensitivities, whose cells enter them in that stage."""
+        return self.short and self.minutes != 0 and not self.corpus.files and self.corpus.chunks is None
+
+    @property
+    def observed(self) -> Corpus:
+        """Text of the statistics: as requested, or blocks of the built-in texts, builtin.TOKENS if `separate`."""
+        if self.corpus.files or self.corpus.chunks is not None:
+            return self.corpus
+        if not self.separate:
+            return replace(self.corpus, chunks=max(builtin.TOKENS // self.corpus.n_ctx, builtin.BLOCKS))
+        # one block is held out, and each block loses its first n_sink positions
+        least = TOKENS_PER_RANK * self.head_size // (builtin.BLOCKS - 1) + self.n_sink + 1
+        n_ctx = min(max(builtin.TOKENS // builtin.BLOCKS, least), self.corpus.n_ctx)
+        return replace(self.corpus, n_ctx=n_ctx, chunks=max(builtin.TOKENS // n_ctx, builtin.BLOCKS))
+
+    def key(self, texts: list[Text] | None) -> str:
+        """Differs between any two requests with different statistics; model and chat template are not in it."""
+        observed = self.observed
+        corpus = [self.corpus.n_ctx, observed.n_ctx, observed.chunks]
+        digest = hashlib.sha256(repr([generator(), *corpus, self.separate, self.n_sink, HELD_OUT]).encode())
+        for text in texts or builtin.read():
+            digest.update(repr((text.source.name, len(text.data), text.special)).encode())
+            digest.update(text.data)
+        return digest.hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
+    """The calibration's file, complete as far as the request allows. No other process calibrates the model until the
+    block ends.
+
+    One bar for all of it and for the block. Raises SubkvError.
+    """
+    scope = scope_of(source.n_bytes)
+    size = source.head_size if scope.statistics else 0
+    request = replace(request, short=source.can_spread, head_size=size)
+    if source.n_ctx_train and request.corpus.n_ctx > source.n_ctx_train:
+        note(f"chunks of {source.n_ctx_train} tokens (trained context) instead of {request.corpus.n_ctx}")
+        request = replace(request, corpus=replace(request.corpus, n_ctx=source.n_ctx_train))
+    texts, entry = request.texts(), source.entry
+    entry.prepare()
+    path = entry.work(f".{request.key(texts)}.calib.safetensors")
+    with concerning(output="XDG_CACHE_HOME"):
+        check_writable(path)
+    with concerning(lock="model"), exclusive(entry.lock, f"prepare {source.path.name}"):
+        n_layer, reading = source.n_layer or 1, source.n_bytes / HASHED
+        with overall({"loading": reading, "hashing": reading, "bases": n_layer / PLANNED}):
+            remove_stale(store.folder())
+            corpus, checkpoint = request.corpus, _checkpoint(path, request.n_recent)
+            sensitivities = SensitivityRequest(
+                texts,
+                corpus.n_ctx,
+                corpus.n_threads,
+                request.n_recent,
+                request.minutes,
+                checkpoint,
+                request.short,
+                scope,
+            )
+            later = functools.partial(expected_seconds, sensitivities, n_layer)
+            statistics = _finished(path, source) or _with_statistics(source, request, texts, path, later)
+            checkpoint = _add_sensitivities(source, sensitivities, statistics, path)
+            del statistics
+            source.unload()
+            _remove_others(entry, {path, checkpoint})
+            yield path
+
+
+def _checkpoint(path: Path, n_recent: int) -> Path:
+    """File of the sensitivities with this exact window while they are not complete."""
+    return path.with_name(f"{path.name}.{n_recent}.sensing.npz")
+
+
+def _finished(path: Path, source: Source) -> Calibration | None:
+    """The calibration of an earlier run; None for a damaged one, and for one of a file with other bytes.
+
+    The model's name in the store is a digest of samples, so the hash of all bytes is compared here.
+    """
+    if not path.exists():
+        return None
+    try:
+        calibration = read_calibration(path)
+    except SubkvError as error:
+        note(f"note: {path} cannot be used ({error}); calibrating again")
+        return None
+    if source.sha256() != calibration.model_sha256:
+        note(f"note: {path} is of a file with other bytes than {source.path}; calibrating again")
+        return None
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    note(f"calibrated on {calibration.tokens} tokens by an earlier run, {day}")
+    return calibration
+
+
+def _with_statistics(
+    source: Source, request: CalibrationRequest, texts: list[Text] | None, path: Path, later: Callable[[float], float]
+) -> Calibration:
+    """Statistics of the model, written to `path`. later: as collect_statistics."""
+    for other in path.parent.glob(f"{path.name}.*.sensing.npz"):  # of other statistics
+        remove(other)
+    with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
+        statistics, notes = collect_statistics(
+            source,
+            request.observed,
+            texts,
+            request.n_sink,
+            checkpoints=checkpoints,
+            later=later,
+            separate=request.separate,
+        )
+    for line in notes:
+        note(line)
+    with concerning(output="XDG_CACHE_HOME"):
+        write_calibration(path, statistics)
+    checkpoints.clear()
+    return statistics
+
+
+def _add_sensitivities(source: Source, request: SensitivityRequest, calibration: Calibration, path: Path) -> Path:
+    """Add sensitivities to `path` unless it has them for this window, or there is no time for more of them.
+
+    Where they cannot be measured a note says why. Returns the file of those that are not complete.
+    """
+    known = calibration.sensitivity
+    if known is not None and known.n_recent <= request.n_recent:
+        request = replace(request, n_recent=known.n_recent, checkpoint=_checkpoint(path, known.n_recent))
+        spent = minutes_spent(request.checkpoint)
+        if spent is None:
+            return request.checkpoint
+        if request.minutes is not None and request.minutes <= spent:
+            note("using the sensitivities that an earlier run had time for; a larger --minutes continues them")
+            return request.checkpoint
+    if request.minutes == 0:
+        return request.checkpoint
+    further = "further " if known else ""
+    if reason := known_refusal(request.checkpoint, request.minutes):
+        note(f"no {further}sensitivities, as an earlier run found: {reason}")
+        return request.checkpoint
+    try:
+        result, complete = with_sensitivities(source, calibration, request)
+    except SubkvError as error:
+        note(f"no {further}sensitivities: {error.reason}")
+        return request.checkpoint
+    with concerning(output="XDG_CACHE_HOME"):
+        write_calibration(path, result)
+    if complete:
+        remove(request.checkpoint)
+    return request.checkpoint
+
+
+def _remove_others(entry: store.Entry, needed: set[Path]) -> None:
+    """Remove calibrations of this model with other settings, whole or not: one is kept."""
+    for other in store.folder().glob(entry.work(".*.calib.safetensors*").name):
+        if other not in needed:
+            remove(other)
