@@ -108,8 +108,8 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     float * z   = m + s.n_rows;
     float * acc = z + s.n_rows;
 
-    const MaskSources      seen    = { in.mask, in.cell_pos, in.tokens };
-    const ProjectedQueries queries = projected_queries(layer, in.queries, s.n_tokens);
+    const MaskSources      seen = { in.mask, in.cell_pos, in.tokens };
+    const ProjectedQueries queries(layer, in.queries->data, s.n_tokens);
     const int64_t          n_units = s.n_blocks * s.n_parts * s.n_split;
     constexpr int64_t      TILES   = SEGMENT / TILE;
 

@@ -7,9 +7,10 @@
 namespace subkv {
 
 //
-// encode: dst F16 [fresh_width, n_tokens + query_rows]: rows of n_embd_k_gqa + n_embd_v_gqa halves, of a latent layer
-//         without the latter; behind them what the window's ring is to hold, where that is integers
-//         EncodeSources
+// encode: dst on a GPU: fresh rows F16 [fresh_width, n_tokens]; on a CPU: EncodeResult | EncodeSources
+//
+// A fresh row has n_embd_k_gqa + n_embd_v_gqa halves, of a latent layer without the latter. If the window's ring holds
+// integers, those for the ring follow.
 //
 
 int64_t fresh_width(const LayerNodes & layer) {
@@ -17,29 +18,22 @@ int64_t fresh_width(const LayerNodes & layer) {
     return row_elements(*layer.codec) + (rows.integers ? (int64_t) (rows.recent / sizeof(uint16_t)) : 0);
 }
 
-namespace {
-
 int64_t query_width(const LayerNodes & layer) {
     int64_t width = 0;
     for (const auto & head : layer.codec->k) {
         width = std::max<int64_t>(width, head.rank);
     }
-    return width;
+    return width + 1;
 }
 
-} // namespace
+EncodeResult::EncodeResult(const LayerNodes & layer, int64_t n_tokens) :
+    fresh_stride((size_t) fresh_width(layer) * sizeof(uint16_t)),
+    queries_at(GGML_PAD(fresh_stride * (size_t) n_tokens, (size_t) LINE)),
+    bytes(queries_at + (size_t) (query_width(layer) * layer.n_head * n_tokens) * sizeof(float)) {}
 
-int64_t query_rows(const LayerNodes & layer, int64_t n_tokens) {
-    const int64_t halves = n_tokens * layer.n_head * (query_width(layer) + 1) * 2; // of floats, shift among them
-    return (halves + fresh_width(layer) - 1) / fresh_width(layer);
-}
-
-ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * node, int64_t n_tokens) {
-    ProjectedQueries q;
-    q.width = query_width(layer);
-    q.qt    = (float *) ((char *) node->data + (node->ne[1] - query_rows(layer, n_tokens)) * (int64_t) node->nb[1]);
-    q.shift = q.qt + n_tokens * layer.n_head * q.width;
-    return q;
+ProjectedQueries::ProjectedQueries(const LayerNodes & layer, void * data, int64_t n_tokens) :
+    qt((float *) data), width(query_width(layer) - 1) {
+    shift = qt + n_tokens * layer.n_head * width;
 }
 
 namespace {
@@ -63,14 +57,14 @@ struct FreshRows {
     int64_t             head;
     bool                value;
 
-    void operator()(int64_t t0, int64_t n, ggml_tensor * dst, bool any_bad) const {
+    void operator()(int64_t t0, int64_t n, char * to, size_t stride, bool any_bad) const {
         const LayerCodec & codec    = *layer.codec;
         const float *      mean     = layer.mean(head, value);
         const int64_t      d        = x->ne[0];
         const bool         integers = layer.window_rows().integers;
         const int64_t      first    = value ? codec.n_head_kv * codec.d_k + head * codec.d_v : head * codec.d_k;
         for (int64_t t = t0; t < t0 + n; ++t) {
-            auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]);
+            auto *        out = (uint16_t *) (to + (size_t) t * stride);
             const float * row = row_f32(x, head, t);
             if (integers && tokens[t].pos >= layer.window->n_sink()) {
                 uint8_t * packed = (uint8_t *) (out + row_elements(codec)) + recent_offset(codec, head, value);
@@ -108,8 +102,8 @@ bool any_sees(const ggml_tensor * mask_node, int64_t h, int64_t t0, int64_t t1) 
 
 // A unit of projecting queries: up to TILE tokens of one query head. mask_node: nullptr: queries of all tokens are
 // needed.
-void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const ggml_tensor * q,
-                     const ggml_tensor * mask_node, int64_t unit) {
+void project_queries(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * mask_node, int64_t unit,
+                     const ProjectedQueries & out) {
     const int64_t n_runs = query_runs(q->ne[2]);
     const int64_t head   = unit / n_runs;
     const int64_t t0     = unit % n_runs * TILE;
@@ -121,11 +115,10 @@ void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const gg
     if (mask_node && !any_sees(mask_node, h, t0, t0 + n)) {
         return;
     }
-    const Ops &            ops   = subkv::ops();
-    const HeadCodec &      key   = codec.k[(size_t) h];
-    const ProjectedQueries out   = projected_queries(layer, dst, q->ne[2]);
-    const int64_t          first = t0 * n_group + head % n_group; // row of KV head h
-    const int64_t          row   = h * q->ne[2] * n_group;        // its first of all heads
+    const Ops &       ops   = subkv::ops();
+    const HeadCodec & key   = codec.k[(size_t) h];
+    const int64_t     first = t0 * n_group + head % n_group; // row of KV head h
+    const int64_t     row   = h * q->ne[2] * n_group;        // its first of all heads
     ops.project(key.decode, key.rank, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
                 layer.scale * codec.gamma[(size_t) h], out.qt + row * out.width + first * key.rank, n_group * key.rank);
     if (key.offset) { // not times gamma, since the mean is added back unscaled
@@ -144,6 +137,9 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t * cells = (const int64_t *) in.k_idxs->data;
     const int64_t   n     = in.k->ne[2];
 
+    const EncodeResult     result(layer, n);
+    const ProjectedQueries queries(layer, (char *) dst->data + result.queries_at, n);
+
     // A unit is a head, a side and every n_parts-th tile: two threads must not write one tile. Consecutive cells fill
     // at most n_parts tiles. A run of tokens within a tile is coded in one call.
     const int64_t n_parts = (n + TILE - 2) / TILE + 1;
@@ -151,7 +147,7 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t n_coded = n_parts * codec.n_head_kv * n_sides;
     for (int64_t unit = ith; unit < n_coded + query_runs(n) * layer.n_head; unit += nth) {
         if (unit >= n_coded) {
-            project_queries(layer, dst, in.q, in.mask_node, unit - n_coded);
+            project_queries(layer, in.q, in.mask_node, unit - n_coded, queries);
             continue;
         }
         const bool    value = unit % n_sides;
@@ -177,20 +173,22 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             if (bad > 0) {
                 layer.n_zero_rows->fetch_add((uint64_t) bad);
             }
-            fresh(t, end - t, dst, bad > 0);
+            fresh(t, end - t, (char *) dst->data, result.fresh_stride, bad > 0);
         }
     }
 }
 
 //
-// project: dst F16 [n_embd_k_gqa + n_embd_v_gqa, query_rows] | ProjectSources
+// project: dst F32 [query_width, n_head * n_tokens] | ProjectSources
 //
 
 void project_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto & layer = *(const LayerNodes *) userdata;
     const auto   in    = sources_of<ProjectSources>(dst);
+
+    const ProjectedQueries queries(layer, dst->data, in.q->ne[2]);
     for (int64_t unit = ith; unit < query_runs(in.q->ne[2]) * layer.n_head; unit += nth) {
-        project_queries(layer, dst, in.q, in.mask_node, unit);
+        project_queries(layer, in.q, in.mask_node, unit, queries);
     }
 }
 

@@ -47,7 +47,7 @@ struct AdaptSources {
 
 struct AttendSources {
     ggml_tensor * q;
-    ggml_tensor * queries; // the node that projects them; on a GPU any
+    ggml_tensor * queries; // projected; on a GPU, where attend projects them, fresh
     ggml_tensor * k_view;
     ggml_tensor * v_view; // of a latent layer k_view
     ggml_tensor * mask;

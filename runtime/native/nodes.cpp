@@ -169,6 +169,15 @@ void check_kernels(const LayerNodes & layer, NodeKind kind, ggml_tensor * node, 
     }
 }
 
+// A part of an I8 tensor as a matrix of another type, for which ggml has no function.
+ggml_tensor * typed_view(ggml_context * ctx, ggml_tensor * bytes, ggml_type type, int64_t ne0, int64_t ne1, size_t at) {
+    const size_t  row  = ggml_row_size(type, ne0);
+    ggml_tensor * view = ggml_view_2d(ctx, bytes, ne0, ne1, row, at);
+    view->type         = type;
+    view->nb[0]        = ggml_type_size(type);
+    return view;
+}
+
 } // namespace
 
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
@@ -208,9 +217,9 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, seen);
     const AttendShape s       = attend_shape(layer, q, list ? list : b.k_view);
     const int64_t     width   = fresh_width(layer);
-    const int64_t     n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
     ggml_tensor *     window  = layer.window_rows().tensor;
-    ggml_tensor *     queries = nullptr;
+    const int64_t     n_query = layer.n_head * s.n_tokens;
+    ggml_tensor *     queries = nullptr; // projected, by nodes of a CPU
 
     const Inputs & inputs = *b.inputs;
     SharedRows     rows;
@@ -222,13 +231,20 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.v_cache       = codec.latent ? b.k_cache : b.v_cache;
         in.k_idxs        = b.k_idxs;
         in.v_idxs        = codec.latent ? b.k_idxs : b.v_idxs;
-        if (!layer.device) {
+        if (layer.device) {
+            rows.fresh = custom(GGML_TYPE_F16, width, s.n_tokens, in, encode_op, NodeKind::ENCODE, "encode");
+        } else {
             in.q         = q;
             in.tokens    = inputs.tokens;
             in.mask_node = mask;
+
+            const EncodeResult result(layer, s.n_tokens);
+            ggml_tensor *      both =
+                custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, encode_op, NodeKind::ENCODE, "encode");
+            rows.fresh = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
+            queries    = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
         }
-        rows.fresh   = custom(GGML_TYPE_F16, width, s.n_tokens + n_query, in, encode_op, NodeKind::ENCODE, "encode");
-        rows.written = queries = rows.fresh;
+        rows.written = rows.fresh;
         if (layer.adaptive) { // never a GPU's
             const AdaptSources moved = { rows.fresh, window,    inputs.slots, inputs.tokens,
                                          b.k_cache,  b.v_cache, b.k_idxs,     b.k_view };
@@ -236,11 +252,10 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         }
         rows.n_readers = layer.n_readers;
     } else {
-        rows    = b.inputs->shared.at(layer.owner);
-        queries = rows.fresh;
+        rows = b.inputs->shared.at(layer.owner);
         if (!layer.device) {
             const ProjectSources in = { q, mask };
-            queries = custom(GGML_TYPE_F16, width, n_query, in, project_op, NodeKind::ENCODE, "project");
+            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, project_op, NodeKind::ENCODE, "project");
         }
         rows.n_readers--;
     }
@@ -252,7 +267,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (!out) {
         AttendSources in = {};
         in.q             = q;
-        in.queries       = queries;
+        in.queries       = queries ? queries : fresh;
         in.k_view        = b.k_view;
         in.v_view        = codec.latent ? b.k_view : b.v_view;
         in.mask          = seen;

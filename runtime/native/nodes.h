@@ -74,26 +74,37 @@ inline ggml_tensor * as_f32(ggml_context * ctx, ggml_tensor * t) {
     return readable ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
 }
 
-// Queries in the coefficients of their KV head's static keys: the last rows of the result of encode or project.
-// Undefined for tokens that see no coded cell, according to the mask node.
+// Queries in the coefficients of their KV head's static keys. Undefined for tokens that see no coded cell, according to
+// the mask node.
 struct ProjectedQueries {
     float * qt;    // rows(h): [n_tokens * n_group][rank of the head]
     float * shift; // [n_head_kv][n_tokens * n_group]; written only if the mean is subtracted from keys
     int64_t width; // largest rank of keys
 
+    // data: of an F32 tensor [query_width, n_head * n_tokens]
+    ProjectedQueries(const LayerNodes & layer, void * data, int64_t n_tokens);
+
     float * rows(const AttendShape & s, int64_t h) const { return qt + h * s.n_tokens * s.n_group * width; }
 };
 
-ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * node, int64_t n_tokens);
+// The two results of encode on a CPU, in one I8 tensor of which the graph has views with their types: fresh rows F16
+// [fresh_width, n_tokens] and projected queries F32 [query_width, n_head * n_tokens]. One node computes both, since
+// another node would cost a barrier of all threads in every layer (kernels/NOTES.md).
+struct EncodeResult {
+    size_t fresh_stride; // bytes of a fresh row
+    size_t queries_at;   // byte where the queries begin
+    size_t bytes;
+
+    EncodeResult(const LayerNodes & layer, int64_t n_tokens);
+};
 
 // Offset of a head's integers in a row of integers (subkv/recent.h).
 inline int64_t recent_offset(const LayerCodec & codec, int64_t head, bool value) {
     return head * recent_bytes(value ? codec.d_v : codec.d_k) + (value ? codec.n_head_kv * recent_bytes(codec.d_k) : 0);
 }
 
-// Halves of a fresh row, and the number of such rows that the projected queries fill.
-int64_t fresh_width(const LayerNodes & layer);
-int64_t query_rows(const LayerNodes & layer, int64_t n_tokens);
+int64_t fresh_width(const LayerNodes & layer); // halves
+int64_t query_width(const LayerNodes & layer); // floats: the largest rank of keys, and the shift
 
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
