@@ -155,7 +155,7 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
     With adaptive bases, batches are decoded in the sequence itself, because sequences do not share cells then.
     """
     context = config.context
-    adaptive = context.choice.adaptive
+    separate = context.choice.follows_text  # sequences have cells of their own
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth
@@ -166,8 +166,8 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
             if repeated:
                 context.repeat(n, config.depth, seq, spare=n_parallel)
             else:
-                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if adaptive else n_parallel)
-                if not adaptive:
+                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if separate else n_parallel)
+                if not separate:
                     context.move_sequence(n_parallel, seq)
             context.synchronize()
             bar.update(n)
@@ -442,7 +442,7 @@ def open_configs(
     for spec, fa in itertools.product(caches.specs, caches.flash):
         # coded cells can be removed only while their exact rows are kept
         choice = parse_cache(spec, model.path, caches.requested).with_rollback(tests.longest)
-        n_seq = tests.parallel + (not choice.adaptive)  # the last one is for fill()
+        n_seq = tests.parallel + (not choice.follows_text)  # the last one is for fill()
         try:
             made = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:

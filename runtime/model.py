@@ -52,15 +52,9 @@ def open_llama(
         coded = cache.type_v in (None, AUTO, CODED) and cache.bases is None
         model = demo.converted() if coded else demo.model_path()
     n_threads = default_threads(context.n_threads)
-    more |= cache.window.requested()
+    more |= cache.arguments()
     llm = kind(
         model,
-        kv_cache=cache.kv_cache,
-        type_k=cache.type_k,
-        type_v=cache.type_v,
-        bases=cache.bases,
-        adapt=cache.adapt,
-        sidecar=cache.sidecar,
         n_ctx=context.n_ctx,
         n_batch=context.n_batch,
         n_ubatch=context.n_ubatch,

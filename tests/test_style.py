@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,3 +70,17 @@ def test_size() -> None:
     folders = ("converter", "runtime", "research", "python", "cmake", "examples", "tests")
     files = [*CPP, *(p for d in folders for p in (REPO / d).rglob("*.py"))]
     assert {str(p.relative_to(REPO)): n for p in files if (n := len(p.read_bytes().splitlines())) > 520} == {}
+
+
+ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine sees of runtime/native/adapt
+
+
+def test_cpp_rooms() -> None:
+    """Bases that follow the text have few entrances; headers of research and of tests are for C functions alone."""
+    native = REPO / "runtime/native"
+    room = {path.name for path in (native / "adapt").glob("*.h")}
+    for path in (p for p in CPP if native in p.parents and p.parent != native / "adapt"):
+        included = set(re.findall(r'#include "(?:adapt/)?([\w.]+)"', path.read_text("utf-8")))
+        assert included & room <= ENTRANCES, path
+        if not path.name.startswith(("capi", "subkv_")):
+            assert included.isdisjoint({"subkv_research.h", "subkv_test.h"}), path

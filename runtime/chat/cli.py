@@ -207,7 +207,7 @@ class Chat:
                 "  coefficient rows": f"{mib(stats.bytes_codes)} in {stats.n_layer_coded} layers",
                 "  exact window": f"{mib(stats.bytes_window)} ({stats.n_sink} first, {stats.n_recent} last tokens)",
                 "  ordinary layers": mib(stats.bytes_stock),
-                "  adaptive bases": f"{mib(stats.bytes_adapt)}, {stats.n_chunks} of all heads",
+                "  adaptive bases": f"{mib(stats.bytes_chunks)}, {stats.n_chunks} of all heads",
                 "bases": mib(stats.bytes_bases),
                 "zero rows": f"{stats.n_zero_rows}",
                 "fingerprint": stats.fingerprint or "",

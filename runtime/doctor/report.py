@@ -16,6 +16,7 @@ from runtime.doctor.cache_folder import KINDS, cached
 from runtime.doctor.formats import FORMATS
 from runtime.doctor.probe import probe
 from runtime.launch.arguments import is_llama_cpp_program
+from runtime.launch.variables import READ
 from subkv.base.errors import SubkvError
 from subkv.base.folders import cache_folder
 from subkv.base.version import __version__
@@ -23,8 +24,8 @@ from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_li
 
 REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
-    *("SUBKV", "SUBKV_SINK", "SUBKV_RECENT", "SUBKV_ROLLBACK", "SUBKV_ADAPT", "SUBKV_STORE", "SUBKV_STORE_MIB"),
-    *("SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
+    *READ,
+    *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
 }
 OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"

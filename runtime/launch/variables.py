@@ -24,6 +24,7 @@ AUTO, OFF = "auto", "off"
 # read by runtime/native; fields of Window, and the option --adapt
 NUMBERS = {"n_sink": "SUBKV_SINK", "n_recent": "SUBKV_RECENT", "n_rollback": "SUBKV_ROLLBACK"}
 ADAPT = "SUBKV_ADAPT"
+READ = (CACHE, *NUMBERS.values(), ADAPT)
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 
 

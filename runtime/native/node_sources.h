@@ -34,7 +34,7 @@ struct ProjectSources {
     ggml_tensor * mask_node; // or nullptr
 };
 
-struct AdaptSources {
+struct EncodeBlocksSources {
     ggml_tensor * fresh;
     ggml_tensor * window;
     ggml_tensor * slots;

@@ -2,7 +2,8 @@
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
 //   mask          once for all layers, of few tokens: what attend adds to logits
-//   adapt         adaptive bases only: codes tokens that have left the exact window, in blocks (instead of encode)
+//   encode_blocks only if bases follow the text: codes tokens that have left the exact window, in blocks (instead of
+//                 encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
 //                 sinks, normalises
@@ -245,10 +246,10 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
             queries    = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
         }
         rows.written = rows.fresh;
-        if (layer.adaptive) { // never a GPU's
-            const AdaptSources moved = { rows.fresh, window,    inputs.slots, inputs.tokens,
-                                         b.k_cache,  b.v_cache, b.k_idxs,     b.k_view };
-            rows.written             = custom(GGML_TYPE_F32, 1, 1, moved, adapt_op, NodeKind::ENCODE, "adapt");
+        if (layer.chunked) { // never a GPU's
+            const EncodeBlocksSources moved = { rows.fresh, window,    inputs.slots, inputs.tokens,
+                                                b.k_cache,  b.v_cache, b.k_idxs,     b.k_view };
+            rows.written = custom(GGML_TYPE_F32, 1, 1, moved, encode_blocks_op, NodeKind::ENCODE, "encode_blocks");
         }
         rows.n_readers = layer.n_readers;
     } else {

@@ -83,7 +83,7 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records that its rows are stored. Slots have
-    // the keys that the tokens attend to exactly, and the key that left the window last, from which adapt codes.
+    // the keys that the tokens attend to exactly, and the key that left the window last, from which blocks are coded.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // its exact row
 

@@ -1,5 +1,5 @@
-"""The adaptive coder (runtime/native/adapt.h) over streams of rows: equality with the static codec, chunks, merges,
-independence of how rows arrive, states, bad input.
+"""The adaptive coder (runtime/native/adapt/adapt.h) over streams of rows: equality with the static codec, chunks,
+merges, independence of how rows arrive, states, bad input.
 """
 
 from __future__ import annotations

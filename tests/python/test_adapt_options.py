@@ -49,7 +49,7 @@ def chunks(path: Path, **options: str) -> tuple[int, int]:
         stats, layers = llm.kv_stats(), llm.adapt_stats()
         assert stats.n_chunks == sum(layer.n_chunks for layer in layers)
         assert all(layer.side == "v" and 0.0 < min(layer.residuals) < 1.0 for layer in layers)
-        return stats.n_chunks, stats.bytes_adapt
+        return stats.n_chunks, stats.bytes_chunks
     finally:
         llm.close()
 

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine import sidecars
@@ -50,6 +51,11 @@ class CacheOptions:
     adapt: str | None = None
     sidecar: bool = True
 
+    def arguments(self) -> dict[str, Any]:
+        """The members as arguments of subkv.Llama."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "window"]
+        return {**{name: getattr(self, name) for name in names}, **self.window.requested()}
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheChoice:
@@ -73,9 +79,13 @@ class CacheChoice:
         return self.layout is not None
 
     @property
-    def adaptive(self) -> bool:
+    def follows_text(self) -> bool:
         """Whether the bases are adaptive; then sequences cannot share cells."""
         return self.adapt not in (None, adaptive.NONE)
+
+    def identity(self) -> dict[str, Any]:
+        """What of it decides what a cell holds, besides what libsubkv reports (KVStats)."""
+        return {"adapt": self.adapt}
 
     @property
     def name(self) -> str:
@@ -274,23 +284,28 @@ def attached(choice: CacheChoice) -> Iterator[None]:
         else:
             with concerning(path=""):
                 layout = stack.enter_context(Layout(choice.layout))
-            params = library.CacheParams(choice.window.n_sink, choice.window.n_recent, choice.window.n_rollback)
-            if choice.adapt is not None and choice.adapt != adaptive.NONE:
-                sides, how = adaptive.parse(choice.adapt)
-                params.adapt, params.adaptive = adaptive.SIDES[sides], adaptive.native_params(how)
+            window = choice.window
+            adapt = choice.adapt.encode() if choice.adapt is not None else None
+            params = library.CacheParams(window.n_sink, window.n_recent, window.n_rollback, adapt)
             if not native().subkv_attach(layout.handle, ctypes.byref(params)):
-                raise CacheError("kv_cache", last_error())
+                raise _refused(last_error())
         if attach := _also_attach.get():
             attach()
         yield
+
+
+def _refused(sentence: str) -> CacheError:
+    """libsubkv's sentence, which names the argument `adapt` where it is about that one."""
+    key, colon, rest = sentence.partition(": ")
+    return CacheError(key, rest) if colon and key == "adapt" else CacheError("kv_cache", sentence)
 
 
 def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvError:
     """The error for a context that llama.cpp did not create, with the reason of libsubkv or of the log."""
     if not choice.coded:
         return CacheError("kv_cache", last_log_error(log) or otherwise)
-    key, colon, rest = last_error().partition(": ")
-    if colon and key == "adapt":
-        return CacheError(key, rest)
     reason = last_error() or last_log_error(log) or otherwise
-    return CacheError("kv_cache", reason if "f16" in reason else f"{reason}; choose f16 to run without coefficients")
+    error = _refused(reason)
+    if error.key != "kv_cache" or "f16" in reason:
+        return error
+    return CacheError("kv_cache", f"{reason}; choose f16 to run without coefficients")

@@ -25,14 +25,7 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import shift, states
-from subkv.engine.cache import (
-    CacheChoice,
-    CacheOptions,
-    attached,
-    choose_cache,
-    creation_error,
-    flash_attention,
-)
+from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
     CheckedDrafts,
     DraftModel,
@@ -49,7 +42,8 @@ from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
-from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
+from subkv.engine.stats import KVStats, cache_line, context_stats
+from subkv.format.adapt import AdaptStats, adapt_stats
 from subkv.format.window import Window
 from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
@@ -209,7 +203,7 @@ class Llama(llama_cpp.Llama):
         if model is None:
             self._close_drafts()
             return
-        if self._ctx.checkpoints is not None and self._choice.adaptive:
+        if self._ctx.checkpoints is not None and self._choice.follows_text:
             raise CacheError(
                 "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )

@@ -72,7 +72,7 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
     return {
         "model": weights_digest(model),
         **{name: getattr(stats, name) for name in _STATS},
-        "adapt": choice.adapt,
+        **choice.identity(),
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
         "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently

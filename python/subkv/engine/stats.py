@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import re
 from typing import Any
 
@@ -21,7 +20,7 @@ class KVStats:
     type_k: str
     type_v: str
     n_cells: int
-    bytes_kv: int  # rows, exact window, adaptive bases and ordinary layers
+    bytes_kv: int  # rows, exact window, chunks and ordinary layers
     bytes_f16: int  # the same context with an f16 cache
     bytes_per_token: int  # rows of one cell in all layers, except sliding-window layers, which do not grow
     bpe: float
@@ -30,7 +29,7 @@ class KVStats:
     bytes_window: int = 0
     bytes_stock: int = 0
     bytes_bases: int = 0
-    bytes_adapt: int = 0  # adaptive bases and sketches
+    bytes_chunks: int = 0  # adaptive bases and sketches
     n_chunks: int = 0  # adaptive bases of all heads
     n_layer_coded: int = 0
     n_zero_rows: int = 0
@@ -39,34 +38,6 @@ class KVStats:
     n_rollback: int = 0
     window_kinds: int = 0  # equal for windows with the same types of exact rows (halves or integers)
     fingerprint: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptStats:
-    """Adaptive bases of one layer's keys or values, summed over its heads.
-
-    residuals: relative residual of every head's latest block.
-    """
-
-    il: int
-    side: str  # "k" or "v"
-    n_chunks: int  # present bases
-    n_opened: int
-    n_refused: int  # rejected candidates
-    residuals: tuple[float, ...]
-
-
-def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
-    """Statistics of all layers and sides with adaptive bases."""
-    stats = []
-    for il, side in itertools.product(range(n_layer), "kv"):
-        heads: list[_lib.AdaptStats] = []
-        while native().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := _lib.AdaptStats()):
-            heads.append(raw)
-        if heads:
-            sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
-            stats.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
-    return stats
 
 
 def cache_line(stats: KVStats) -> str:
@@ -100,7 +71,7 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
-        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_adapt + raw.bytes_stock,
+        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_chunks + raw.bytes_stock,
         kernel=" and ".join(kernels),
         fingerprint=fingerprint.decode() if fingerprint else None,
         **{name: getattr(raw, name) for name in same},

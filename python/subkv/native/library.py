@@ -26,37 +26,25 @@ _u64 = ctypes.c_uint64
 _float = ctypes.c_float
 
 
-def _members(kind: Any, *names: str) -> list[tuple[str, Any]]:
+def members(kind: Any, *names: str) -> list[tuple[str, Any]]:
     """Consecutive members of one type in a struct."""
     return [(name, kind) for name in names]
-
-
-class AdaptParams(ctypes.Structure):
-    """subkv_adapt_params."""
-
-    _fields_ = [
-        *_members(_i32, "kind", "rank", "rows"),
-        *_members(_float, "decay", "rate"),
-        *_members(_i32, "block", "length", "warm", "max_chunks"),
-        *_members(_float, "tau", "gain"),
-        *_members(_i32, "reuse", "merge"),
-    ]
 
 
 class CacheParams(ctypes.Structure):
     """subkv_cache_params."""
 
-    _fields_ = [*_members(_i32, "n_sink", "n_recent", "n_rollback", "adapt"), ("adaptive", AdaptParams)]
+    _fields_ = [*members(_i32, "n_sink", "n_recent", "n_rollback"), ("adapt", _str)]
 
 
 class Stats(ctypes.Structure):
     """subkv_stats."""
 
     _fields_ = [
-        *_members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_f16", "bytes_bases", "bytes_per_token"),
-        *_members(_u64, "n_zero_rows", "bytes_adapt", "n_chunks", "window_kinds"),
-        *_members(_u32, "n_layer_coded", "n_layer_device", "n_cells", "n_stream"),
-        *_members(_i32, "n_sink", "n_recent", "n_rollback"),
+        *members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_f16", "bytes_bases", "bytes_per_token"),
+        *members(_u64, "n_zero_rows", "bytes_chunks", "n_chunks", "window_kinds"),
+        *members(_u32, "n_layer_coded", "n_layer_device", "n_cells", "n_stream"),
+        *members(_i32, "n_sink", "n_recent", "n_rollback"),
         ("bpe", _float),
     ]
 
@@ -65,22 +53,12 @@ class Observed(ctypes.Structure):
     """subkv_observed."""
 
     _fields_ = [
-        *_members(_i32, "n_head", "n_head_kv", "d_k", "d_v"),
+        *members(_i32, "n_head", "n_head_kv", "d_k", "d_v"),
         ("scale", _float),
         ("n_tokens", _u64),
-        *_members(_i32, "n_key", "n_query"),
+        *members(_i32, "n_key", "n_query"),
         ("n_nonfinite", _u64),
-        *_members(_i32, "coded", "plain"),
-    ]
-
-
-class AdaptStats(ctypes.Structure):
-    """subkv_adapt_stats."""
-
-    _fields_ = [
-        *_members(_i64, "n_blocks", "n_chunks", "n_opened", "n_refused", "n_merged", "n_recoded", "n_nonfinite"),
-        *_members(_i64, "bytes_bases", "bytes_sketch"),
-        ("residual", ctypes.c_double),
+        *members(_i32, "coded", "plain"),
     ]
 
 
@@ -102,10 +80,8 @@ SIGNATURES: Signatures = {
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
     "subkv_attach_ordinary": (None, []),
-    "subkv_adapt_parse": (ctypes.c_bool, [_str, ctypes.POINTER(CacheParams)]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
-    "subkv_get_adapt_stats": (ctypes.c_bool, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.POINTER(AdaptStats)]),
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_context_devices": (_str, [_ptr]),
     "subkv_observer_new": (_ptr, [_i32]),

@@ -1,6 +1,6 @@
-// node_adapt.cpp: coding of what leaves the exact window, on the sides whose bases adapt (adaptive.h). Between encode
+// node_blocks.cpp: coding of what leaves the exact window, on the sides whose bases adapt (chunked.h). Between encode
 // and attend.
-#include "adaptive.h"
+#include "chunked.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace subkv {
 
 //
-// adapt: dst F32 [1], not read: attend runs after this node | AdaptSources
+// encode_blocks: dst F32 [1], not read: attend runs after this node | EncodeBlocksSources
 //
 
 namespace {
@@ -21,7 +21,7 @@ struct Held {
 };
 
 // Rows of positions [from, end) of one stream's sequence, in order: those in the window, and the ubatch's own.
-void gather(const LayerNodes & layer, const AdaptSources & in, int64_t t0, int64_t n_tps, int64_t first_cell,
+void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0, int64_t n_tps, int64_t first_cell,
             int32_t from, int32_t end, std::vector<Held> & out) {
     out.clear();
     const SlotRow *  slots  = slot_rows(in.slots);
@@ -46,17 +46,17 @@ void gather(const LayerNodes & layer, const AdaptSources & in, int64_t t0, int64
 
 } // namespace
 
-void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &          layer    = *(const LayerNodes *) userdata;
-    const auto &          codec    = *layer.codec;
-    const AdaptiveLayer & adaptive = *layer.adaptive;
-    const auto            in       = sources_of<AdaptSources>(dst);
-    const TokenRow *      tokens   = token_rows(in.tokens);
-    const int64_t *       idxs     = (const int64_t *) in.k_idxs->data;
-    const int64_t         n_stream = in.k_view->ne[2];
-    const int64_t         n_tps    = in.tokens->ne[1] / n_stream;
-    const int32_t         n_sink   = layer.window->n_sink();
-    const int32_t         n_recent = layer.window->n_recent();
+void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &         layer    = *(const LayerNodes *) userdata;
+    const auto &         codec    = *layer.codec;
+    const ChunkedLayer & chunked  = *layer.chunked;
+    const auto           in       = sources_of<EncodeBlocksSources>(dst);
+    const TokenRow *     tokens   = token_rows(in.tokens);
+    const int64_t *      idxs     = (const int64_t *) in.k_idxs->data;
+    const int64_t        n_stream = in.k_view->ne[2];
+    const int64_t        n_tps    = in.tokens->ne[1] / n_stream;
+    const int32_t        n_sink   = layer.window->n_sink();
+    const int32_t        n_recent = layer.window->n_recent();
 
     std::vector<Held>    held;
     std::vector<float>   x;
@@ -69,7 +69,7 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         ggml_tensor * cache   = value ? in.v_cache : in.k_cache;
         const int64_t n_cells = cache->ne[1];
         const int64_t stream  = idxs[t0] / n_cells;
-        AdaptUnit *   state   = adaptive.unit((uint32_t) stream, h, value);
+        ChunkUnit *   state   = chunked.unit((uint32_t) stream, h, value);
         if (!state) {
             continue;
         }
@@ -89,7 +89,7 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const int64_t offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
         const int64_t stride = TILE * (int64_t) cache->nb[1];
         uint8_t *     tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
-        uint8_t *     chunks = (uint8_t *) cache->data + TILE * adaptive.chunk_offset(h, value);
+        uint8_t *     chunks = (uint8_t *) cache->data + TILE * chunked.chunk_offset(h, value);
         const auto    merge  = [&](int32_t old, int32_t now, const Adapter::Recode & recode) {
             std::vector<int64_t> of_old;
             for (int64_t first = stream * n_cells; first < (stream + 1) * n_cells; first += TILE) {
